@@ -1,0 +1,111 @@
+"""Token ids to text, token by token, up to a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class TokenBytes(Protocol):
+    """What is needed of a tokenizer."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def is_special(self, token_id: int) -> bool: ...
+
+
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """What some tokens added to the text.
+
+    text: may be released; all pieces together are the whole text.
+    offsets: for each token taken, the characters of text before it.
+    """
+
+    text: str
+    offsets: list[int]
+
+
+class Detokenizer:
+    """Text of one sequence.
+
+    Never releases part of a character, nor text that may turn out to be a stop string. Bytes that cannot be UTF-8
+    become U+FFFD once that is certain. The result does not depend on how tokens are grouped into calls.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenBytes,
+        *,
+        stop: list[str] | None = None,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ):
+        """min_tokens: a stop string does not count before this many tokens."""
+        self.stopped_by: str | None = None
+        self.num_tokens = 0
+        self._tokenizer = tokenizer
+        self._stop = stop or []
+        self._include_stop = include_stop
+        self._skip_special_tokens = skip_special_tokens
+        self._min_tokens = min_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+        self._length = 0  # characters decoded so far, held ones included
+
+    def add(self, token_ids: list[int], *, hide_last: bool = False) -> Piece:
+        """Take tokens up to the one that completes a stop string; `stopped_by` then names it, and the rest is ignored.
+
+        hide_last: the last token ends the sequence and is no part of the text.
+        """
+        text, offsets = [], []
+        for i, token_id in enumerate(token_ids):
+            if self.stopped_by is not None:
+                break
+            self.num_tokens += 1
+            offsets.append(self._length)
+            hidden = (hide_last and i == len(token_ids) - 1) or (
+                self._skip_special_tokens and self._tokenizer.is_special(token_id)
+            )
+            if not hidden:
+                text.append(self._release(self._utf8.decode(self._tokenizer.token_bytes(token_id))))
+        return Piece("".join(text), offsets)
+
+    def finish(self) -> str:
+        """What was held back, once no token follows; an incomplete character becomes U+FFFD."""
+        if self.stopped_by is not None:
+            return ""
+        rest = self._release(self._utf8.decode(b"", final=True))
+        if self.stopped_by is None:
+            rest, self._held = rest + self._held, ""
+        return rest
+
+    def _release(self, new: str) -> str:
+        self._length += len(new)
+        text = self._held + new
+        if self.num_tokens < self._min_tokens:
+            self._held = ""
+            return text
+        if (match := self._first_match(text)) is not None:
+            self.stopped_by, start = match
+            self._held = ""
+            return text[: start + len(self.stopped_by)] if self._include_stop else text[:start]
+        keep = self._start_of_possible_stop(text)
+        self._held = text[keep:]
+        return text[:keep]
+
+    def _first_match(self, text: str) -> tuple[str, int] | None:
+        """The stop string that is complete first (of two that end together, the longer one) and where it starts."""
+        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if not found:
+            return None
+        _, start, stop = min(found)
+        return stop, start
+
+    def _start_of_possible_stop(self, text: str) -> int:
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        for start in range(max(0, len(text) - longest), len(text)):
+            if any(stop.startswith(text[start:]) for stop in self._stop):
+                return start
+        return len(text)

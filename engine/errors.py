@@ -1,0 +1,171 @@
+"""Every error that a user or another process may see, in one tree.
+
+ServingError
+├── RequestError              400  the request itself is wrong
+│   ├── InvalidParameter      400  one field has a bad value: names field, value and limit
+│   ├── PromptTooLong         400  prompt does not fit the model's context or the KV cache
+│   └── ModelNotFound         404  no model of that name is served
+├── Overloaded                429  queues are full; nothing was started
+├── RequestTimeout            408  the request's own deadline passed
+├── EngineError               500  computing this request failed; the engine lives on
+├── EngineUnavailable         503  the replica died or makes no progress; retry elsewhere can help
+└── StartupError              (exit code 1) the engine cannot start as configured
+    ├── ConfigError                one key of the configuration is wrong
+    ├── ModelFolderError           folder missing, or without what a model needs
+    ├── UnsupportedArchitecture    names the architectures that are supported
+    └── OutOfMemory                too little memory, with the numbers and what to change
+
+Each knows its HTTP status, its OpenAI error `type`, and whether another replica could do better.
+Constructor arguments equal `args`, so that errors pickle between processes.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ServingError(Exception):
+    """Root of the tree; raise a leaf."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "internal_error"
+    retryable: ClassVar[bool] = False
+    param: str | None = None
+
+    @property
+    def code(self) -> str:
+        """Stable machine-readable name, for instance `prompt_too_long`."""
+        name = type(self).__name__
+        return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")
+
+
+class RequestError(ServingError):
+    """The request cannot be served as it is; sending it again will not help."""
+
+    status, type = 400, "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message, param)
+        self.message, self.param = message, param
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidParameter(RequestError):
+    """One field has a value outside its limit."""
+
+    def __init__(self, field: str, value: object, limit: str):
+        shown = repr(value)
+        if len(shown) > 100:
+            shown = shown[:100] + "…"
+        Exception.__init__(self, field, shown if not isinstance(value, (int, float, str)) else value, limit)
+        self.message, self.param = f"{field} must be {limit}, got {shown}", field
+        self.field, self.value, self.limit = field, value, limit
+
+
+class PromptTooLong(RequestError):
+    """The prompt needs more tokens than the limit leaves room for."""
+
+    def __init__(self, tokens: int, limit: int, what: str = "max_model_len"):
+        Exception.__init__(self, tokens, limit, what)
+        self.tokens, self.limit, self.param = tokens, limit, "prompt"
+        self.message = (
+            f"prompt has {tokens} tokens, but at most {limit - 1} fit: {what} is {limit} tokens, "
+            "and at least one is needed for the answer"
+        )
+
+
+class ModelNotFound(RequestError):
+    """No model of that name is served here."""
+
+    status, type = 404, "not_found_error"
+
+    def __init__(self, model: str, known: list[str]):
+        Exception.__init__(self, model, known)
+        self.message, self.param = f"model {model!r} does not exist; served here: {', '.join(known)}", "model"
+
+
+class Overloaded(ServingError):
+    """Queues are full. Nothing was started for this request."""
+
+    status, type, retryable = 429, "rate_limit_error", True
+
+    def __init__(self, message: str, retry_after_s: float = 1.0):
+        super().__init__(message, retry_after_s)
+        self.message, self.retry_after_s = message, retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class RequestTimeout(ServingError):
+    """The request's own deadline passed before it was finished."""
+
+    status, type = 408, "timeout_error"
+
+    def __init__(self, request_id: str, waited_s: float):
+        super().__init__(request_id, waited_s)
+
+    def __str__(self) -> str:
+        return f"request {self.args[0]} was not finished within its deadline of {self.args[1]:.1f} s"
+
+
+class EngineError(ServingError):
+    """Computing this request failed. Other requests are not affected."""
+
+    def __init__(self, request_id: str, reason: str):
+        super().__init__(request_id, reason)
+
+    def __str__(self) -> str:
+        return f"request {self.args[0]} failed in the engine: {self.args[1]}"
+
+
+class EngineUnavailable(ServingError):
+    """The replica that ran this request died or stopped making progress."""
+
+    status, type, retryable = 503, "service_unavailable_error", True
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+
+
+class StartupError(ServingError):
+    """The engine cannot start as configured; the message says what to change."""
+
+
+class ConfigError(StartupError):
+    """One key of the configuration has a wrong value."""
+
+    def __init__(self, key: str, value: object, limit: str):
+        super().__init__(key, value, limit)
+
+    def __str__(self) -> str:
+        return f"configuration: {self.args[0]} must be {self.args[2]}, got {self.args[1]!r}"
+
+
+class ModelFolderError(StartupError):
+    """A model folder is missing or lacks a file that is needed."""
+
+    def __init__(self, path: str, problem: str):
+        super().__init__(path, problem)
+
+    def __str__(self) -> str:
+        return f"model {self.args[0]!r}: {self.args[1]}"
+
+
+class UnsupportedArchitecture(StartupError):
+    """The model's architecture has no file in engine/models/."""
+
+    def __init__(self, architecture: str, supported: list[str]):
+        super().__init__(architecture, supported)
+
+    def __str__(self) -> str:
+        return f"architecture {self.args[0]!r} is not supported; supported: {', '.join(self.args[1])}"
+
+
+class OutOfMemory(StartupError):
+    """The KV cache does not fit, or is too small for a single request."""
+
+    def __init__(self, message: str):
+        super().__init__(message)

@@ -1,0 +1,95 @@
+"""How many KV blocks fit, and the tensor that holds them."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, OutOfMemory
+from engine.model_config import ModelConfig
+from engine.tp_group import TPGroup
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+CPU_DEFAULT_GIB = 2.0
+
+
+def block_shape(config: ModelConfig, block_size: int, tp: TPGroup) -> tuple[int, int, int, int, int]:
+    """One block on one rank: [layers, 2 (K, V), kv_heads, block_size, head_dim]."""
+    kv_heads = max(1, config.num_kv_heads // tp.size)
+    return (config.num_layers, 2, kv_heads, block_size, config.head_dim)
+
+
+def choose_num_blocks(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, tp: TPGroup, free_bytes: int
+) -> tuple[int, int]:
+    """(blocks, max_model_len) for this memory, with one log line saying what limits them.
+
+    free_bytes: memory for the KV cache on a GPU, measured after a profiling run; on a CPU what the machine has.
+    Raises OutOfMemory when `max_model_len` was asked for and does not fit, or when nothing fits at all.
+    """
+    block_bytes = torch.Size(block_shape(model, config.block_size, tp)).numel() * dtype.itemsize
+    longest = config.max_model_len or model.max_position_embeddings
+    if longest > model.max_position_embeddings:
+        limit = f"at most the model's own context ({model.max_position_embeddings})"
+        raise ConfigError("max_model_len", longest, limit)
+    wanted = config.max_num_seqs * -(-longest // config.block_size)
+    if config.num_blocks is not None:
+        blocks, limit = config.num_blocks, "num_blocks"
+        if blocks * block_bytes > free_bytes:
+            raise OutOfMemory(
+                f"num_blocks={blocks} needs {blocks * block_bytes / GIB:.2f} GiB of KV cache, but only "
+                f"{free_bytes / GIB:.2f} GiB are free; at most {free_bytes // block_bytes} blocks fit"
+            )
+    else:
+        budget, limit = kv_budget(config, free_bytes)
+        blocks = budget // block_bytes
+        if blocks > wanted:
+            blocks, limit = wanted, f"max_num_seqs ({config.max_num_seqs}) x max_model_len ({longest})"
+    tokens = blocks * config.block_size
+    if tokens < (config.max_model_len or 2):
+        needed = -(-(config.max_model_len or 2) // config.block_size) * block_bytes
+        raise OutOfMemory(
+            f"the KV cache holds {tokens} tokens ({limit}), but one request of max_model_len={config.max_model_len} "
+            f"needs {needed / GIB:.3f} GiB; raise kv_cache_memory_gib, or lower max_model_len to {tokens} or less"
+        )
+    max_model_len = min(longest, tokens)
+    logger.info(
+        "kv cache: %d tokens fit (%d blocks of %d, %.2f GiB), limited by %s; max_model_len=%d, so %.1f full requests",
+        tokens, blocks, config.block_size, blocks * block_bytes / GIB, limit, max_model_len, tokens / max_model_len,
+    )  # fmt: skip
+    return blocks, max_model_len
+
+
+def kv_budget(config: EngineConfig, free_bytes: int) -> tuple[int, str]:
+    """Bytes for the KV cache and the name of what sets them."""
+    if config.kv_cache_memory_gib is not None:
+        asked = int(config.kv_cache_memory_gib * GIB)
+        if asked > free_bytes:
+            raise OutOfMemory(
+                f"kv_cache_memory_gib={config.kv_cache_memory_gib} does not fit: {free_bytes / GIB:.2f} GiB are free"
+            )
+        return asked, f"kv_cache_memory_gib ({config.kv_cache_memory_gib})"
+    if config.device == "cuda":
+        return free_bytes, f"gpu_memory_utilization ({config.gpu_memory_utilization})"
+    return min(int(CPU_DEFAULT_GIB * GIB), free_bytes // 2), f"the default on a CPU ({CPU_DEFAULT_GIB} GiB)"
+
+
+def free_host_bytes() -> int:
+    """Memory that the machine can still give without swapping."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def allocate(
+    num_blocks: int, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, tp: TPGroup
+) -> Tensor:
+    """[num_blocks, layers, 2, kv_heads, block_size, head_dim], zeroed: what a padded read meets is never NaN.
+
+    On a CPU the pages are only taken when they are first written.
+    """
+    return torch.zeros((num_blocks, *block_shape(config, block_size, tp)), dtype=dtype, device=device)

@@ -1,0 +1,96 @@
+"""Weights of a model folder -> the sharded parameters of one rank.
+
+Files are memory-mapped and only this rank's part of each tensor is read, one tensor at a time, so loading needs no
+memory beyond the parameters themselves and one tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import ModelFolderError
+from engine.layers.shard import Shard, Sharded
+from engine.model_folder import read_json
+from engine.models.llama import LlamaForCausalLM
+from engine.tp_group import TPGroup
+
+logger = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+
+
+def load_weights(model: LlamaForCausalLM, folder: Path, tp: TPGroup) -> None:
+    """Fill every parameter of `model`, each exactly once. Rank 0 shows the progress, if there is a terminal.
+
+    Raises ModelFolderError that names the tensors that are missing, unexpected or of a wrong shape.
+    """
+    started = time.monotonic()
+    shards = checkpoint_shards(model)
+    files = tensors_by_file(folder)
+    check_names(folder, set(shards), [name for names in files.values() for name in names])
+    quiet = tp.rank > 0 or not sys.stderr.isatty()
+    for file in track(files, "loading weights", console=Console(stderr=True), disable=quiet):
+        with safe_open(file, framework="pt") as tensors:
+            for name in shards.keys() & files[file]:
+                shard, source = shards[name], tensors.get_slice(name)
+                if tuple(source.get_shape()) != shard.shape:
+                    problem = f"{name} has shape {source.get_shape()}, config.json asks for {list(shard.shape)}"
+                    raise ModelFolderError(str(folder), problem)
+                shard.load(source)
+    num_bytes = sum(shard.target.nbytes for shard in shards.values())
+    seconds = time.monotonic() - started
+    logger.info("weights loaded folder=%s gb=%.2f seconds=%.1f", folder, num_bytes / 1e9, seconds)
+
+
+def checkpoint_shards(model: LlamaForCausalLM) -> dict[str, Shard]:
+    """Every shard of the model by the name of its tensor in the checkpoint."""
+    shards = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, Sharded):
+            for name, shard in layer.shards().items():
+                shards[checkpoint_name(f"{path}.{name}", model.packed)] = shard
+    return shards
+
+
+def checkpoint_name(name: str, packed: dict[str, tuple[str, str]]) -> str:
+    """`layers.0.self_attn.qkv_proj.q.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
+    for original, (layer, part) in packed.items():
+        name = name.replace(f".{layer}.{part}.", f".{original}.")
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def check_names(folder: Path, wanted: set[str], found: list[str]) -> None:
+    """Raise ModelFolderError unless `found` is `wanted`, once each."""
+    twice = [name for name, count in Counter(found).items() if count > 1]
+    # Older checkpoints hold the rotary frequencies, and some a copy of a tied head; both are known without.
+    extra = {name for name in set(found) - wanted if not name.endswith((".inv_freq", "lm_head.weight"))}
+    for problem, names in (("missing", wanted - set(found)), ("unexpected", extra), ("given twice", twice)):
+        if names:
+            shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise ModelFolderError(str(folder), f"{len(names)} tensors are {problem}: {shown}")
+
+
+def tensors_by_file(folder: Path) -> dict[Path, list[str]]:
+    """Names in every safetensors file of the model. An index says which files belong to it; other formats may lie beside."""
+    if (folder / INDEX).exists():
+        files = sorted({folder / file for file in read_json(folder, INDEX)["weight_map"].values()})
+    elif (folder / "model.safetensors").exists():
+        files = [folder / "model.safetensors"]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    names = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                names[file] = list(tensors.keys())
+        except (OSError, SafetensorError) as e:
+            raise ModelFolderError(str(folder), f"cannot read {file.name}: {e}") from e
+    return names

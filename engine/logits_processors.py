@@ -1,0 +1,61 @@
+"""Changes to one sequence's logits before sampling. Plain: only rows that asked for something come here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.sampling_params import SamplingParams
+
+BANNED = float("-inf")
+
+
+def is_needed(params: SamplingParams) -> bool:
+    """Whether `process` could change anything for these parameters."""
+    return bool(
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_words_token_ids
+        or params.min_tokens
+    )
+
+
+def process(logits: Tensor, params: SamplingParams, prompt: Tensor, output: Tensor, eos: frozenset[int]) -> None:
+    """Change `logits` [vocab] float32 in place, in vLLM's order: bans, minimum length, bias, penalties.
+
+    prompt, output: [n] int64 token ids so far.
+    """
+    if params.allowed_token_ids:
+        allowed = torch.tensor(params.allowed_token_ids, device=logits.device)
+        kept = logits[allowed]
+        logits.fill_(BANNED)
+        logits[allowed] = kept
+    for token in banned_by_words(params.bad_words_token_ids, output):
+        logits[token] = BANNED
+    if len(output) < params.min_tokens:
+        logits[sorted(eos | set(params.stop_token_ids))] = BANNED
+    for token, bias in (params.logit_bias or {}).items():
+        logits[token] += bias
+    apply_penalties(logits, params, prompt, output)
+
+
+def banned_by_words(words: list[list[int]], output: Tensor) -> list[int]:
+    """Tokens that would complete one of `words` (each a list of token ids)."""
+    longest = max((len(word) for word in words), default=1) - 1
+    tail = output[-longest:].tolist() if longest else []
+    return [word[-1] for word in words if tail[len(tail) - len(word) + 1 :] == word[:-1] and len(tail) >= len(word) - 1]
+
+
+def apply_penalties(logits: Tensor, params: SamplingParams, prompt: Tensor, output: Tensor) -> None:
+    """Repetition (CTRL, arXiv:1909.05858, section 4.1) over prompt and output; frequency and presence
+    (OpenAI's) over the output only."""
+    if params.repetition_penalty != 1.0:
+        seen = torch.unique(torch.cat([prompt, output]))
+        score = logits[seen]
+        logits[seen] = torch.where(score > 0, score / params.repetition_penalty, score * params.repetition_penalty)
+    if (params.frequency_penalty or params.presence_penalty) and len(output):
+        seen, counts = torch.unique(output, return_counts=True)
+        logits[seen] -= params.frequency_penalty * counts + params.presence_penalty

@@ -1,0 +1,88 @@
+"""A model's name -> its folder, and the small JSON files in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from engine import pocket
+from engine.errors import ModelFolderError
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# tokenizer files beside *.json: sentencepiece, merges
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def resolve(model: str) -> Path:
+    """Folder of `pocket` (bundled), of a local path, or of a Hub id "org/name", which is downloaded if need be.
+
+    Raises ModelFolderError where there is none, or where it lacks config.json or safetensors weights.
+    """
+    if model == "pocket":
+        folder = pocket.PATH
+    elif (folder := Path(model).expanduser()).is_dir():
+        pass
+    elif HUB_ID.fullmatch(model) and not model.startswith("."):
+        folder = _download(model)
+    else:
+        raise ModelFolderError(model, "no such folder, and it does not look like a Hub id (org/name) either")
+    _check(folder)
+    return folder
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Raises ModelFolderError if the file is missing or not a JSON object."""
+    try:
+        value = json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise ModelFolderError(str(folder), f"has no {name}") from e
+    except ValueError as e:
+        raise ModelFolderError(str(folder), f"{name} is not valid JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ModelFolderError(str(folder), f"{name} is not a JSON object")
+    return value
+
+
+def eos_token_ids(folder: Path) -> frozenset[int]:
+    """Tokens that end a generation: generation_config.json knows best, since chat models end turns with a token of
+    their own; config.json otherwise."""
+    for fields in (_generation_config(folder), read_json(folder, "config.json")):
+        ids = fields.get("eos_token_id")
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset()
+
+
+def default_sampling(folder: Path) -> dict[str, float]:
+    """What the model's authors recommend, by SamplingParams' names; only what they name."""
+    fields = _generation_config(folder)
+    return {name: fields[name] for name in SAMPLING_FIELDS if fields.get(name) is not None}
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    name = "generation_config.json"
+    return read_json(folder, name) if (folder / name).exists() else {}
+
+
+def _download(model: str) -> Path:
+    """Complete local copies are used without a network."""
+    from huggingface_hub import snapshot_download  # slow to import, and not needed for a local folder
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+    # OSError: unreachable, offline, not found, gated, disk full
+    except (OSError, ValueError) as e:
+        problem = f"no such local folder, and the Hugging Face Hub did not give it: {type(e).__name__}: {e}"
+        raise ModelFolderError(model, problem) from e
+
+
+def _check(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ModelFolderError(str(folder), "has no config.json")
+    if not any(folder.glob("*.safetensors")):
+        others = sorted(p.name for pattern in ("*.bin", "*.pth", "*.gguf") for p in folder.glob(pattern))
+        found = f"only {', '.join(others)}; convert them first" if others else "and no other weights either"
+        raise ModelFolderError(str(folder), f"has no *.safetensors, {found}")

@@ -1,0 +1,180 @@
+"""From logits to tokens.
+
+Randomness is a function of (seed, position) alone: one number from a counter-based generator (Philox, Salmon et
+al. 2011) picks the token by inverting the cumulative distribution. So a request gets the same tokens whatever it
+is batched with, after preemption, and when it is run again elsewhere; and no noise is drawn over the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine import logits_processors
+from engine.messages import TokenLogprob
+from engine.sampling_params import SamplingParams
+
+
+class UniformSource:
+    """Numbers in [0, 1) as a function of (seed, position)."""
+
+    def __init__(self) -> None:
+        self._philox = np.random.Philox(0)
+
+    def draw(self, seed: int, position: int) -> float:
+        """24 random bits as a float32 in [0, 1): key (seed, 0), counter (position, 0, 0, 0)."""
+        state = self._philox.state
+        state["state"]["key"][:] = (seed, 0)
+        state["state"]["counter"][:] = (position, 0, 0, 0)
+        state["buffer_pos"] = 4  # nothing left over from the draw before
+        self._philox.state = state
+        return float(int(self._philox.random_raw()) >> 40) * 2.0**-24
+
+
+@dataclass(slots=True)
+class RandomRows:
+    """Rows that are sampled alike. rows [n] int64; temperature, uniform, top_p, min_p [n, 1] float32.
+
+    width: how many candidates are looked at: top_k, or 0 for the whole vocabulary without any filter.
+    """
+
+    rows: Tensor
+    temperature: Tensor
+    uniform: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class EditedRow:
+    """A row whose logits are changed first; the sequence sits in `slot` and has `length` tokens."""
+
+    row: int
+    slot: int
+    num_prompt: int
+    length: int
+    params: SamplingParams
+
+
+@dataclass(slots=True)
+class SamplingInputs:
+    """What is to be done to each row of logits, prepared on the host. Greedy rows need nothing."""
+
+    random: list[RandomRows]
+    edited: list[EditedRow]
+    logprobs: list[int | None]  # per row: number of alternatives to report
+
+    @property
+    def any_logprobs(self) -> bool:
+        return any(count is not None for count in self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """A sequence about to get the token at `position` (= its length so far)."""
+
+    slot: int
+    position: int
+    num_prompt: int
+    seed: int
+    params: SamplingParams
+
+
+def prepare_sampling(sequences: list[SampledRow], vocab_size: int, uniform: UniformSource) -> SamplingInputs:
+    """Sort the rows by what has to be done to them. Greedy rows without extras cost nothing later."""
+    groups: dict[int, list[int]] = {}
+    edited = []
+    for row, sequence in enumerate(sequences):
+        params = sequence.params
+        if not params.greedy:
+            groups.setdefault(candidate_width(params, vocab_size), []).append(row)
+        if logits_processors.is_needed(params):
+            edited.append(EditedRow(row, sequence.slot, sequence.num_prompt, sequence.position, params))
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32).unsqueeze(1)
+
+    random = []
+    for width, rows in groups.items():
+        chosen = [sequences[row] for row in rows]
+        random.append(
+            RandomRows(
+                rows=torch.tensor(rows),
+                temperature=column([s.params.temperature for s in chosen]),
+                uniform=column([uniform.draw(s.seed, s.position) for s in chosen]),
+                top_p=column([s.params.top_p for s in chosen]),
+                min_p=column([s.params.min_p for s in chosen]),
+                width=width,
+            )
+        )
+    return SamplingInputs(random, edited, [s.params.logprobs for s in sequences])
+
+
+def candidate_width(params: SamplingParams, vocab_size: int) -> int:
+    """Candidates that have to be sorted: 0 for none. A function of the request alone, never of its batch,
+    so that sums run in the same order wherever it is computed."""
+    if 0 < params.top_k < vocab_size:
+        return params.top_k
+    return vocab_size if params.top_p < 1.0 or params.min_p > 0.0 else 0
+
+
+def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
+    """Tokens [rows] int64 from logits [rows, vocab] float32; -1 where no finite logit is left."""
+    best, tokens = logits.max(dim=-1)
+    for group in inputs.random:
+        chosen = logits[group.rows] / group.temperature.clamp(min=1e-2)  # vLLM's smallest temperature too
+        tokens[group.rows] = draw_filtered(chosen, group) if group.width else draw(chosen.softmax(-1), group.uniform)
+    return torch.where(best.isfinite(), tokens, -1)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Index [rows] with probability in proportion to weights [rows, n], given uniform [rows, 1] in [0, 1)."""
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:]
+    # strictly below the total, so that rounding never picks a candidate of weight 0
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return index.clamp(max=weights.shape[-1] - 1)  # only NaN weights get here; `sample` marks their rows
+
+
+def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
+    """As `draw`, over what min_p, top_k and top_p leave, applied in that order (as vLLM does).
+
+    logits: [rows, vocab], already divided by the temperature.
+    """
+    if group.width < logits.shape[-1]:
+        values, ids = logits.topk(group.width, dim=-1)
+    else:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    weights = (values - values[:, :1]).exp()  # relative to the most likely, so this is what min_p compares
+    weights = torch.where(weights >= group.min_p, weights, 0.0)
+    before = weights.cumsum(-1) - weights
+    nucleus = group.top_p * weights.sum(-1, keepdim=True)
+    weights = torch.where((before < nucleus) | (group.top_p >= 1.0), weights, 0.0)
+    return ids.gather(1, draw(weights, group.uniform).unsqueeze(1)).squeeze(1)
+
+
+def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor, eos: frozenset[int]) -> None:
+    """Apply each edited row's logits processors in place. history: [slots, max_model_len] token ids."""
+    for edit in inputs.edited:
+        tokens = history[edit.slot, : edit.length].long()
+        prompt, output = tokens[: edit.num_prompt], tokens[edit.num_prompt :]
+        logits_processors.process(logits[edit.row], edit.params, prompt, output, eos)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprob]:
+    """Log-probabilities of `tokens` [rows] under logits [rows, vocab], with counts[row] alternatives each."""
+    logprobs = logits.log_softmax(-1)
+    own = logprobs.gather(1, tokens.unsqueeze(1))
+    ranks = (logprobs > own).sum(-1) + 1
+    width = max(counts)
+    values, ids = logprobs.topk(width, dim=-1) if width else (logprobs[:, :0], tokens.unsqueeze(1)[:, :0])
+    rows = zip(tokens.tolist(), own.squeeze(1).tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True)
+    return [
+        TokenLogprob(token, logprob, rank, list(zip(top_ids, top_values, strict=True))[:count])
+        for (token, logprob, rank, top_ids, top_values), count in zip(rows, counts, strict=True)
+    ]

@@ -1,0 +1,150 @@
+"""An engine core with its sockets: requests come in, tokens go out, over ZMQ and msgspec."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import ServingError
+from engine.messages import Abort, Add, Command, EngineStatus, ErrorInfo, GenerateRequest, TokenBatch, TokenDelta
+from engine.scheduler import Event
+
+logger = logging.getLogger(__name__)
+
+STATUS_PERIOD_S = 1.0
+FORGET_PEER_S = 60.0  # an ingress without requests for so long loses its socket
+POLL_MS = 200  # how soon `stop` is noticed when there is nothing to do
+
+
+class EngineServer:
+    """Runs in the process of rank 0.
+
+    Receives `Command`s on a PULL socket at `address`. Pushes one `TokenBatch` per step to each ingress that has
+    requests in it, and an `EngineStatus` to the control actor whenever requests ended, at least once a second.
+    Sending never blocks the step loop: what a vanished peer does not take is dropped with its socket.
+    """
+
+    def __init__(self, config: EngineConfig, *, engine_id: str, status_to: str, host: str = "127.0.0.1"):
+        self.engine_id = engine_id
+        self._core = EngineCore(config)
+        self.model_config = self._core.model_config
+        self.max_model_len = self._core.max_model_len
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.setsockopt(zmq.RCVHWM, 0)
+        port = self._inbox.bind_to_random_port(f"tcp://{host}")
+        self.address = f"tcp://{host}:{port}"
+        self._peers: dict[str, Peer] = {}
+        self._status = Peer(self._context, status_to)
+        self._decode = msgspec.msgpack.Decoder(Command).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._ended: list[str] = []
+        self._status_due = time.monotonic()
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Serve until `stop` is called from another thread. Closes the sockets on the way out."""
+        try:
+            while not self._stopping.is_set():
+                refused = self._receive()
+                events = self._core.step()
+                self._send(events, refused)
+        finally:
+            self._core.close()
+            self._context.destroy(linger=0)
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _receive(self) -> dict[str, list[TokenDelta]]:
+        """Handle all commands that have come; wait for one if there is nothing to compute.
+
+        Returns final deltas of requests that were refused or aborted, by reply address.
+        """
+        answers: dict[str, list[TokenDelta]] = {}
+        if not self._core.has_work:
+            self._inbox.poll(POLL_MS)
+        while True:
+            try:
+                command = self._decode(self._inbox.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return answers
+            except msgspec.MsgspecError as error:
+                logger.error("dropped a malformed command: %s", error)
+                continue
+            if isinstance(command, Add):
+                self._add(command.request, answers)
+            else:
+                self._abort(command, answers)
+
+    def _add(self, request: GenerateRequest, answers: dict[str, list[TokenDelta]]) -> None:
+        try:
+            self._core.add(request)
+        except ServingError as error:
+            info = ErrorInfo(error.code, str(error), error.status, error.retryable)
+            delta = TokenDelta(request_id=request.request_id, finish_reason="error", error=info)
+            answers.setdefault(request.reply_to, []).append(delta)
+
+    def _abort(self, command: Abort, answers: dict[str, list[TokenDelta]]) -> None:
+        event = self._core.abort(command.request_id)
+        if event is not None:
+            answers.setdefault(event.request.reply_to, []).append(event.delta)
+
+    def _send(self, events: list[Event], answers: dict[str, list[TokenDelta]]) -> None:
+        for event in events:
+            answers.setdefault(event.request.reply_to, []).append(event.delta)
+        now = time.monotonic()
+        steps = self._core.scheduler.totals.steps
+        for address, deltas in answers.items():
+            batch = TokenBatch(engine_id=self.engine_id, step=steps, deltas=deltas)
+            self._peer(address).send(self._encode(batch), now)
+            self._ended += [delta.request_id for delta in deltas if delta.finish_reason]
+        if self._ended or now >= self._status_due:
+            self._send_status(now)
+
+    def _send_status(self, now: float) -> None:
+        status = EngineStatus(
+            engine_id=self.engine_id,
+            ended=self._ended,
+            stats=self._core.stats(),
+            last_step_age_s=self._core.last_step_age_s,
+        )
+        self._status.send(self._encode(status), now)
+        self._ended = []
+        self._status_due = now + STATUS_PERIOD_S
+        for address in [a for a, peer in self._peers.items() if now - peer.used_at > FORGET_PEER_S]:
+            self._peers.pop(address).close()
+
+    def _peer(self, address: str) -> Peer:
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._peers[address] = Peer(self._context, address)
+        return peer
+
+
+class Peer:
+    """A socket to one receiver."""
+
+    def __init__(self, context: zmq.Context, address: str):
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 100_000)
+        self._socket.connect(address)
+        self.address = address
+        self.used_at = time.monotonic()
+
+    def send(self, message: bytes, now: float) -> None:
+        self.used_at = now
+        try:
+            self._socket.send(message, zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("receiver takes no messages, dropped one: %s", self.address)
+
+    def close(self) -> None:
+        self._socket.close()

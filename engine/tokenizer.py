@@ -1,0 +1,147 @@
+"""Text to token ids and back, by the files of a model folder. Imports no torch, so that an ingress starts fast."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from engine.errors import ModelFolderError, RequestError
+
+
+class Tokenizer:
+    """A `tokenizers` tokenizer, the bytes of each of its tokens, and the model's chat template."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str], chat_template: str | None):
+        """special_tokens: by their names in a chat template, for instance `bos_token`."""
+        self._backend = backend
+        self._special_tokens = special_tokens
+        self._chat_template = chat_template
+        self._bytes: dict[int, bytes] = {}
+        self._added = backend.get_added_tokens_decoder()
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Raises ModelFolderError for a missing or unreadable file, or a kind of tokenizer that is not supported."""
+        if not (folder / "tokenizer.json").is_file():
+            raise ModelFolderError(str(folder), "tokenizer.json is missing")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # `tokenizers` raises plain Exception
+            raise ModelFolderError(str(folder), f"tokenizer.json cannot be read: {error}") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        special = {**_read_json(folder / "special_tokens_map.json"), **config}
+        tokenizer = cls(backend, _special_tokens(special), _chat_template(folder, config))
+        if tokenizer._decoder_kind is None:
+            raise ModelFolderError(str(folder), "only byte-level and byte-fallback tokenizers are supported")
+        return tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer.
+
+        kwargs: variables of the template, `add_generation_prompt` and `continue_final_message` among them.
+        Raises RequestError if there is no template, or if it refuses the messages.
+        """
+        if self._chat_template is None:
+            raise RequestError("this model has no chat template; use /v1/completions", "messages")
+        variables = {"add_generation_prompt": True, **self._special_tokens, **kwargs}
+        try:
+            rendered, _ = render_jinja_template(
+                conversations=[messages], tools=tools, chat_template=self._chat_template, **variables
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise RequestError(f"the model's chat template refuses the messages: {error}", "messages") from error
+        return self.encode(rendered[0], add_special_tokens=False)
+
+    def bad_words_token_ids(self, words: list[str]) -> list[list[int]]:
+        """Each word as it is tokenized at the start of a text and, where that differs, after a space."""
+        sequences = []
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                token_ids = self.encode(text, add_special_tokens=False)
+                if token_ids not in sequences:
+                    sequences.append(token_ids)
+        return sequences
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token steers the model (end of turn, for instance) and is no text."""
+        return token_id in self._added and self._added[token_id].special
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that a token stands for, often a part of a character; empty for an unknown id."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._compute_bytes(token_id)
+        return self._bytes[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """A token by itself; U+FFFD stands for bytes that are no whole character."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    @cached_property
+    def _decoder_kind(self) -> str | None:
+        if self._backend.decoder is None:
+            return None
+        state = json.loads(self._backend.decoder.__getstate__())
+        steps = [state, *state.get("decoders", [])]
+        kinds = {step["type"] for step in steps}
+        return next((kind for kind in ("ByteLevel", "ByteFallback", "Metaspace") if kind in kinds), None)
+
+    def _compute_bytes(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].content.encode()
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._decoder_kind == "ByteLevel":
+            return bytes(_BYTE_OF_CHAR[char] for char in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):  # byte fallback: <0x0A>
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others are moved past U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelFolderError(str(path.parent), f"{path.name} is not valid JSON: {error}") from error
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    tokens = {key: value for key, value in config.items() if key.endswith("_token") and value}
+    contents = {key: value["content"] if isinstance(value, dict) else value for key, value in tokens.items()}
+    return {key: value for key, value in contents.items() if isinstance(value, str)}
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        return next((named["template"] for named in template if named["name"] == "default"), None)
+    return template

@@ -1,0 +1,162 @@
+"""A runner without a model: it knows for every KV slot which tokens it was computed from, and says so when a
+plan would read anything else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from engine.block_pool import BlockPool
+from engine.config import EngineConfig
+from engine.messages import GenerateRequest
+from engine.plan import NewSequence, StepPlan, StepResult
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Event, Scheduler
+
+VOCAB = 50
+EOS = 0
+
+
+def next_token(seed: int, tokens: list[int]) -> int:
+    """What the "model" says after `tokens`: any function will do that depends on all of them."""
+    return random.Random(f"{seed} {tokens}").randrange(VOCAB)
+
+
+def expected_output(prompt: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """The output of one request computed alone."""
+    assert params.seed is not None
+    tokens = list(prompt)
+    while len(tokens) < max_model_len and len(tokens) - len(prompt) < (params.max_tokens or max_model_len):
+        tokens.append(next_token(params.seed, tokens))
+        if (tokens[-1] == EOS and not params.ignore_eos) or tokens[-1] in params.stop_token_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Prepared:
+    plan: StepPlan
+    tables: list[list[int]]
+    sequences: list[NewSequence]
+
+
+class FakeRunner:
+    """Same two halves as ModelRunner: `prepare` owns block tables, `execute` the token history and the KV."""
+
+    def __init__(self, config: EngineConfig, max_model_len: int):
+        self.block_size = config.block_size
+        self.tables = [[-1] * -(-max_model_len // config.block_size) for _ in range(config.max_num_seqs)]
+        self.sequences: dict[int, NewSequence] = {}
+        self.history: dict[int, list[int]] = {}
+        self.kv: dict[int, tuple] = {}  # block * block_size + offset -> the tokens that it was computed from
+
+    def prepare(self, plan: StepPlan) -> Prepared:
+        for sequence in plan.added:
+            self.sequences[sequence.slot] = sequence
+        for change in plan.blocks:
+            self.tables[change.slot][change.index : change.index + len(change.blocks)] = change.blocks
+        return Prepared(plan, [list(self.tables[s]) for s in plan.slots], [self.sequences[s] for s in plan.slots])
+
+    def execute(self, prepared: Prepared) -> StepResult:
+        plan = prepared.plan
+        for sequence in plan.added:
+            self.history[sequence.slot] = list(sequence.tokens)
+        rows = list(zip(plan.slots, plan.starts, plan.counts, prepared.tables, strict=True))
+        written: set[int] = set()
+        for slot, start, count, table in rows:  # a model writes all KV of a layer before it reads any
+            for position in range(start, start + count):
+                place = table[position // self.block_size] * self.block_size + position % self.block_size
+                assert place not in written, "two sequences write one place"
+                written.add(place)
+                self.kv[place] = tuple(self.history[slot][: position + 1])
+        result = StepResult(plan.step, [], [None] * len(rows), [None] * len(rows))
+        for (slot, start, count, table), samples, sequence in zip(rows, plan.samples, prepared.sequences, strict=True):
+            tokens = self.history[slot]
+            for position in range(start + count):
+                place = table[position // self.block_size] * self.block_size + position % self.block_size
+                assert self.kv.get(place) == tuple(tokens[: position + 1]), "the KV of other tokens would be read"
+            result.tokens.append(next_token(sequence.seed, tokens) if samples else None)
+            if samples:
+                assert start + count == len(tokens)
+                tokens.append(result.tokens[-1])
+        return result
+
+
+class Harness:
+    """Scheduler, pool and fake runner, driven like EngineCore does, with up to `depth` steps planned ahead."""
+
+    def __init__(self, *, num_blocks: int, max_model_len: int, depth: int = 1, **options):
+        self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, **options})
+        self.pool = BlockPool(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            self.config, self.pool, max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids=frozenset({EOS})
+        )
+        self.runner = FakeRunner(self.config, max_model_len)
+        self.depth = depth
+        self.prepared: list[Prepared] = []
+        self.prompts: dict[str, list[int]] = {}
+        self.params: dict[str, SamplingParams] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, Event] = {}
+        self.plans: list[StepPlan] = []
+
+    def add(self, name: str, prompt: list[int], *, priority: int = 0, cache_salt: str = "", **params) -> None:
+        sampling = SamplingParams(**{"max_tokens": 8, "seed": 1, "ignore_eos": True, **params})
+        message = GenerateRequest(
+            request_id=name, prompt=prompt, params=sampling, priority=priority, cache_salt=cache_salt
+        )
+        self.scheduler.add(message, now=0.0)
+        self.prompts[name], self.params[name], self.outputs[name] = prompt, sampling, []
+
+    def abort(self, name: str) -> None:
+        event = self.scheduler.abort(name, now=0.0)
+        if event is not None:
+            self._record(event)
+        self.scheduler.check()
+
+    def step(self) -> StepPlan | None:
+        plan = self.plan()
+        if plan is None or len(self.prepared) >= self.depth:
+            self.commit()
+        return plan
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.schedule(now=0.0)
+        self.scheduler.check()
+        if plan is not None:
+            assert plan.num_tokens <= self.config.max_num_batched_tokens
+            self.plans.append(plan)
+            self.prepared.append(self.runner.prepare(plan))
+        return plan
+
+    def commit(self) -> None:
+        if self.prepared:
+            result = self.runner.execute(self.prepared.pop(0))
+            for event in self.scheduler.commit(result, now=0.0):
+                self._record(event)
+            self.scheduler.check()
+
+    def _record(self, event: Event) -> None:
+        name = event.delta.request_id
+        assert name not in self.finished, f"{name} went on after its end"
+        self.outputs[name] += event.delta.token_ids
+        if event.delta.finish_reason:
+            self.finished[name] = event
+
+    def run(self, limit: int = 10_000) -> None:
+        """Until nothing is left to do; every output must be what the request gives alone."""
+        while self.scheduler.has_work:
+            self.step()
+            limit -= 1
+            assert limit > 0, "no end in sight"
+        assert self.pool.num_used == 0
+        for name, prompt in self.prompts.items():
+            reason = self.finished[name].delta.finish_reason
+            expected = expected_output(prompt, self.params[name], self.scheduler.max_model_len)
+            if reason == "abort":
+                assert self.outputs[name] == expected[: len(self.outputs[name])]
+            else:
+                assert self.outputs[name] == expected, name
+
+
+__all__ = ["EOS", "VOCAB", "FakeRunner", "Harness", "expected_output"]
