@@ -57,6 +57,10 @@ class EngineCore:
         if message.timeout_s is not None:
             heapq.heappush(self._deadlines, (now + message.timeout_s, request.order[1], request))
 
+    def check(self, message: GenerateRequest) -> None:
+        """Raise RequestError if `add` would refuse this request whatever the load."""
+        self.scheduler.check_request(message)
+
     def abort(self, request_id: str) -> Event | None:
         return self.scheduler.abort(request_id, time.monotonic())
 

@@ -21,7 +21,7 @@ CPU_DEFAULT_GIB = 2.0
 
 def block_shape(config: ModelConfig, block_size: int, tp: TPGroup) -> tuple[int, int, int, int, int]:
     """One block on one rank: [layers, 2 (K, V), kv_heads, block_size, head_dim]."""
-    kv_heads = max(1, config.num_kv_heads // tp.size)
+    kv_heads = config.kv_heads_per_rank(tp.size)
     return (config.num_layers, 2, kv_heads, block_size, config.head_dim)
 
 

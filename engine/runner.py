@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine import kv_cache
 from engine.batch import Batch
@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.loader import load_weights
 from engine.messages import TokenLogprob
 from engine.model_config import ModelConfig
-from engine.models import build_model
+from engine.models.registry import Model, build_model
 from engine.plan import NewSequence, StepPlan, StepResult
 from engine.sampler import (
     SampledRow,
@@ -87,7 +87,7 @@ class ModelRunner:
         self._sequences: list[NewSequence | None] = [None] * slots
         self._uniform = UniformSource()
 
-    def _load(self, folder: Path, tp: TPGroup) -> nn.Module:
+    def _load(self, folder: Path, tp: TPGroup) -> Model:
         started = time.perf_counter()
         model = build_model(self.model_config, tp, self.dtype, self.device)
         load_weights(model, folder, tp)

@@ -87,7 +87,9 @@ class Scheduler:
 
     def add(self, message: GenerateRequest, now: float) -> Request:
         """Take a request, or raise a ServingError and leave everything as it was."""
-        self._check(message)
+        self.check_request(message)
+        if len(self.waiting) >= self.config.max_waiting:
+            raise Overloaded(f"{len(self.waiting)} requests are waiting, the limit is {self.config.max_waiting}")
         self._arrivals += 1
         priority = message.priority if self.config.scheduling_policy == "priority" else 0
         request = Request.create(message, (priority, self._arrivals), self.max_model_len, now)
@@ -95,7 +97,8 @@ class Scheduler:
         insort(self.waiting, request, key=lambda r: r.order)
         return request
 
-    def _check(self, message: GenerateRequest) -> None:
+    def check_request(self, message: GenerateRequest) -> None:
+        """Raise RequestError if this request could never be served."""
         if message.request_id in self._live:
             raise InvalidParameter("request_id", message.request_id, "unique among live requests")
         if not message.prompt:
@@ -106,8 +109,6 @@ class Scheduler:
             if not 0 <= token < self.vocab_size:
                 raise InvalidParameter("prompt", token, f"token ids from 0 to {self.vocab_size - 1}")
         message.params.check_vocabulary(self.vocab_size)
-        if len(self.waiting) >= self.config.max_waiting:
-            raise Overloaded(f"{len(self.waiting)} requests are waiting, the limit is {self.config.max_waiting}")
 
     def abort(self, request_id: str, now: float, error: ServingError | None = None) -> Event | None:
         """End a request now and free what it holds. None if it is not live (it may just have finished)."""

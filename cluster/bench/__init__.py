@@ -1,0 +1,1 @@
+"""`manta bench`: measurements, each with the figure that it has to be compared to."""
