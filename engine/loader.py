@@ -69,17 +69,17 @@ def checkpoint_name(name: str, packed: dict[str, tuple[str, str]]) -> str:
 
 def check_names(folder: Path, wanted: set[str], found: list[str]) -> None:
     """Raise ModelFolderError unless `found` is `wanted`, once each."""
-    twice = [name for name, count in Counter(found).items() if count > 1]
+    twice = {name for name, count in Counter(found).items() if count > 1}
     # Older checkpoints hold the rotary frequencies, and some a copy of a tied head; both are known without.
     extra = {name for name in set(found) - wanted if not name.endswith((".inv_freq", "lm_head.weight"))}
-    for problem, names in (("missing", wanted - set(found)), ("unexpected", extra), ("given twice", twice)):
+    for problem, names in (("missing", wanted - set(found)), ("unexpected", extra), ("duplicate", twice)):
         if names:
             shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise ModelFolderError(str(folder), f"{len(names)} tensors are {problem}: {shown}")
+            raise ModelFolderError(str(folder), f"{len(names)} {problem} tensors: {shown}")
 
 
 def tensors_by_file(folder: Path) -> dict[Path, list[str]]:
-    """Names in every safetensors file of the model. An index says which files belong to it; other formats may lie beside."""
+    """Names in every safetensors file of the model; other files may lie beside those that the index names."""
     if (folder / INDEX).exists():
         files = sorted({folder / file for file in read_json(folder, INDEX)["weight_map"].values()})
     elif (folder / "model.safetensors").exists():

@@ -35,13 +35,12 @@ FAMILIES: dict[str, Fields] = {
     },
 }
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-# Each changes the output when set, and no released model of the families above sets it.
+# Each changes the output when it is set.
 UNSUPPORTED = (
     "quantization_config",
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "use_bidirectional_attention",
-    "attention_chunk_size",
 )
 
 
@@ -119,7 +118,7 @@ class ModelConfig:
             return _parse(architecture, FAMILIES[architecture] | raw, eos_token_ids(folder))
         except KeyError as e:
             raise ModelFolderError(str(folder), f"config.json has no {e.args[0]!r}") from e
-        except Unsupported as e:
+        except _Unsupported as e:
             raise ModelFolderError(str(folder), f"config.json: {e.field} = {e.value!r} is not supported") from e
 
     def kv_heads_per_rank(self, tp_size: int = 1) -> int:
@@ -138,7 +137,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.kv_heads_per_rank(tp_size) * self.head_dim * dtype.itemsize
 
 
-class Unsupported(Exception):
+class _Unsupported(Exception):
     """A field of config.json has a value that this engine cannot honour."""
 
     def __init__(self, field: str, value: object):
@@ -149,7 +148,7 @@ class Unsupported(Exception):
 def _parse(architecture: str, raw: Fields, eos: frozenset[int]) -> ModelConfig:
     for field in UNSUPPORTED:
         if raw.get(field):
-            raise Unsupported(field, raw[field])
+            raise _Unsupported(field, raw[field])
     num_layers, num_heads = raw["num_hidden_layers"], raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
     windows = _windows(raw, num_layers)
@@ -165,7 +164,7 @@ def _parse(architecture: str, raw: Fields, eos: frozenset[int]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=raw.get("num_key_value_heads") or num_heads,
         head_dim=head_dim,
-        attention_scale=raw.get("query_pre_attn_scalar", head_dim) ** -0.5,
+        attention_scale=float(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5,
         activation=_activation(raw),
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         max_position_embeddings=_max_positions(raw["max_position_embeddings"], ropes),
@@ -183,14 +182,14 @@ def _parse(architecture: str, raw: Fields, eos: frozenset[int]) -> ModelConfig:
 def _dtype(raw: Fields) -> torch.dtype:
     name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     if name not in ("float32", "bfloat16", "float16"):
-        raise Unsupported("dtype", name)
+        raise _Unsupported("dtype", name)
     return cast(torch.dtype, getattr(torch, name))
 
 
 def _activation(raw: Fields) -> str:
     name: str = raw.get("hidden_activation") or raw["hidden_act"]
     if name not in ACTIVATIONS:
-        raise Unsupported("hidden_act", name)
+        raise _Unsupported("hidden_act", name)
     return name
 
 
@@ -203,7 +202,7 @@ def _windows(raw: Fields, num_layers: int) -> tuple[int | None, ...]:
     if types := raw.get("layer_types"):
         for t in types:
             if t not in ("full_attention", "sliding_attention"):
-                raise Unsupported("layer_types", t)
+                raise _Unsupported("layer_types", t)
         sliding = [t == "sliding_attention" for t in types]
     elif pattern := raw.get("sliding_window_pattern"):
         sliding = [(i + 1) % pattern != 0 for i in range(num_layers)]
@@ -233,9 +232,9 @@ def _rope(parameters: Fields, theta: float, context: int) -> RopeConfig:
     """One set of parameters; `theta` and `context` (max_position_embeddings) where it does not say its own."""
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
-        raise Unsupported("rope_type", kind)
+        raise _Unsupported("rope_type", kind)
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise Unsupported("partial_rotary_factor", parameters["partial_rotary_factor"])
+        raise _Unsupported("partial_rotary_factor", parameters["partial_rotary_factor"])
     theta = parameters.get("rope_theta", theta)
     if kind == "default":
         return RopeConfig(theta=theta)

@@ -1,0 +1,26 @@
+"""Attention of one layer over the paged KV cache."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from engine.batch import Batch
+from engine.model_config import ModelConfig
+from engine.ops.attention import paged_attention, write_kv
+
+
+class Attention(nn.Module):
+    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim].
+
+    Writes K and V of this step's tokens first, so that a token also sees itself and its neighbours.
+    """
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.scale = cfg.attention_scale
+        self.window = cfg.window[layer]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        write_kv(k, v, batch, self.layer)
+        return paged_attention(q, batch, self.layer, self.scale, self.window).flatten(1)

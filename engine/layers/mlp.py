@@ -1,0 +1,24 @@
+"""Gated MLP, arXiv:2002.05202."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from engine.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from engine.model_config import ModelConfig
+from engine.ops.activation import GATED
+from engine.tp_group import TPGroup
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)): [tokens, hidden] -> [tokens, hidden]."""
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+        super().__init__()
+        part = Part.of_rank(cfg.intermediate_size, tp, "intermediate_size")
+        self.gate_up_proj = ColumnParallelLinear(cfg.hidden_size, {"gate": part, "up": part}, cfg.mlp_bias)
+        self.activation = GATED[cfg.activation]
+        self.down_proj = RowParallelLinear(cfg.intermediate_size, cfg.hidden_size, tp, cfg.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_up_proj(x)))

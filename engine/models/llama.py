@@ -1,0 +1,88 @@
+"""Llama 2 and 3: arXiv:2307.09288, arXiv:2407.21783. The other families say how they differ from this one."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from engine.batch import Batch
+from engine.layers.attention import Attention
+from engine.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
+from engine.layers.linear import QKVLinear, RowParallelLinear
+from engine.layers.mlp import GatedMLP
+from engine.layers.norm import RMSNorm
+from engine.layers.rope import RotaryEmbedding
+from engine.model_config import ModelConfig
+from engine.tp_group import TPGroup
+
+# Modules here are named as in the checkpoint, except for those that are merged: checkpoint's name -> layer and part.
+PACKED = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "gate_proj": ("gate_up_proj", "gate"),
+    "up_proj": ("gate_up_proj", "up"),
+}
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__()
+        self.qkv_proj = QKVLinear(cfg, tp)
+        self.rope = RotaryEmbedding(cfg, layer)
+        self.attend = Attention(cfg, layer)
+        self.o_proj = RowParallelLinear(cfg.num_heads * cfg.head_dim, cfg.hidden_size, tp, cfg.output_bias)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.qkv_proj(x)
+        q, k = self.rope(q, k, batch.positions)
+        return self.o_proj(self.attend(q, k, v, batch))
+
+
+class LlamaLayer(nn.Module):
+    """Pre-norm residual block: [tokens, hidden] -> [tokens, hidden]."""
+
+    attention: ClassVar[type[nn.Module]] = LlamaAttention
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.self_attn = self.attention(cfg, tp, layer)
+        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.mlp: nn.Module = GatedMLP(cfg, tp)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), batch)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LlamaForCausalLM(nn.Module):
+    """input_ids [tokens] int64 -> hidden [tokens, hidden]; `logits` then takes the rows that are sampled from."""
+
+    packed: ClassVar[dict[str, tuple[str, str]]] = PACKED
+    layer: ClassVar[type[nn.Module]] = LlamaLayer
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(cfg.vocab_size, cfg.hidden_size, tp)
+        self.layers = nn.ModuleList(self.layer(cfg, tp, i) for i in range(cfg.num_layers))
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.lm_head = (
+            TiedLMHead(self.embed_tokens) if cfg.tie_word_embeddings else LMHead(cfg.vocab_size, cfg.hidden_size, tp)
+        )
+
+    def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, batch)
+        return self.norm(x)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.embed_tokens(input_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab_size] float32."""
+        return self.lm_head(hidden)

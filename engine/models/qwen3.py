@@ -1,0 +1,31 @@
+"""Qwen 3, arXiv:2505.09388: Llama with RMSNorm on every head's query and key."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.layers.norm import RMSNorm
+from engine.model_config import ModelConfig
+from engine.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+from engine.tp_group import TPGroup
+
+
+class Qwen3Attention(LlamaAttention):
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__(cfg, tp, layer)
+        self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+        self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.qkv_proj(x)
+        q, k = self.rope(self.q_norm(q), self.k_norm(k), batch.positions)
+        return self.o_proj(self.attend(q, k, v, batch))
+
+
+class Qwen3Layer(LlamaLayer):
+    attention = Qwen3Attention
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    layer = Qwen3Layer

@@ -1,0 +1,19 @@
+"""Qwen 3 MoE, arXiv:2505.09388: Qwen 3 with experts in place of the MLP, in most layers or all."""
+
+from __future__ import annotations
+
+from engine.layers.moe import MixtureOfExperts
+from engine.model_config import ModelConfig
+from engine.models.qwen3 import Qwen3ForCausalLM, Qwen3Layer
+from engine.tp_group import TPGroup
+
+
+class Qwen3MoeLayer(Qwen3Layer):
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__(cfg, tp, layer)
+        if cfg.moe is not None and layer in cfg.moe.layers:
+            self.mlp = MixtureOfExperts(cfg, cfg.moe, tp)
+
+
+class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
+    layer = Qwen3MoeLayer

@@ -1,0 +1,44 @@
+"""Architecture in config.json -> model."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.errors import UnsupportedArchitecture
+from engine.model_config import ModelConfig
+from engine.models.gemma3 import Gemma3ForCausalLM
+from engine.models.llama import LlamaForCausalLM
+from engine.models.mistral import MistralForCausalLM
+from engine.models.qwen2 import Qwen2ForCausalLM
+from engine.models.qwen3 import Qwen3ForCausalLM
+from engine.models.qwen3_moe import Qwen3MoeForCausalLM
+from engine.tp_group import TPGroup
+
+Model = LlamaForCausalLM  # what all families are: packed, forward(input_ids, batch), logits(hidden)
+MODELS: dict[str, type[LlamaForCausalLM]] = {
+    cls.__name__: cls
+    for cls in (
+        LlamaForCausalLM,
+        MistralForCausalLM,
+        Qwen2ForCausalLM,
+        Qwen3ForCausalLM,
+        Qwen3MoeForCausalLM,
+        Gemma3ForCausalLM,
+    )
+}
+
+
+def build_model(cfg: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device | str) -> LlamaForCausalLM:
+    """This rank's part of the model, on `device`, its parameters allocated but not initialised.
+
+    Raises UnsupportedArchitecture, or ConfigError where the model cannot be split over `tp.size` ranks.
+    """
+    if cfg.architecture not in MODELS:
+        raise UnsupportedArchitecture(cfg.architecture, sorted(MODELS))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return MODELS[cfg.architecture](cfg, tp).eval()
+    finally:
+        torch.set_default_dtype(before)

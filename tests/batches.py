@@ -1,0 +1,75 @@
+"""Runs a model over hand-made batches: chunks, several sequences at once, blocks scattered over the cache."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor, nn
+
+from engine.batch import Batch
+from engine.model_config import ModelConfig
+from engine.tp_group import TPGroup
+
+
+class ByHand:
+    """Sequences with a paged cache of their own; what the runner does, without its bookkeeping."""
+
+    def __init__(self, model: nn.Module, cfg: ModelConfig, *, num_blocks: int = 128, block_size: int = 4, tp: TPGroup):
+        self.model = model
+        self.block_size = block_size
+        heads = cfg.kv_heads_per_rank(tp.size)
+        # NaN where nothing was written: whatever reads it shows
+        self.kv_cache = torch.full((num_blocks, cfg.num_layers, 2, heads, block_size, cfg.head_dim), torch.nan)
+        self.free = list(range(num_blocks))
+        random.Random(0).shuffle(self.free)
+        self.blocks: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+
+    def step(self, tokens: dict[int, list[int]]) -> Tensor:
+        """Compute the next tokens of some sequences: sequence -> tokens. Returns logits [all tokens, vocab]."""
+        positions, slots, query_start, kv_len = [], [], [0], []
+        for seq, ids in tokens.items():
+            start = self.computed.get(seq, 0)
+            self.computed[seq] = end = start + len(ids)
+            blocks = self.blocks.setdefault(seq, [])
+            while len(blocks) * self.block_size < end:
+                blocks.append(self.free.pop())
+            positions += range(start, end)
+            slots += [blocks[p // self.block_size] * self.block_size + p % self.block_size for p in range(start, end)]
+            query_start.append(query_start[-1] + len(ids))
+            kv_len.append(end)
+        width = max(len(self.blocks[seq]) for seq in tokens)
+        table = [self.blocks[seq] + [-1] * (width - len(self.blocks[seq])) for seq in tokens]
+        batch = Batch(
+            positions=torch.tensor(positions),
+            slot_mapping=torch.tensor(slots),
+            query_start=torch.tensor(query_start, dtype=torch.int32),
+            kv_len=torch.tensor(kv_len, dtype=torch.int32),
+            block_table=torch.tensor(table, dtype=torch.int32),
+            kv_cache=self.kv_cache,
+            max_query_len=max(len(ids) for ids in tokens.values()),
+            max_kv_len=max(kv_len),
+        )
+        with torch.inference_mode():
+            hidden = self.model(torch.tensor([t for ids in tokens.values() for t in ids]), batch)
+            return self.model.logits(hidden)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, chunk: int) -> list[list[int]]:
+        """Greedy. Sequence i starts at step i, and prompts go in chunks, so steps mix prefill and decode."""
+        pending = dict(enumerate(prompts))
+        outputs: list[list[int]] = [[] for _ in prompts]
+        step = 0
+        while pending:
+            tokens = {seq: ids[:chunk] for seq, ids in pending.items() if seq <= step}
+            ends = torch.tensor([len(ids) for ids in tokens.values()]).cumsum(0) - 1
+            chosen = self.step(tokens)[ends].argmax(-1).tolist()
+            for (seq, ids), token in zip(tokens.items(), chosen, strict=True):
+                pending[seq] = pending[seq][len(ids) :]
+                if not pending[seq]:
+                    outputs[seq].append(token)
+                    pending[seq] = [token]
+                    if len(outputs[seq]) == max_tokens:
+                        del pending[seq]
+            step += 1
+        return outputs

@@ -1,0 +1,131 @@
+"""Tiny models with random weights in Hugging Face format, made by transformers itself, so that it is the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+EOS = 2  # <|im_end|>, in models with and without a tokenizer
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
+    "A cache keeps what was computed, so that the next request need not compute it again.",
+    "user assistant system What is the meaning of this word? It is the name of a thing.",
+] * 3
+
+# An odd vocabulary, grouped-query attention, and head_dim * heads != hidden_size: what sharding gets wrong first.
+COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama_rope_scaled": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("Mistral", {"sliding_window": 8}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": GEMMA3_ROPE,
+        },
+    ),
+}
+
+
+def make_model(folder: Path, family: str, *, tokenizer: bool = False, seed: int = 0, **overrides: Any) -> Path:
+    """Write a model of `family` (a key of FAMILIES) into `folder` and return it; under 200 KB, float32.
+
+    tokenizer: put a byte-level BPE tokenizer with a ChatML template beside it; the vocabulary is then its own (about
+        400 tokens) instead of 97.
+    overrides: fields of transformers' configuration class.
+    """
+    name, fields = FAMILIES[family]
+    fields = {**COMMON, **fields}
+    if tokenizer:
+        bpe = make_tokenizer()
+        bpe.save_pretrained(folder)
+        fields["vocab_size"] = len(bpe)
+    fields |= overrides
+    config_name = "Gemma3TextConfig" if family == "gemma3" else f"{name}Config"
+    config = getattr(transformers, config_name)(**fields)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    randomise(model, tied=config.tie_word_embeddings, seed=seed)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=0)
+    model.save_pretrained(folder)
+    return Path(folder)
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module, *, tied: bool, seed: int) -> None:
+    """Unit-gain layers, peaky attention and uneven norms, so that greedy output is not one repeated token."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=generator)
+        if name == "model.norm.weight" and tied:
+            p.copy_(noise - p.abs().max().eq(0).float())  # mixed signs: a tied head then does not favour its own input
+        elif "norm" in name:
+            p.add_(0.2 * noise + ("q_norm" in name))  # around 1, or around 0 where the model scales by 1 + weight
+        elif p.dim() == 1:
+            p.copy_(0.3 * noise)
+        elif "embed_tokens" in name:
+            p.copy_(noise * (0.3 if tied else 1.0))
+        else:
+            gain = 3.0 if "lm_head" in name else 1.5 if "q_proj" in name or "k_proj" in name else 1.0
+            p.copy_(noise * gain / p.shape[-1] ** 0.5)
+
+
+def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Byte-level BPE: every text has tokens, and every character outside ASCII is split over several."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(CORPUS, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=512
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer

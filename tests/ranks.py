@@ -1,0 +1,55 @@
+"""Tensor-parallel ranks as threads of one process, with collectives through shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Barrier
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.tp_group import TPGroup
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadGroup(TPGroup):
+    """One rank; all ranks share `barrier` and `values`."""
+
+    barrier: Barrier
+    values: list[Tensor]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self._exchange(x)).sum(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._exchange(x), dim=-1)
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self.values[self.rank] = x
+        self.barrier.wait(timeout=10)
+        values = list(self.values)
+        self.barrier.wait(timeout=10)  # nobody writes the next value before all have read this one
+        return values
+
+
+def make_ranks(size: int) -> list[TPGroup]:
+    if size == 1:
+        return [TPGroup.single()]
+    barrier, values = Barrier(size), [torch.empty(0)] * size
+    return [ThreadGroup(rank, size, barrier, values) for rank in range(size)]
+
+
+def on_all(ranks: list[TPGroup], function: Callable[[int], T]) -> list[T]:
+    """`function(rank)` on every rank at once; results in rank order."""
+
+    def run(rank: int) -> T:
+        with torch.inference_mode():
+            return function(rank)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(run, range(len(ranks))))
