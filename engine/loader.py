@@ -13,13 +13,13 @@ from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import ModelFolderError
-from engine.layers.shard import Shard, Sharded
+from engine.layers.shard import Shard, Sharded, TensorSlice
 from engine.model_folder import read_json
-from engine.models.llama import LlamaForCausalLM
+from engine.models.registry import Model
 from engine.tp_group import TPGroup
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 
 
-def load_weights(model: LlamaForCausalLM, folder: Path, tp: TPGroup) -> None:
+def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
     """Fill every parameter of `model`, each exactly once. Rank 0 shows the progress, if there is a terminal.
 
     Raises ModelFolderError that names the tensors that are missing, unexpected or of a wrong shape.
@@ -37,20 +37,26 @@ def load_weights(model: LlamaForCausalLM, folder: Path, tp: TPGroup) -> None:
     files = tensors_by_file(folder)
     check_names(folder, set(shards), [name for names in files.values() for name in names])
     quiet = tp.rank > 0 or not sys.stderr.isatty()
-    for file in track(files, "loading weights", console=Console(stderr=True), disable=quiet):
-        with safe_open(file, framework="pt") as tensors:
-            for name in shards.keys() & files[file]:
-                shard, source = shards[name], tensors.get_slice(name)
-                if tuple(source.get_shape()) != shard.shape:
-                    problem = f"{name} has shape {source.get_shape()}, config.json asks for {list(shard.shape)}"
-                    raise ModelFolderError(str(folder), problem)
-                shard.load(source)
+    with Progress(console=Console(stderr=True), disable=quiet) as progress:
+        bar = progress.add_task("loading weights", total=len(shards))
+        for file, names in files.items():
+            with safe_open(file, framework="pt") as tensors:
+                for name in filter(shards.__contains__, names):
+                    load_tensor(shards[name], tensors.get_slice(name), name, folder)
+                    progress.advance(bar)
     num_bytes = sum(shard.target.nbytes for shard in shards.values())
     seconds = time.monotonic() - started
     logger.info("weights loaded folder=%s gb=%.2f seconds=%.1f", folder, num_bytes / 1e9, seconds)
 
 
-def checkpoint_shards(model: LlamaForCausalLM) -> dict[str, Shard]:
+def load_tensor(shard: Shard, source: TensorSlice, name: str, folder: Path) -> None:
+    if tuple(source.get_shape()) != shard.shape:
+        problem = f"{name} has shape {source.get_shape()}, config.json asks for {list(shard.shape)}"
+        raise ModelFolderError(str(folder), problem)
+    shard.load(source)
+
+
+def checkpoint_shards(model: Model) -> dict[str, Shard]:
     """Every shard of the model by the name of its tensor in the checkpoint."""
     shards = {}
     for path, layer in model.named_modules():
@@ -81,7 +87,7 @@ def check_names(folder: Path, wanted: set[str], found: list[str]) -> None:
 def tensors_by_file(folder: Path) -> dict[Path, list[str]]:
     """Names in every safetensors file of the model; other files may lie beside those that the index names."""
     if (folder / INDEX).exists():
-        files = sorted({folder / file for file in read_json(folder, INDEX)["weight_map"].values()})
+        files = sorted({folder / file for file in read_json(folder, INDEX).get("weight_map", {}).values()})
     elif (folder / "model.safetensors").exists():
         files = [folder / "model.safetensors"]
     else:

@@ -13,6 +13,8 @@ from engine.errors import ModelFolderError
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # tokenizer files beside *.json: sentencepiece, merges
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+# copies of the weights in other layouts
+HUB_IGNORED = ["*/*", "consolidated*"]
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -72,10 +74,11 @@ def _download(model: str) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and not needed for a local folder
 
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     # OSError: unreachable, offline, not found, gated, disk full
     except (OSError, ValueError) as e:
-        problem = f"no such local folder, and the Hugging Face Hub did not give it: {type(e).__name__}: {e}"
+        reason = " ".join(str(e).split())
+        problem = f"no such local folder, and the Hugging Face Hub did not give it: {type(e).__name__}: {reason}"
         raise ModelFolderError(model, problem) from e
 
 

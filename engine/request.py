@@ -96,14 +96,16 @@ class Request:
         """Chained hashes of the first `count` full blocks of known tokens."""
         while len(self.block_hashes) < count:
             start = len(self.block_hashes) * block_size
-            parent = self.block_hashes[-1] if start else root_hash(self.cache_salt)
+            parent = self.block_hashes[-1] if start else root_hash((self.cache_salt,))
             self.block_hashes.append(block_hash(parent, self.tokens[start : start + block_size]))
         return self.block_hashes[:count]
 
 
-def root_hash(cache_salt: str) -> bytes:
-    """Parent of a sequence's first block: sequences share blocks only if they share this."""
-    return hashlib.blake2b(cache_salt.encode(), digest_size=16, person=b"manta-kv-root").digest()
+def root_hash(keys: tuple[str, ...]) -> bytes:
+    """Parent of a sequence's first block. Sequences share blocks only if all of these keys are equal: whatever beside
+    the tokens decides what their KV is, or who may see it (the cache salt; a LoRA adapter's name would be another)."""
+    joined = b"".join(len(key.encode()).to_bytes(4, "little") + key.encode() for key in keys)
+    return hashlib.blake2b(joined, digest_size=16, person=b"manta-kv-root").digest()
 
 
 def block_hash(parent: bytes, tokens: list[int]) -> bytes:

@@ -78,8 +78,10 @@ class ModelRunner:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.model = self._load(folder, tp)
-        free = kv_cache.free_host_bytes() if self.device.type == "cpu" else free_gpu_bytes(config)
-        self.num_blocks, self.max_model_len = kv_cache.choose_num_blocks(config, model_config, self.dtype, tp, free)
+        free = kv_cache.free_host_bytes() if self.device.type == "cpu" else self._free_gpu_bytes(tp)
+        self.num_blocks, self.max_model_len = kv_cache.choose_num_blocks(
+            config, model_config, self.dtype, self.device, tp, free
+        )
         self.kv_cache = kv_cache.allocate(self.num_blocks, model_config, config.block_size, self.dtype, self.device, tp)
         slots, longest = config.max_num_seqs, self.max_model_len
         self._history = torch.zeros(slots, longest, dtype=torch.int32, device=self.device)
@@ -98,6 +100,39 @@ class ModelRunner:
             torch.get_num_threads(), time.perf_counter() - started,
         )  # fmt: skip
         return model
+
+    def _free_gpu_bytes(self, tp: TPGroup) -> int:
+        """What `gpu_memory_utilization` leaves for the KV cache beside weights and the largest step's activations,
+        measured by running such a step. Has not run on a GPU yet."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.run_largest_step(tp)
+        activations = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        used = total - free
+        logger.info("profiled the largest step: %.2f GiB beside %.2f GiB in use", activations / 2**30, used / 2**30)
+        return int(total * self.config.gpu_memory_utilization) - used - activations
+
+    @torch.inference_mode()
+    def run_largest_step(self, tp: TPGroup) -> None:
+        """Compute as many tokens as a step may have, and logits for as many sequences, all in one KV block."""
+        tokens, seqs, size = self.config.max_num_batched_tokens, self.config.max_num_seqs, self.config.block_size
+        counts = np.full(seqs, tokens // seqs)
+        counts[: tokens % seqs] += 1
+        ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+        batch = Batch(
+            positions=ids,
+            slot_mapping=ids % size,
+            query_start=self._to_device(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
+            kv_len=self._to_device(counts.astype(np.int32)),
+            block_table=torch.zeros(seqs, -(-int(counts.max()) // size), dtype=torch.int32, device=self.device),
+            kv_cache=kv_cache.allocate(1, self.model_config, size, self.dtype, self.device, tp),
+            max_query_len=int(counts.max()),
+            max_kv_len=int(counts.max()),
+        )
+        sample(self.model.logits(self.model(ids, batch)[:seqs]), SamplingInputs([], [], []))
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.execute(self.prepare(plan))
@@ -180,7 +215,8 @@ class ModelRunner:
         history = self._history.view(-1)
         hidden = self.model(history[inputs.token_index].long(), inputs.batch)
         tokens, logprobs = self._sample(hidden, inputs)
-        history[inputs.written] = tokens.int()
+        # -1 ends a request, but with overlap a step that reads its token may be on the way: it must find a real one
+        history[inputs.written] = tokens.clamp(min=0).int()
         count = len(inputs.plan.slots)
         result = StepResult(inputs.plan.step, [None] * count, [None] * count, [None] * count)
         for i, token, logprob in zip(inputs.entries, tokens.tolist(), logprobs, strict=True):
@@ -221,9 +257,3 @@ def choose_device(config: EngineConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)
-
-
-def free_gpu_bytes(config: EngineConfig) -> int:
-    """Bytes for the KV cache within `gpu_memory_utilization`. Has not run on a GPU yet."""
-    free, total = torch.cuda.mem_get_info()
-    return int(free - (1.0 - config.gpu_memory_utilization) * total)

@@ -153,7 +153,8 @@ def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
     weights = (values - values[:, :1]).exp()  # relative to the most likely, so this is what min_p compares
     weights = torch.where(weights >= group.min_p, weights, 0.0)
     before = weights.cumsum(-1) - weights
-    nucleus = group.top_p * weights.sum(-1, keepdim=True)
+    # the most likely token always stays, even where top_p is 0 in float32
+    nucleus = group.top_p.clamp(min=1e-30) * weights.sum(-1, keepdim=True)
     weights = torch.where((before < nucleus) | (group.top_p >= 1.0), weights, 0.0)
     return ids.gather(1, draw(weights, group.uniform).unsqueeze(1)).squeeze(1)
 
@@ -171,7 +172,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[To
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, tokens.unsqueeze(1))
     ranks = (logprobs > own).sum(-1) + 1
-    width = max(counts)
+    width = min(max(counts), logits.shape[-1])
     values, ids = logprobs.topk(width, dim=-1) if width else (logprobs[:, :0], tokens.unsqueeze(1)[:, :0])
     rows = zip(tokens.tolist(), own.squeeze(1).tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True)
     return [

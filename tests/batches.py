@@ -20,7 +20,8 @@ class ByHand:
         self.block_size = block_size
         heads = cfg.kv_heads_per_rank(tp.size)
         # NaN where nothing was written: whatever reads it shows
-        self.kv_cache = torch.full((num_blocks, cfg.num_layers, 2, heads, block_size, cfg.head_dim), torch.nan)
+        shape = (num_blocks, cfg.num_layers, 2, heads, block_size, cfg.head_dim)
+        self.kv_cache = torch.full(shape, torch.nan, dtype=next(model.parameters()).dtype)
         self.free = list(range(num_blocks))
         random.Random(0).shuffle(self.free)
         self.blocks: dict[int, list[int]] = {}

@@ -51,7 +51,7 @@ class Gemma3Layer(nn.Module):
 
 
 class Gemma3ForCausalLM(LlamaForCausalLM):
-    layer = Gemma3Layer
+    layer_type = Gemma3Layer
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
         super().__init__(cfg, tp)

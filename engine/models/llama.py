@@ -45,14 +45,17 @@ class LlamaAttention(nn.Module):
 class LlamaLayer(nn.Module):
     """Pre-norm residual block: [tokens, hidden] -> [tokens, hidden]."""
 
-    attention: ClassVar[type[nn.Module]] = LlamaAttention
+    attention_type: ClassVar[type[nn.Module]] = LlamaAttention
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
         self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.self_attn = self.attention(cfg, tp, layer)
+        self.self_attn = self.attention_type(cfg, tp, layer)
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.mlp: nn.Module = GatedMLP(cfg, tp)
+        self.mlp = self.make_mlp(cfg, tp, layer)
+
+    def make_mlp(self, cfg: ModelConfig, tp: TPGroup, layer: int) -> nn.Module:
+        return GatedMLP(cfg, tp)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), batch)
@@ -63,12 +66,12 @@ class LlamaForCausalLM(nn.Module):
     """input_ids [tokens] int64 -> hidden [tokens, hidden]; `logits` then takes the rows that are sampled from."""
 
     packed: ClassVar[dict[str, tuple[str, str]]] = PACKED
-    layer: ClassVar[type[nn.Module]] = LlamaLayer
+    layer_type: ClassVar[type[nn.Module]] = LlamaLayer
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
         super().__init__()
         self.embed_tokens = VocabEmbedding(cfg.vocab_size, cfg.hidden_size, tp)
-        self.layers = nn.ModuleList(self.layer(cfg, tp, i) for i in range(cfg.num_layers))
+        self.layers = nn.ModuleList(self.layer_type(cfg, tp, i) for i in range(cfg.num_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.lm_head = (
             TiedLMHead(self.embed_tokens) if cfg.tie_word_embeddings else LMHead(cfg.vocab_size, cfg.hidden_size, tp)

@@ -24,8 +24,8 @@ class Qwen3Attention(LlamaAttention):
 
 
 class Qwen3Layer(LlamaLayer):
-    attention = Qwen3Attention
+    attention_type = Qwen3Attention
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    layer = Qwen3Layer
+    layer_type = Qwen3Layer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from engine.layers.moe import MixtureOfExperts
 from engine.model_config import ModelConfig
 from engine.models.qwen3 import Qwen3ForCausalLM, Qwen3Layer
@@ -9,11 +11,11 @@ from engine.tp_group import TPGroup
 
 
 class Qwen3MoeLayer(Qwen3Layer):
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
-        super().__init__(cfg, tp, layer)
+    def make_mlp(self, cfg: ModelConfig, tp: TPGroup, layer: int) -> nn.Module:
         if cfg.moe is not None and layer in cfg.moe.layers:
-            self.mlp = MixtureOfExperts(cfg, cfg.moe, tp)
+            return MixtureOfExperts(cfg, cfg.moe, tp)
+        return super().make_mlp(cfg, tp, layer)
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
-    layer = Qwen3MoeLayer
+    layer_type = Qwen3MoeLayer

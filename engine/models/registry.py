@@ -14,8 +14,8 @@ from engine.models.qwen3 import Qwen3ForCausalLM
 from engine.models.qwen3_moe import Qwen3MoeForCausalLM
 from engine.tp_group import TPGroup
 
-Model = LlamaForCausalLM  # what all families are: packed, forward(input_ids, batch), logits(hidden)
-MODELS: dict[str, type[LlamaForCausalLM]] = {
+Model = LlamaForCausalLM  # every family has its interface: packed, forward(input_ids, batch), logits(hidden)
+MODELS: dict[str, type[Model]] = {
     cls.__name__: cls
     for cls in (
         LlamaForCausalLM,
@@ -28,7 +28,7 @@ MODELS: dict[str, type[LlamaForCausalLM]] = {
 }
 
 
-def build_model(cfg: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device | str) -> LlamaForCausalLM:
+def build_model(cfg: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device | str) -> Model:
     """This rank's part of the model, on `device`, its parameters allocated but not initialised.
 
     Raises UnsupportedArchitecture, or ConfigError where the model cannot be split over `tp.size` ranks.

@@ -4,8 +4,8 @@ from engine.block_pool import BlockPool
 from engine.request import block_hash, root_hash
 
 
-def chain(*blocks: list[int], salt: str = "") -> list[bytes]:
-    names = [root_hash(salt)]
+def chain(*blocks: list[int], keys: tuple[str, ...] = ("",)) -> list[bytes]:
+    names = [root_hash(keys)]
     for tokens in blocks:
         names.append(block_hash(names[-1], tokens))
     return names[1:]
@@ -43,7 +43,8 @@ def test_released_blocks_with_a_name_can_be_matched_again():
 
 def test_a_block_is_named_by_all_tokens_before_it():
     assert chain([1, 2], [3, 4])[1] != chain([2, 1], [3, 4])[1]
-    assert chain([1, 2])[0] != chain([1, 2], salt="tenant")[0]
+    assert chain([1, 2])[0] != chain([1, 2], keys=("tenant",))[0]
+    assert chain([1, 2], keys=("ab", "c"))[0] != chain([1, 2], keys=("a", "bc"))[0]
 
 
 def test_eviction_eats_a_chain_from_its_tail():

@@ -39,11 +39,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 class Pair:
     """One model twice: transformers' and ours."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32):
         self.cfg = ModelConfig.from_folder(folder)
-        self.reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         self.reference.generation_config.eos_token_id = None  # so that every generation is as long as asked for
-        self.ours = build_model(self.cfg, TPGroup.single(), torch.float32, "cpu")
+        self.ours = build_model(self.cfg, TPGroup.single(), dtype, "cpu")
         load_weights(self.ours, folder, TPGroup.single())
 
     def by_hand(self) -> ByHand:
@@ -70,6 +70,18 @@ def test_logits_of_a_whole_prompt_equal_those_of_transformers(pair_of, variant):
     prompt = pair.prompt(45, seed=1)
     expected = pair.reference(torch.tensor([prompt])).logits[0]
     torch.testing.assert_close(pair.by_hand().step({0: prompt}), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_bfloat16_rounds_where_transformers_rounds(tmp_path, family):
+    folder = make_model(tmp_path, family)
+    pair, half = Pair(folder), Pair(folder, torch.bfloat16)
+    prompt = pair.prompt(45, seed=1)
+    exact = pair.by_hand().step({0: prompt})
+    ours = half.by_hand().step({0: prompt})
+    theirs = half.reference(torch.tensor([prompt])).logits[0].float()
+    assert (ours - theirs).abs().mean() < 0.2 * (theirs - exact).abs().mean()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
