@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Several tokens of one sequence, computed in one step: rows [first_row, first_row + count)."""
+
+    seq: int
+    first_row: int
+    count: int
+    kv_len: int
 
 
 @dataclass(slots=True)
@@ -18,7 +29,8 @@ class Batch:
     block_table:  [seqs, max_blocks] int32, block ids in token order; entries past the sequence's end are arbitrary
     kv_cache:     [num_blocks, layers, 2 (K, V), kv_heads, block_size, head_dim]; a block is contiguous over all
                   layers, so that handing it to another pool is one large copy, and a range of heads is contiguous too
-    max_query_len, max_kv_len: largest of each over the sequences, known on the host
+    single:       [n] int32, the sequences that compute one token; attention wants them apart from the others
+    chunks:       the sequences that compute more, known on the host
     """
 
     positions: Tensor
@@ -27,5 +39,17 @@ class Batch:
     kv_len: Tensor
     block_table: Tensor
     kv_cache: Tensor
-    max_query_len: int
-    max_kv_len: int
+    single: Tensor
+    chunks: list[Chunk]
+
+
+def split(counts: list[int], kv_lens: list[int]) -> tuple[Tensor, list[Chunk]]:
+    """`single` and `chunks` of a Batch, from each sequence's tokens in this step and in all."""
+    single, chunks, row = [], [], 0
+    for seq, (count, kv_len) in enumerate(zip(counts, kv_lens, strict=True)):
+        if count == 1:
+            single.append(seq)
+        else:
+            chunks.append(Chunk(seq, row, count, kv_len))
+        row += count
+    return torch.tensor(single, dtype=torch.int32), chunks

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine import kv_cache
-from engine.batch import Batch
+from engine.batch import Batch, split
 from engine.config import EngineConfig
 from engine.loader import load_weights
 from engine.messages import TokenLogprob
@@ -122,6 +122,7 @@ class ModelRunner:
         counts = np.full(seqs, tokens // seqs)
         counts[: tokens % seqs] += 1
         ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+        single, chunks = split(counts.tolist(), counts.tolist())
         batch = Batch(
             positions=ids,
             slot_mapping=ids % size,
@@ -129,8 +130,8 @@ class ModelRunner:
             kv_len=self._to_device(counts.astype(np.int32)),
             block_table=torch.zeros(seqs, -(-int(counts.max()) // size), dtype=torch.int32, device=self.device),
             kv_cache=kv_cache.allocate(1, self.model_config, size, self.dtype, self.device, tp),
-            max_query_len=int(counts.max()),
-            max_kv_len=int(counts.max()),
+            single=single.to(self.device),
+            chunks=chunks,
         )
         sample(self.model.logits(self.model(ids, batch)[:seqs]), SamplingInputs([], [], []))
 
@@ -152,6 +153,7 @@ class ModelRunner:
         positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[entry]
         block_size = self.config.block_size
         table = self._tables[slots, : -(-int(ends.max()) // block_size)]
+        single, chunks = split(plan.counts, ends.tolist())
         batch = Batch(
             positions=self._to_device(positions),
             slot_mapping=self._to_device(table[entry, positions // block_size] * block_size + positions % block_size),
@@ -159,8 +161,8 @@ class ModelRunner:
             kv_len=self._to_device(ends.astype(np.int32)),
             block_table=self._to_device(table),
             kv_cache=self.kv_cache,
-            max_query_len=int(counts.max()),
-            max_kv_len=int(ends.max()),
+            single=single.to(self.device),
+            chunks=chunks,
         )
         entries = [i for i, samples in enumerate(plan.samples) if samples]
         return StepInputs(

@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor, nn
 
-from engine.batch import Batch
+from engine.batch import Batch, split
 from engine.model_config import ModelConfig
 from engine.tp_group import TPGroup
 
@@ -42,6 +42,7 @@ class ByHand:
             kv_len.append(end)
         width = max(len(self.blocks[seq]) for seq in tokens)
         table = [self.blocks[seq] + [-1] * (width - len(self.blocks[seq])) for seq in tokens]
+        single, chunks = split([len(ids) for ids in tokens.values()], kv_len)
         batch = Batch(
             positions=torch.tensor(positions),
             slot_mapping=torch.tensor(slots),
@@ -49,8 +50,8 @@ class ByHand:
             kv_len=torch.tensor(kv_len, dtype=torch.int32),
             block_table=torch.tensor(table, dtype=torch.int32),
             kv_cache=self.kv_cache,
-            max_query_len=max(len(ids) for ids in tokens.values()),
-            max_kv_len=max(kv_len),
+            single=single,
+            chunks=chunks,
         )
         with torch.inference_mode():
             hidden = self.model(torch.tensor([t for ids in tokens.values() for t in ids]), batch)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.batch import Batch
+from engine.batch import Batch, split
 from engine.ops.attention import paged_attention, write_kv
 
 LAYERS, HEAD_DIM = 2, 8
@@ -49,6 +49,7 @@ def make_batch(sequences: list[Sequence], block_size: int, kv_heads: int, new: b
     spans = [range(s.cached, s.length) if new else range(s.cached) for s in sequences]
     slots = [int(table[i, p // block_size]) * block_size + p % block_size for i, span in enumerate(spans) for p in span]
     counts = [len(span) for span in spans]
+    single, chunks = split(counts, [span.stop for span in spans])
     return Batch(
         positions=torch.tensor([p for span in spans for p in span]),
         slot_mapping=torch.tensor(slots, dtype=torch.int64),
@@ -56,8 +57,8 @@ def make_batch(sequences: list[Sequence], block_size: int, kv_heads: int, new: b
         kv_len=torch.tensor([span.stop for span in spans], dtype=torch.int32),
         block_table=table,
         kv_cache=torch.full((len(ids), LAYERS, 2, kv_heads, block_size, HEAD_DIM), torch.nan),
-        max_query_len=max(counts),
-        max_kv_len=max(span.stop for span in spans),
+        single=single,
+        chunks=chunks,
     )
 
 
