@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 
 import torch
@@ -26,7 +27,7 @@ def block_shape(config: ModelConfig, block_size: int, tp: TPGroup) -> tuple[int,
 
 
 def choose_num_blocks(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, tp: TPGroup, free_bytes: int
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, tp: TPGroup, free_bytes: int
 ) -> tuple[int, int]:
     """(blocks, max_model_len) for this memory, with one log line saying what limits them.
 
@@ -47,16 +48,21 @@ def choose_num_blocks(
                 f"{free_bytes / GIB:.2f} GiB are free; at most {free_bytes // block_bytes} blocks fit"
             )
     else:
-        budget, limit = kv_budget(config, free_bytes)
-        blocks = budget // block_bytes
+        budget, limit = kv_budget(config, device, free_bytes)
+        blocks = max(0, budget) // block_bytes
         if blocks > wanted:
             blocks, limit = wanted, f"max_num_seqs ({config.max_num_seqs}) x max_model_len ({longest})"
     tokens = blocks * config.block_size
-    if tokens < (config.max_model_len or 2):
-        needed = -(-(config.max_model_len or 2) // config.block_size) * block_bytes
+    shortest = config.max_model_len or 2  # a token of prompt and one of answer
+    if tokens < shortest:
+        needed = -(-shortest // config.block_size)
+        more = f"kv_cache_memory_gib to at least {math.ceil(needed * block_bytes / GIB * 1000) / 1000}"
+        if config.num_blocks is not None:
+            more = f"num_blocks to at least {needed}"
+        less = f", or lower max_model_len to {tokens} or less" if tokens >= 2 else ""
         raise OutOfMemory(
-            f"the KV cache holds {tokens} tokens ({limit}), but one request of max_model_len={config.max_model_len} "
-            f"needs {needed / GIB:.3f} GiB; raise kv_cache_memory_gib, or lower max_model_len to {tokens} or less"
+            f"the KV cache holds {tokens} tokens (limited by {limit}), but one request of {shortest} tokens "
+            f"needs {needed} blocks, {needed * block_bytes / GIB:.3g} GiB; raise {more}{less}"
         )
     max_model_len = min(longest, tokens)
     logger.info(
@@ -66,7 +72,7 @@ def choose_num_blocks(
     return blocks, max_model_len
 
 
-def kv_budget(config: EngineConfig, free_bytes: int) -> tuple[int, str]:
+def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> tuple[int, str]:
     """Bytes for the KV cache and the name of what sets them."""
     if config.kv_cache_memory_gib is not None:
         asked = int(config.kv_cache_memory_gib * GIB)
@@ -75,7 +81,7 @@ def kv_budget(config: EngineConfig, free_bytes: int) -> tuple[int, str]:
                 f"kv_cache_memory_gib={config.kv_cache_memory_gib} does not fit: {free_bytes / GIB:.2f} GiB are free"
             )
         return asked, f"kv_cache_memory_gib ({config.kv_cache_memory_gib})"
-    if config.device == "cuda":
+    if device.type == "cuda":
         return free_bytes, f"gpu_memory_utilization ({config.gpu_memory_utilization})"
     return min(int(CPU_DEFAULT_GIB * GIB), free_bytes // 2), f"the default on a CPU ({CPU_DEFAULT_GIB} GiB)"
 

@@ -137,7 +137,9 @@ class LLM:
             tokens = 0
             try:
                 while True:
-                    yield from self._feed(queue, live)
+                    for refused in self._feed(queue, live):
+                        bar.advance(task)
+                        yield refused
                     if not live:
                         return
                     for event in self._core.step():
@@ -171,7 +173,8 @@ class LLM:
             ids = self.tokenizer.bad_words_token_ids(params.bad_words)
             params = msgspec.structs.replace(params, bad_words_token_ids=ids)
         for output in request.outputs:
-            seed = None if params.seed is None else params.seed + output.index
+            # wraps round where the next 64-bit integer does
+            seed = None if params.seed is None else (params.seed + output.index + 2**63) % 2**64 - 2**63
             yield GenerateRequest(
                 request_id=f"{request.request_id}-{output.index}",
                 prompt=request.prompt_token_ids,
@@ -233,6 +236,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     ids = [prompt for prompt in prompts if isinstance(prompt, int)]
     if ids and len(ids) == len(prompts):
         return [ids]
+    if ids:
+        raise RequestError(f"prompts must be texts or lists of token ids, but {ids[0]} is a token id itself", "prompts")
     return [prompt for prompt in prompts if not isinstance(prompt, int)]
 
 

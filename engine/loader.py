@@ -49,6 +49,13 @@ def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
     logger.info("weights loaded folder=%s gb=%.2f seconds=%.1f", folder, num_bytes / 1e9, seconds)
 
 
+def pack_weights(model: Model) -> None:
+    """Bring loaded weights into the form that the ops want, one layer at a time, each in place of the original."""
+    for layer in model.modules():
+        if isinstance(layer, Sharded):
+            layer.pack()
+
+
 def load_tensor(shard: Shard, source: TensorSlice, name: str, folder: Path) -> None:
     if tuple(source.get_shape()) != shard.shape:
         problem = f"{name} has shape {source.get_shape()}, config.json asks for {list(shard.shape)}"

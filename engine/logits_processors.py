@@ -46,7 +46,8 @@ def banned_by_words(words: list[list[int]], output: Tensor) -> list[int]:
     """Tokens that would complete one of `words` (each a list of token ids)."""
     longest = max((len(word) for word in words), default=1) - 1
     tail = output[-longest:].tolist() if longest else []
-    return [word[-1] for word in words if tail[len(tail) - len(word) + 1 :] == word[:-1] and len(tail) >= len(word) - 1]
+    possible = [word for word in words if 0 < len(word) <= len(tail) + 1]
+    return [word[-1] for word in possible if tail[len(tail) - len(word) + 1 :] == word[:-1]]
 
 
 def apply_penalties(logits: Tensor, params: SamplingParams, prompt: Tensor, output: Tensor) -> None:

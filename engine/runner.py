@@ -14,7 +14,7 @@ from torch import Tensor
 from engine import kv_cache
 from engine.batch import Batch, split
 from engine.config import EngineConfig
-from engine.loader import load_weights
+from engine.loader import load_weights, pack_weights
 from engine.messages import TokenLogprob
 from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
@@ -94,6 +94,7 @@ class ModelRunner:
         model = build_model(self.model_config, tp, self.dtype, self.device)
         load_weights(model, folder, tp)
         parameters = sum(p.numel() for p in model.parameters())
+        pack_weights(model)
         logger.info(
             "model loaded architecture=%s parameters=%.1fM dtype=%s device=%s threads=%d seconds=%.1f",
             self.model_config.architecture, parameters / 1e6, str(self.dtype).removeprefix("torch."), self.device,

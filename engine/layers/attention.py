@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from engine.batch import Batch
 from engine.model_config import ModelConfig
-from engine.ops.attention import paged_attention, write_kv
+from engine.ops import attention
 
 
 class Attention(nn.Module):
@@ -20,7 +20,8 @@ class Attention(nn.Module):
         self.layer = layer
         self.scale = cfg.attention_scale
         self.window = cfg.window[layer]
+        self.ops = attention.choose()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        write_kv(k, v, batch, self.layer)
-        return paged_attention(q, batch, self.layer, self.scale, self.window).flatten(1)
+        self.ops.write_kv(k, v, batch, self.layer)
+        return self.ops.paged_attention(q, batch, self.layer, self.scale, self.window).flatten(1)

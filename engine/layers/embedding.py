@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.layers.linear import packed
 from engine.layers.shard import Shard, Sharded
+from engine.ops import linear
 from engine.tp_group import TPGroup
 
 
@@ -43,8 +45,11 @@ class LMHead(VocabParallel):
     """[rows, hidden] -> logits [rows, vocab_size] float32, on every rank."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.tp.all_gather(F.linear(hidden, self.weight))
+        logits = self.tp.all_gather(linear.linear(hidden, self.weight))
         return logits[:, : self.vocab_size].float()
+
+    def pack(self) -> None:
+        self.weight = packed(self.weight)  # of a tied head, a copy: the embedding needs the rows as they are
 
 
 class TiedLMHead(LMHead):

@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.layers.shard import Shard, Sharded, divide, replicated
 from engine.model_config import ModelConfig
+from engine.ops import linear
 from engine.tp_group import TPGroup
 
 
@@ -42,7 +42,10 @@ class ColumnParallelLinear(Sharded):
         self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear.linear(x, self.weight, self.bias)
+
+    def pack(self) -> None:
+        self.weight = packed(self.weight)
 
     def shards(self) -> dict[str, Shard]:
         shards = {}
@@ -91,8 +94,11 @@ class RowParallelLinear(Sharded):
         self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.tp.all_reduce(F.linear(x, self.weight))
+        out = self.tp.all_reduce(linear.linear(x, self.weight))
         return out if self.bias is None else out + self.bias  # after the sum: once, not once per rank
+
+    def pack(self) -> None:
+        self.weight = packed(self.weight)
 
     def shards(self) -> dict[str, Shard]:
         outputs, size = self.weight.shape
@@ -100,3 +106,7 @@ class RowParallelLinear(Sharded):
         if self.bias is not None:
             shards["bias"] = replicated(self.bias)
         return shards
+
+
+def packed(weight: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(linear.pack(weight.data), requires_grad=False)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from engine.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from engine.model_config import ModelConfig
-from engine.ops.activation import GATED
+from engine.ops import activation
 from engine.tp_group import TPGroup
 
 
@@ -17,7 +17,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         part = Part.of_rank(cfg.intermediate_size, tp, "intermediate_size")
         self.gate_up_proj = ColumnParallelLinear(cfg.hidden_size, {"gate": part, "up": part}, cfg.mlp_bias)
-        self.activation = GATED[cfg.activation]
+        self.activation = activation.choose(cfg.activation)
         self.down_proj = RowParallelLinear(cfg.intermediate_size, cfg.hidden_size, tp, cfg.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:

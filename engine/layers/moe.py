@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from engine.layers.linear import Part
 from engine.layers.shard import Shard, Sharded, replicated
 from engine.model_config import ModelConfig, MoEConfig
-from engine.ops.activation import GATED
+from engine.ops import activation as activations
 from engine.ops.moe import mix_experts
 from engine.tp_group import TPGroup
 
@@ -43,7 +43,7 @@ class Experts(Sharded):
         super().__init__()
         self.tp = tp
         self.part = Part.of_rank(moe.intermediate_size, tp, "moe_intermediate_size")
-        self.activation = GATED[activation]
+        self.activation = activations.choose(activation)
         self.gate_up = nn.Parameter(torch.empty(moe.num_experts, 2 * self.part.size, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, self.part.size), requires_grad=False)
 

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
 from engine.layers.shard import Shard, Sharded, replicated
+from engine.ops import norm
 
 
 class RMSNorm(Sharded):
-    """Over the last dimension, computed in float32. Every rank holds the whole weight."""
+    """Over the last dimension, computed in float32, scaled by `shift` + weight. Every rank holds the whole weight."""
+
+    shift: ClassVar[float] = 0.0
 
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.rms_norm = norm.choose()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * self.normalise(x).to(x.dtype)
-
-    def normalise(self, x: Tensor) -> Tensor:
-        x = x.float()
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return self.rms_norm(x, self.weight, self.eps, self.shift)
 
     def shards(self) -> dict[str, Shard]:
         return {"weight": replicated(self.weight)}

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from engine.model_config import ModelConfig, RopeConfig
-from engine.ops.rope import rotate
+from engine.ops import rope
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim] by their tokens' positions [tokens]."""
+    """Turns q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim] by their tokens' positions [tokens]; their
+    memory may be used for the result."""
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
@@ -28,9 +29,10 @@ class RotaryEmbedding(nn.Module):
             torch.get_default_device(),
         )
 
+        self.rotate = rope.choose()
+
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        rows = self.table[positions]
-        return rotate(q, rows), rotate(k, rows)
+        return self.rotate(q, self.table, positions), self.rotate(k, self.table, positions)
 
 
 @lru_cache(maxsize=8)  # layers share a table, as do models of one kind

@@ -47,6 +47,9 @@ class Sharded(nn.Module):
         """Name of each checkpoint tensor that this layer reads, relative to the layer; together they fill it."""
         raise NotImplementedError
 
+    def pack(self) -> None:
+        """Bring the loaded weights into the form that the ops want; nothing can be loaded after that."""
+
 
 def replicated(parameter: nn.Parameter) -> Shard:
     """Every rank holds all of it."""

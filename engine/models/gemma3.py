@@ -15,10 +15,9 @@ from engine.tp_group import TPGroup
 
 
 class GemmaRMSNorm(RMSNorm):
-    """Scales by 1 + weight, and rounds only after that."""
+    """Scales by 1 + weight."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.normalise(x) * (1.0 + self.weight.float())).to(x.dtype)
+    shift = 1.0
 
 
 class Gemma3Attention(LlamaAttention):

@@ -1,4 +1,4 @@
-"""Gated activations: x [..., 2 * n], the gate before the value, -> [..., n]."""
+"""Gated activations: x [tokens, 2 * n] contiguous, the gate before the value, -> [tokens, n]."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor
+
+from engine.ops import versions
 
 
 def silu_mul(x: Tensor) -> Tensor:
@@ -18,4 +20,13 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * value
 
 
-GATED: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
+
+
+def choose(name: str) -> Callable[[Tensor], Tensor]:
+    """By the activation's name in config.json."""
+    if name == "silu" and versions.cpu_kernels():
+        from engine.ops.cpu import activation
+
+        return activation.silu_mul
+    return PLAIN[name]

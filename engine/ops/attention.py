@@ -9,6 +9,17 @@ paged_attention(q, batch, layer, scale, window) -> [tokens, heads, head_dim]
     its own; with a window w only the last w of them. Its own K and V must have been written before.
 """
 
-from engine.ops.attention_plain import paged_attention, write_kv
+from __future__ import annotations
 
-__all__ = ["paged_attention", "write_kv"]
+from types import ModuleType
+
+from engine.ops import attention_plain, versions
+
+
+def choose() -> ModuleType:
+    """A module that has both ops."""
+    if versions.cpu_kernels():
+        from engine.ops.cpu import attention
+
+        return attention
+    return attention_plain

@@ -1,17 +1,30 @@
-"""Rotary embedding of one tensor."""
+"""Rotary embedding of one tensor.
+
+rotate(x, table, positions) -> like x, possibly x itself
+    Turns the pairs (x[i], x[i + head_dim / 2]), as in Hugging Face checkpoints.
+    x: [tokens, heads, head_dim], each token's values contiguous
+    table: [positions, head_dim], cos then sin of each pair's angle; positions: [tokens] int64
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from engine.ops import versions
 
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn the pairs (x[i], x[i + head_dim / 2]), as in Hugging Face checkpoints; a copy.
 
-    x:     [tokens, heads, head_dim]
-    table: [tokens, head_dim], cos then sin of each pair's angle
-    """
-    cos, sin = table[:, None].chunk(2, dim=-1)
+def choose() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    if versions.cpu_kernels():
+        from engine.ops.cpu.rope import rotate
+
+        return rotate
+    return rotate_plain
+
+
+def rotate_plain(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    cos, sin = table[positions, None].chunk(2, dim=-1)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

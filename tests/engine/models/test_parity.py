@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from engine.loader import load_weights
+from engine.loader import load_weights, pack_weights
 from engine.model_config import ModelConfig
 from engine.models import build_model
 from engine.tp_group import TPGroup
@@ -45,6 +45,7 @@ class Pair:
         self.reference.generation_config.eos_token_id = None  # so that every generation is as long as asked for
         self.ours = build_model(self.cfg, TPGroup.single(), dtype, "cpu")
         load_weights(self.ours, folder, TPGroup.single())
+        pack_weights(self.ours)
 
     def by_hand(self) -> ByHand:
         return ByHand(self.ours, self.cfg, tp=TPGroup.single())
@@ -74,14 +75,14 @@ def test_logits_of_a_whole_prompt_equal_those_of_transformers(pair_of, variant):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_bfloat16_rounds_where_transformers_rounds(tmp_path, family):
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path, family):
     folder = make_model(tmp_path, family)
     pair, half = Pair(folder), Pair(folder, torch.bfloat16)
     prompt = pair.prompt(45, seed=1)
     exact = pair.by_hand().step({0: prompt})
     ours = half.by_hand().step({0: prompt})
     theirs = half.reference(torch.tensor([prompt])).logits[0].float()
-    assert (ours - theirs).abs().mean() < 0.2 * (theirs - exact).abs().mean()
+    assert (ours - exact).abs().mean() < 1.2 * (theirs - exact).abs().mean()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,0 +1,159 @@
+"""What every CPU kernel needs: typed pointers, bfloat16, and torch's own threads.
+
+A kernel is a Numba function of one argument, an array of int64: element 0 is a counter from which the threads take
+their work, the others are addresses and sizes. `launch` runs it on all threads of torch's OpenMP pool, so that no
+second pool competes for the cores. Compiled code is cached on disk beside the source (or where NUMBA_CACHE_DIR says).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.extending import intrinsic
+from torch import Tensor
+
+I64 = ir.IntType(64)
+I32 = ir.IntType(32)
+OPTIONS = {"fastmath": True, "error_model": "numpy"}
+DTYPES = (torch.bfloat16, torch.float32)
+
+# a function that is compiled into the kernels that call it
+device_function = njit(nogil=True, boundscheck=False, **OPTIONS)
+# an entry point: def name_bf16(args): name(as_bf16, args)
+kernel = cfunc(types.void(types.CPointer(types.int64)), cache=True, **OPTIONS)
+
+
+@intrinsic
+def take(_: Any, args: Any, count: Any) -> Any:
+    """The next `count` items of work for this thread: args[0] before it is raised, in one atomic step."""
+    signature = types.int64(types.CPointer(types.int64), types.int64)
+    return signature, lambda context, builder, sig, a: builder.atomic_rmw("add", a[0], a[1], "monotonic")
+
+
+@intrinsic
+def as_bf16(_: Any, address: Any) -> Any:
+    """Pointer to bfloat16, which Numba knows as uint16."""
+    signature = types.CPointer(types.uint16)(types.int64)
+    return signature, lambda context, builder, sig, a: builder.inttoptr(a[0], ir.IntType(16).as_pointer())
+
+
+@intrinsic
+def as_f32(_: Any, address: Any) -> Any:
+    signature = types.CPointer(types.float32)(types.int64)
+    return signature, lambda context, builder, sig, a: builder.inttoptr(a[0], ir.FloatType().as_pointer())
+
+
+@intrinsic
+def as_i32(_: Any, address: Any) -> Any:
+    signature = types.CPointer(types.int32)(types.int64)
+    return signature, lambda context, builder, sig, a: builder.inttoptr(a[0], I32.as_pointer())
+
+
+@intrinsic
+def as_i64(_: Any, address: Any) -> Any:
+    signature = types.CPointer(types.int64)(types.int64)
+    return signature, lambda context, builder, sig, a: builder.inttoptr(a[0], I64.as_pointer())
+
+
+@intrinsic
+def load(_: Any, pointer: Any, index: Any) -> Any:
+    """float32 value of element `index` of a bfloat16 or float32 array."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, a: Any) -> Any:
+        value = builder.load(builder.gep(a[0], [a[1]]))
+        if sig.args[0].dtype == types.float32:
+            return value
+        return builder.bitcast(builder.shl(builder.zext(value, I32), ir.Constant(I32, 16)), ir.FloatType())
+
+    return types.float32(pointer, types.int64), generate
+
+
+@intrinsic
+def store(_: Any, pointer: Any, index: Any, value: Any) -> Any:
+    """Write a float32 value as element `index`, rounded to nearest even for bfloat16."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, a: Any) -> Any:
+        value = a[2]
+        if sig.args[0].dtype == types.uint16:
+            bits = builder.bitcast(value, I32)
+            odd = builder.and_(builder.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
+            rounded = builder.add(builder.add(bits, ir.Constant(I32, 0x7FFF)), odd)
+            value = builder.trunc(builder.lshr(rounded, ir.Constant(I32, 16)), ir.IntType(16))
+        builder.store(value, builder.gep(a[0], [a[1]]))
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, types.float32), generate
+
+
+@intrinsic
+def power_of_two(_: Any, exponent: Any) -> Any:
+    """2.0 ** exponent as float32, for int32 exponents from -126 to 127."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, a: Any) -> Any:
+        biased = builder.add(a[0], ir.Constant(I32, 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(I32, 23)), ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@device_function
+def exp(x: Any) -> Any:
+    """e ** x as float32, to 2e-7 relative; arithmetic only, so that loops over it can be vectorised.
+
+    2 ** x split into its integer part and a polynomial for the rest (minimax, Cephes' exp2f).
+    """
+    x = min(max(x * np.float32(1.4426950408889634), np.float32(-126.0)), np.float32(126.0))
+    whole = np.floor(x + np.float32(0.5))
+    f = x - whole
+    p = np.float32(1.535336188319500e-4)
+    p = p * f + np.float32(1.339887440266574e-3)
+    p = p * f + np.float32(9.618437357674640e-3)
+    p = p * f + np.float32(5.550332471162809e-2)
+    p = p * f + np.float32(2.402264791363012e-1)
+    p = p * f + np.float32(6.931472028550421e-1)
+    return (p * f + np.float32(1.0)) * power_of_two(np.int32(whole))
+
+
+@cache
+def openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that torch brings, already loaded; None where it is another one than GNU's."""
+    library = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
+    if not library.exists():
+        return None
+    runtime = ctypes.CDLL(str(library))
+    runtime.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    runtime.GOMP_parallel.restype = None
+    return runtime
+
+
+class Kernel:
+    """A pair of entry points, called with tensors and integers."""
+
+    def __init__(self, bf16: Any, f32: Any):
+        self._addresses = {torch.bfloat16: bf16.address, torch.float32: f32.address}
+        prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        self._direct: dict[torch.dtype, Callable[[Any], None]] = {
+            dtype: prototype(address) for dtype, address in self._addresses.items()
+        }
+
+    def launch(self, dtype: torch.dtype, items: int, *args: Tensor | int) -> None:
+        """Run over `items` pieces of work; on this thread alone if there is but one piece.
+
+        Tensors are passed by address: the caller sees to it that they are contiguous where the kernel counts on it.
+        """
+        values = [arg if isinstance(arg, int) else arg.data_ptr() for arg in args]
+        packed = (ctypes.c_int64 * (len(values) + 1))(0, *values)
+        threads = min(torch.get_num_threads(), items)
+        runtime = openmp()
+        if threads <= 1 or runtime is None:
+            self._direct[dtype](packed)
+        else:
+            runtime.GOMP_parallel(self._addresses[dtype], packed, threads, 0)

@@ -1,0 +1,25 @@
+"""Which version of the ops a model gets: plain torch, or a fast one for its device. Chosen once, as it is built."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from functools import cache
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def cpu_kernels() -> bool:
+    """Whether engine/ops/cpu serves the device and dtype that the model under construction has set as defaults."""
+    dtypes = (torch.bfloat16, torch.float32)
+    return torch.get_default_device().type == "cpu" and torch.get_default_dtype() in dtypes and numba_found()
+
+
+@cache
+def numba_found() -> bool:
+    found = importlib.util.find_spec("numba") is not None
+    if not found:
+        logger.warning("numba is not installed: plain torch runs in its place, several times slower on a CPU")
+    return found
