@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.batch import Batch, split
-from engine.ops.attention import paged_attention, write_kv
+from engine.ops.attention_plain import paged_attention, write_kv
 
 LAYERS, HEAD_DIM = 2, 8
 

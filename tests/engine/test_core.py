@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import InvalidParameter, Overloaded, PromptTooLong
+from engine.messages import GenerateRequest, TokenDelta
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Event
+from tests.models import make_model
+
+
+class FakeClock:
+    """Moves when told; stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Engine:
+    """A core, the deltas that came out of it, and a clock of its own."""
+
+    def __init__(self, core: EngineCore, clock: FakeClock):
+        self.core, self.clock = core, clock
+        self.deltas: dict[str, list[TokenDelta]] = {}
+
+    def add(self, name: str, prompt: list[int] | None = None, *, timeout_s: float | None = None, **params) -> None:
+        settings = {"temperature": 0.0, "max_tokens": 10, "ignore_eos": True, **params}
+        message = GenerateRequest(
+            request_id=name,
+            prompt=prompt or [5, 6, 7, 8, 9],
+            params=SamplingParams(**settings),
+            timeout_s=timeout_s,
+        )
+        self.core.add(message)
+        self.deltas[name] = []
+
+    def step(self) -> None:
+        self.record(self.core.step())
+
+    def record(self, events: list[Event]) -> None:
+        self.core.scheduler.check()
+        for event in events:
+            deltas = self.deltas[event.delta.request_id]
+            assert not any(delta.finish_reason for delta in deltas), "a delta after the last one"
+            deltas.append(event.delta)
+
+    def abort(self, name: str) -> None:
+        event = self.core.abort(name)
+        self.record([event] if event else [])
+
+    def go(self) -> None:
+        while self.core.has_work:
+            self.step()
+        assert all(deltas[-1].finish_reason for deltas in self.deltas.values())
+        assert self.core.stats().blocks_used == 0
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for delta in self.deltas[name] for token in delta.token_ids]
+
+    def last(self, name: str) -> TokenDelta:
+        return self.deltas[name][-1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "overlap"])
+def overlap(request) -> bool:
+    return request.param
+
+
+@pytest.fixture
+def make_engine(folder, overlap, monkeypatch):
+    cores = []
+
+    def make(**options) -> Engine:
+        defaults = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1}
+        clock = FakeClock()
+        monkeypatch.setattr("engine.core.time", SimpleNamespace(monotonic=clock.monotonic))
+        cores.append(EngineCore(EngineConfig(**{"model": str(folder), "overlap": overlap, **defaults, **options})))
+        return Engine(cores[-1], clock)
+
+    yield make
+    for core in cores:
+        core.close()
+
+
+@pytest.fixture
+def engine(make_engine) -> Iterator[Engine]:
+    return make_engine()
+
+
+def test_a_deadline_ends_its_own_request_and_no_other(engine):
+    engine.add("patient")
+    engine.go()
+    expected = engine.tokens("patient")
+    engine.add("late", timeout_s=2.0)
+    engine.add("generous", timeout_s=1000.0)
+    engine.add("without")
+    for _ in range(4):
+        engine.step()
+    assert engine.tokens("late"), "it was computing"
+    engine.clock.now += 1.999
+    engine.step()
+    assert engine.last("late").finish_reason is None
+    engine.clock.now += 0.001
+    engine.step()
+    last = engine.last("late")
+    assert last.finish_reason == "error"
+    assert last.error.code == "request_timeout"
+    assert (last.error.status, last.error.retryable) == (408, False)
+    assert "request late was not finished within its deadline of 2.0 s" in last.error.message
+    engine.go()
+    assert engine.tokens("generous") == engine.tokens("without") == expected
+    assert engine.tokens("late") == expected[: len(engine.tokens("late"))]
+
+
+def test_a_deadline_also_ends_a_request_that_still_waits(make_engine):
+    engine = make_engine(max_num_seqs=1)
+    engine.add("running")
+    engine.step()
+    engine.add("waiting", timeout_s=1.0)
+    engine.step()
+    engine.clock.now += 1.0
+    engine.step()
+    assert engine.last("waiting").error.code == "request_timeout"
+    assert engine.last("waiting").times is None, "it never ran"
+    engine.go()
+    assert engine.last("running").finish_reason == "length"
+
+
+def test_deadlines_pass_in_their_own_order(engine):
+    for name, seconds in [("third", 3.0), ("first", 1.0), ("second", 2.0), ("also second", 2.0)]:
+        engine.add(name, timeout_s=seconds)
+    ended = []
+    for _ in range(4):
+        engine.step()
+        ended.append([name for name, deltas in engine.deltas.items() if deltas and deltas[-1].finish_reason])
+        engine.clock.now += 1.0
+    assert ended == [
+        [],
+        ["first"],
+        ["first", "second", "also second"],
+        ["third", "first", "second", "also second"],
+    ]
+    engine.go()
+
+
+def test_a_deadline_that_passes_after_the_end_changes_nothing(engine):
+    engine.add("a", timeout_s=5.0)
+    engine.go()
+    engine.clock.now += 10.0
+    assert engine.core.step() == []
+    assert engine.last("a").finish_reason == "length"
+    engine.add("a", timeout_s=5.0)  # the same id again, with a deadline of its own
+    engine.step()
+    engine.go()
+    assert engine.last("a").finish_reason == "length"
+
+
+def test_an_abort_while_a_step_is_in_flight_leaves_the_others_as_they_were(engine):
+    prompts = {name: [10 * i + j for j in range(9)] for i, name in enumerate("abc")}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt)
+    engine.go()
+    expected = {name: engine.tokens(name) for name in prompts}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt)
+    while not engine.tokens("b"):
+        engine.step()
+    engine.abort("b")
+    assert engine.last("b").finish_reason == "abort"
+    engine.abort("b")  # it is gone: nothing happens
+    engine.abort("nobody")
+    engine.add("d", prompts["b"])  # may get the slot and blocks that the step in flight still writes to
+    engine.go()
+    assert engine.tokens("a") == expected["a"]
+    assert engine.tokens("c") == expected["c"]
+    assert engine.tokens("d") == expected["b"]
+
+
+def test_an_abort_of_everything_leaves_no_work_and_an_engine_that_still_works(engine):
+    engine.add("a")
+    engine.go()
+    expected = engine.tokens("a")
+    engine.add("b")
+    engine.step()
+    engine.step()
+    engine.abort("b")
+    engine.add("c")
+    engine.go()
+    assert engine.tokens("c") == expected
+
+
+def test_a_request_whose_tokens_are_all_banned_fails_alone_and_the_engine_lives_on(engine):
+    engine.add("good")
+    engine.go()
+    expected = engine.tokens("good")
+    engine.add("hopeless", allowed_token_ids=[2], min_tokens=3)
+    engine.add("good too")
+    engine.go()
+    assert engine.last("hopeless").finish_reason == "error"
+    assert engine.last("hopeless").error.code == "engine_error"
+    assert engine.tokens("hopeless") == []
+    assert engine.tokens("good too") == expected
+
+
+def test_a_model_that_computes_nan_fails_its_requests_and_the_engine_lives_on(engine):
+    engine.add("good")
+    engine.go()
+    weight = engine.core.runner.model.norm.weight
+    before = weight.clone()
+    weight.fill_(float("nan"))
+    engine.add("one", [30, 31, 32], logprobs=1, temperature=1.0)
+    engine.add("two", [40, 41, 42], prompt_logprobs=1)
+    engine.go()
+    assert engine.last("one").error.status == engine.last("two").error.status == 500
+    weight.copy_(before)
+    engine.add("good again")
+    engine.go()
+    assert engine.tokens("good again") == engine.tokens("good")
+
+
+def test_a_refused_request_raises_and_leaves_nothing(make_engine):
+    engine = make_engine(max_model_len=32, max_waiting=1)
+    with pytest.raises(PromptTooLong, match="32 tokens, but at most 31 fit"):
+        engine.add("long", [1] * 32, timeout_s=1.0)
+    with pytest.raises(InvalidParameter, match="prompt must be token ids from 0 to 96"):
+        engine.add("unknown token", [1, 97])
+    assert not engine.core.has_work
+    engine.add("a")
+    with pytest.raises(Overloaded):
+        engine.add("b", timeout_s=1.0)
+    engine.clock.now += 5.0
+    engine.go()
+    assert list(engine.deltas) == ["a"]
+
+
+def test_stats_add_up_on_the_way_and_return_to_zero(make_engine):
+    engine = make_engine(num_blocks=20, max_num_seqs=3)
+    lengths = {"a": 20, "b": 9, "c": 30, "d": 1, "e": 13}
+    for i, (name, length) in enumerate(lengths.items()):
+        engine.add(name, [(7 * i + j) % 97 for j in range(length)], max_tokens=20)
+    while engine.core.has_work:
+        engine.step()
+        stats = engine.core.stats()
+        assert stats.blocks_total == 20 == stats.blocks_free + stats.blocks_cached + stats.blocks_used
+        ended = sum(stats.finished.values())
+        assert stats.running + stats.waiting + ended == 5
+        assert stats.running <= 3
+        assert stats.generation_tokens == sum(len(engine.tokens(name)) for name in lengths)
+        if "d" in engine.deltas and len(engine.tokens("a")) == 5:
+            engine.abort("d")
+    stats = engine.core.stats()
+    assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+    assert stats.finished == {"length": 4, "abort": 1}
+    assert stats.generation_tokens == 4 * 20 + len(engine.tokens("d"))
+    assert stats.preemptions == sum(deltas[-1].num_preemptions for deltas in engine.deltas.values()) > 0
+    assert stats.blocks_cached > 0 and stats.block_size == 4
+    ran = [name for name in lengths if engine.last(name).times is not None]
+    assert stats.prompt_tokens == stats.prefix_queried_tokens == sum(lengths[name] for name in ran)
+
+
+def test_times_are_seconds_since_arrival(engine):
+    engine.add("a", max_tokens=2)
+    engine.clock.now += 3.0
+    while engine.core.has_work:
+        engine.step()
+        engine.clock.now += 1.0
+    times = engine.last("a").times
+    assert times.scheduled_s == 3.0
+    assert 3.0 <= times.first_token_s < times.finished_s
+
+
+def test_the_age_of_the_last_step_counts_only_while_there_is_work(engine):
+    engine.clock.now += 100.0
+    assert engine.core.last_step_age_s == 0.0
+    engine.add("a")
+    assert engine.core.last_step_age_s == 0.0, "waiting for its first step since now, not since the start"
+    engine.clock.now += 2.0
+    assert engine.core.last_step_age_s == 2.0
+    engine.go()
+    engine.clock.now += 100.0
+    assert engine.core.last_step_age_s == 0.0
+
+
+def test_closing_twice_is_fine(engine):
+    engine.add("a")
+    engine.step()
+    engine.core.close()
+    engine.core.close()

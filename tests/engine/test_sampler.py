@@ -1,0 +1,435 @@
+"""Sampling against exact distributions and against references in plain Python."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine import logits_processors
+from engine.sampler import (
+    RandomRows,
+    SampledRow,
+    UniformSource,
+    draw,
+    draw_filtered,
+    prepare_sampling,
+    process_rows,
+    sample,
+    token_logprobs,
+)
+from engine.sampling_params import SamplingParams
+
+VOCAB = 12
+EOS = frozenset({2})
+DRAWS = 8000
+# all different, as top_k=1 and greedy must agree, and not in order
+LOGITS = torch.tensor([0.3, -1.0, 2.0, 1.1, -2.5, 0.9, 1.7, -0.2, 0.0, 2.4, -0.7, 0.5])
+
+FILTERS = {
+    "temperature 1": {},
+    "low temperature": {"temperature": 0.8},
+    "high temperature": {"temperature": 2.0},
+    "top_k": {"top_k": 4},
+    "top_k of the whole vocabulary": {"top_k": VOCAB},
+    "top_p": {"top_p": 0.7},
+    "top_p that leaves almost everything": {"top_p": 0.99},
+    "min_p": {"min_p": 0.2},
+    "top_k and top_p": {"top_k": 6, "top_p": 0.8},
+    "top_k and min_p": {"top_k": 5, "min_p": 0.35},
+    "top_p and min_p": {"top_p": 0.9, "min_p": 0.1},
+    "all": {"top_k": 7, "top_p": 0.85, "min_p": 0.08, "temperature": 1.3},
+}
+
+
+def exact_distribution(logits: list[float], params: SamplingParams) -> list[float]:
+    """Probability of each token, by the definitions."""
+    scaled = [x / params.temperature for x in logits]
+    most = max(scaled)
+    weights = {token: math.exp(x - most) for token, x in enumerate(scaled)}
+    weights = {token: w for token, w in weights.items() if w >= params.min_p * max(weights.values())}
+    if params.top_k > 0:
+        weights = dict(sorted(weights.items(), key=lambda item: -item[1])[: params.top_k])
+    total = sum(weights.values())
+    kept: dict[int, float] = {}
+    for token, w in sorted(weights.items(), key=lambda item: -item[1]):
+        if sum(kept.values()) < params.top_p * total:
+            kept[token] = w
+    return [kept.get(token, 0.0) / sum(kept.values()) for token in range(len(logits))]
+
+
+def check_frequencies(tokens: Tensor, probabilities: list[float]) -> None:
+    """Pearson's chi-square test. Seeds are fixed, so this passes always or never."""
+    counts = torch.bincount(tokens, minlength=len(probabilities)).double()
+    expected = torch.tensor(probabilities, dtype=torch.float64) * len(tokens)
+    assert counts[expected == 0].sum() == 0, "a token that was filtered out"
+    possible = expected > 0
+    assert expected[possible].min() > 5, "too few draws for the test"
+    if possible.sum() > 1:
+        chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+        freedom = (possible.sum() - 1).double()
+        p_value = torch.special.gammaincc(freedom / 2, chi_square / 2).item()
+        assert p_value > 0.005, (counts, expected)
+
+
+def uniforms(count: int) -> Tensor:
+    """[count, 1], from many seeds and positions."""
+    source = UniformSource()
+    return torch.tensor([[source.draw(seed % 89, seed // 89)] for seed in range(count)])
+
+
+@pytest.fixture(scope="module")
+def many_uniforms() -> Tensor:
+    return uniforms(DRAWS)
+
+
+def random_rows(params: SamplingParams, uniform: Tensor, width: int) -> RandomRows:
+    def column(value: float) -> Tensor:
+        return torch.full((len(uniform), 1), value)
+
+    temperature, top_p, min_p = column(params.temperature), column(params.top_p), column(params.min_p)
+    return RandomRows(torch.arange(len(uniform)), temperature, uniform, top_p, min_p, width)
+
+
+# -- random numbers --------------------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**40))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_a_number_is_the_first_that_numpys_philox_gives_for_this_key_and_counter(seed, position):
+    source = UniformSource()
+    source.draw(3, 4)  # whatever it did before does not matter
+    key = np.array([seed, 0], dtype=np.uint64)
+    counter = np.array([position, 0, 0, 0], dtype=np.uint64)
+    bits = int(np.random.Philox(key=key, counter=counter).random_raw())
+    assert source.draw(seed, position) == (bits >> 40) / 2**24
+
+
+def test_numbers_are_uniform_over_seeds_over_positions_and_over_both():
+    source = UniformSource()
+    cases = {
+        "seeds": [(seed, 7) for seed in range(DRAWS)],
+        "positions": [(12345, position) for position in range(DRAWS)],
+        "both": [(i, i) for i in range(DRAWS)],
+    }
+    for pairs in cases.values():
+        values = torch.tensor([source.draw(*pair) for pair in pairs])
+        assert values.min() >= 0 and values.max() < 1
+        check_frequencies((values * 20).long(), [1 / 20] * 20)
+        following = (values[:-1] * 4).long() * 4 + (values[1:] * 4).long()
+        check_frequencies(following[::2], [1 / 16] * 16)  # neighbours tell nothing of each other
+
+
+# -- distributions ---------------------------------------------------------------------------------------------
+
+
+def test_draw_picks_in_proportion_to_the_weights(many_uniforms):
+    weights = torch.tensor([0.0, 1.0, 4.0, 0.0, 0.5, 2.5, 0.0])
+    tokens = draw(weights.expand(DRAWS, -1), many_uniforms)
+    check_frequencies(tokens, (weights / weights.sum()).tolist())
+
+
+@pytest.mark.parametrize(
+    "weights", [[0.0, 3.0, 0.0, 1.0, 0.0], [1e-30, 1e-30], [1e-45, 0.0], [0.1] * 10 + [0.0], [1.0]]
+)
+def test_draw_never_picks_weight_zero_even_at_the_ends_of_the_range(weights):
+    possible = {i for i, w in enumerate(weights) if w}
+    ends = torch.tensor([[0.0], [2.0**-24], [0.75], [1 - 2.0**-24]])
+    tokens = draw(torch.tensor(weights).expand(len(ends), -1), ends).tolist()
+    assert tokens[0] == min(possible)
+    assert tokens[-1] == max(possible)
+    assert set(tokens) <= possible
+
+
+@pytest.mark.parametrize("fields", FILTERS.values(), ids=FILTERS)
+def test_draw_filtered_follows_the_exact_distribution(fields, many_uniforms):
+    params = SamplingParams(**fields)
+    width = params.top_k if params.top_k else VOCAB
+    group = random_rows(params, many_uniforms, width)
+    tokens = draw_filtered((LOGITS / params.temperature).expand(DRAWS, -1), group)
+    check_frequencies(tokens, exact_distribution(LOGITS.tolist(), params))
+
+
+@pytest.mark.parametrize("fields", FILTERS.values(), ids=FILTERS)
+def test_sample_follows_the_exact_distribution(fields):
+    params = SamplingParams(**fields)
+    rows = [SampledRow(0, position=i // 89, num_prompt=0, seed=i % 89, params=params) for i in range(DRAWS)]
+    tokens = sample(LOGITS.repeat(DRAWS, 1), prepare_sampling(rows, VOCAB, UniformSource()))
+    check_frequencies(tokens, exact_distribution(LOGITS.tolist(), params))
+
+
+def test_one_group_holds_rows_with_different_temperatures_top_p_and_min_p():
+    kinds = [
+        SamplingParams(top_p=0.6),
+        SamplingParams(min_p=0.3, temperature=0.7),
+        SamplingParams(top_p=0.95, min_p=0.02, temperature=1.5),
+    ]
+    rows = [SampledRow(0, i // 89, 0, i % 89, kinds[i % 3]) for i in range(3 * DRAWS)]
+    inputs = prepare_sampling(rows, VOCAB, UniformSource())
+    assert len(inputs.random) == 1
+    tokens = sample(LOGITS.repeat(3 * DRAWS, 1), inputs)
+    for i, params in enumerate(kinds):
+        check_frequencies(tokens[i::3], exact_distribution(LOGITS.tolist(), params))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1e-6},
+        {"top_k": 1, "temperature": 2.0},
+        {"top_p": 1e-9, "temperature": 2.0},
+        {"top_p": 1e-60},  # 0 in float32
+        {"min_p": 1.0, "temperature": 2.0},
+    ],
+    ids=str,
+)
+def test_parameters_that_leave_one_candidate_give_the_greedy_token(fields):
+    logits = torch.randn(500, VOCAB, generator=torch.Generator().manual_seed(0))
+    logits[torch.arange(500), torch.arange(500) % VOCAB] += 4.0  # a clear best, as 1e-6 counts as 1e-2
+    rows = [SampledRow(0, i, 0, i, SamplingParams(**fields)) for i in range(500)]
+    tokens = sample(logits.clone(), prepare_sampling(rows, VOCAB, UniformSource()))
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_row_that_asked_for_a_seed_repeats_it_and_another_position_gives_another_number():
+    def tokens(seed: int) -> list[int]:
+        rows = [SampledRow(0, i, 0, seed, SamplingParams()) for i in range(50)]
+        return sample(torch.zeros(50, VOCAB), prepare_sampling(rows, VOCAB, UniformSource())).tolist()
+
+    assert tokens(1) == tokens(1)
+    assert tokens(1) != tokens(2)
+    assert len(set(tokens(1))) > VOCAB // 2
+
+
+# -- batches ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sequence:
+    """One row with its own logits and history."""
+
+    params: SamplingParams
+    seed: int
+    tokens: list[int]
+    num_prompt: int
+    logits: Tensor
+
+
+def run_batch(sequences: list[Sequence], slots: list[int]) -> list[int]:
+    history = torch.full((8, 16), 11, dtype=torch.int32)
+    for slot, s in zip(slots, sequences, strict=True):
+        history[slot, : len(s.tokens)] = torch.tensor(s.tokens, dtype=torch.int32)
+    rows = [
+        SampledRow(slot, len(s.tokens), s.num_prompt, s.seed, s.params)
+        for slot, s in zip(slots, sequences, strict=True)
+    ]
+    inputs = prepare_sampling(rows, VOCAB, UniformSource())
+    logits = torch.stack([s.logits for s in sequences])
+    process_rows(logits, inputs, history, EOS)
+    return sample(logits, inputs).tolist()
+
+
+token_ids = st.integers(0, VOCAB - 1)
+edits = st.fixed_dictionaries(
+    {},
+    optional={
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "repetition_penalty": st.floats(0.25, 4),
+        "logit_bias": st.dictionaries(token_ids, st.floats(-100, 100), max_size=4),
+        "allowed_token_ids": st.lists(token_ids, min_size=1, max_size=6),
+        "bad_words_token_ids": st.lists(st.lists(token_ids, min_size=1, max_size=3), max_size=4),
+        "min_tokens": st.integers(0, 8),
+        "stop_token_ids": st.lists(token_ids, max_size=3),
+    },
+)
+filters = st.sampled_from([{"temperature": 0.0}, {"temperature": 0.0, "top_k": 3}, *FILTERS.values()])
+# quarters are exact in float32, so that the same sums come out in any order
+logit_rows = st.lists(st.integers(-20, 20), min_size=VOCAB, max_size=VOCAB)
+
+
+@st.composite
+def sequences(draw_from) -> Sequence:
+    tokens = draw_from(st.lists(token_ids, min_size=1, max_size=14))
+    extras = draw_from(st.one_of(st.just({}), edits))
+    logits = torch.tensor(draw_from(logit_rows), dtype=torch.float32) / 4
+    if draw_from(st.integers(0, 9)) == 0:
+        logits[draw_from(token_ids)] = draw_from(st.sampled_from([torch.nan, torch.inf, -torch.inf]))
+    return Sequence(
+        params=SamplingParams(max_tokens=None, **draw_from(filters), **extras),
+        seed=draw_from(st.integers(0, 2**64 - 1)),
+        tokens=tokens,
+        num_prompt=draw_from(st.integers(1, len(tokens))),
+        logits=logits,
+    )
+
+
+@given(batch=st.lists(sequences(), min_size=1, max_size=8), order=st.randoms(use_true_random=False))
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_a_row_gets_the_same_token_whatever_it_is_batched_with(batch: list[Sequence], order: random.Random):
+    slots = order.sample(range(8), len(batch))
+    together = run_batch(batch, slots)
+    alone = [run_batch([sequence], [order.randrange(8)])[0] for sequence in batch]
+    assert together == alone
+
+
+def test_a_greedy_batch_prepares_nothing_and_draws_no_number():
+    class NoNumbers(UniformSource):
+        def draw(self, seed: int, position: int) -> float:
+            raise AssertionError("a greedy row has no use for a random number")
+
+    params = SamplingParams(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1)
+    inputs = prepare_sampling([SampledRow(i, 5, 2, i, params) for i in range(6)], VOCAB, NoNumbers())
+    assert (inputs.random, inputs.edited, inputs.any_logprobs) == ([], [], False)
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
+    assert sample(logits, inputs).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, *FILTERS.values()], ids=str)
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_a_row_without_a_finite_best_logit_gives_minus_one_and_leaves_the_others_alone(fields, broken):
+    rows = [SampledRow(0, i, 0, i, SamplingParams(**fields)) for i in range(3)]
+    inputs = prepare_sampling(rows, VOCAB, UniformSource())
+    logits = LOGITS.repeat(3, 1)
+    expected = sample(logits.clone(), inputs).tolist()
+    logits[1] = broken
+    assert sample(logits, inputs).tolist() == [expected[0], -1, expected[2]]
+    one_nan = LOGITS.repeat(3, 1)
+    one_nan[1, 5] = torch.nan
+    assert sample(one_nan, inputs).tolist() == [expected[0], -1, expected[2]]
+
+
+# -- logits processors -----------------------------------------------------------------------------------------
+
+
+def reference_process(logits: list[float], p: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
+    """What `process` should do, token by token."""
+    result = []
+    for token, x in enumerate(logits):
+        if p.allowed_token_ids and token not in p.allowed_token_ids:
+            x = -math.inf
+        for word in p.bad_words_token_ids:
+            said = output[len(output) - len(word) + 1 :] if len(word) > 1 else []
+            if len(output) >= len(word) - 1 and [*said, token] == word:
+                x = -math.inf
+        if len(output) < p.min_tokens and (token in EOS or token in p.stop_token_ids):
+            x = -math.inf
+        x += (p.logit_bias or {}).get(token, 0.0)
+        if token in prompt or token in output:
+            x = x / p.repetition_penalty if x > 0 else x * p.repetition_penalty
+        count = output.count(token)
+        x -= p.frequency_penalty * count + p.presence_penalty * (count > 0)
+        result.append(x)
+    return result
+
+
+def process(params: SamplingParams, prompt: list[int], output: list[int], logits: Tensor = LOGITS) -> Tensor:
+    logits = logits.clone()
+    if logits_processors.is_needed(params):
+        logits_processors.process(
+            logits, params, torch.tensor(prompt).long(), torch.tensor(output, dtype=torch.long), EOS
+        )
+    return logits
+
+
+@given(fields=edits, prompt=st.lists(token_ids, min_size=1, max_size=6), output=st.lists(token_ids, max_size=8))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_logits_are_changed_as_the_reference_does(fields, prompt, output):
+    params = SamplingParams(max_tokens=None, **fields)
+    expected = torch.tensor(reference_process(LOGITS.tolist(), params, prompt, output))
+    torch.testing.assert_close(process(params, prompt, output), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 0.5},
+        {"presence_penalty": -0.5},
+        {"frequency_penalty": 0.3},
+        {"repetition_penalty": 1.5},
+        {"repetition_penalty": 0.5},
+        {"logit_bias": {0: 5.0, 9: -100.0}},
+        {"allowed_token_ids": [1, 4, 4]},
+        {"bad_words_token_ids": [[5], [3, 7], [3, 3, 8], [9, 3, 1], [2, 2, 2, 2, 2, 2]]},
+        {"min_tokens": 4, "stop_token_ids": [6, 7]},
+    ],
+    ids=str,
+)
+def test_each_edit_alone_changes_something_and_does_what_the_reference_does(fields):
+    params, prompt, output = SamplingParams(**fields), [1, 1, 9], [3, 4, 3]
+    changed = process(params, prompt, output)
+    assert not changed.equal(LOGITS)
+    torch.testing.assert_close(changed, torch.tensor(reference_process(LOGITS.tolist(), params, prompt, output)))
+
+
+def test_only_the_token_that_would_complete_a_bad_word_is_banned():
+    params = SamplingParams(bad_words_token_ids=[[1, 2, 3], [3], [2, 4]])
+    assert banned(process(params, [1], [2])) == {3, 4}, "the prompt does not count"
+    assert banned(process(params, [0], [1, 2])) == {3, 4}
+    assert banned(process(SamplingParams(bad_words_token_ids=[[1, 2, 3]]), [0], [1, 2])) == {3}
+    assert banned(process(SamplingParams(bad_words_token_ids=[[1, 2, 3]]), [0], [1, 2, 2])) == set()
+    assert banned(process(SamplingParams(bad_words_token_ids=[[1, 2, 3]]), [0], [2])) == set()
+
+
+def test_a_bad_word_without_tokens_bans_nothing():
+    assert banned(process(SamplingParams(bad_words_token_ids=[[], [1, 2]]), [0], [1])) == {2}
+
+
+def test_ends_are_banned_until_the_minimum_length():
+    params = SamplingParams(min_tokens=2, stop_token_ids=[6])
+    assert banned(process(params, [0, 0, 0], [1])) == {2, 6}
+    assert banned(process(params, [0, 0, 0], [1, 1])) == set()
+
+
+def test_a_ban_holds_against_any_bias():
+    params = SamplingParams(allowed_token_ids=[1, 3], logit_bias={0: 100.0}, repetition_penalty=0.5)
+    assert banned(process(params, [0], [0])) == set(range(VOCAB)) - {1, 3}
+
+
+def banned(logits: Tensor) -> set[int]:
+    return set(torch.isneginf(logits).nonzero().flatten().tolist())
+
+
+# -- log-probabilities -----------------------------------------------------------------------------------------
+
+
+@given(rows=st.lists(st.tuples(logit_rows, token_ids, st.integers(0, VOCAB)), min_size=1, max_size=6))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_log_probabilities_ranks_and_top_lists_equal_a_plain_reference(rows):
+    # a small slope, so that no two logits are equal and their order is known
+    values = [[x / 4 + i * 0.01 for i, x in enumerate(row)] for row, _, _ in rows]
+    tokens, counts = [token for _, token, _ in rows], [count for _, _, count in rows]
+    entries = token_logprobs(torch.tensor(values), torch.tensor(tokens), counts)
+    assert [entry.token_id for entry in entries] == tokens
+    for row, token, count, entry in zip(values, tokens, counts, entries, strict=True):
+        norm = math.log(sum(math.exp(x) for x in row))
+        order = sorted(range(VOCAB), key=lambda i: -row[i])
+        assert entry.logprob == pytest.approx(row[token] - norm, abs=1e-5)
+        assert entry.rank == order.index(token) + 1
+        assert [top_id for top_id, _ in entry.top] == order[:count]
+        assert [value for _, value in entry.top] == pytest.approx([row[i] - norm for i in order[:count]], abs=1e-5)
+
+
+def test_no_alternatives_are_reported_where_none_were_asked_for():
+    (entry,) = token_logprobs(LOGITS[None], torch.tensor([3]), [0])
+    assert entry.top == []
+    assert entry.logprob == pytest.approx(LOGITS.log_softmax(-1)[3].item())
+    assert entry.rank == 4
+
+
+def test_more_alternatives_than_the_vocabulary_has_are_all_of_it():
+    (entry,) = token_logprobs(LOGITS[None], torch.tensor([3]), [20])
+    assert len(entry.top) == VOCAB
+
+
+def test_equally_likely_tokens_share_the_better_rank():
+    entries = token_logprobs(torch.tensor([[1.0, 3.0, 1.0, 0.0]] * 2), torch.tensor([0, 2]), [0, 0])
+    assert [entry.rank for entry in entries] == [2, 2]

@@ -1,0 +1,140 @@
+"""An engine without a model: the protocol of engine.server.EngineServer, with scripted tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from engine.messages import (
+    Abort,
+    Add,
+    Command,
+    EngineStats,
+    EngineStatus,
+    ErrorInfo,
+    GenerateRequest,
+    TokenBatch,
+    TokenDelta,
+    TokenLogprob,
+)
+
+Script = Callable[[GenerateRequest], list[int]]
+POLL_MS = 5
+
+
+class FakeEngine:
+    """One token per step and request, in a thread of its own.
+
+    script: the answer to a request; the default repeats the prompt for ever.
+    paused: set it, and no step is computed. silent: set it, and no status is sent.
+    refusal: if given, the answer to new requests. step_age_s: what it reports of itself.
+    """
+
+    def __init__(self, status_to: str, script: Script | None = None):
+        self.paused, self.silent = threading.Event(), threading.Event()
+        self.refusal: ErrorInfo | None = None
+        self.step_age_s = 0.0
+        self.added: list[GenerateRequest] = []
+        self.aborted: list[str] = []
+        self._script = script or (lambda request: request.prompt * 100)
+        self._live: dict[str, tuple[GenerateRequest, deque[int]]] = {}
+        self._context = zmq.Context()
+        self._commands = self._context.socket(zmq.PULL)
+        self.address = f"tcp://127.0.0.1:{self._commands.bind_to_random_port('tcp://127.0.0.1')}"
+        self._status = self._connect(status_to)
+        self._peers: dict[str, zmq.Socket[bytes]] = {}
+        self._ended: list[str] = []
+        self._steps = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            if self._commands.poll(POLL_MS):
+                self._handle(msgspec.msgpack.decode(self._commands.recv(), type=Command))
+            if not self.paused.is_set():
+                self._step()
+            if not self.silent.is_set():
+                self._send_status()
+        self._context.destroy(linger=0)
+
+    def _handle(self, command: Command) -> None:
+        match command:
+            case Add(request) if self.refusal is not None:
+                self._send(
+                    request, TokenDelta(request_id=request.request_id, finish_reason="error", error=self.refusal)
+                )
+            case Add(request):
+                self.added.append(request)
+                self._live[request.request_id] = (request, deque(self._script(request)[: request.params.max_tokens]))
+            case Abort(request_id):
+                self.aborted.append(request_id)
+                self._live.pop(request_id, None)
+
+    def _step(self) -> None:
+        self._steps += 1
+        for request, answer in list(self._live.values()):
+            token, first = answer.popleft(), request.params.max_tokens == len(answer) + 1
+            logprob = None
+            if request.params.logprobs is not None:
+                logprob = [TokenLogprob(token, -0.5, 1, [(token, -0.5)][: request.params.logprobs])]
+            prompt = None
+            if request.params.prompt_logprobs is not None and first:
+                prompt = [None, *(TokenLogprob(t, -1.0, 2, []) for t in request.prompt[1:])]
+            reason = None if answer else "length"
+            delta = TokenDelta(
+                request_id=request.request_id,
+                token_ids=[token],
+                logprobs=logprob,
+                prompt_logprobs=prompt,
+                finish_reason=reason,  # type: ignore[arg-type]
+            )
+            self._send(request, delta)
+
+    def _send(self, request: GenerateRequest, delta: TokenDelta) -> None:
+        if request.reply_to not in self._peers:
+            self._peers[request.reply_to] = self._connect(request.reply_to)
+        batch = TokenBatch(engine_id="fake", step=self._steps, deltas=[delta])
+        self._peers[request.reply_to].send(msgspec.msgpack.encode(batch))
+        if delta.finish_reason is not None:
+            self._live.pop(request.request_id, None)
+            self._ended.append(request.request_id)
+
+    def _send_status(self) -> None:
+        stats = EngineStats(
+            running=self.num_live,
+            waiting=0,
+            blocks_total=10,
+            blocks_free=10 - self.num_live,
+            blocks_cached=0,
+            blocks_used=self.num_live,
+            block_size=16,
+            steps=self._steps,
+            prompt_tokens=0,
+            generation_tokens=0,
+            preemptions=0,
+            prefix_queried_tokens=0,
+            prefix_hit_tokens=0,
+            finished={"stop": 0, "length": 1},
+        )
+        status = EngineStatus(engine_id="fake", ended=self._ended, stats=stats, last_step_age_s=self.step_age_s)
+        self._ended = []
+        self._status.send(msgspec.msgpack.encode(status))
+
+    def _connect(self, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.PUSH)
+        socket.connect(address)
+        return socket
