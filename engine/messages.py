@@ -128,9 +128,13 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """End a request; unknown ids are ignored (it may just have finished)."""
+    """End a request; unknown ids are ignored (it may just have finished).
+
+    reason: `stop` when its text has reached a stop string, which an engine knows nothing of.
+    """
 
     request_id: str
+    reason: Literal["abort", "stop"] = "abort"
 
 
 Command = Add | Abort

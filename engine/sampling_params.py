@@ -84,8 +84,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidParameter for a token id that the model does not have."""
-        lists = {"logit_bias": list(self.logit_bias or {}), "allowed_token_ids": self.allowed_token_ids or []}
-        for field, ids in {**lists, "stop_token_ids": self.stop_token_ids}.items():
+        lists = {
+            "logit_bias": list(self.logit_bias or {}),
+            "allowed_token_ids": self.allowed_token_ids or [],
+            "stop_token_ids": self.stop_token_ids,
+            "bad_words": [token for word in self.bad_words_token_ids for token in word],
+        }
+        for field, ids in lists.items():
             for token in ids:
                 check(0 <= token < vocab_size, field, token, f"a token id below {vocab_size}")
 

@@ -110,12 +110,14 @@ class Scheduler:
                 raise InvalidParameter("prompt", token, f"token ids from 0 to {self.vocab_size - 1}")
         message.params.check_vocabulary(self.vocab_size)
 
-    def abort(self, request_id: str, now: float, error: ServingError | None = None) -> Event | None:
+    def abort(
+        self, request_id: str, now: float, error: ServingError | None = None, *, reason: FinishReason = "abort"
+    ) -> Event | None:
         """End a request now and free what it holds. None if it is not live (it may just have finished)."""
         request = self._live.get(request_id)
         if request is None:
             return None
-        return self._finish(request, "error" if error else "abort", now, error=error)
+        return self._finish(request, "error" if error else reason, now, error=error)
 
     # -- plan ----------------------------------------------------------------------------------------------
 
@@ -276,7 +278,7 @@ class Scheduler:
     def _append(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> Event:
         request.in_flight -= 1
         if token < 0:
-            reason = "the model's logits are not finite (NaN or infinity)"
+            reason = "no token can be sampled: all are banned, or the model's logits are not finite"
             return self._finish(request, "error", now, error=EngineError(request.request_id, reason))
         first = request.first_token_at is None
         if first:
