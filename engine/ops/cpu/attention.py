@@ -28,9 +28,12 @@ from engine.ops.cpu.kernel import (
     store,
     take,
 )
+from engine.ops.cpu.vector import LANES, add_weighted, dot_rows, exp_of_difference, highest, prefetch
 
 TOKENS = 8  # whose KV a thread writes at a time
 NO_WINDOW = 2**62
+TILE_TOKENS = 32
+ITEMS_PER_THREAD = 4
 LOWEST = np.float32(-1e30)  # a score that counts as none; infinities are not safe under fast math
 
 
@@ -81,70 +84,74 @@ def write_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
 
 @device_function
 def attend_rows(cast: Any, args: Any) -> None:
+    """Items are (sequence, range of `span` KV heads): the KV of neighbouring heads lies side by side in a block."""
     q, cache, out, constants = cast(args[1]), cast(args[2]), cast(args[3]), as_f32(args[4])
     sequences, query_start, kv_lens, tables = as_i32(args[5]), as_i32(args[6]), as_i32(args[7]), as_i32(args[8])
     items, table_stride, q_stride, out_stride = args[9], args[10], args[11], args[12]
-    kv_heads, group, block_size, head_dim, block_stride, window = (
-        args[13], args[14], args[15], args[16], args[17], args[18],
+    kv_heads, span, group, block_size, head_dim, block_stride, window = (
+        args[13], args[14], args[15], args[16], args[17], args[18], args[19],
     )  # fmt: skip
     head_stride = block_size * head_dim
-    scale = constants[0]
-    queries = np.empty((group, head_dim), np.float32)
-    sums = np.empty((group, head_dim), np.float32)
-    scores = np.empty((group, block_size), np.float32)
-    tops = np.empty(group, np.float32)
-    totals = np.empty(group, np.float32)
+    heads, ranges = span * group, kv_heads // span
+    tile = max(TILE_TOKENS // block_size, 1)  # blocks whose scores are known before the softmax moves on
+    room = (tile * block_size + LANES - 1) // LANES * LANES + LANES
+    scratch = np.empty(2 * heads * head_dim + room, np.float32)
+    tops, totals = np.empty(heads, np.float32), np.empty(heads, np.float32)
+    queries = scratch.ctypes.data
+    sums = queries + 4 * heads * head_dim
+    scores = sums + 4 * heads * head_dim
     while True:
         item = take(args, 1)
-        if item >= items * kv_heads:
+        if item >= items:
             break
-        seq, head = sequences[item // kv_heads], item % kv_heads
+        seq, first_head = sequences[item // ranges], item % ranges * span
         row, kv_len = np.int64(query_start[seq]), np.int64(kv_lens[seq])
-        for g in range(group):
-            tops[g] = LOWEST
-            totals[g] = np.float32(0.0)
-            source = row * q_stride + (head * group + g) * head_dim
-            for i in range(head_dim):
-                queries[g, i] = load(q, source + i) * scale
-                sums[g, i] = np.float32(0.0)
+        table = seq * table_stride
+        source = row * q_stride + first_head * group * head_dim
+        for i in range(heads * head_dim):
+            as_f32(queries)[i] = load(q, source + i) * constants[0]
+            as_f32(sums)[i] = np.float32(0.0)
+        for h in range(heads):
+            tops[h], totals[h] = LOWEST, np.float32(0.0)
         lowest = max(kv_len - window, 0)
-        for index in range(lowest // block_size, (kv_len + block_size - 1) // block_size):
-            block = np.int64(tables[seq * table_stride + index])
-            keys = block * block_stride + head * head_stride
-            values = keys + kv_heads * head_stride
-            first = max(lowest - index * block_size, 0)
-            last = min(kv_len - index * block_size, block_size)
-            for t in range(first, last):
-                key = keys + t * head_dim
-                for g in range(group):
-                    score = np.float32(0.0)
-                    for i in range(head_dim):
-                        score += load(cache, key + i) * queries[g, i]
-                    scores[g, t] = score
-            for g in range(group):
-                top = tops[g]
-                for t in range(first, last):
-                    top = max(top, scores[g, t])
-                shrink = exp(tops[g] - top)
-                tops[g] = top
-                total = np.float32(0.0)
-                for t in range(first, last):
-                    weight = exp(scores[g, t] - top)
-                    scores[g, t] = weight
-                    total += weight
-                totals[g] = totals[g] * shrink + total
-                for i in range(head_dim):
-                    sums[g, i] *= shrink
-            for t in range(first, last):
-                value = values + t * head_dim
-                for g in range(group):
-                    weight = scores[g, t]
-                    for i in range(head_dim):
-                        sums[g, i] += weight * load(cache, value + i)
-        for g in range(group):
-            target = row * out_stride + (head * group + g) * head_dim
-            for i in range(head_dim):
-                store(out, target + i, sums[g, i] / totals[g])
+        blocks = (kv_len + block_size - 1) // block_size
+        for start in range(lowest // block_size, blocks, tile):
+            stop = min(start + tile, blocks)
+            first = max(lowest, start * block_size)  # tokens [first, last) are in this tile, and visible
+            last = min(kv_len, stop * block_size)
+            padded = (last - first + LANES - 1) // LANES * LANES
+            for h in range(heads):
+                head = (first_head + h // group) * head_stride
+                for index in range(start, stop):
+                    begin, end = max(index * block_size, first), min((index + 1) * block_size, last)
+                    keys = np.int64(tables[table + index]) * block_stride + head
+                    keys += (begin - index * block_size) * head_dim
+                    if h % group == 0 and index + tile < blocks:
+                        # pages lie anywhere, so no hardware prefetcher finds the next ones
+                        after = np.int64(tables[table + index + tile]) * block_stride + head
+                        prefetch(cache, after, head_stride)
+                        prefetch(cache, after + kv_heads * head_stride, head_stride)
+                    query = as_f32(queries + 4 * h * head_dim)
+                    dot_rows(as_f32(scores + 4 * (begin - first)), query, cache, keys, end - begin, head_dim)
+                for t in range(last - first, padded):
+                    as_f32(scores)[t] = LOWEST
+                top = max(tops[h], highest(as_f32(scores), padded))
+                shrink = exp(tops[h] - top)
+                totals[h] = totals[h] * shrink + exp_of_difference(as_f32(scores), padded, top)
+                tops[h] = top
+                for index in range(start, stop):
+                    begin, end = max(index * block_size, first), min((index + 1) * block_size, last)
+                    values = np.int64(tables[table + index]) * block_stride + kv_heads * head_stride + head
+                    values += (begin - index * block_size) * head_dim
+                    target, weights = as_f32(sums + 4 * h * head_dim), as_f32(scores + 4 * (begin - first))
+                    add_weighted(target, weights, end - begin, cache, values, head_dim, shrink)
+                    shrink = np.float32(1.0)
+        target = row * out_stride + first_head * group * head_dim
+        for h in range(heads):
+            factor = np.float32(1.0) / totals[h]
+            for i in range(h * head_dim, (h + 1) * head_dim):
+                store(out, target + i, as_f32(sums)[i] * factor)
+    scratch[0] = 0.0  # Numba frees an array after its last use, and does not see the pointers into it
 
 
 @kernel
@@ -161,6 +168,8 @@ ATTEND = Kernel(attend_bf16, attend_f32)
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None) -> Tensor:
+    if q.shape[2] % LANES:
+        return attention_plain.paged_attention(q, batch, layer, scale, window)
     out = torch.empty(q.shape, dtype=q.dtype)
     if len(batch.single):
         attend_single(q, batch, layer, scale, window, out)
@@ -176,10 +185,13 @@ def attend_single(q: Tensor, batch: Batch, layer: int, scale: float, window: int
     cache = batch.kv_cache
     _, _, _, kv_heads, block_size, head_dim = cache.shape
     sequences = len(batch.single)
+    # all heads of a sequence at once, unless that leaves threads without work
+    span = kv_heads if sequences >= ITEMS_PER_THREAD * torch.get_num_threads() else 1
+    items = sequences * (kv_heads // span)
     ATTEND.launch(
-        q.dtype, sequences * kv_heads, q, cache[0, layer], out, torch.tensor((scale,)),
+        q.dtype, items, q, cache[0, layer], out, torch.tensor((scale,)),
         batch.single, batch.query_start, batch.kv_len, batch.block_table,
-        sequences, batch.block_table.stride(0), q.stride(0), out.stride(0),
-        kv_heads, q.shape[1] // kv_heads, block_size, head_dim, cache.stride(0),
+        items, batch.block_table.stride(0), q.stride(0), out.stride(0),
+        kv_heads, span, q.shape[1] // kv_heads, block_size, head_dim, cache.stride(0),
         window or NO_WINDOW,
     )  # fmt: skip

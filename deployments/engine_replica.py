@@ -1,0 +1,111 @@
+"""The control side of one engine: opens and ends requests there, and judges its health. Knows no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from engine.errors import EngineUnavailable, RequestTimeout
+from engine.messages import Abort, Add, Command, EngineStatus, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+STALL_S = 10.0  # no step for so long while work is queued, or no status at all: the engine hangs
+TIMEOUT_GRACE_S = 5.0  # the engine ends a late request itself; this is for one that does not
+
+
+class EngineReplica:
+    """One engine as its replica sees it.
+
+    A call stays open as long as its request lives in the engine, so that counting calls is counting requests.
+    """
+
+    def __init__(self, host: str):
+        """host: address of this machine under which the engine reaches `status_to`."""
+        self._calls: dict[str, asyncio.Future[None]] = {}
+        self._broken: str | None = None
+        self._status: EngineStatus | None = None
+        self._status_at = time.monotonic()
+        self._context = zmq.asyncio.Context()
+        self._statuses = self._context.socket(zmq.PULL)
+        port = self._statuses.bind_to_random_port(f"tcp://{host}")
+        self.status_to = f"tcp://{host}:{port}"
+        self._commands = zmq.Context(self._context).socket(zmq.PUSH)
+        self._commands.setsockopt(zmq.SNDHWM, 0)
+
+    def connect(self, engine_address: str) -> None:
+        self._commands.connect(engine_address)
+        self._status_at = time.monotonic()
+
+    async def run(self) -> None:
+        """Take in statuses until cancelled, then close the sockets."""
+        decode = msgspec.msgpack.Decoder(EngineStatus).decode
+        try:
+            while True:
+                self._update(decode(await self._statuses.recv()))
+        finally:
+            self._commands.close(linger=0)  # of a shadow context, which `destroy` does not know
+            self._context.destroy(linger=0)
+
+    async def generate(self, request: GenerateRequest) -> None:
+        """Returns when the request has ended in the engine, however it ended; its tokens go to `reply_to`.
+
+        When cancelled, the engine drops the request at once. Raises EngineUnavailable if the engine breaks.
+        """
+        if self._broken is not None:
+            raise EngineUnavailable(self._broken)
+        assert request.request_id not in self._calls, request.request_id
+        ended = asyncio.get_running_loop().create_future()
+        self._calls[request.request_id] = ended
+        limit_s = None if request.timeout_s is None else request.timeout_s + TIMEOUT_GRACE_S
+        try:
+            self._send(Add(request))
+            async with asyncio.timeout(limit_s):
+                await ended
+        except asyncio.CancelledError:
+            self._send(Abort(request.request_id))
+            raise
+        except TimeoutError:
+            self._send(Abort(request.request_id))
+            raise RequestTimeout(request.request_id, limit_s or 0.0) from None
+        finally:
+            self._calls.pop(request.request_id)
+
+    def fail(self, reason: str) -> None:
+        """The engine is gone: end all open calls with EngineUnavailable, and refuse new ones."""
+        self._broken = reason
+        for ended in self._calls.values():
+            if not ended.done():
+                ended.set_exception(EngineUnavailable(reason))
+
+    def check_health(self) -> None:
+        """Raises EngineUnavailable if the engine is gone, silent, or makes no progress."""
+        if self._broken is not None:
+            raise EngineUnavailable(self._broken)
+        silent_s = time.monotonic() - self._status_at
+        if silent_s > STALL_S:
+            raise EngineUnavailable(f"no status from the engine for {silent_s:.0f} s")
+        if self._status is not None and self._status.last_step_age_s > STALL_S:
+            raise EngineUnavailable(f"work is queued, but no step ended for {self._status.last_step_age_s:.0f} s")
+
+    def status(self) -> EngineStatus:
+        """The newest status. Raises EngineUnavailable if the engine is unhealthy or has not reported yet."""
+        self.check_health()
+        if self._status is None:
+            raise EngineUnavailable("the engine has just started")
+        return self._status
+
+    def _update(self, status: EngineStatus) -> None:
+        self._status, self._status_at = status, time.monotonic()
+        for request_id in status.ended:
+            ended = self._calls.get(request_id)
+            if ended is not None and not ended.done():
+                ended.set_result(None)
+
+    def _send(self, command: Command) -> None:
+        self._commands.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)

@@ -1,0 +1,147 @@
+"""All sequences of one HTTP request: from engine requests to text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from deployments.engine_pool import EnginePool
+from deployments.token_channel import TokenChannel
+from engine.errors import EngineError, RequestTimeout, ServingError
+from engine.messages import ErrorInfo, GenerateRequest, TokenDelta
+from engine.text_stream import TextChunk, TextStream
+from engine.tokenizer import Tokenizer
+
+FINAL_DELTA_S = 2.0  # tokens come beside the call that reports the end, so they may be a little later than it
+TIMEOUT_GRACE_S = 10.0  # engine and replica end a late request themselves; this is for when both are lost
+
+
+@dataclass(slots=True, frozen=True)
+class Part:
+    """A chunk of one of the sequences. index: of the sequence among those of the HTTP request."""
+
+    index: int
+    chunk: TextChunk
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of all sequences together; a prompt that several sequences share counts once."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class ReportedError(ServingError):
+    """An error that the engine reported in a request's final delta."""
+
+    def __init__(self, info: ErrorInfo):
+        super().__init__(info)
+        self.info = info
+
+    def __str__(self) -> str:
+        return self.info.message
+
+
+@dataclass(slots=True)
+class _Sequence:
+    index: int
+    request: GenerateRequest
+    text: TextStream
+    call: asyncio.Task[None] | None = None  # set once it is sent
+    finished: bool = False
+
+
+class Generation:
+    """Runs the sequences of one HTTP request, once."""
+
+    def __init__(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        samples_per_prompt: int,
+        tokenizer: Tokenizer,
+        channel: TokenChannel,
+        pool: EnginePool,
+    ):
+        self.usage = Usage(prompt_tokens=sum(len(r.prompt) for r in requests[::samples_per_prompt]))
+        self._sequences = {
+            r.request_id: _Sequence(i, r, TextStream(r.params, tokenizer)) for i, r in enumerate(requests)
+        }
+        self._samples_per_prompt = samples_per_prompt
+        self._channel = channel
+        self._pool = pool
+        self._timed_out = False
+
+    async def parts(self) -> AsyncGenerator[Part]:
+        """Closing the generator early aborts in the engines what still runs.
+
+        Raises the first error of any sequence, and drops the others.
+        """
+        inbox = self._channel.open(self._sequences)
+        alarm = self._set_alarm(inbox)
+        try:
+            for sequence in self._sequences.values():
+                sequence.call = asyncio.create_task(self._pool.generate(sequence.request))
+                sequence.call.add_done_callback(partial(_wake, inbox))
+            while not all(s.finished for s in self._sequences.values()):
+                delta = await inbox.get()
+                if delta is None:
+                    self._raise_if_lost()
+                elif not (sequence := self._sequences[delta.request_id]).finished:
+                    yield self._take(sequence, delta)
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+            self._channel.close(self._sequences)
+            for sequence in self._sequences.values():
+                if not sequence.finished and sequence.call is not None:
+                    sequence.call.cancel()
+
+    def _take(self, sequence: _Sequence, delta: TokenDelta) -> Part:
+        if delta.finish_reason in ("error", "abort"):
+            sequence.finished = True
+            raise EngineError(delta.request_id, "it was aborted") if delta.error is None else ReportedError(delta.error)
+        chunk = sequence.text.add(delta)
+        if chunk.finish_reason is not None:
+            sequence.finished = True
+            if delta.finish_reason is None and sequence.call is not None:
+                sequence.call.cancel()  # stopped by a stop string, which the engine does not know
+        self.usage.completion_tokens += len(chunk.token_ids)
+        if sequence.index % self._samples_per_prompt == 0:
+            self.usage.cached_tokens += delta.num_cached_tokens
+        return Part(sequence.index, chunk)
+
+    def _raise_if_lost(self) -> None:
+        """Woken without a delta: some call ended without its final delta, or the time is over."""
+        for sequence in self._sequences.values():
+            if sequence.finished:
+                continue
+            if self._timed_out:
+                raise RequestTimeout(sequence.request.request_id, sequence.request.timeout_s or 0.0)
+            if sequence.call is not None and sequence.call.done():
+                if (error := sequence.call.exception()) is not None:
+                    raise error
+                raise EngineError(sequence.request.request_id, "its last tokens were lost")
+
+    def _set_alarm(self, inbox: asyncio.Queue[TokenDelta | None]) -> asyncio.TimerHandle | None:
+        timeouts = [s.request.timeout_s for s in self._sequences.values() if s.request.timeout_s is not None]
+        if not timeouts:
+            return None
+
+        def ring() -> None:
+            self._timed_out = True
+            inbox.put_nowait(None)
+
+        return asyncio.get_running_loop().call_later(max(timeouts) + TIMEOUT_GRACE_S, ring)
+
+
+def _wake(inbox: asyncio.Queue[TokenDelta | None], call: asyncio.Task[None]) -> None:
+    """A call has ended: look at it, at once if it failed, or when its final delta has had time to come."""
+    if call.cancelled():
+        return
+    delay_s = 0.0 if call.exception() is not None else FINAL_DELTA_S
+    asyncio.get_running_loop().call_later(delay_s, inbox.put_nowait, None)

@@ -1,0 +1,115 @@
+"""The answer to a text completion, whole or in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from deployments.generation import Generation, Part
+from deployments.openai.answers import Completion, CompletionChoice, CompletionLogprobs
+from deployments.openai.header import Header, usage_body
+from deployments.openai.protocol import CompletionBody
+from engine.detokenizer import Detokenizer
+from engine.messages import TokenLogprob
+from engine.tokenizer import Tokenizer
+
+
+class CompletionAnswer:
+    """Choices are numbered prompt by prompt, `n` of each.
+
+    prompts: token ids; texts: the same, as `echo` shows them.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        body: CompletionBody,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        prompts: list[list[int]],
+        texts: list[str],
+    ):
+        self._header, self._body, self._generation, self._tokenizer = header, body, generation, tokenizer
+        self._prompts, self._texts = prompts, texts
+
+    async def whole(self) -> Completion:
+        choices = [CompletionChoice(i, "", None, None, None) for i in range(len(self._prompts) * self._body.n)]
+        async with aclosing(self._choices()) as parts:
+            async for part in parts:
+                choice = choices[part.index]
+                choice.text += part.text
+                choice.finish_reason, choice.stop_reason = part.finish_reason, part.stop_reason
+                if choice.logprobs is None:
+                    choice.logprobs = part.logprobs
+                elif part.logprobs is not None:
+                    _extend(choice.logprobs, part.logprobs)
+        return self._completion(choices, with_usage=True)
+
+    async def chunks(self) -> AsyncGenerator[Completion]:
+        options = self._body.stream_options
+        async with aclosing(self._choices()) as parts:
+            async for part in parts:
+                if part.text or part.logprobs or part.finish_reason:
+                    yield self._completion([part], with_usage=bool(options and options.continuous_usage_stats))
+        if options and options.include_usage:
+            yield self._completion([], with_usage=True)
+
+    async def _choices(self) -> AsyncGenerator[CompletionChoice]:
+        started: set[int] = set()
+        async with aclosing(self._generation.parts()) as parts:
+            async for part in parts:
+                first = part.index not in started
+                started.add(part.index)
+                yield self._choice(part, echo=self._body.echo and first)
+
+    def _choice(self, part: Part, *, echo: bool) -> CompletionChoice:
+        chunk, logprobs = part.chunk, None
+        text, prompt_text = chunk.text, self._texts[part.index // self._body.n]
+        shift = len(prompt_text) if self._body.echo else 0
+        if self._body.logprobs is not None:
+            logprobs = self._logprobs(chunk.logprobs or [], [shift + offset for offset in chunk.offsets])
+        if self._body.echo_only:
+            text = ""
+            logprobs = logprobs and CompletionLogprobs([], [], [], [])
+        if echo:
+            text = prompt_text + text
+            if logprobs is not None:
+                logprobs = _extend(self._prompt_logprobs(part), logprobs)
+        return CompletionChoice(part.index, text, logprobs, chunk.finish_reason, chunk.stop_reason)
+
+    def _prompt_logprobs(self, part: Part) -> CompletionLogprobs:
+        prompt = self._prompts[part.index // self._body.n]
+        offsets = Detokenizer(self._tokenizer).add(prompt).offsets
+        found = self._logprobs((part.chunk.prompt_logprobs or [])[1:], offsets[1:])
+        first = CompletionLogprobs([self._tokenizer.token_text(prompt[0])], [None], [None], offsets[:1])
+        return _extend(first, found)
+
+    def _logprobs(self, entries: Sequence[TokenLogprob | None], offsets: list[int]) -> CompletionLogprobs:
+        known = [entry for entry in entries if entry is not None]
+        text = self._tokenizer.token_text
+        return CompletionLogprobs(
+            tokens=[text(entry.token_id) for entry in known],
+            token_logprobs=[entry.logprob for entry in known],
+            top_logprobs=[
+                {text(token_id): logprob for token_id, logprob in [*entry.top, (entry.token_id, entry.logprob)]}
+                for entry in known
+            ],
+            text_offset=offsets,
+        )
+
+    def _completion(self, choices: list[CompletionChoice], *, with_usage: bool) -> Completion:
+        completion = Completion(self._header.id, self._header.created, self._header.model, choices, "text_completion")
+        if with_usage:
+            completion.usage = usage_body(self._generation.usage)
+            if self._body.echo_only:  # a token had to be computed, but is not part of the answer
+                completion.usage.completion_tokens = 0
+                completion.usage.total_tokens = completion.usage.prompt_tokens
+        return completion
+
+
+def _extend(logprobs: CompletionLogprobs, more: CompletionLogprobs) -> CompletionLogprobs:
+    logprobs.tokens += more.tokens
+    logprobs.token_logprobs += more.token_logprobs
+    logprobs.top_logprobs += more.top_logprobs
+    logprobs.text_offset += more.text_offset
+    return logprobs

@@ -1,0 +1,47 @@
+"""Every error, as OpenAI's error body and an HTTP status."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from deployments.generation import ReportedError
+from deployments.openai.answers import ErrorBody, ErrorDetail
+from engine import errors
+from engine.errors import Overloaded, ServingError
+
+logger = logging.getLogger(__name__)
+
+
+def describe(error: Exception) -> tuple[int, ErrorBody]:
+    """HTTP status and body. An error that is none of ours is our bug: it is logged, and its text is kept inside."""
+    match error:
+        case ReportedError(info=info):
+            kind = getattr(errors, info.code, ServingError)
+            return info.status, _body(info.message, kind.type, None, info.code)
+        case ServingError():
+            return error.status, _body(str(error), error.type, error.param, error.code)
+        case HTTPException(status_code=404):
+            return 404, _body("there is no such route", "not_found_error", None, "route_not_found")
+        case HTTPException(status_code=status, detail=detail):
+            code = HTTPStatus(status).name.lower()
+            return status, _body(str(detail), "invalid_request_error", None, code)
+        case _:
+            logger.error("unexpected error", exc_info=error)
+            return 500, _body("the server failed; its log says why", "internal_error", None, "internal_error")
+
+
+def error_response(error: Exception) -> Response:
+    status, body = describe(error)
+    headers = {"Retry-After": f"{error.retry_after_s:.0f}"} if isinstance(error, Overloaded) else {}
+    if isinstance(error, HTTPException) and error.headers:
+        headers.update(error.headers)
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def _body(message: str, kind: str, param: str | None, code: str) -> ErrorBody:
+    return ErrorBody(ErrorDetail(message=message, type=kind, param=param, code=code))

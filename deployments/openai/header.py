@@ -1,0 +1,26 @@
+"""What all parts of an answer say about the request it belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deployments.generation import Usage
+from deployments.openai.answers import PromptTokensDetails, UsageBody
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """created: in seconds since 1970."""
+
+    id: str
+    created: int
+    model: str
+
+
+def usage_body(usage: Usage) -> UsageBody:
+    return UsageBody(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
+    )

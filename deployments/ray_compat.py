@@ -1,0 +1,60 @@
+"""What Ray has no public name for. Ray is pinned to a minor version; look here first when that changes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from typing import Any
+
+import ray
+from ray import serve
+
+logger = logging.getLogger(__name__)
+
+INGRESS = "ingress"  # name of that deployment; it may be up before any model
+DRIVER_EXIT_S = 30.0
+
+
+def end_serve_run(reason: str) -> None:
+    """Say why the application cannot start, and end the `serve run` that deploys it.
+
+    Returns if there is no such process on this node, or if some model is up, which must not end for another's sake.
+
+    Ray 2.60 builds an application of a YAML file in a worker process. When that fails, `serve run` shows a traceback
+    and then sleeps for ever. On SIGTERM it ends, with all its Ray processes and a status other than 0.
+    `serve deploy` and KubeRay have no such process; they show the error in the application's status.
+    """
+    pid = _serve_run_pid()
+    if pid is None or _some_model_is_up():
+        return
+    _write_to_console_of(pid, f"\nmanta cannot start. {reason}\n")
+    os.kill(pid, signal.SIGTERM)
+    time.sleep(DRIVER_EXIT_S)  # it takes this process with it; raising now would only add a traceback
+
+
+def _serve_run_pid() -> int | None:
+    """Process of this job's driver, if that is a `serve run` on this node."""
+    context = ray.get_runtime_context()
+    jobs: list[dict[str, Any]] = ray._private.state.jobs()
+    for job in jobs:
+        here = job["DriverIPAddress"] == ray.util.get_node_ip_address()
+        if job["JobID"] == context.get_job_id() and here and " run " in f" {job['Entrypoint']} ":
+            return int(job["DriverPid"])
+    return None
+
+
+def _some_model_is_up() -> bool:
+    apps = serve.status().applications.values()
+    deployments = [(name, status) for app in apps for name, status in app.deployments.items()]
+    return any(status.replica_states.get("RUNNING") for name, status in deployments if name != INGRESS)
+
+
+def _write_to_console_of(pid: int, text: str) -> None:
+    """Straight to its stderr: what a worker prints reaches the driver too late."""
+    try:
+        with open(f"/proc/{pid}/fd/2", "w") as console:
+            console.write(text)
+    except OSError:  # no /proc
+        logger.error(text)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cluster.config import AppConfig, EngineSection
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+MODEL = {"name": "pocket", "model": "pocket"}
+
+
+def test_smallest_configuration_takes_all_defaults():
+    (model,) = AppConfig.parse({"models": [MODEL]}).models
+    assert model.engine_config() == EngineConfig(model="pocket")
+
+
+def test_engine_section_has_every_field_of_the_engine_but_the_model():
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert set(EngineSection.model_fields) == names - {"model"}
+
+
+def test_replica_has_a_bundle_for_its_control_actor_and_one_per_rank():
+    (model,) = AppConfig.parse({"models": [{**MODEL, "decode": {"num_cpus": 2, "num_gpus": 1}}]}).models
+    assert model.group_spec().bundles == [{"CPU": 0.1}, {"CPU": 2.0, "GPU": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        ({"models": [{**MODEL, "engine": {"block_sise": 3}}]}, ["models[0].engine.block_sise", "block_size"]),
+        ({"models": [{**MODEL, "decod": {}}]}, ["models[0].decod", "decode"]),
+        ({"model": []}, ["models"]),
+        ({"models": []}, ["models", "at least 1"]),
+        ({"models": [{"name": "a"}]}, ["models[0].model", "given"]),
+        ({"models": [{**MODEL, "engine": {"block_size": "x"}}]}, ["models[0].engine.block_size", "'x'"]),
+        ({"models": [{**MODEL, "engine": {"dtype": "int3"}}]}, ["models[0].engine.dtype", "bfloat16", "'int3'"]),
+        ({"models": [{**MODEL, "decode": {"num_replicas": 0}}]}, ["models[0].decode.num_replicas", "0"]),
+        ({"models": [{**MODEL, "decode": {"min_replicas": 2}}]}, ["models[0].decode.max_replicas"]),
+        ({"models": [MODEL, MODEL]}, ["models[1].name", "'pocket'"]),
+        ({"models": [{**MODEL, "engine": {"block_size": 0}}]}, ["models[0].engine.block_size", "at least 1", "0"]),
+    ],
+)
+def test_mistake_is_one_line_with_the_path_of_the_key(args, parts):
+    with pytest.raises(ConfigError) as caught:
+        AppConfig.parse(args)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(part in message for part in parts), message

@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+import pytest
+
+from deployments.openai.header import Header
+from deployments.openai.protocol import ChatBody
+from deployments.openai.sse import stream
+from engine.messages import ErrorInfo
+from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, says, tokenizer, until
+
+HELLO = [{"role": "user", "content": "hello"}]
+TEXT = "The quick brown fox 👩‍🚀 jumps, héhé."
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+def test_chat_answers_with_the_engines_text_and_counts_its_tokens():
+    async def scenario() -> None:
+        async with fake_api(says(TEXT)) as api:
+            answer = (await api.post("chat/completions", messages=HELLO)).json()
+            assert answer["object"] == "chat.completion"
+            assert answer["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+            assert answer["choices"][0]["finish_reason"] == "length"
+            assert answer["usage"]["completion_tokens"] == len(tokenizer().encode(TEXT))
+            assert answer["usage"]["prompt_tokens"] == len(api.engine.added[0].prompt)
+            assert api.engine.added[0].params.max_tokens is None
+
+    run(scenario())
+
+
+def test_streamed_chat_has_the_same_text_and_the_role_comes_first():
+    async def scenario() -> None:
+        async with fake_api(says(TEXT)) as api:
+            options = {"include_usage": True}
+            *chunks, last, usage = await api.stream("chat/completions", messages=HELLO, stream_options=options)
+            deltas = [chunk["choices"][0]["delta"] for chunk in [*chunks, last]]
+            assert deltas[0] == {"role": "assistant", "content": ""}
+            assert "".join(delta.get("content", "") for delta in deltas) == TEXT
+            assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * len(chunks)
+            assert last["choices"][0]["finish_reason"] == "length"
+            assert usage["choices"] == []
+            assert usage["usage"]["completion_tokens"] == len(tokenizer().encode(TEXT))
+
+    run(scenario())
+
+
+def test_stop_string_cuts_the_text_and_aborts_the_request_in_the_engine():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            answer = (await api.post("completions", prompt="one two three", stop="three", max_tokens=400)).json()
+            choice = answer["choices"][0]
+            assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("one two ", "stop", "three")
+            await until(lambda: api.engine.aborted == [api.engine.added[0].request_id])
+
+    run(scenario())
+
+
+def test_n_choices_of_every_prompt_get_seeds_of_their_own():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            answer = (await api.post("completions", prompt=["ab", "cd"], n=2, seed=7, max_tokens=2)).json()
+            assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+            assert [c["text"] for c in answer["choices"]] == ["ab", "ab", "cd", "cd"]
+            assert sorted(r.params.seed for r in api.engine.added) == [7, 7, 8, 8]
+            assert answer["usage"]["prompt_tokens"] == 4
+
+    run(scenario())
+
+
+def test_echo_puts_the_prompt_and_its_logprobs_first():
+    async def scenario() -> None:
+        async with fake_api(says("xy")) as api:
+            answer = (await api.post("completions", prompt="ab", echo=True, logprobs=1, max_tokens=2)).json()
+            choice = answer["choices"][0]
+            assert choice["text"] == "abxy"
+            assert choice["logprobs"]["tokens"] == ["a", "b", "x", "y"]
+            assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+            assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -0.5, -0.5]
+
+    run(scenario())
+
+
+def test_echo_with_no_tokens_returns_the_prompt_alone():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            answer = (await api.post("completions", prompt="ab", echo=True, logprobs=0, max_tokens=0)).json()
+            assert answer["choices"][0]["text"] == "ab"
+            assert answer["choices"][0]["logprobs"]["tokens"] == ["a", "b"]
+            assert answer["usage"]["completion_tokens"] == 0
+
+    run(scenario())
+
+
+def test_chat_logprobs_carry_the_bytes_of_each_token():
+    async def scenario() -> None:
+        async with fake_api(says("é")) as api:
+            answer = (await api.post("chat/completions", messages=HELLO, logprobs=True, top_logprobs=1)).json()
+            content = answer["choices"][0]["logprobs"]["content"]
+            assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9]]
+            assert [len(entry["top_logprobs"]) for entry in content] == [1, 1]
+
+    run(scenario())
+
+
+def test_content_given_as_text_parts_is_one_text():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+            await api.post("chat/completions", messages=[{"role": "user", "content": parts}], max_tokens=1)
+            await api.post("chat/completions", messages=[{"role": "user", "content": "a\nb"}], max_tokens=1)
+            assert api.engine.added[0].prompt == api.engine.added[1].prompt
+
+    run(scenario())
+
+
+def test_closing_a_stream_aborts_all_its_sequences():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            body = ChatBody.model_validate({"messages": HELLO, "n": 3, "stream": True})
+            answer = await api.model.chat(body, Header("chatcmpl-1", 0, "fake"))
+            async with aclosing(answer.chunks()) as chunks:
+                await anext(chunks)
+            await until(lambda: len(api.engine.aborted) == 3)
+            assert api.engine.num_live == 0
+
+    run(scenario())
+
+
+def test_one_request_id_may_name_several_answers():
+    async def scenario() -> None:
+        async with fake_api(says("a")) as api:
+            ask = partial(api.client.post, "/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "abc"})
+            answers = await asyncio.gather(ask(), ask())
+            assert [answer.json()["id"] for answer in answers] == ["cmpl-abc", "cmpl-abc"]
+            assert len({request.request_id for request in api.engine.added}) == 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_refusal_by_the_engine_has_its_own_status(stream):
+    async def scenario() -> None:
+        async with fake_api() as api:
+            api.engine.refusal = ErrorInfo("Overloaded", "the queue is full", 429, True)
+            answer = await api.post("completions", prompt="a", stream=stream)
+            assert answer.status_code == 429
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+
+    run(scenario())
+
+
+def test_loss_of_the_replica_ends_a_stream_with_an_error_event():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            body = ChatBody.model_validate({"messages": HELLO, "stream": True})
+            answer = await api.model.chat(body, Header("chatcmpl-1", 0, "fake"))
+            response = await stream(answer.chunks())
+            api.engine.paused.set()
+            api.replica.fail("rank 0 died")
+            events = [event async for event in response.body_iterator]
+            assert b'"code":"engine_unavailable"' in events[-2]
+            assert events[-1] == b"data: [DONE]\n\n"
+
+    run(scenario())
+
+
+def test_health_fails_when_the_engine_is_gone():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            await api.post("completions", prompt="a", max_tokens=1)
+            assert (await api.client.get("/health")).status_code == 200
+            api.replica.fail("rank 0 died")
+            answer = await api.client.get("/health")
+            assert answer.status_code == 503
+            assert answer.json()["error"]["message"] == "rank 0 died"
+            assert 'manta_up{model_name="fake"} 0.0' in (await api.client.get("/metrics")).text
+
+    run(scenario())
+
+
+def test_metrics_have_vllms_names():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            await api.post("completions", prompt="a", max_tokens=1)
+            text = (await api.client.get("/metrics")).text
+            assert 'vllm:num_requests_running{engine="fake",model_name="fake"} 0.0' in text
+            assert 'vllm:request_success_total{engine="fake",finished_reason="length",model_name="fake"} 1.0' in text
+            assert 'manta_kv_blocks{engine="fake",model_name="fake",state="free"} 10.0' in text
+
+    run(scenario())
+
+
+LONG = "a" * 40
+BAD = [
+    ("completions", {"prompt": ""}, "prompt"),
+    ("completions", {"prompt": []}, "prompt"),
+    ("completions", {"prompt": ["a", ""]}, "prompt"),
+    ("completions", {}, "prompt"),
+    ("completions", {"prompt": 5}, "prompt"),
+    ("completions", {"prompt": [99999]}, "prompt"),
+    ("completions", {"prompt": [-1]}, "prompt"),
+    ("completions", {"prompt": [5] * MAX_MODEL_LEN}, "prompt"),
+    ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ("completions", {"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    ("completions", {"prompt": "a", "max_tokens": "abc"}, "max_tokens"),
+    ("completions", {"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+    ("completions", {"prompt": "a", "max_tokens": MAX_MODEL_LEN + 1}, "max_tokens"),
+    ("completions", {"prompt": "a", "temperature": -1}, "temperature"),
+    ("completions", {"prompt": "a", "temperature": 3}, "temperature"),
+    ("completions", {"prompt": "a", "top_p": 0}, "top_p"),
+    ("completions", {"prompt": "a", "top_k": -5}, "top_k"),
+    ("completions", {"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
+    ("completions", {"prompt": "a", "n": 0}, "n"),
+    ("completions", {"prompt": "a", "n": 20000}, "n"),
+    ("completions", {"prompt": ["a"] * 100, "n": 100}, "n"),
+    ("completions", {"prompt": "a", "logprobs": 21}, "logprobs"),
+    ("completions", {"prompt": "a", "seed": 2**70}, "seed"),
+    ("completions", {"prompt": "a", "stop": [""]}, "stop"),
+    ("completions", {"prompt": "a", "stop": ["a"] * 17}, "stop"),
+    ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    ("completions", {"prompt": "a", "logit_bias": {"99999": 1}}, "logit_bias"),
+    ("completions", {"prompt": "a", "best_of": 3}, "best_of"),
+    ("completions", {"prompt": "a", "no_such_field": 1}, "no_such_field"),
+    ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    ("chat/completions", {"messages": []}, "messages"),
+    ("chat/completions", {}, "messages"),
+    ("chat/completions", {"messages": [{"role": "alien", "content": "a"}]}, "messages"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ("chat/completions", {"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ("chat/completions", {"messages": HELLO, "top_logprobs": 1}, "top_logprobs"),
+    ("chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ("chat/completions", {"messages": HELLO, "tools": []}, "tools"),
+    ("chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+    ("chat/completions", {"messages": [{"role": "user", "content": LONG * 100}]}, "prompt"),
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_bad_input_is_a_400_that_names_the_field(stream):
+    async def scenario() -> None:
+        async with fake_api() as api:
+            for route, body, field in BAD:
+                if field == "stream_options" and stream:
+                    continue
+                answer = await api.post(route, **body, stream=stream)
+                assert answer.status_code == 400, (body, answer.text)
+                error = answer.json()["error"]
+                assert (error["type"], error["param"]) == ("invalid_request_error", field), (body, error)
+                assert field in error["message"], (body, error)
+            assert not api.engine.added
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("raw", [b"{", b"", b"[]", b'"a"', b'{"prompt": "\xff"}', b"\xff\xfe"])
+def test_body_that_is_no_json_object_is_a_400(raw):
+    async def scenario() -> None:
+        async with fake_api() as api:
+            answer = await api.client.post("/v1/completions", content=raw)
+            assert answer.status_code == 400
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("GET", "/v1/models/other", 404)],
+)
+def test_wrong_route_is_answered_in_openais_error_body(method, path, status):
+    async def scenario() -> None:
+        async with fake_api() as api:
+            answer = await api.client.request(method, path)
+            assert answer.status_code == status
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+    run(scenario())
+
+
+def test_unknown_model_is_a_404_that_names_those_served():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            answer = await api.post("completions", prompt="a", model="other")
+            assert answer.status_code == 404
+            assert "fake" in answer.json()["error"]["message"]
+
+    run(scenario())
+
+
+def test_fields_that_change_nothing_are_accepted():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            body = {"prompt": "a", "max_tokens": 1, "user": "me", "metadata": {}, "best_of": 1, "suffix": None}
+            answer = await api.post("completions", **body, repetition_penalty=1.0, logprobs=None, n=None)
+            assert answer.status_code == 200, answer.text
+
+    run(scenario())
+
+
+def test_request_overrides_the_models_default_sampling():
+    async def scenario() -> None:
+        async with fake_api(default_sampling={"temperature": 0.6, "top_p": 0.9}) as api:
+            await api.post("completions", prompt="a", max_tokens=1, top_p=0.5)
+            params = api.engine.added[0].params
+            assert (params.temperature, params.top_p) == (0.6, 0.5)
+
+    run(scenario())

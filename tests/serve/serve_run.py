@@ -1,0 +1,108 @@
+"""A real `serve run`, in a Ray of its own that no other test or user sees."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+STARTUP_S = 90.0
+
+
+class ServeRun:
+    """Started by the constructor. Its log lines can be awaited; `stop` leaves no process behind."""
+
+    def __init__(self, folder: Path, args: dict[str, Any]):
+        """args: of cluster.app.build."""
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log: list[str] = []
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._ray_folder = tempfile.TemporaryDirectory(prefix="manta", dir="/tmp")  # socket paths must be short
+        config = folder / "serve_config.yaml"
+        config.write_text(yaml.safe_dump(self._config(args)))
+        self._process = subprocess.Popen(
+            [str(Path(sys.executable).with_name("serve")), "run", "--address", "local", str(config)],
+            cwd=Path(__file__).parents[2],
+            env=self._environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs ignore it
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def wait_for_line(self, part: str, timeout_s: float = STARTUP_S) -> str:
+        """The first line not yet looked at that contains `part`."""
+        deadline = time.monotonic() + timeout_s
+        while (line := self._lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
+            if part in line:
+                return line
+        raise AssertionError(f"serve run ended without {part!r}:\n" + "".join(self.log))
+
+    def wait_until_healthy(self) -> None:
+        self.wait_for_line("replica ready")
+        wait_until(lambda: httpx.get(f"{self.url}/health", timeout=5).status_code == 200)
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit status."""
+        return self._process.wait(timeout_s)
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self._process.send_signal(signal.SIGINT)
+
+    def processes(self) -> list[psutil.Process]:
+        parent = psutil.Process(self._process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def stop(self) -> None:
+        processes = self.processes() if self._process.poll() is None else []
+        if processes:
+            self.interrupt()
+            _, alive = psutil.wait_procs(processes, timeout=30)
+            for process in alive:
+                process.kill()
+        self._ray_folder.cleanup()
+
+    def _config(self, args: dict[str, Any]) -> dict[str, Any]:
+        app = {"name": "manta", "route_prefix": "/", "import_path": "cluster.app:build", "args": args}
+        return {"http_options": {"host": "127.0.0.1", "port": self.port}, "applications": [app]}
+
+    def _environment(self) -> dict[str, str]:
+        ours = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": self._ray_folder.name}
+        return {**{k: v for k, v in os.environ.items() if not k.startswith("RAY_")}, **ours}
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.log.append(line)
+            self._lines.put(line)
+        self._lines.put(None)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.05)  # the condition lives in another process, which cannot wake us

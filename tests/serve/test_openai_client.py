@@ -1,0 +1,133 @@
+"""The official client against a real `serve run`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import httpx
+import openai
+import pytest
+
+from tests.serve.serve_run import wait_until
+
+pytestmark = pytest.mark.serve
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_chat_answers(client):
+    answer = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=5, temperature=0)
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage.completion_tokens == 5
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_streamed_chat_has_the_text_of_the_whole_one_in_many_chunks(client):
+    ask = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "temperature": 0}
+    whole = client.chat.completions.create(**ask).choices[0].message.content
+    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
+    assert len(chunks) > 10
+    assert chunks[-1].usage.completion_tokens == 60
+
+
+def test_first_token_comes_long_before_the_last(client):
+    started = time.monotonic()
+    stream = client.completions.create(
+        model="tiny", prompt="The", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+    )
+    arrivals = [time.monotonic() - started for _ in stream]
+    assert arrivals[0] < arrivals[-1] / 4
+
+
+def test_same_seed_gives_the_same_text(client):
+    def ask(seed: int) -> str:
+        answer = client.completions.create(model="tiny", prompt="The", max_tokens=20, temperature=1, seed=seed)
+        return answer.choices[0].text
+
+    assert ask(1) == ask(1)
+    assert ask(1) != ask(2)
+
+
+def test_logprobs_of_an_echoed_prompt_line_up_with_the_text(client):
+    choice = client.completions.create(model="tiny", prompt="The fox", max_tokens=3, echo=True, logprobs=2).choices[0]
+    logprobs = choice.logprobs
+    assert choice.text.startswith("The fox")
+    assert logprobs.token_logprobs[0] is None
+    assert all(value <= 0 for value in logprobs.token_logprobs[1:])
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset)
+    assert len(logprobs.top_logprobs) == len(logprobs.tokens)
+
+
+def test_models_are_listed_and_retrieved(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").max_model_len == 512
+
+
+def test_32_streams_at_once_have_the_texts_of_the_same_prompts_alone(server):
+    prompts = [f"{i} quick brown foxes and {i * i} lazy dogs" for i in range(32)]
+    ask = {"model": "tiny", "max_tokens": 40, "temperature": 0, "stream": True}
+
+    async def text(client: openai.AsyncOpenAI, prompt: str) -> str:
+        stream = await client.completions.create(prompt=prompt, **ask)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def scenario() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            alone = [await text(client, prompt) for prompt in prompts]
+            assert await asyncio.gather(*(text(client, prompt) for prompt in prompts)) == alone
+            assert len(set(alone)) > 20
+
+    asyncio.run(scenario())
+
+
+def test_100_streams_whose_clients_leave_free_all_their_blocks(server, client):
+    body = {"model": "tiny", "prompt": "The", "max_tokens": 500, "ignore_eos": True, "stream": True}
+
+    async def leave_after_the_first_chunk(http: httpx.AsyncClient) -> None:
+        async with http.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            await anext(response.aiter_lines())
+
+    async def scenario() -> None:
+        limits = httpx.Limits(max_connections=100)
+        async with httpx.AsyncClient(timeout=60, limits=limits) as http:
+            await asyncio.gather(*(leave_after_the_first_chunk(http) for _ in range(100)))
+
+    asyncio.run(scenario())
+    wait_until(lambda: metric(server, "manta_kv_blocks{", 'state="used"') == 0)
+    assert metric(server, "vllm:request_success_total", 'finished_reason="abort"') >= 50
+    assert client.completions.create(model="tiny", prompt="The", max_tokens=2).usage.completion_tokens == 2
+
+
+BAD = [
+    ("completions", {"prompt": ""}, "prompt"),
+    ("completions", {"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    ("completions", {"prompt": "a", "temperature": 3}, "temperature"),
+    ("completions", {"prompt": "a", "nonsense": 1}, "nonsense"),
+    ("completions", {"prompt": "a" * 4000}, "prompt"),
+    ("chat/completions", {"messages": []}, "messages"),
+    ("chat/completions", {"messages": HELLO, "stream": True, "top_p": 2}, "top_p"),
+]
+
+
+def test_bad_input_is_refused_through_the_whole_stack(server):
+    """The long table of it is in tests/deployments/test_openai_api.py, without Ray."""
+    for route, body, field in BAD:
+        answer = httpx.post(f"{server.url}/v1/{route}", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+    assert httpx.get(f"{server.url}/nowhere").json()["error"]["code"] == "route_not_found"
+    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+
+
+def test_unknown_model_raises_the_clients_not_found(client):
+    with pytest.raises(openai.NotFoundError, match="served here: tiny"):
+        client.completions.create(model="other", prompt="a")
+
+
+def metric(server, *parts: str) -> float:
+    """Sum of all samples whose line contains every part."""
+    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    lines = [line for line in text.splitlines() if not line.startswith("#") and all(part in line for part in parts)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
