@@ -10,6 +10,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: serve test check install clean
 
 serve: $(INSTALLED)
+	@$(BIN)/manta check serve_config.yaml
 	$(BIN)/serve run serve_config.yaml
 
 test: $(INSTALLED)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import yaml
 from ray import serve
 from ray.serve import Application
 
@@ -14,7 +16,7 @@ from deployments.ingress import Ingress
 from deployments.openai.served_model import ModelInfo
 from engine import model_folder
 from engine.config import EngineConfig
-from engine.errors import StartupError
+from engine.errors import ConfigError, StartupError
 from engine.model_config import ModelConfig
 from engine.tokenizer import Tokenizer
 
@@ -31,6 +33,20 @@ def build(args: dict[str, Any]) -> Application:
     except StartupError as error:
         ray_compat.end_serve_run(str(error))
         raise
+
+
+def check(path: Path) -> list[str]:
+    """Names of the models that a Serve configuration file would serve.
+
+    Raises StartupError for whatever can be seen without loading weights or starting Ray.
+    """
+    try:
+        applications = yaml.safe_load(path.read_text())["applications"]
+        ours = [app for app in applications if app["import_path"] == f"{build.__module__}:{build.__name__}"]
+    except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
+        raise ConfigError(str(path), f"{type(error).__name__}: {error}", "a Serve configuration file") from None
+    configs = [AppConfig.parse(app.get("args") or {}) for app in ours]
+    return [_info(model, config.ingress).name for config in configs for model in config.models]
 
 
 def _build(config: AppConfig) -> Application:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from cluster import cli
 from cluster.config import AppConfig, EngineSection
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, StartupError
 
 MODEL = {"name": "pocket", "model": "pocket"}
 
@@ -48,3 +51,18 @@ def test_mistake_is_one_line_with_the_path_of_the_key(args, parts):
     message = str(caught.value)
     assert "\n" not in message
     assert all(part in message for part in parts), message
+
+
+def test_manta_check_ends_with_1_and_one_line(tmp_path):
+    bad = tmp_path / "bad.yaml"
+    app = "{import_path: 'cluster.app:build', args: {models: [{name: m, model: /nowhere}]}}"
+    for text in ("applications: [" + app + "]", "applications: [{}]", "]", "applications: 3"):
+        bad.write_text(text)
+        result = CliRunner().invoke(cli.app, ["check", str(bad)])
+        assert isinstance(result.exception, StartupError)
+        assert "\n" not in str(result.exception)
+
+
+def test_manta_check_accepts_the_bundled_configuration():
+    result = CliRunner().invoke(cli.app, ["check", str(Path(cli.__file__).parents[1] / "serve_config.yaml")])
+    assert result.exit_code == 0

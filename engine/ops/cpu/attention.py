@@ -21,6 +21,7 @@ from engine.ops.cpu.kernel import (
     as_f32,
     as_i32,
     as_i64,
+    constants,
     device_function,
     exp,
     kernel,
@@ -85,7 +86,7 @@ def write_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
 @device_function
 def attend_rows(cast: Any, args: Any) -> None:
     """Items are (sequence, range of `span` KV heads): the KV of neighbouring heads lies side by side in a block."""
-    q, cache, out, constants = cast(args[1]), cast(args[2]), cast(args[3]), as_f32(args[4])
+    q, cache, out, numbers = cast(args[1]), cast(args[2]), cast(args[3]), as_f32(args[4])
     sequences, query_start, kv_lens, tables = as_i32(args[5]), as_i32(args[6]), as_i32(args[7]), as_i32(args[8])
     items, table_stride, q_stride, out_stride = args[9], args[10], args[11], args[12]
     kv_heads, span, group, block_size, head_dim, block_stride, window = (
@@ -109,7 +110,7 @@ def attend_rows(cast: Any, args: Any) -> None:
         table = seq * table_stride
         source = row * q_stride + first_head * group * head_dim
         for i in range(heads * head_dim):
-            as_f32(queries)[i] = load(q, source + i) * constants[0]
+            as_f32(queries)[i] = load(q, source + i) * numbers[0]
             as_f32(sums)[i] = np.float32(0.0)
         for h in range(heads):
             tops[h], totals[h] = LOWEST, np.float32(0.0)
@@ -189,7 +190,7 @@ def attend_single(q: Tensor, batch: Batch, layer: int, scale: float, window: int
     span = kv_heads if sequences >= ITEMS_PER_THREAD * torch.get_num_threads() else 1
     items = sequences * (kv_heads // span)
     ATTEND.launch(
-        q.dtype, items, q, cache[0, layer], out, torch.tensor((scale,)),
+        q.dtype, items, q, cache[0, layer], out, constants(scale),
         batch.single, batch.query_start, batch.kv_len, batch.block_table,
         items, batch.block_table.stride(0), q.stride(0), out.stride(0),
         kv_heads, span, q.shape[1] // kv_heads, block_size, head_dim, cache.stride(0),

@@ -157,3 +157,9 @@ class Kernel:
             self._direct[dtype](packed)
         else:
             runtime.GOMP_parallel(self._addresses[dtype], packed, threads, 0)
+
+
+@cache
+def constants(*values: float) -> Tensor:
+    """float32 values for a kernel, which takes addresses and integers only."""
+    return torch.tensor(values, dtype=torch.float32)

@@ -8,16 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.ops.cpu.kernel import Kernel, as_bf16, as_f32, device_function, kernel, load, store, take
+from engine.ops.cpu.kernel import Kernel, as_bf16, as_f32, constants, device_function, kernel, load, store, take
 
 TOKENS = 4  # that a thread takes at a time
 
 
 @device_function
 def rms_norm_rows(cast: Any, args: Any) -> None:
-    x, weight, out, constants = cast(args[1]), cast(args[2]), cast(args[3]), as_f32(args[4])
+    x, weight, out, numbers = cast(args[1]), cast(args[2]), cast(args[3]), as_f32(args[4])
     tokens, stride, rows, size = args[5], args[6], args[7], args[8]
-    eps, shift = constants[0], constants[1]
+    eps, shift = numbers[0], numbers[1]
     while True:
         first = take(args, TOKENS)
         if first >= tokens:
@@ -51,7 +51,6 @@ RMS_NORM = Kernel(rms_norm_bf16, rms_norm_f32)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
     rows = x.shape[1] if x.dim() == 3 else 1
     out = torch.empty(x.shape, dtype=x.dtype)
-    constants = torch.tensor((eps, shift))
     items = -(-x.shape[0] // TOKENS)
-    RMS_NORM.launch(x.dtype, items, x, weight, out, constants, x.shape[0], x.stride(0), rows, x.shape[-1])
+    RMS_NORM.launch(x.dtype, items, x, weight, out, constants(eps, shift), x.shape[0], x.stride(0), rows, x.shape[-1])
     return out
