@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from cluster.bench.commands import bench
 from engine.errors import ServingError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Manta: serve and run large language models.")
-bench = typer.Typer(no_args_is_help=True, help="Measure, beside the figure that the result has to be compared to.")
 app.add_typer(bench, name="bench")
 
 ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a Hugging Face model folder, or a Hub id.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON, for programs.")]
 
 
 @app.callback()
 def configure(verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log.")] = False) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", stream=sys.stderr)
+
+
+@app.command()
+def check(
+    config: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="As for `serve run`.")] = Path(
+        "serve_config.yaml"
+    ),
+) -> None:
+    """Say in one line what is wrong with a serve_config.yaml, before any cluster is started.
+
+    Looks at every key, and at the model folders; exit code 1 if `serve run` would not get far.
+    """
+    from cluster.app import check as check_file  # ray takes seconds
+
+    print(f"{config} is fine; models: {', '.join(check_file(config))}", file=sys.stderr)
 
 
 @app.command()
@@ -61,33 +71,6 @@ def generate(
     told = f"{summary.written} lines answered, {summary.failed} of them with an error"
     print(f"{told}; {summary.resumed} were there before" if summary.resumed else told, file=sys.stderr)
     raise typer.Exit(1 if summary.failed else 0)
-
-
-@bench.command()
-def memory(
-    requests: Annotated[int, typer.Option(min=1, help="How many requests to run.")] = 1000,
-    mean_prompt: Annotated[float, typer.Option(min=1, help="Tokens; log-normal.")] = 1155,
-    mean_output: Annotated[float, typer.Option(min=1, help="Tokens; log-normal.")] = 211,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 16,
-    max_model_len: Annotated[int, typer.Option(min=2, help="The context; what reserving would reserve.")] = 4096,
-    as_json: JsonOption = False,
-) -> None:
-    """KV memory that holds no token: paging against reserving the longest possible sequence."""
-    from cluster.bench.memory import measure
-
-    report = measure(
-        requests=requests, mean_prompt=mean_prompt, mean_output=mean_output, block_size=block_size,
-        max_model_len=max_model_len, progress=sys.stderr.isatty(),
-    )  # fmt: skip
-    if as_json:
-        print(json.dumps(asdict(report)))
-        return
-    table = Table("", "allocated but empty", title=f"{requests} requests, {report.mean_prompt:.0f} tokens in and "
-                  f"{report.mean_output:.0f} out on average, {report.mean_running:.0f} running at a time")  # fmt: skip
-    table.add_row(f"paged, blocks of {block_size}", f"{report.paged_waste:.1%}")
-    table.add_row(f"reserving the maximum ({max_model_len})", f"{report.reserved_waste:.1%}")
-    table.add_row("claimed by Kwon et al. 2023", "< 4 % and 60 to 80 %")
-    Console().print(table)
 
 
 def main() -> None:

@@ -1,0 +1,226 @@
+"""One streamed request to an OpenAI-compatible server, and when its tokens came.
+
+aiohttp rather than httpx: it takes a fraction of the CPU time per chunk, and the load generator often shares the
+machine with what it measures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+
+from engine.errors import EngineUnavailable, RequestError
+
+ERROR_CHARACTERS = 200
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the client saw of one request. Seconds from when it was sent, except for `sent_at`.
+
+    prompt_tokens, output_tokens: what the server's usage says; None and the number of chunks if there was none.
+    ttft_s: until the first chunk with text; a chat's opening chunk has only a role, and does not count.
+    itl_s: between chunks with text. A server may put several tokens into one.
+    e2el_s: until the chunk that ended it, or until it failed.
+    error: why it failed, if it did.
+    """
+
+    sent_at: float = 0.0
+    prompt_tokens: int | None = None
+    output_tokens: int = 0
+    has_usage: bool = False
+    ttft_s: float = 0.0
+    itl_s: list[float] = field(default_factory=list)
+    e2el_s: float = 0.0
+    error: str | None = None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Per token after the first; None if there is only one."""
+        return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+
+class Message(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Choice(msgspec.Struct):
+    """`text` of a completion, `delta` of a chat."""
+
+    text: str | None = None
+    delta: Message | None = None
+    finish_reason: str | None = None
+
+    @property
+    def has_text(self) -> bool:
+        delta = self.delta
+        return bool(self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)))
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Chunk(msgspec.Struct):
+    """The fields of a stream's event that matter here."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: msgspec.Raw | None = None
+
+
+class StreamFailed(Exception):
+    """This request did not end as it should; the text says why."""
+
+
+CHUNKS = msgspec.json.Decoder(Chunk)
+
+
+class Reception:
+    """Follows one stream of server-sent events, whatever pieces it arrives in."""
+
+    def __init__(self, outcome: Outcome):
+        self.ended = False
+        self._outcome = outcome
+        self._rest = b""
+        self._text_chunks = 0
+        self._last_text_at = 0.0
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Raises StreamFailed if the server reports an error, or sends what is not a chunk."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip(), now)
+
+    def _event(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            self.ended = True
+            return
+        try:
+            chunk = CHUNKS.decode(data)
+        except msgspec.DecodeError as e:
+            raise StreamFailed(f"not a chunk of a completion ({e}): {shorten(data)}") from e
+        if chunk.error is not None:
+            raise StreamFailed(error_message(b'{"error":' + bytes(chunk.error) + b"}"))
+        out = self._outcome
+        if chunk.choices:
+            out.e2el_s = now - out.sent_at
+            self.ended |= any(choice.finish_reason for choice in chunk.choices)
+            if any(choice.has_text for choice in chunk.choices):
+                self._text(now)
+        if chunk.usage is not None and chunk.usage.completion_tokens is not None:
+            out.has_usage = True
+            out.prompt_tokens, out.output_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+
+    def _text(self, now: float) -> None:
+        out = self._outcome
+        if self._text_chunks == 0:
+            out.ttft_s = now - out.sent_at
+        else:
+            out.itl_s.append(now - self._last_text_at)
+        self._text_chunks += 1
+        self._last_text_at = now
+
+    def finish(self) -> None:
+        """The connection was closed. Raises StreamFailed if the stream had not ended."""
+        if not self.ended:
+            raise StreamFailed("the stream broke off before its end")
+        if self._text_chunks == 0:
+            self._outcome.ttft_s = self._outcome.e2el_s  # nothing to see before the end
+        if not self._outcome.has_usage:
+            self._outcome.output_tokens = self._text_chunks
+
+
+class OpenAIClient:
+    """Enter it inside the event loop that it will be used in.
+
+    base_url: with or without `http://` before it and `/v1` behind.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None, timeout_s: float):
+        base_url = base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self.base_url = base_url if "://" in base_url else f"http://{base_url}"
+        self.timeout_s = timeout_s
+        headers = {"Content-Type": "application/json"}
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
+        # as many connections as there are requests: the limit of `--max-concurrency` is kept elsewhere
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, limit_per_host=0),
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            headers=headers,
+        )
+
+    async def __aenter__(self) -> OpenAIClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def models(self) -> list[str]:
+        """Names that the server serves; none if it does not tell. Raises EngineUnavailable if there is no server."""
+        url = f"{self.base_url}/v1/models"
+        try:
+            async with self._session.get(url) as response:
+                body = await response.read()
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as e:
+            raise RequestError(f"base_url must be like http://127.0.0.1:8000, got {self.base_url!r}", "base_url") from e
+        except (aiohttp.ClientError, TimeoutError) as e:
+            raise EngineUnavailable(f"no server answers at {self.base_url}: {describe(e, self.timeout_s)}") from e
+        try:
+            return [model["id"] for model in msgspec.json.decode(body)["data"]]
+        except (msgspec.DecodeError, KeyError, TypeError):  # not every server has the endpoint
+            return []
+
+    async def send(self, path: str, body: bytes) -> Outcome:
+        """Stream one answer to its end; a failure is part of the outcome."""
+        outcome = Outcome(sent_at=time.perf_counter())
+        try:
+            await self._stream(path, body, outcome)
+        except StreamFailed as e:
+            outcome.error = str(e)
+        except (aiohttp.ClientError, TimeoutError, asyncio.IncompleteReadError, OSError) as e:
+            outcome.error = describe(e, self.timeout_s)
+        if outcome.error is not None:
+            outcome.e2el_s = time.perf_counter() - outcome.sent_at
+        return outcome
+
+    async def _stream(self, path: str, body: bytes, outcome: Outcome) -> None:
+        async with self._session.post(self.base_url + path, data=body) as response:
+            if response.status != 200:
+                raise StreamFailed(f"HTTP {response.status}: {error_message(await response.read())}")
+            reception = Reception(outcome)
+            async for data in response.content.iter_any():
+                reception.feed(data, time.perf_counter())
+            reception.finish()
+
+
+def error_message(body: bytes) -> str:
+    """The message in an OpenAI error, or the body as it is."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        return shorten(error if isinstance(error, str) else error["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return shorten(body)
+
+
+def shorten(text: str | bytes) -> str:
+    """On one line, and not long."""
+    whole = " ".join((text if isinstance(text, str) else text.decode(errors="replace")).split())
+    return whole[:ERROR_CHARACTERS] + "…" if len(whole) > ERROR_CHARACTERS else whole
+
+
+def describe(error: BaseException, timeout_s: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"not finished within {timeout_s:g} s"
+    if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
+        return "connection refused"
+    return shorten(f"{type(error).__name__}: {error}")

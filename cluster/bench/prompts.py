@@ -1,0 +1,77 @@
+"""What the engines that are measured get to compute. A prompt is a function of its arguments alone, so that two
+engines, or two runs, can be given the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import InvalidParameter
+
+WARM_UP = 1000  # number of the first repetition that is not counted
+FIRST_ID = 10  # ids below are special tokens in many vocabularies
+PRESET_IDS = 31000  # presets draw ids from [FIRST_ID, PRESET_IDS)
+PRESETS = ("W1", "W2")
+WORDS = (
+    "the of and to in is it you that he was for on are with as his they be at one have this from or had by hot word "
+    "but what some we can out other were all there when up use your how said an each she which do their time if will "
+    "way about many then them write would like so these her long make thing see him two has look more day could go "
+    "come did number sound no most people my over know water than call first who may down side been now find"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A prompt in token ids, and how many tokens to answer with."""
+
+    prompt: list[int]
+    max_tokens: int
+
+
+def preset(name: str, model: str, repetition: int) -> list[Job]:
+    """The workloads that Manta is compared to other engines with; token ids depend on name and repetition only.
+
+    W1, throughput: 64 requests of 128 tokens in and 64 out, all at once; 16 of 256 and 64 for a Qwen3 model.
+    W2, one stream: 128 tokens in, 128 out.
+    """
+    rng = random.Random(f"{name}-{repetition}")
+    if name == "W1":
+        count, length, output = (16, 256, 64) if "qwen3" in Path(model).name else (64, 128, 64)
+    elif name == "W2":
+        count, length, output = 1, 128, 128
+    else:
+        raise InvalidParameter("workload", name, f"one of {', '.join(PRESETS)}")
+    return [Job(random_ids(rng, length, PRESET_IDS), output) for _ in range(count)]
+
+
+def random_jobs(count: int, input_len: int, output_len: int, vocab_size: int, seed: int, repetition: int) -> list[Job]:
+    rng = random.Random(f"{seed}-{repetition}")
+    return [Job(random_ids(rng, input_len, vocab_size), output_len) for _ in range(count)]
+
+
+def random_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
+    first = min(FIRST_ID, vocab_size - 1)
+    return [rng.randrange(first, vocab_size) for _ in range(count)]
+
+
+def random_words(rng: random.Random, count: int) -> list[str]:
+    """Common English words: about a token each, in most vocabularies."""
+    return rng.choices(WORDS.split(), k=count)
+
+
+def with_prefixes(
+    count: int, input_len: int, prefix_len: int, prefix_groups: int, vocab_size: int, seed: int, *, text: bool
+) -> Sequence[list[int] | str]:
+    """`count` prompts of `input_len` tokens of their own behind `prefix_len` that all of their group share.
+
+    Groups take turns: prompt i begins with prefix i modulo `prefix_groups`.
+    text: words in place of token ids; lengths then are about right.
+    """
+    rng = random.Random(seed)
+    if text:
+        prefixes = [random_words(rng, prefix_len) for _ in range(prefix_groups)]
+        return [" ".join(prefixes[i % prefix_groups] + random_words(rng, input_len)) for i in range(count)]
+    ids = [random_ids(rng, prefix_len, vocab_size) for _ in range(prefix_groups)]
+    return [ids[i % prefix_groups] + random_ids(rng, input_len, vocab_size) for i in range(count)]
