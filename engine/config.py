@@ -24,7 +24,9 @@ class EngineConfig:
     max_num_batched_tokens, max_num_seqs: tokens and sequences that one step may compute.
     max_waiting: requests that may queue before new ones are refused with Overloaded.
     overlap: plan step n+1 while step n computes; False is the plain loop, for debugging and tests.
-    num_threads: CPU threads of the model; None means one per core that the process may use.
+    num_threads: CPU threads of each rank; None means one per core that the process may use, shared out over the ranks
+        of one machine.
+    tensor_parallel: ranks that share the model, each with a part of every layer.
     """
 
     model: str = "pocket"
@@ -42,10 +44,11 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     overlap: bool = True
     num_threads: int | None = None
+    tensor_parallel: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for key in ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_waiting"):
+        for key in ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_waiting", "tensor_parallel"):
             if getattr(self, key) < 1:
                 raise ConfigError(key, getattr(self, key), "at least 1")
         for key in ("num_blocks", "max_model_len", "num_threads"):

@@ -6,11 +6,13 @@ import heapq
 import logging
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Literal
 
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
-from engine.errors import RequestTimeout
+from engine.errors import ConfigError, RequestTimeout
+from engine.lockstep import Leader
 from engine.messages import EngineStats, GenerateRequest
 from engine.model_config import ModelConfig
 from engine.model_folder import resolve
@@ -22,6 +24,8 @@ from engine.tp_group import TPGroup
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 1.0  # how often a step that takes long is asked whether all ranks are there
+
 
 class EngineCore:
     """Scheduler and runner of one engine, without any socket.
@@ -30,11 +34,17 @@ class EngineCore:
     computes; without, everything happens in turn. Both give the same tokens.
     """
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, group: TPGroup | None = None):
+        """group: of `config.tensor_parallel` ranks, joined; this is its rank 0. Raises StartupError."""
         self.config = config
-        folder = resolve(config.model)
-        self.model_config = ModelConfig.from_folder(folder)
-        self.runner = ModelRunner(config, self.model_config, folder, TPGroup.single())
+        self._group = group or TPGroup.single()
+        if self._group.size != config.tensor_parallel:
+            raise ConfigError("tensor_parallel", config.tensor_parallel, f"the size of the group ({self._group.size})")
+        with self._group.starting():
+            folder = resolve(config.model)
+            self.model_config = ModelConfig.from_folder(folder)
+            self.runner = ModelRunner(config, self.model_config, folder, self._group)
+            self._lockstep = Leader(self._group) if self._group.size > 1 else None
         self.max_model_len = self.runner.max_model_len
         self.scheduler = Scheduler(
             config,
@@ -61,8 +71,9 @@ class EngineCore:
         """Raise RequestError if `add` would refuse this request whatever the load."""
         self.scheduler.check_request(message)
 
-    def abort(self, request_id: str) -> Event | None:
-        return self.scheduler.abort(request_id, time.monotonic())
+    def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> Event | None:
+        """End a request, if it is live; with `stop` its text has reached a stop string."""
+        return self.scheduler.abort(request_id, time.monotonic(), reason=reason)
 
     @property
     def has_work(self) -> bool:
@@ -70,6 +81,8 @@ class EngineCore:
 
     def step(self) -> list[Event]:
         """Plan a step, and finish the one before it (with overlap) or this one (without)."""
+        if self._lockstep:
+            self._lockstep.check()
         events = self._expire()
         plan = self.scheduler.schedule(time.monotonic())
         if plan is not None:
@@ -77,12 +90,22 @@ class EngineCore:
             if self._executor and len(self._in_flight) == 1:
                 return events  # there may be more to plan while it computes
         if self._in_flight:
-            result = self._in_flight.popleft().result()
+            result = self._result(self._in_flight.popleft())
             self.last_step_at = time.monotonic()
             events += self.scheduler.commit(result, self.last_step_at)
+            if self._lockstep:
+                self._lockstep.committed(result)
         return events
 
+    def _result(self, step: Future[StepResult]) -> StepResult:
+        """Raises EngineUnavailable if a rank dies meanwhile, or falls silent."""
+        while self._lockstep and not wait([step], LOOK_S).done:
+            self._lockstep.check()
+        return step.result()
+
     def _submit(self, plan: StepPlan) -> None:
+        if self._lockstep:
+            self._lockstep.send(plan)
         inputs = self.runner.prepare(plan)
         if self._executor:
             self._in_flight.append(self._executor.submit(self.runner.execute, inputs))
@@ -113,6 +136,9 @@ class EngineCore:
         return time.monotonic() - self.last_step_at if self.has_work else 0.0
 
     def close(self) -> None:
-        """Wait for the step that is computing, and stop the thread."""
+        """Wait for the step that is computing, stop the thread, and let the other ranks end."""
         if self._executor:
             self._executor.shutdown(wait=True, cancel_futures=True)
+        if self._lockstep:
+            self._lockstep.close()
+        self._group.close()

@@ -13,7 +13,8 @@ ServingError
     ├── ConfigError                one key of the configuration is wrong
     ├── ModelFolderError           folder missing, or without what a model needs
     ├── UnsupportedArchitecture    names the architectures that are supported
-    └── OutOfMemory                too little memory, with the numbers and what to change
+    ├── OutOfMemory                too little memory, with the numbers and what to change
+    └── RendezvousTimeout          ranks of one model did not find each other: names the missing ones
 
 Each knows its HTTP status, its OpenAI error `type`, and whether another replica could do better.
 Constructor arguments equal `args`, so that errors pickle between processes.
@@ -169,3 +170,15 @@ class OutOfMemory(StartupError):
 
     def __init__(self, message: str):
         super().__init__(message)
+
+
+class RendezvousTimeout(StartupError):
+    """Some ranks of a group did not come in time."""
+
+    def __init__(self, missing: list[int], size: int, timeout_s: float, where: str):
+        super().__init__(missing, size, timeout_s, where)
+
+    def __str__(self) -> str:
+        missing, size, timeout_s, where = self.args
+        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        return f"{ranks} of {size} did not come within {timeout_s:.0f} s to the rendezvous ({where})"

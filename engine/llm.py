@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,10 +19,12 @@ from engine.errors import RequestError
 from engine.messages import EngineStats, GenerateRequest
 from engine.model_folder import resolve
 from engine.outputs import CompletionOutput, RequestOutput
+from engine.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Event
 from engine.text_stream import TextStream
 from engine.tokenizer import Tokenizer
+from engine.tp_group import TPGroup
 
 Prompt = str | list[int]
 Message = dict[str, Any]
@@ -37,7 +40,7 @@ class _Sequence:
 
 
 class LLM:
-    """One engine in this process.
+    """One engine in this process; with `tensor_parallel`, the other ranks are child processes.
 
     >>> llm = LLM("pocket")
     >>> llm.chat([{"role": "user", "content": "What is an ocean?"}])[0].outputs[0].text
@@ -50,7 +53,8 @@ class LLM:
         # nobody else is waiting here, so there is no queue to keep short
         self.config = EngineConfig(**{"model": str(model), "max_waiting": sys.maxsize, **options})
         self.tokenizer = Tokenizer.from_folder(resolve(self.config.model))
-        self._core = EngineCore(self.config)
+        self._ranks: RankProcesses | None = None
+        self._core = self._start()
         self._numbers = itertools.count()
 
     def __enter__(self) -> LLM:
@@ -60,8 +64,24 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine's thread; memory goes with the object."""
-        self._core.close()
+        """Stop the engine's thread and the other ranks; memory goes with the object."""
+        _close(self._core, self._ranks)
+
+    def _start(self) -> EngineCore:
+        size = self.config.tensor_parallel
+        if size == 1:
+            return EngineCore(self.config)
+        group = TPGroup.listen(size, device=self.config.device)
+        self._ranks = RankProcesses(self.config, group, group.address)
+        try:
+            group.join(RENDEZVOUS_TIMEOUT_S)
+            core = EngineCore(self.config, group)
+        except BaseException:
+            group.close()
+            self._ranks.close()
+            raise
+        weakref.finalize(self, _close, core, self._ranks)  # if it is dropped without `close`, or the interpreter ends
+        return core
 
     @property
     def max_model_len(self) -> int:
@@ -221,12 +241,18 @@ class LLM:
             return None
         last = delta if delta.finish_reason else None
         if last is None:  # a stop string
-            aborted = self._core.abort(delta.request_id)
+            aborted = self._core.abort(delta.request_id, "stop")
             last = aborted.delta if aborted else None
         if last is not None:
             output.times, output.num_preemptions = last.times, last.num_preemptions
         del live[delta.request_id]
         return request if request.finished else None
+
+
+def _close(core: EngineCore, ranks: RankProcesses | None) -> None:
+    core.close()
+    if ranks:
+        ranks.close()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -126,10 +126,10 @@ class ModelConfig:
 
         Raises ConfigError when heads and ranks do not divide."""
         if self.num_heads % tp_size:
-            raise ConfigError("tensor_parallel_size", tp_size, f"a divisor of the model's {self.num_heads} heads")
+            raise ConfigError("tensor_parallel", tp_size, f"a divisor of the model's {self.num_heads} heads")
         if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
             limit = f"a divisor or a multiple of the model's {self.num_kv_heads} KV heads"
-            raise ConfigError("tensor_parallel_size", tp_size, limit)
+            raise ConfigError("tensor_parallel", tp_size, limit)
         return max(1, self.num_kv_heads // tp_size)
 
     def kv_bytes_per_token(self, dtype: torch.dtype, tp_size: int = 1) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from engine.sampler import (
     SampledRow,
     SamplingInputs,
     UniformSource,
+    mark_broken,
     prepare_sampling,
     process_rows,
     sample,
@@ -71,17 +73,21 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TPGroup):
         self.config = config
+        self.tp = tp
         self.model_config = model_config
         self.eos = frozenset(model_config.eos_token_ids)
         self.device = choose_device(config)
         self.dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        if config.num_threads:
-            torch.set_num_threads(config.num_threads)
+        if config.num_threads or tp.local_size > 1:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            share = max(1, cores // tp.local_size)
+            torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), share))
         self.model = self._load(folder, tp)
-        free = kv_cache.free_host_bytes() if self.device.type == "cpu" else self._free_gpu_bytes(tp)
-        self.num_blocks, self.max_model_len = kv_cache.choose_num_blocks(
-            config, model_config, self.dtype, self.device, tp, free
-        )
+        on_cpu = self.device.type == "cpu"
+        free = kv_cache.free_host_bytes() // tp.local_size if on_cpu else self._free_gpu_bytes(tp)
+        num_blocks, longest = kv_cache.choose_num_blocks(config, model_config, self.dtype, self.device, tp, free)
+        self.num_blocks = min(map(int, tp.exchange(str(num_blocks))))
+        self.max_model_len = min(longest, self.num_blocks * config.block_size)
         self.kv_cache = kv_cache.allocate(self.num_blocks, model_config, config.block_size, self.dtype, self.device, tp)
         slots, longest = config.max_num_seqs, self.max_model_len
         self._history = torch.zeros(slots, longest, dtype=torch.int32, device=self.device)
@@ -234,6 +240,8 @@ class ModelRunner:
         logprobs: list[TokenLogprob | None] = [None] * len(inputs.entries)
         if not inputs.entries:
             return inputs.sampled_rows, logprobs
+        if inputs.sampling.plain:
+            return mark_broken(*self.model.best(hidden[inputs.sampled_rows])), logprobs
         logits = self.model.logits(hidden[inputs.sampled_rows])
         asked = {row: count for row, count in enumerate(inputs.sampling.logprobs) if count is not None}
         raw = logits[list(asked)].clone() if asked else None

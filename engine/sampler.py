@@ -72,6 +72,11 @@ class SamplingInputs:
     def any_logprobs(self) -> bool:
         return any(count is not None for count in self.logprobs)
 
+    @property
+    def plain(self) -> bool:
+        """Every row takes its most likely token, and nothing else is asked for."""
+        return not (self.random or self.edited or self.any_logprobs)
+
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
@@ -128,6 +133,11 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     for group in inputs.random:
         chosen = logits[group.rows] / group.temperature.clamp(min=1e-2)  # vLLM's smallest temperature too
         tokens[group.rows] = draw_filtered(chosen, group) if group.width else draw(chosen.softmax(-1), group.uniform)
+    return mark_broken(best, tokens)
+
+
+def mark_broken(best: Tensor, tokens: Tensor) -> Tensor:
+    """-1 where the largest logit is not finite."""
     return torch.where(best.isfinite(), tokens, -1)
 
 

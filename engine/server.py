@@ -14,6 +14,7 @@ from engine.core import EngineCore
 from engine.errors import ServingError
 from engine.messages import Abort, Add, Command, EngineStatus, ErrorInfo, GenerateRequest, TokenBatch, TokenDelta
 from engine.scheduler import Event
+from engine.tp_group import TPGroup
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +31,18 @@ class EngineServer:
     Sending never blocks the step loop: what a vanished peer does not take is dropped with its socket.
     """
 
-    def __init__(self, config: EngineConfig, *, engine_id: str, status_to: str, host: str = "127.0.0.1"):
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        engine_id: str,
+        status_to: str,
+        host: str = "127.0.0.1",
+        group: TPGroup | None = None,
+    ):
+        """group: as for EngineCore."""
         self.engine_id = engine_id
-        self._core = EngineCore(config)
+        self._core = EngineCore(config, group)
         self.model_config = self._core.model_config
         self.max_model_len = self._core.max_model_len
         self._context = zmq.Context()
@@ -49,7 +59,10 @@ class EngineServer:
         self._stopping = threading.Event()
 
     def run(self) -> None:
-        """Serve until `stop` is called from another thread. Closes the sockets on the way out."""
+        """Serve until `stop` is called from another thread. On the way out, closes the sockets and ends other ranks.
+
+        Raises EngineUnavailable if one of those dies.
+        """
         try:
             while not self._stopping.is_set():
                 refused = self._receive()
@@ -75,7 +88,7 @@ class EngineServer:
                 command = self._decode(self._inbox.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return answers
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, ServingError) as error:
                 logger.error("dropped a malformed command: %s", error)
                 continue
             if isinstance(command, Add):
@@ -85,6 +98,14 @@ class EngineServer:
 
     def _add(self, request: GenerateRequest, answers: dict[str, list[TokenDelta]]) -> None:
         try:
+            self._peer(request.reply_to)
+        except zmq.ZMQError as error:
+            logger.error(
+                "dropped request_id=%s: no reply can be sent to %r: %s", request.request_id, request.reply_to, error
+            )
+            self._ended.append(request.request_id)
+            return
+        try:
             self._core.add(request)
         except ServingError as error:
             info = ErrorInfo(error.code, str(error), error.status, error.retryable)
@@ -92,7 +113,7 @@ class EngineServer:
             answers.setdefault(request.reply_to, []).append(delta)
 
     def _abort(self, command: Abort, answers: dict[str, list[TokenDelta]]) -> None:
-        event = self._core.abort(command.request_id)
+        event = self._core.abort(command.request_id, command.reason)
         if event is not None:
             answers.setdefault(event.request.reply_to, []).append(event.delta)
 

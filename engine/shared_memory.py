@@ -1,11 +1,13 @@
 """All-reduce and all-gather between processes of one machine, through memory that they share.
 
-Against gloo, two ranks on two cores of an EPYC shared with other work (`python -m tests.engine.bench_collectives`),
-all-reduce of [rows, 768] float32, median in microseconds:
+Against gloo: all-reduce of [rows, 768] between two ranks on the two cores of an EPYC with nothing else to do, median of
+2000 (up to 64 rows) or 200, in microseconds, by `python -m tests.measure_ranks collectives`:
 
-    rows             1      8     64    512   2048
-    gloo           200    210    236   1181   7226
-    shared memory   23     24     52    203    857
+    rows                       1      8     64    512   2048
+    gloo           float32   211    219    251    702   3690
+                   bfloat16  188    196    221    509   2455
+    shared memory  float32     9     10     21    123    468
+                   bfloat16    8     10     18     85    332
 
 so on one machine gloo is not used at all. The memory has no name (memfd): nothing is left of it, however a rank ends.
 Linux only, since that is where memfd, pidfd and /proc are; other systems take gloo.
@@ -30,7 +32,7 @@ from engine.errors import EngineUnavailable
 
 PIECE = 1 << 20  # bytes; larger tensors go piece by piece, and stay in a core's cache on the way
 LINE = 64  # bytes of a cache line: counters that share one would slow each other down
-SPINS = 2000  # looks at a counter before the core is offered to others; tens of microseconds
+SPINS = 2000  # looks at a counter before the core is offered to others; a few microseconds
 YIELDS = 2000  # offers of the core before the wait turns into naps
 NAP_US = 50
 
@@ -84,8 +86,8 @@ class SharedMemory:
     """One rank's end of it.
 
     Each rank has two buffers and a counter. It writes into one buffer, raises its counter, and once all counters are as
-    high reads everybody's buffer. The buffers take turns: a rank that is at its next piece has read the one before, so a
-    single meeting per piece is enough. Every rank adds up in rank order, so all get the same bits.
+    high reads everybody's buffer. The buffers take turns: a rank that is at its next piece has read the one before, so
+    a single meeting per piece is enough. Every rank adds up in rank order, so all get the same bits.
     """
 
     def __init__(self, rank: int, pids: list[int], path: str | None, timeout_s: float):
@@ -107,6 +109,7 @@ class SharedMemory:
             self._file = os.open(path, os.O_RDWR)
         memory = mmap.mmap(self._file, total)
         self._counters = np.frombuffer(memory, dtype=np.int64, count=head // 8)
+        self._left = self._counters[1 :: LINE // 8]  # beside each rank's counter
         self._buffers = torch.frombuffer(memory, dtype=torch.uint8, offset=head).view(2, self.size, PIECE)
         self._typed: dict[torch.dtype, list[tuple[Tensor, ...]]] = {}
 
@@ -144,6 +147,10 @@ class SharedMemory:
         """Let a wait that is going on, and all to come, raise EngineUnavailable."""
         self._broken = reason
 
+    def close(self) -> None:
+        """Tell ranks that still wait for this one, which may not end with its process, that it has left."""
+        self._left[self.rank] = 1
+
     def _swap(self, piece: Tensor) -> list[Tensor]:
         """Everybody's piece, valid until the next swap but one."""
         self._number += 1
@@ -163,8 +170,8 @@ class SharedMemory:
             if self._broken is not None:
                 raise EngineUnavailable(self._broken)
             dead = [self._peers[file] for file, _ in self._poll()]
-            if dead:
-                raise EngineUnavailable(f"rank {min(dead)} has died")
+            if dead or self._left[late]:
+                raise EngineUnavailable(f"rank {min(dead, default=late)} is gone")
             if time.monotonic() > deadline:
                 raise EngineUnavailable(f"rank {late} did not come to a collective within {self._timeout_s:.0f} s")
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
+from engine.ops.versions import numba_found
 
 if TYPE_CHECKING:
     from engine.shared_memory import SharedMemory
@@ -133,6 +134,8 @@ class Collectives(Protocol):
 
     def abort(self, reason: str) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class ConnectedGroup(TPGroup):
     """Several ranks, each a process.
@@ -209,7 +212,8 @@ class ConnectedGroup(TPGroup):
         except BaseException as error:
             if self._store is not None:
                 try:
-                    self._store.set("failed", f"rank {self.rank}: {error or type(error).__name__}")
+                    if not self._store.check(["failed"]):
+                        self._store.set("failed", f"rank {self.rank}: {str(error) or type(error).__name__}")
                 except RuntimeError:  # rank 0 is gone, and nobody left to be told
                     logger.warning("rank %d could not tell the others that it failed", self.rank)
             raise
@@ -220,6 +224,8 @@ class ConnectedGroup(TPGroup):
             self._collectives.abort(reason)
 
     def close(self) -> None:
+        if self._collectives is not None:
+            self._collectives.close()
         self._collectives = self._store = None
 
     def _open_store(self) -> dist.Store:
@@ -233,7 +239,7 @@ class ConnectedGroup(TPGroup):
         return self._collectives
 
     def _connect(self, pids: list[int], deadline: float) -> Collectives:
-        if not self._cuda and self._shared_memory and self.local_size == self.size:
+        if not self._cuda and self._shared_memory and self.local_size == self.size and numba_found():
             shared = self._share_memory(pids)
             if shared is not None:
                 return shared
@@ -289,12 +295,17 @@ class ProcessGroup:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        out = x.new_empty(self._size, *x.shape)
-        self._run(lambda: self._group._allgather_base(out, x.contiguous()))
-        return out
+        flat = x.reshape(-1)
+        out = x.new_empty(self._size * flat.numel())
+        self._run(lambda: self._group._allgather_base(out, flat))
+        return out.view(self._size, *x.shape)
 
     def abort(self, reason: str) -> None:
+        """NCCL. What waits in gloo ends as soon as the other rank's connection does, or by its timeout."""
         self._group.abort()
+
+    def close(self) -> None:
+        """Connections close with the last reference."""
 
     def _run(self, collective: Callable[[], dist.Work]) -> None:
         try:
@@ -304,10 +315,11 @@ class ProcessGroup:
 
 
 def gloo(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # the only way to say which interface to use
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()  # the only way to say which interface to use
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
-    group = dist.ProcessGroupGloo(store, rank, size, options)
+    group = kind(store, rank, size, options)
     group._set_default_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
     return group
 

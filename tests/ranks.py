@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from threading import Barrier
 from typing import TypeVar
 
@@ -16,12 +15,12 @@ from engine.tp_group import TPGroup
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
 class ThreadGroup(TPGroup):
     """One rank; all ranks share `barrier` and `values`."""
 
-    barrier: Barrier
-    values: list[Tensor]
+    def __init__(self, rank: int, size: int, barrier: Barrier, values: list[Tensor]):
+        super().__init__(rank, size)
+        self.barrier, self.values = barrier, values
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self._exchange(x)).sum(0)

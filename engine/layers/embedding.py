@@ -48,6 +48,20 @@ class LMHead(VocabParallel):
         logits = self.tp.all_gather(linear.linear(hidden, self.weight))
         return logits[:, : self.vocab_size].float()
 
+    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Largest logit of each row [rows] float32, and its id [rows] int64: the lowest one where several are equal.
+
+        As `forward(hidden).max(-1)`, but the ranks exchange two numbers per row instead of the logits.
+        """
+        own = linear.linear(hidden, self.weight)[:, : self.stop - self.start].float()
+        if self.start == self.stop:  # a rank past the end of an odd vocabulary
+            own = hidden.new_full((len(hidden), 1), -torch.inf, dtype=torch.float32)
+        values, ids = own.max(-1)
+        pairs = torch.stack([values, (ids + self.start).float()], dim=-1)  # float32 has all integers up to 2^24
+        values, ids = self.tp.all_gather(pairs).unflatten(-1, (-1, 2)).unbind(-1)
+        values, rank = values.max(-1)  # the first of equals, which has the lowest ids
+        return values, ids.gather(1, rank[:, None]).squeeze(1).long()
+
     def pack(self) -> None:
         self.weight = packed(self.weight)  # of a tied head, a copy: the embedding needs the rows as they are
 
@@ -58,6 +72,7 @@ class TiedLMHead(LMHead):
     def __init__(self, embedding: VocabEmbedding):
         nn.Module.__init__(self)
         self.tp, self.vocab_size = embedding.tp, embedding.vocab_size
+        self.start, self.stop = embedding.start, embedding.stop
         self.weight = embedding.weight
 
     def shards(self) -> dict[str, Shard]:

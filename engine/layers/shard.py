@@ -59,5 +59,5 @@ def replicated(parameter: nn.Parameter) -> Shard:
 def divide(total: int, ranks: int, what: str) -> int:
     """`total` per rank. Raises ConfigError unless it divides."""
     if total % ranks:
-        raise ConfigError("tensor_parallel_size", ranks, f"a divisor of the model's {what} ({total})")
+        raise ConfigError("tensor_parallel", ranks, f"a divisor of the model's {what} ({total})")
     return total // ranks

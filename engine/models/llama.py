@@ -89,3 +89,7 @@ class LlamaForCausalLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab_size] float32."""
         return self.lm_head(hidden)
+
+    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows, hidden] -> the largest logit of each row, and its id."""
+        return self.lm_head.best(hidden)

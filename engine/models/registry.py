@@ -14,7 +14,7 @@ from engine.models.qwen3 import Qwen3ForCausalLM
 from engine.models.qwen3_moe import Qwen3MoeForCausalLM
 from engine.tp_group import TPGroup
 
-Model = LlamaForCausalLM  # every family has its interface: packed, forward(input_ids, batch), logits(hidden)
+Model = LlamaForCausalLM  # every family has its interface: packed, forward(input_ids, batch), logits and best(hidden)
 MODELS: dict[str, type[Model]] = {
     cls.__name__: cls
     for cls in (

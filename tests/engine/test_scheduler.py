@@ -156,8 +156,8 @@ def test_the_cheapest_then_newest_of_those_behind_is_preempted():
 
 def test_two_requests_computing_one_prefix_at_once_end_up_sharing_it(depth):
     h = Harness(num_blocks=16, max_model_len=32, depth=depth)
-    h.add("a", ids(12) + [40], max_tokens=4)
-    h.add("b", ids(12) + [41], max_tokens=4)
+    h.add("a", [*ids(12), 40], max_tokens=4)
+    h.add("b", [*ids(12), 41], max_tokens=4)
     while not (h.outputs["a"] and h.outputs["b"]):
         h.step()
     a, b = h.scheduler.running

@@ -39,7 +39,7 @@ def silu_mul_f32(args: Any) -> None:
     silu_mul_rows(as_f32, args)
 
 
-SILU_MUL = Kernel(silu_mul_bf16, silu_mul_f32)
+SILU_MUL = Kernel({torch.bfloat16: silu_mul_bf16, torch.float32: silu_mul_f32})
 
 
 def silu_mul(x: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def write_f32(args: Any) -> None:
     write_rows(as_f32, args)
 
 
-WRITE = Kernel(write_bf16, write_f32)
+WRITE = Kernel({torch.bfloat16: write_bf16, torch.float32: write_f32})
 
 
 def write_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
@@ -165,7 +165,7 @@ def attend_f32(args: Any) -> None:
     attend_rows(as_f32, args)
 
 
-ATTEND = Kernel(attend_bf16, attend_f32)
+ATTEND = Kernel({torch.bfloat16: attend_bf16, torch.float32: attend_f32})
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None) -> Tensor:

@@ -135,10 +135,10 @@ def openmp() -> ctypes.CDLL | None:
 
 
 class Kernel:
-    """A pair of entry points, called with tensors and integers."""
+    """Entry points by dtype, called with tensors and integers."""
 
-    def __init__(self, bf16: Any, f32: Any):
-        self._addresses = {torch.bfloat16: bf16.address, torch.float32: f32.address}
+    def __init__(self, entries: dict[torch.dtype, Any]):
+        self._addresses = {dtype: entry.address for dtype, entry in entries.items()}
         prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
         self._direct: dict[torch.dtype, Callable[[Any], None]] = {
             dtype: prototype(address) for dtype, address in self._addresses.items()

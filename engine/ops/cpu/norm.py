@@ -45,7 +45,7 @@ def rms_norm_f32(args: Any) -> None:
     rms_norm_rows(as_f32, args)
 
 
-RMS_NORM = Kernel(rms_norm_bf16, rms_norm_f32)
+RMS_NORM = Kernel({torch.bfloat16: rms_norm_bf16, torch.float32: rms_norm_f32})
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.ops.cpu.kernel import Kernel, as_bf16, as_f32, as_i64, device_function, kernel, load, store, take
@@ -40,7 +41,7 @@ def rotate_f32(args: Any) -> None:
     rotate_rows(as_f32, args)
 
 
-ROTATE = Kernel(rotate_bf16, rotate_f32)
+ROTATE = Kernel({torch.bfloat16: rotate_bf16, torch.float32: rotate_f32})
 
 
 def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:

@@ -1,0 +1,89 @@
+"""What the ranks above 0 run: their part of the model, and nothing that decides."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.errors import EngineUnavailable
+from engine.lockstep import Follower, Frame, checksum
+from engine.model_config import ModelConfig
+from engine.model_folder import resolve
+from engine.runner import ModelRunner, StepInputs
+from engine.tp_group import TPGroup
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.2  # how soon a thread notices that it is to end
+
+
+class Worker:
+    """One rank. The constructor loads the model and returns when all ranks have; `run` follows rank 0.
+
+    Raises StartupError, this rank's own or another's.
+    """
+
+    def __init__(self, config: EngineConfig, group: TPGroup):
+        self._group = group
+        self._overlap = config.overlap
+        with group.starting():
+            folder: Path = resolve(config.model)
+            self._runner = ModelRunner(config, ModelConfig.from_folder(folder), folder, group)
+            self._follower = Follower(group)
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Compute what rank 0 plans, until it ends the group. Raises EngineUnavailable when it or a rank dies."""
+        sampled: dict[int, int] = {}  # step -> checksum, until rank 0 has told its own
+        try:
+            for frame, inputs in self._ahead() if self._overlap else self._prepared():
+                if frame.checked in sampled and sampled[frame.checked] != frame.checksum:
+                    raise EngineUnavailable(
+                        f"rank {self._group.rank} sampled other tokens than rank 0 in step {frame.checked}"
+                    )
+                sampled = {step: value for step, value in sampled.items() if step > frame.checked}
+                result = self._runner.execute(inputs)
+                sampled[result.step] = checksum(result)
+        finally:
+            self._stopping.set()
+            self._group.close()
+        logger.info("rank ended rank=%d", self._group.rank)
+
+    def stop(self) -> None:
+        """Let `run` return, from another thread."""
+        self._stopping.set()
+
+    def _prepared(self) -> Iterator[tuple[Frame, StepInputs]]:
+        try:
+            while not self._stopping.is_set():
+                frame = self._follower.receive(LOOK_S)
+                if frame is None:
+                    continue
+                if frame.plan is None:
+                    return
+                yield frame, self._runner.prepare(frame.plan)
+        finally:
+            self._follower.close()
+
+    def _ahead(self) -> Iterator[tuple[Frame, StepInputs]]:
+        """`_prepared` from a thread of its own, which prepares a step while the one before computes."""
+        ready: queue.SimpleQueue[tuple[Frame, StepInputs] | BaseException | None] = queue.SimpleQueue()
+
+        def receive() -> None:
+            try:
+                for item in self._prepared():
+                    ready.put(item)
+                ready.put(None)
+            except BaseException as error:  # noqa: BLE001 - raised where it is taken out
+                self._group.abort(str(error))
+                ready.put(error)
+
+        threading.Thread(target=receive, name="plans", daemon=True).start()
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item

@@ -1,0 +1,89 @@
+"""Processes that serve as ranks above 0, of one group after the other: torch is imported once for many tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import ServingError
+from engine.tp_group import TPGroup
+from engine.worker import Worker
+
+TIMEOUT_S = 30.0
+
+
+class RankPool:
+    """Rank 0 is this process."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._ranks: list[tuple[multiprocessing.Process, Connection]] = []
+
+    @contextmanager
+    def engine(self, config: EngineConfig, **options: Any) -> Iterator[EngineCore]:
+        """An engine of `config.tensor_parallel` ranks. options: of TPGroup.connect."""
+        size = config.tensor_parallel
+        if size == 1:
+            core = EngineCore(config)
+            yield core
+            core.close()
+            return
+        group = TPGroup.listen(size, device="cpu", **options)
+        for rank in range(1, size):
+            self.call(rank, run_worker, config, rank, group.address, options)
+        group.join(TIMEOUT_S)
+        core = EngineCore(config, group)
+        try:
+            yield core
+        finally:
+            core.close()
+        for rank in range(1, size):
+            self.answer(rank)
+
+    def call(self, rank: int, function: Callable[..., None], *args: Any) -> None:
+        """Start `function` there. `answer` has to follow."""
+        while len(self._ranks) < rank:
+            self._start()
+        self._ranks[rank - 1][1].send((function, args))
+
+    def answer(self, rank: int) -> None:
+        """Wait until the call has ended; fails if it raised an error."""
+        pipe = self._ranks[rank - 1][1]
+        assert pipe.poll(TIMEOUT_S), f"rank {rank} did not end"
+        error = pipe.recv()
+        assert error is None, error
+
+    def close(self) -> None:
+        for process, pipe in self._ranks:
+            pipe.send(None)
+            process.join(TIMEOUT_S)
+
+    def _start(self) -> None:
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=serve, args=(there,), daemon=True)
+        process.start()
+        self._ranks.append((process, here))
+
+
+def serve(pipe: Connection) -> None:
+    """In a child: make the calls that come, and answer each with None or with what went wrong."""
+    torch.set_num_threads(1)
+    while (call := pipe.recv()) is not None:
+        function, args = call
+        try:
+            function(*args)
+            pipe.send(None)
+        except ServingError as error:
+            pipe.send(str(error))
+
+
+def run_worker(config: EngineConfig, rank: int, address: str, options: dict[str, Any]) -> None:
+    group = TPGroup.connect(rank, config.tensor_parallel, address, TIMEOUT_S, device="cpu", **options)
+    Worker(config, group).run()
