@@ -23,7 +23,8 @@ class EngineConfig:
     max_model_len: longest prompt + answer, in tokens; None takes the model's own context.
     max_num_batched_tokens, max_num_seqs: tokens and sequences that one step may compute.
     max_waiting: requests that may queue before new ones are refused with Overloaded.
-    overlap: plan step n+1 while step n computes; False is the plain loop, for debugging and tests.
+    overlap: plan step n+1 while step n computes; False is the plain loop. None means True on a GPU, where planning
+        hides behind the device, and False on a CPU, where both want the same cores (docs/performance.md).
     num_threads: CPU threads of each rank; None means one per core that the process may use, shared out over the ranks
         of one machine.
     tensor_parallel: ranks that share the model, each with a part of every layer.
@@ -42,7 +43,7 @@ class EngineConfig:
     max_waiting: int = 1024
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     enable_prefix_caching: bool = True
-    overlap: bool = True
+    overlap: bool | None = None
     num_threads: int | None = None
     tensor_parallel: int = 1
     seed: int = 0

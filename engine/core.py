@@ -54,7 +54,9 @@ class EngineCore:
             eos_token_ids=frozenset(self.model_config.eos_token_ids),
         )
         self._in_flight: deque[Future[StepResult]] = deque()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="model") if config.overlap else None
+        # with other ranks also without overlap, so that one that hangs can be noticed while a step waits for it
+        threaded = self.runner.overlap or self._lockstep is not None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="model") if threaded else None
         self._deadlines: list[tuple[float, int, Request]] = []  # heap of (when, number of arrival, request)
         self.last_step_at = time.monotonic()
 
@@ -87,7 +89,7 @@ class EngineCore:
         plan = self.scheduler.schedule(time.monotonic())
         if plan is not None:
             self._submit(plan)
-            if self._executor and len(self._in_flight) == 1:
+            if self.runner.overlap and len(self._in_flight) == 1:
                 return events  # there may be more to plan while it computes
         if self._in_flight:
             result = self._result(self._in_flight.popleft())

@@ -77,6 +77,7 @@ class ModelRunner:
         self.model_config = model_config
         self.eos = frozenset(model_config.eos_token_ids)
         self.device = choose_device(config)
+        self.overlap = self.device.type != "cpu" if config.overlap is None else config.overlap
         self.dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if config.num_threads or tp.local_size > 1:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

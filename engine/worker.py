@@ -29,7 +29,6 @@ class Worker:
 
     def __init__(self, config: EngineConfig, group: TPGroup):
         self._group = group
-        self._overlap = config.overlap
         with group.starting():
             folder: Path = resolve(config.model)
             self._runner = ModelRunner(config, ModelConfig.from_folder(folder), folder, group)
@@ -40,7 +39,7 @@ class Worker:
         """Compute what rank 0 plans, until it ends the group. Raises EngineUnavailable when it or a rank dies."""
         sampled: dict[int, int] = {}  # step -> checksum, until rank 0 has told its own
         try:
-            for frame, inputs in self._ahead() if self._overlap else self._prepared():
+            for frame, inputs in self._ahead() if self._runner.overlap else self._prepared():
                 if frame.checked in sampled and sampled[frame.checked] != frame.checksum:
                     raise EngineUnavailable(
                         f"rank {self._group.rank} sampled other tokens than rank 0 in step {frame.checked}"

@@ -63,8 +63,8 @@ def offline(
         bool, typer.Option(rich_help_panel=ENGINE, help="Reuse the KV of equal prefixes.")
     ] = True,
     overlap: Annotated[
-        bool, typer.Option(rich_help_panel=ENGINE, help="Plan a step while the one before computes.")
-    ] = True,
+        bool | None, typer.Option(rich_help_panel=ENGINE, help="Plan a step while the one before computes.")
+    ] = None,
     tensor_parallel: Annotated[
         int, typer.Option(min=1, rich_help_panel=ENGINE, help="Ranks that share the model.")
     ] = 1,
