@@ -177,8 +177,27 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: i
     for chunk in batch.chunks:
         rows = slice(chunk.first_row, chunk.first_row + chunk.count)
         k, v = attention_plain.gather_kv(batch, chunk.seq, layer, chunk.kv_len)
-        out[rows] = attention_plain.attend(q[rows].transpose(0, 1), k, v, scale, window).transpose(0, 1)
+        queries = q[rows].transpose(0, 1)
+        if window is None or window >= chunk.kv_len:
+            out[rows] = attend_chunk(queries, k, v, scale).transpose(0, 1)
+        else:
+            out[rows] = attention_plain.attend(queries, k, v, scale, window).transpose(0, 1)
     return out
+
+
+def attend_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """As `attention_plain.attend` without a window, and without a mask: what lies before the chunk is seen whole, the
+    chunk itself causally, and the two are merged by the logarithms of their sums (arXiv:2205.14135, section 3.1)."""
+    group, before = q.shape[0] // k.shape[0], k.shape[1] - q.shape[1]
+    if group > 1:
+        k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    own, own_sum = flash(q[None], k[None, :, before:], v[None, :, before:], 0.0, True, scale=scale)
+    if before == 0:
+        return own[0]
+    past, past_sum = flash(q[None], k[None, :, :before], v[None, :, :before], 0.0, False, scale=scale)
+    share = torch.sigmoid(past_sum - own_sum).unsqueeze(-1)
+    return torch.lerp(own.float(), past.float(), share)[0].to(q.dtype)
 
 
 def attend_single(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None, out: Tensor) -> None:
