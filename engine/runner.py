@@ -194,7 +194,7 @@ class ModelRunner:
             sequence = self._sequence(plan.slots[i])
             position = plan.starts[i] + plan.counts[i]
             rows.append(SampledRow(plan.slots[i], position, sequence.num_prompt, sequence.seed, sequence.params))
-        return prepare_sampling(rows, self.model_config.vocab_size, self._uniform)
+        return prepare_sampling(rows, self.model_config.vocab_size, self._uniform, self.device)
 
     def _prepare_prompt_rows(self, plan: StepPlan, query_start: np.ndarray) -> list[PromptRows]:
         rows = []

@@ -17,6 +17,8 @@ from engine import logits_processors
 from engine.messages import TokenLogprob
 from engine.sampling_params import SamplingParams
 
+CANDIDATES = 1024
+
 
 class UniformSource:
     """Numbers in [0, 1) as a function of (seed, position)."""
@@ -47,6 +49,13 @@ class RandomRows:
     top_p: Tensor
     min_p: Tensor
     width: int
+
+    def row(self, index: int) -> RandomRows:
+        """One of the rows."""
+        part = slice(index, index + 1)
+        return RandomRows(
+            self.rows[part], self.temperature[part], self.uniform[part], self.top_p[part], self.min_p[part], self.width
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,9 @@ class SampledRow:
     params: SamplingParams
 
 
-def prepare_sampling(sequences: list[SampledRow], vocab_size: int, uniform: UniformSource) -> SamplingInputs:
+def prepare_sampling(
+    sequences: list[SampledRow], vocab_size: int, uniform: UniformSource, device: torch.device | str = "cpu"
+) -> SamplingInputs:
     """Sort the rows by what has to be done to them. Greedy rows without extras cost nothing later."""
     groups: dict[int, list[int]] = {}
     edited = []
@@ -101,14 +112,14 @@ def prepare_sampling(sequences: list[SampledRow], vocab_size: int, uniform: Unif
             edited.append(EditedRow(row, sequence.slot, sequence.num_prompt, sequence.position, params))
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32).unsqueeze(1)
+        return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
 
     random = []
     for width, rows in groups.items():
         chosen = [sequences[row] for row in rows]
         random.append(
             RandomRows(
-                rows=torch.tensor(rows),
+                rows=torch.tensor(rows, device=device),
                 temperature=column([s.params.temperature for s in chosen]),
                 uniform=column([uniform.draw(s.seed, s.position) for s in chosen]),
                 top_p=column([s.params.top_p for s in chosen]),
@@ -154,17 +165,42 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
     """As `draw`, over what min_p, top_k and top_p leave, applied in that order (as vLLM does).
 
-    logits: [rows, vocab], already divided by the temperature.
+    logits: [rows, vocab], already divided by the temperature. Sorting a whole vocabulary takes milliseconds per row,
+    so the CANDIDATES most likely tokens are tried first; a row whose nucleus reaches past them is sorted after all.
     """
-    if group.width < logits.shape[-1]:
+    vocab_size = logits.shape[-1]
+    if group.width < vocab_size:  # top_k: what is beyond it does not count
         values, ids = logits.topk(group.width, dim=-1)
-    else:
-        values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    weights = (values - values[:, :1]).exp()  # relative to the most likely, so this is what min_p compares
-    weights = torch.where(weights >= group.min_p, weights, 0.0)
+        weights = relative_weights(values, values[:, :1], group.min_p)
+        return draw_nucleus(weights, ids, weights.sum(-1, keepdim=True), group)
+    values, ids = logits.topk(min(CANDIDATES, vocab_size), dim=-1)
+    weights = relative_weights(values, values[:, :1], group.min_p)
+    total = relative_weights(logits, values[:, :1], group.min_p).sum(-1, keepdim=True)
+    tokens = draw_nucleus(weights, ids, total, group)
+    reaches_past = (weights[:, -1:] > 0) & (weights.sum(-1, keepdim=True) < group.top_p * total)
+    for row in reaches_past.squeeze(1).nonzero().flatten().tolist():
+        tokens[row] = draw_sorted(logits[row : row + 1], group.row(row))
+    return tokens
+
+
+def draw_sorted(logits: Tensor, group: RandomRows) -> Tensor:
+    """The plain twin of `draw_filtered` for rows without top_k."""
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    weights = relative_weights(values, values[:, :1], group.min_p)
+    return draw_nucleus(weights, ids, weights.sum(-1, keepdim=True), group)
+
+
+def relative_weights(logits: Tensor, best: Tensor, min_p: Tensor) -> Tensor:
+    """Probabilities relative to the most likely token's, which is what min_p compares; 0 for those below it."""
+    weights = (logits - best).exp()
+    return torch.where(weights >= min_p, weights, 0.0)
+
+
+def draw_nucleus(weights: Tensor, ids: Tensor, total: Tensor, group: RandomRows) -> Tensor:
+    """Draw from the first of `weights` [rows, n], most likely first, that reach top_p of `total` [rows, 1] together."""
     before = weights.cumsum(-1) - weights
     # the most likely token always stays, even where top_p is 0 in float32
-    nucleus = group.top_p.clamp(min=1e-30) * weights.sum(-1, keepdim=True)
+    nucleus = group.top_p.clamp(min=1e-30) * total
     weights = torch.where((before < nucleus) | (group.top_p >= 1.0), weights, 0.0)
     return ids.gather(1, draw(weights, group.uniform).unsqueeze(1)).squeeze(1)
 

@@ -187,7 +187,10 @@ class Scheduler:
             self.totals.prefix_hit_tokens += request.computed
             self.totals.prompt_tokens += request.num_prompt
         else:
-            self.totals.recomputed_tokens += len(request.tokens) - request.computed
+            again = len(request.tokens) - request.computed
+            self.totals.recomputed_tokens += again
+            logger.info("resumed request_id=%s cached_tokens=%d recomputed_tokens=%d",
+                        request.request_id, request.computed, again)  # fmt: skip
         added = NewSequence(request.slot, list(request.tokens), request.num_prompt, request.params, request.seed)
         self._draft.added.append(added)
         self._draft.blocks.append(BlockChange(request.slot, 0, list(blocks)))

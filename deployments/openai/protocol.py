@@ -225,7 +225,7 @@ class CompletionBody(GenerationBody):
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         if not prompts or not all(prompts):
-            raise InvalidParameter("prompt", self.prompt, "a text of at least one character, or one token id, or more")
+            raise InvalidParameter("prompt", self.prompt, "a text, or token ids, that are not empty")
         return prompts
 
     def token_limit(self) -> int | None:

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from engine import logits_processors
 from engine.sampler import (
+    CANDIDATES,
     RandomRows,
     SampledRow,
     UniformSource,
     draw,
     draw_filtered,
+    draw_sorted,
     prepare_sampling,
     process_rows,
     sample,
@@ -433,3 +435,20 @@ def test_more_alternatives_than_the_vocabulary_has_are_all_of_it():
 def test_equally_likely_tokens_share_the_better_rank():
     entries = token_logprobs(torch.tensor([[1.0, 3.0, 1.0, 0.0]] * 2), torch.tensor([0, 2]), [0, 0])
     assert [entry.rank for entry in entries] == [2, 2]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    spread=st.sampled_from([0.01, 1.0, 6.0]),
+    top_p=st.sampled_from([0.1, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.9]),
+    seed=st.integers(0, 1000),
+)
+def test_looking_at_the_likeliest_candidates_first_equals_sorting_the_whole_vocabulary(spread, top_p, min_p, seed):
+    """With a vocabulary several times CANDIDATES, flat and peaked."""
+    logits = torch.randn(4, 3 * CANDIDATES, generator=torch.Generator().manual_seed(seed)) * spread
+    params = SamplingParams(top_p=top_p, min_p=min_p)
+    rows = [SampledRow(i, 7, 1, seed + i, params) for i in range(4)]
+    for group in prepare_sampling(rows, logits.shape[-1], UniformSource()).random:
+        if group.width:
+            assert torch.equal(draw_filtered(logits, group), draw_sorted(logits, group))
