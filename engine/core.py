@@ -11,7 +11,7 @@ from typing import Literal
 
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
-from engine.errors import ConfigError, RequestTimeout
+from engine.errors import ConfigError, EngineUnavailable, RequestTimeout
 from engine.lockstep import Leader
 from engine.messages import EngineStats, GenerateRequest
 from engine.model_config import ModelConfig
@@ -59,6 +59,7 @@ class EngineCore:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="model") if threaded else None
         self._deadlines: list[tuple[float, int, Request]] = []  # heap of (when, number of arrival, request)
         self.last_step_at = time.monotonic()
+        self._broken: str | None = None
 
     def add(self, message: GenerateRequest) -> None:
         """Take a request, or raise a ServingError."""
@@ -82,7 +83,19 @@ class EngineCore:
         return self.scheduler.has_work
 
     def step(self) -> list[Event]:
-        """Plan a step, and finish the one before it (with overlap) or this one (without)."""
+        """Plan a step, and finish the one before it (with overlap) or this one (without).
+
+        A step that raises leaves the engine without use: what its requests have computed is not known.
+        """
+        if self._broken is not None:
+            raise EngineUnavailable(f"an earlier step failed: {self._broken}")
+        try:
+            return self._step()
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+
+    def _step(self) -> list[Event]:
         if self._lockstep:
             self._lockstep.check()
         events = self._expire()

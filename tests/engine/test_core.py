@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.errors import InvalidParameter, Overloaded, PromptTooLong
+from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong
 from engine.messages import GenerateRequest, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Event
@@ -229,6 +229,18 @@ def test_a_model_that_computes_nan_fails_its_requests_and_the_engine_lives_on(en
     engine.add("good again")
     engine.go()
     assert engine.tokens("good again") == engine.tokens("good")
+
+
+def test_after_a_step_that_raised_the_engine_says_so_and_computes_no_more(engine, monkeypatch):
+    def execute(inputs):
+        raise ValueError("out of order")
+
+    monkeypatch.setattr(engine.core.runner, "execute", execute)
+    engine.add("one")
+    with pytest.raises(ValueError, match="out of order"):
+        engine.go()
+    with pytest.raises(EngineUnavailable, match="an earlier step failed: ValueError: out of order"):
+        engine.step()
 
 
 def test_a_refused_request_raises_and_leaves_nothing(make_engine):
