@@ -31,6 +31,7 @@ class Batch:
                   layers, so that handing it to another pool is one large copy, and a range of heads is contiguous too
     single:       [n] int32, the sequences that compute one token; attention wants them apart from the others
     chunks:       the sequences that compute more, known on the host
+    tiles:        what an attention kernel makes of the two, once for all layers; None until it does
     """
 
     positions: Tensor
@@ -41,6 +42,7 @@ class Batch:
     kv_cache: Tensor
     single: Tensor
     chunks: list[Chunk]
+    tiles: Tensor | None = None
 
 
 def split(counts: list[int], kv_lens: list[int]) -> tuple[Tensor, list[Chunk]]:

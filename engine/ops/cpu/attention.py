@@ -1,8 +1,7 @@
 """Paged attention on a CPU.
 
-A sequence that computes one token (decode) is attended page by page, where its KV lies, with a running softmax
-(FlashAttention, arXiv:2205.14135, section 3.1); the work is shared out by sequence and KV head. A chunk of several
-tokens has enough work per byte for its KV to be gathered once and given to torch's flash kernel.
+KV is read page by page, where it lies, with a running softmax (FlashAttention, arXiv:2205.14135, section 3.1). The work
+is shared out by rows and KV heads: one row of a sequence that decodes, a few of a prompt chunk.
 """
 
 from __future__ import annotations
@@ -33,7 +32,9 @@ from engine.ops.cpu.vector import LANES, add_weighted, dot_rows, exp_of_differen
 
 TOKENS = 8  # whose KV a thread writes at a time
 NO_WINDOW = 2**62
-TILE_TOKENS = 32
+# keys whose scores are computed before their values are added up: for rows that decode, and with chunks in the batch
+TILE_TOKENS, CHUNK_TILE_TOKENS = 32, 64
+TILE_ROWS = 16  # of a chunk, that read a key while it is in the core's cache
 ITEMS_PER_THREAD = 4
 LOWEST = np.float32(-1e30)  # a score that counts as none; infinities are not safe under fast math
 
@@ -85,73 +86,81 @@ def write_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
 
 @device_function
 def attend_rows(cast: Any, args: Any) -> None:
-    """Items are (sequence, range of `span` KV heads): the KV of neighbouring heads lies side by side in a block."""
+    """Items are (some rows of a sequence, `span` of its KV heads): the KV of neighbouring heads lies side by side in a
+    block. A `query` is one head of one row; those of an item that share a KV head find it in the core's cache."""
     q, cache, out, numbers = cast(args[1]), cast(args[2]), cast(args[3]), as_f32(args[4])
-    sequences, query_start, kv_lens, tables = as_i32(args[5]), as_i32(args[6]), as_i32(args[7]), as_i32(args[8])
-    items, table_stride, q_stride, out_stride = args[9], args[10], args[11], args[12]
+    tiles, kv_lens, tables = as_i64(args[5]), as_i32(args[6]), as_i32(args[7])
+    items, most_rows, table_stride, q_stride, out_stride = args[8], args[9], args[10], args[11], args[12]
     kv_heads, span, group, block_size, head_dim, block_stride, window = (
         args[13], args[14], args[15], args[16], args[17], args[18], args[19],
     )  # fmt: skip
     head_stride = block_size * head_dim
     heads, ranges = span * group, kv_heads // span
-    tile = max(TILE_TOKENS // block_size, 1)  # blocks whose scores are known before the softmax moves on
-    room = (tile * block_size + LANES - 1) // LANES * LANES + LANES
-    scratch = np.empty(2 * heads * head_dim + room, np.float32)
-    tops, totals = np.empty(heads, np.float32), np.empty(heads, np.float32)
+    most = most_rows * heads
+    step = max(args[20] // block_size, 1)  # blocks whose scores are known before the softmax moves on
+    room = (step * block_size + LANES - 1) // LANES * LANES + LANES
+    scratch = np.empty(2 * most * head_dim + room, np.float32)
+    tops, totals = np.empty(most, np.float32), np.empty(most, np.float32)
     queries = scratch.ctypes.data
-    sums = queries + 4 * heads * head_dim
-    scores = sums + 4 * heads * head_dim
+    sums = queries + 4 * most * head_dim
+    scores = sums + 4 * most * head_dim
     while True:
         item = take(args, 1)
         if item >= items:
             break
-        seq, first_head = sequences[item // ranges], item % ranges * span
-        row, kv_len = np.int64(query_start[seq]), np.int64(kv_lens[seq])
+        tile, first_head = 4 * (item // ranges), item % ranges * span
+        seq, row, rows, behind = tiles[tile], tiles[tile + 1], tiles[tile + 2], tiles[tile + 3]
         table = seq * table_stride
-        source = row * q_stride + first_head * group * head_dim
-        for i in range(heads * head_dim):
-            as_f32(queries)[i] = load(q, source + i) * numbers[0]
-            as_f32(sums)[i] = np.float32(0.0)
-        for h in range(heads):
-            tops[h], totals[h] = LOWEST, np.float32(0.0)
-        lowest = max(kv_len - window, 0)
+        kv_len = np.int64(kv_lens[seq]) - behind  # of the last row; each row before it sees one token less
+        for r in range(rows):
+            source = (row + r) * q_stride + first_head * group * head_dim
+            for i in range(heads * head_dim):
+                as_f32(queries)[r * heads * head_dim + i] = load(q, source + i) * numbers[0]
+                as_f32(sums)[r * heads * head_dim + i] = np.float32(0.0)
+        for query in range(rows * heads):
+            tops[query], totals[query] = LOWEST, np.float32(0.0)
         blocks = (kv_len + block_size - 1) // block_size
-        for start in range(lowest // block_size, blocks, tile):
-            stop = min(start + tile, blocks)
-            first = max(lowest, start * block_size)  # tokens [first, last) are in this tile, and visible
-            last = min(kv_len, stop * block_size)
-            padded = (last - first + LANES - 1) // LANES * LANES
+        for start in range(max(kv_len - rows + 1 - window, 0) // block_size, blocks, step):
+            stop = min(start + step, blocks)
             for h in range(heads):
                 head = (first_head + h // group) * head_stride
-                for index in range(start, stop):
-                    begin, end = max(index * block_size, first), min((index + 1) * block_size, last)
-                    keys = np.int64(tables[table + index]) * block_stride + head
-                    keys += (begin - index * block_size) * head_dim
-                    if h % group == 0 and index + tile < blocks:
-                        # pages lie anywhere, so no hardware prefetcher finds the next ones
-                        after = np.int64(tables[table + index + tile]) * block_stride + head
-                        prefetch(cache, after, head_stride)
-                        prefetch(cache, after + kv_heads * head_stride, head_stride)
-                    query = as_f32(queries + 4 * h * head_dim)
-                    dot_rows(as_f32(scores + 4 * (begin - first)), query, cache, keys, end - begin, head_dim)
-                for t in range(last - first, padded):
-                    as_f32(scores)[t] = LOWEST
-                top = max(tops[h], highest(as_f32(scores), padded))
-                shrink = exp(tops[h] - top)
-                totals[h] = totals[h] * shrink + exp_of_difference(as_f32(scores), padded, top)
-                tops[h] = top
-                for index in range(start, stop):
-                    begin, end = max(index * block_size, first), min((index + 1) * block_size, last)
-                    values = np.int64(tables[table + index]) * block_stride + kv_heads * head_stride + head
-                    values += (begin - index * block_size) * head_dim
-                    target, weights = as_f32(sums + 4 * h * head_dim), as_f32(scores + 4 * (begin - first))
-                    add_weighted(target, weights, end - begin, cache, values, head_dim, shrink)
-                    shrink = np.float32(1.0)
-        target = row * out_stride + first_head * group * head_dim
-        for h in range(heads):
-            factor = np.float32(1.0) / totals[h]
-            for i in range(h * head_dim, (h + 1) * head_dim):
-                store(out, target + i, as_f32(sums)[i] * factor)
+                for r in range(rows):
+                    length = kv_len - rows + 1 + r
+                    first = max(length - window, start * block_size)  # tokens [first, last) are here, and visible
+                    last = min(length, stop * block_size)
+                    if first >= last:
+                        continue
+                    query = r * heads + h
+                    for index in range(first // block_size, (last + block_size - 1) // block_size):
+                        begin, end = max(index * block_size, first), min((index + 1) * block_size, last)
+                        keys = np.int64(tables[table + index]) * block_stride + head
+                        keys += (begin - index * block_size) * head_dim
+                        if h % group == 0 and r == 0 and index + step < blocks:
+                            # pages lie anywhere, so no hardware prefetcher finds the next ones
+                            after = np.int64(tables[table + index + step]) * block_stride + head
+                            prefetch(cache, after, head_stride)
+                            prefetch(cache, after + kv_heads * head_stride, head_stride)
+                        vector = as_f32(queries + 4 * query * head_dim)
+                        dot_rows(as_f32(scores + 4 * (begin - first)), vector, cache, keys, end - begin, head_dim)
+                    padded = (last - first + LANES - 1) // LANES * LANES
+                    for t in range(last - first, padded):
+                        as_f32(scores)[t] = LOWEST
+                    top = max(tops[query], highest(as_f32(scores), padded))
+                    shrink = exp(tops[query] - top)
+                    totals[query] = totals[query] * shrink + exp_of_difference(as_f32(scores), padded, top)
+                    tops[query] = top
+                    for index in range(first // block_size, (last + block_size - 1) // block_size):
+                        begin, end = max(index * block_size, first), min((index + 1) * block_size, last)
+                        values = np.int64(tables[table + index]) * block_stride + kv_heads * head_stride + head
+                        values += (begin - index * block_size) * head_dim
+                        target, weights = as_f32(sums + 4 * query * head_dim), as_f32(scores + 4 * (begin - first))
+                        add_weighted(target, weights, end - begin, cache, values, head_dim, shrink)
+                        shrink = np.float32(1.0)
+        for query in range(rows * heads):
+            factor = np.float32(1.0) / totals[query]
+            target = (row + query // heads) * out_stride + (first_head * group + query % heads) * head_dim
+            for i in range(head_dim):
+                store(out, target + i, as_f32(sums)[query * head_dim + i] * factor)
     scratch[0] = 0.0  # Numba frees an array after its last use, and does not see the pointers into it
 
 
@@ -169,49 +178,37 @@ ATTEND = Kernel({torch.bfloat16: attend_bf16, torch.float32: attend_f32})
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None) -> Tensor:
-    if q.shape[2] % LANES:
+    cache = batch.kv_cache
+    _, _, _, kv_heads, block_size, head_dim = cache.shape
+    if head_dim % LANES:
         return attention_plain.paged_attention(q, batch, layer, scale, window)
     out = torch.empty(q.shape, dtype=q.dtype)
-    if len(batch.single):
-        attend_single(q, batch, layer, scale, window, out)
-    for chunk in batch.chunks:
-        rows = slice(chunk.first_row, chunk.first_row + chunk.count)
-        k, v = attention_plain.gather_kv(batch, chunk.seq, layer, chunk.kv_len)
-        queries = q[rows].transpose(0, 1)
-        if window is None or window >= chunk.kv_len:
-            out[rows] = attend_chunk(queries, k, v, scale).transpose(0, 1)
-        else:
-            out[rows] = attention_plain.attend(queries, k, v, scale, window).transpose(0, 1)
+    if batch.tiles is None:
+        batch.tiles = row_tiles(batch)
+    tiles, most_rows = batch.tiles, TILE_ROWS if batch.chunks else 1
+    # all heads of a row at once, unless that leaves threads without work, or is too much for the core's cache
+    spread = most_rows > 1 or len(tiles) < ITEMS_PER_THREAD * torch.get_num_threads()
+    span = 1 if spread else kv_heads
+    items = len(tiles) * (kv_heads // span)
+    ATTEND.launch(
+        q.dtype, items, q, cache[0, layer], out, constants(scale), tiles, batch.kv_len, batch.block_table,
+        items, most_rows, batch.block_table.stride(0), q.stride(0), out.stride(0),
+        kv_heads, span, q.shape[1] // kv_heads, block_size, head_dim, cache.stride(0), window or NO_WINDOW,
+        CHUNK_TILE_TOKENS if batch.chunks else TILE_TOKENS,
+    )  # fmt: skip
     return out
 
 
-def attend_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """As `attention_plain.attend` without a window, and without a mask: what lies before the chunk is seen whole, the
-    chunk itself causally, and the two are merged by the logarithms of their sums (arXiv:2205.14135, section 3.1)."""
-    group, before = q.shape[0] // k.shape[0], k.shape[1] - q.shape[1]
-    if group > 1:
-        k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    own, own_sum = flash(q[None], k[None, :, before:], v[None, :, before:], 0.0, True, scale=scale)
-    if before == 0:
-        return own[0]
-    past, past_sum = flash(q[None], k[None, :, :before], v[None, :, :before], 0.0, False, scale=scale)
-    share = torch.sigmoid(past_sum - own_sum).unsqueeze(-1)
-    return torch.lerp(own.float(), past.float(), share)[0].to(q.dtype)
+def row_tiles(batch: Batch) -> Tensor:
+    """[tiles, 4] int64: sequence, first row, number of rows, and how many rows the sequence has after these.
 
-
-def attend_single(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None, out: Tensor) -> None:
-    """Fill the rows of `out` that belong to sequences with one token."""
-    cache = batch.kv_cache
-    _, _, _, kv_heads, block_size, head_dim = cache.shape
-    sequences = len(batch.single)
-    # all heads of a sequence at once, unless that leaves threads without work
-    span = kv_heads if sequences >= ITEMS_PER_THREAD * torch.get_num_threads() else 1
-    items = sequences * (kv_heads // span)
-    ATTEND.launch(
-        q.dtype, items, q, cache[0, layer], out, constants(scale),
-        batch.single, batch.query_start, batch.kv_len, batch.block_table,
-        items, batch.block_table.stride(0), q.stride(0), out.stride(0),
-        kv_heads, span, q.shape[1] // kv_heads, block_size, head_dim, cache.stride(0),
-        window or NO_WINDOW,
-    )  # fmt: skip
+    The last rows of a chunk come first, since they see most: threads that share out the work end together.
+    """
+    tiles = []
+    for chunk in batch.chunks:
+        for row in range((chunk.count - 1) // TILE_ROWS * TILE_ROWS, -1, -TILE_ROWS):
+            rows = min(TILE_ROWS, chunk.count - row)
+            tiles.append((chunk.seq, chunk.first_row + row, rows, chunk.count - row - rows))
+    first_rows = batch.query_start[batch.single].tolist()
+    tiles += [(seq, row, 1, 0) for seq, row in zip(batch.single.tolist(), first_rows, strict=True)]
+    return torch.tensor(tiles, dtype=torch.int64).view(-1, 4)
