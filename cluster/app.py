@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
+import ray
 import yaml
 from ray import serve
 from ray.serve import Application
@@ -19,8 +21,11 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, StartupError
 from engine.model_config import ModelConfig
 from engine.tokenizer import Tokenizer
+from placement import capacity
 
-HEALTH_PERIOD_S = 2.0
+logger = logging.getLogger(__name__)
+
+HEALTH_PERIOD_S = 1.0  # the controller sees only then that a replica has ended
 HEALTH_TIMEOUT_S = 10.0
 CONSTRUCTOR_TRIES = 2  # a model that cannot be loaded will not load the twentieth time either
 SHUTDOWN_POLL_S = 0.2  # how soon a replica notices that its last request has ended
@@ -51,6 +56,7 @@ def check(path: Path) -> list[str]:
 
 def _build(config: AppConfig) -> Application:
     infos = [_info(model, config.ingress) for model in config.models]
+    _check_room(config)
     handles = [_decode(model) for model in config.models]
     ingress = serve.deployment(
         Ingress,
@@ -67,6 +73,20 @@ def _build(config: AppConfig) -> Application:
     return ingress.bind(infos, handles)
 
 
+def _check_room(config: AppConfig) -> None:
+    """Raises StartupError if the cluster could never hold a replica of some model, whatever else ran there."""
+    if not ray.is_initialized():
+        return
+    nodes = capacity.nodes_of_cluster()
+    for model in config.models:
+        problem = capacity.missing(model.group_spec(), nodes)
+        if problem is None:
+            continue
+        if not capacity.can_grow(nodes):
+            raise StartupError(f"model {model.name!r}: {problem}")
+        logger.warning("model %r waits for new nodes: %s", model.name, problem)
+
+
 def _decode(model: ModelSection) -> Application:
     engine, spec, section = model.engine_config(), model.group_spec(), model.decode
     deployment = serve.deployment(
@@ -75,13 +95,14 @@ def _decode(model: ModelSection) -> Application:
         max_ongoing_requests=section.max_ongoing_requests or engine.max_num_seqs + engine.max_waiting,
         ray_actor_options={"num_cpus": spec.control_cpus},
         placement_group_bundles=spec.bundles,
-        placement_group_strategy="PACK",
+        placement_group_strategy=spec.strategy,
         graceful_shutdown_timeout_s=section.drain_s,
         graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_constructor_retry_count=CONSTRUCTOR_TRIES,
         **_replicas(model, engine),
+        **({"placement_group_bundle_label_selector": spec.label_selectors} if spec.label_selectors else {}),
     )
     return deployment.bind(engine, spec)
 
@@ -103,6 +124,7 @@ def _info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     """Raises StartupError for a model that could not be loaded."""
     folder = model_folder.resolve(model.model)
     config = ModelConfig.from_folder(folder)
+    config.kv_heads_per_rank(model.engine_config().tensor_parallel)
     Tokenizer.from_folder(folder)
     return ModelInfo(
         name=model.name,

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from placement.spec import GroupSpec
+from placement.spec import GroupSpec, Strategy
 
 
 class Section(BaseModel):
@@ -31,6 +31,9 @@ class DecodeSection(Section):
 
     num_replicas: fixed; or min_replicas and max_replicas, between which load decides.
     num_cpus, num_gpus: of each rank of a replica; num_cpus is also its threads, unless `engine.num_threads` says more.
+        A replica has `engine.tensor_parallel` ranks, and a rank uses one GPU at most.
+    accelerator_type, label_selector: what a rank's node must have (`L4`; `{pool: decode}`).
+    placement_strategy: Ray's. PACK takes as few nodes as it can, STRICT_PACK one, STRICT_SPREAD one per rank.
     max_ongoing_requests: sequences that one replica takes; None means all that its engine may run and queue.
     target_ongoing_requests: per replica, what autoscaling aims at; None means half of what runs at once.
     drain_s: how long a replica that is to stop may go on with its requests.
@@ -40,7 +43,10 @@ class DecodeSection(Section):
     min_replicas: int | None = Field(default=None, ge=1)
     max_replicas: int | None = Field(default=None, ge=1)
     num_cpus: float = Field(default=1.0, ge=0)
-    num_gpus: float = Field(default=0.0, ge=0)
+    num_gpus: float = Field(default=0.0, ge=0, le=1)
+    accelerator_type: str | None = Field(default=None, min_length=1)
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    placement_strategy: Strategy = "PACK"
     max_ongoing_requests: int | None = Field(default=None, ge=1)
     target_ongoing_requests: float | None = Field(default=None, gt=0)
     startup_timeout_s: float = Field(default=600.0, gt=0)
@@ -75,6 +81,8 @@ class ModelSection(Section):
         low, high = self.decode.min_replicas, self.decode.max_replicas
         if low is not None and (high is None or high < low):
             raise ConfigError(f"{path}.decode.max_replicas", high, f"at least min_replicas ({low})")
+        if not self.decode.num_cpus and not self.decode.num_gpus:
+            raise ConfigError(f"{path}.decode.num_cpus", 0, "above 0 where num_gpus is 0")
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(model=self.model, **dict(self.engine))
@@ -83,6 +91,10 @@ class ModelSection(Section):
         return GroupSpec(
             num_cpus=self.decode.num_cpus,
             num_gpus=self.decode.num_gpus,
+            num_ranks=self.engine_config().tensor_parallel,
+            accelerator_type=self.decode.accelerator_type,
+            label_selector=self.decode.label_selector,
+            strategy=self.decode.placement_strategy,
             startup_timeout_s=self.decode.startup_timeout_s,
         )
 

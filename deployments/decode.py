@@ -14,7 +14,7 @@ from ray import serve
 from deployments import ray_compat
 from deployments.engine_replica import EngineReplica
 from engine.config import EngineConfig
-from engine.errors import StartupError
+from engine.errors import EngineUnavailable, StartupError
 from engine.messages import GenerateRequest
 from placement.console_log import log_to_console
 from placement.rank_group import RankGroup
@@ -40,8 +40,11 @@ class Decode:
         except StartupError as error:
             await asyncio.to_thread(ray_compat.end_serve_run, str(error))
             raise
+        except EngineUnavailable as error:  # a second try may do better
+            logger.error("replica cannot start: %s", error)
+            raise
         self._engine.connect(ready.address)
-        self._tasks = [asyncio.create_task(self._engine.run()), asyncio.create_task(self._exit_with_ranks())]
+        self._tasks = [asyncio.create_task(self._engine.run()), asyncio.create_task(self._exit_with_engine())]
         logger.info("replica ready startup_s=%.1f", time.monotonic() - started)
 
     async def generate(self, request: bytes) -> None:
@@ -56,10 +59,19 @@ class Decode:
         """Called by Serve, which replaces the replica after three failures."""
         self._engine.check_health()
 
-    async def _exit_with_ranks(self) -> None:
-        reason = await self._ranks.run()
+    async def _exit_with_engine(self) -> None:
+        """When a rank dies, or the engine hangs. Serve would stop a replica that hangs in an orderly way, and give its
+        requests `drain_s` to end, which they would not."""
+        ends = [asyncio.create_task(self._ranks.run()), asyncio.create_task(self._engine.until_unhealthy())]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        reason = done.pop().result()
         logger.error("replica exits, since its engine ended: %s", reason)
         self._engine.fail(reason)
+        self._ranks.kill()  # those whose `run` failed still live
         # An exit makes Serve replace the group at once; failing health checks would take it much longer.
         asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
 

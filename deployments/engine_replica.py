@@ -16,6 +16,8 @@ from engine.messages import Abort, Add, Command, EngineStatus, GenerateRequest
 logger = logging.getLogger(__name__)
 
 STALL_S = 10.0  # no step for so long while work is queued, or no status at all: the engine hangs
+LOOK_S = 1.0  # how often `until_unhealthy` looks
+LOOKS = 3  # unhealthy as often in a row: after a pause of this very process, statuses are still to be read
 TIMEOUT_GRACE_S = 5.0  # the engine ends a late request itself; this is for one that does not
 
 
@@ -92,6 +94,19 @@ class EngineReplica:
             raise EngineUnavailable(f"no status from the engine for {silent_s:.0f} s")
         if self._status is not None and self._status.last_step_age_s > STALL_S:
             raise EngineUnavailable(f"work is queued, but no step ended for {self._status.last_step_age_s:.0f} s")
+
+    async def until_unhealthy(self) -> str:
+        """Returns what is wrong once `check_health` raises and goes on raising."""
+        failures = 0
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self.check_health()
+                failures = 0
+            except EngineUnavailable as error:
+                failures += 1
+                if failures == LOOKS:
+                    return str(error)
 
     def status(self) -> EngineStatus:
         """The newest status. Raises EngineUnavailable if the engine is unhealthy or has not reported yet."""

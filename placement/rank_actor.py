@@ -2,34 +2,108 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import ray
 
 from engine.config import EngineConfig
 from placement.console_log import log_to_console
+from placement.rank_order import Place
+
+if TYPE_CHECKING:  # torch takes seconds, and the processes that start ranks do without
+    from engine.server import EngineServer
+    from engine.tp_group import ConnectedGroup
+    from engine.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """What all ranks of one engine are told.
+
+    status_to: where the engine reports (ZMQ). timeout_s: for the ranks to find each other.
+    """
+
+    config: EngineConfig
+    engine_id: str
+    status_to: str
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class RankReady:
-    """What rank 0 tells once its model is loaded. address: where the engine takes commands (ZMQ)."""
+    """What rank 0 tells once all ranks have loaded. address: where the engine takes commands (ZMQ)."""
 
     address: str
     max_model_len: int
 
 
 class RankActor:
-    """Hosts the engine. A dead rank is never restarted by itself: its whole replica is replaced."""
+    """Hosts a rank: the engine on rank 0, a worker on others. A dead rank is never restarted by itself: its whole
+    replica is replaced."""
 
-    def start(self, config: EngineConfig, engine_id: str, status_to: str) -> RankReady:
-        """Load the model. Raises StartupError."""
-        log_to_console(f"{engine_id}/rank0")
-        from engine.server import EngineServer  # imports torch, which the process that starts ranks does without
+    def __init__(self) -> None:
+        # when rank 0 ends first, torch would print a page about a lost connection
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        self._group: ConnectedGroup | None = None
+        self._part: EngineServer | Worker
 
-        host = ray.util.get_node_ip_address()
-        self._server = EngineServer(config, engine_id=engine_id, status_to=status_to, host=host)
-        return RankReady(self._server.address, self._server.max_model_len)
+    def place(self) -> Place:
+        """Where Ray has put this actor."""
+        context = ray.get_runtime_context()
+        devices = tuple(context.get_accelerator_ids().get("GPU", []))
+        return Place(context.get_node_id(), devices, ray.util.get_node_ip_address())
+
+    def listen(self, task: RankTask) -> str:
+        """Rank 0 of several: the address for the others."""
+        from engine.tp_group import TPGroup
+
+        config = task.config
+        self._group = TPGroup.listen(config.tensor_parallel, ray.util.get_node_ip_address(), device=config.device)
+        return self._group.address
+
+    def start(self, task: RankTask, rank: int, rank_0: str) -> RankReady | None:
+        """Load this rank's part of the model; returns when all ranks have. rank_0: its address, if there are others.
+
+        Raises StartupError, of this rank or of another.
+        """
+        log_to_console(f"{task.engine_id}/rank{rank}")
+        place = self.place()
+        logger.info(
+            "rank starts pid=%d node=%s host=%s CUDA_VISIBLE_DEVICES=%s",
+            os.getpid(), place.node, place.host, os.environ.get("CUDA_VISIBLE_DEVICES"),
+        )  # fmt: skip
+        if rank == 0:
+            return self._lead(task, place.host)
+        self._follow(task, rank, rank_0)
+        return None
 
     def run(self) -> None:
-        """Serve until the process ends. That this call is open is how the rank group knows that the rank lives."""
-        self._server.run()
+        """Serve until the process ends. That this call is open is how the rank group knows that the rank lives.
+
+        Raises EngineUnavailable when another rank dies.
+        """
+        self._part.run()
+
+    def _lead(self, task: RankTask, host: str) -> RankReady:
+        from engine.server import EngineServer
+
+        if self._group is not None:
+            self._group.join(task.timeout_s)
+        server = EngineServer(
+            task.config, engine_id=task.engine_id, status_to=task.status_to, host=host, group=self._group
+        )
+        self._part = server
+        return RankReady(server.address, server.max_model_len)
+
+    def _follow(self, task: RankTask, rank: int, rank_0: str) -> None:
+        from engine.tp_group import TPGroup
+        from engine.worker import Worker
+
+        config = task.config
+        group = TPGroup.connect(rank, config.tensor_parallel, rank_0, task.timeout_s, device=config.device)
+        self._part = Worker(config, group)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import time
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import ray
@@ -12,10 +15,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, ServingError, StartupError
-from placement.rank_actor import RankActor, RankReady
+from placement.rank_actor import RankActor, RankReady, RankTask
+from placement.rank_order import rank_order
 from placement.spec import GroupSpec
 
 logger = logging.getLogger(__name__)
+
+VERDICT_S = 1.0  # after one rank's failure, for others to fail too: the one that was first knows the reason best
+RELAYED = re.compile(r"rank \d+( cannot be reached|: )")  # how an engine tells of another rank's failure
 
 
 class RankGroup:
@@ -23,63 +30,122 @@ class RankGroup:
 
     def __init__(self, spec: GroupSpec):
         self._spec = spec
-        self._ranks: list[Any] = []  # actor handles
+        self._ranks: list[Any] = []  # actor handles; by bundle until their order is known, then by rank
 
     async def start(self, config: EngineConfig, *, engine_id: str, status_to: str) -> RankReady:
         """Start all ranks and wait until the model is loaded.
 
-        Raises the rank's own StartupError, or EngineUnavailable if a rank died or took too long.
+        Raises the StartupError of the rank that failed, or EngineUnavailable if one died or took too long.
         """
-        group = ray.util.get_current_placement_group()
-        assert group is not None, "a replica is deployed with the bundles of its GroupSpec"
-        actor = ray.remote(RankActor)
-        for rank in range(self._spec.num_ranks):
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=self._spec.bundle_of(rank))
-            self._ranks.append(
-                actor.options(
-                    num_cpus=self._spec.num_cpus, num_gpus=self._spec.num_gpus, scheduling_strategy=strategy
-                ).remote()
-            )
-        started = [rank.start.remote(config, engine_id, status_to) for rank in self._ranks]
         try:
-            async with asyncio.timeout(self._spec.startup_timeout_s):
-                ready: list[RankReady] = await asyncio.gather(*started)
-        except RayTaskError as error:
+            return await self._start(config, engine_id, status_to)
+        except BaseException:
             self.kill()
-            raise _cause(error) from None
-        except RayError as error:
-            self.kill()
-            raise EngineUnavailable(f"a rank died while it started: {error}") from error
-        except TimeoutError:
-            self.kill()
-            limit = self._spec.startup_timeout_s
-            raise EngineUnavailable(f"the ranks were not ready within startup_timeout_s={limit:.0f}") from None
-        logger.info("ranks ready engine_id=%s ranks=%d", engine_id, len(self._ranks))
-        return ready[0]
+            raise
 
     async def run(self) -> str:
         """Let all ranks serve; returns why the first of them ended."""
         running = [asyncio.ensure_future(_ended(rank, number)) for number, rank in enumerate(self._ranks)]
-        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        return done.pop().result()
+        try:
+            done, others = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            reasons = [reason for ended in done if (reason := ended.result())]
+            if not reasons and others:  # a rank that ended in order was told to, by one that has the reason
+                done, _ = await asyncio.wait(others, timeout=VERDICT_S, return_when=asyncio.FIRST_COMPLETED)
+                reasons = [reason for ended in done if (reason := ended.result())]
+            return reasons[0] if reasons else "its ranks ended"
+        finally:
+            for ended in running:
+                ended.cancel()
 
     def kill(self) -> None:
+        """End the ranks' processes, also those that hang."""
         for rank in self._ranks:
             ray.kill(rank)
 
+    async def _start(self, config: EngineConfig, engine_id: str, status_to: str) -> RankReady:
+        deadline = time.monotonic() + self._spec.startup_timeout_s
+        self._ranks = self._create()
+        places = await self._all([rank.place.remote() for rank in self._ranks], deadline)
+        order = rank_order(places, ray.get_runtime_context().get_node_id())
+        self._ranks = [self._ranks[bundle] for bundle in order]
+        # in one line, since Ray shows only one of several processes' lines that differ in numbers only
+        logger.info("ranks placed %s", "; ".join(f"rank {rank}: {places[b]}" for rank, b in enumerate(order)))
+        task = RankTask(config, engine_id, status_to, self._spec.startup_timeout_s)
+        rank_0 = ""
+        if len(order) > 1:
+            (rank_0,) = await self._all([self._ranks[0].listen.remote(task)], deadline)
+        started = [actor.start.remote(task, rank, rank_0) for rank, actor in enumerate(self._ranks)]
+        ready: RankReady = (await self._all(started, deadline))[0]
+        logger.info("ranks ready engine_id=%s ranks=%d", engine_id, len(self._ranks))
+        return ready
 
-async def _ended(rank: Any, number: int) -> str:
+    def _create(self) -> list[Any]:
+        """One actor per bundle."""
+        group = ray.util.get_current_placement_group()
+        assert group is not None, "a replica is deployed with the bundles of its GroupSpec"
+        actor = ray.remote(RankActor)
+        return [
+            actor.options(
+                num_cpus=self._spec.num_cpus,
+                num_gpus=self._spec.num_gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+            ).remote()
+            for bundle in range(self._spec.num_ranks)
+        ]
+
+    async def _all(self, calls: Sequence[Awaitable[Any]], deadline: float) -> list[Any]:
+        """Answers of ranks 0, 1, ... in that order."""
+        waiting = [asyncio.ensure_future(call) for call in calls]
+        try:
+            done, late = await asyncio.wait(
+                waiting, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_EXCEPTION
+            )
+            if any(call.exception() for call in done):
+                await asyncio.wait(waiting, timeout=VERDICT_S)
+                raise _verdict([call.exception() if call.done() else None for call in waiting]) from None
+            if late:
+                limit = f"startup_timeout_s={self._spec.startup_timeout_s:.0f}"
+                ranks = ", ".join(str(rank) for rank, call in enumerate(waiting) if call in late)
+                raise EngineUnavailable(f"not ready within {limit}: rank {ranks} of {len(waiting)}")
+            return [call.result() for call in waiting]
+        finally:
+            for call in waiting:
+                call.cancel()  # whatever they still bring is of no interest
+
+
+async def _ended(rank: Any, number: int) -> str | None:
+    """Why: short, since clients read it. None if it ended in order."""
     try:
         await rank.run.remote()
     except RayTaskError as error:
-        return f"rank {number} failed: {error}"
+        if isinstance(error.cause, ServingError):
+            return str(error.cause)
+        logger.error("rank failed rank=%d: %s", number, error)
+        return f"rank {number} failed: {error.cause}"
     except RayError as error:
-        return f"rank {number} died: {error}"
-    return f"rank {number} ended"
+        logger.error("rank died rank=%d: %s", number, error)
+        return f"rank {number} died"
+    return None
 
 
-def _cause(error: RayTaskError) -> ServingError:
-    """A rank's own error without the remote traceback, if it is one of ours."""
-    if isinstance(error.cause, StartupError):
-        return error.cause
-    return EngineUnavailable(f"a rank failed while it started: {error}")
+def _verdict(errors: Sequence[BaseException | None]) -> ServingError:
+    """What to say when ranks failed to start. `errors` is in rank order.
+
+    A death is nobody else's consequence; then comes what a rank says of itself, then what ranks say of each other.
+    """
+    deaths: list[ServingError] = []
+    own: list[ServingError] = []
+    told: list[ServingError] = []
+    for rank, error in enumerate(errors):
+        if error is None:
+            continue
+        cause = getattr(error, "cause", None)
+        if not isinstance(error, RayTaskError):
+            deaths.append(EngineUnavailable(f"rank {rank} died while it started: {error}"))
+        elif not isinstance(cause, StartupError):
+            own.append(EngineUnavailable(f"rank {rank} failed while it started: {error}"))
+        elif RELAYED.match(str(cause)):
+            told.append(cause)
+        else:
+            own.append(cause)
+    return [*deaths, *own, *told][0]

@@ -24,9 +24,17 @@ def test_engine_section_has_every_field_of_the_engine_but_the_model():
     assert set(EngineSection.model_fields) == names - {"model"}
 
 
-def test_replica_has_a_bundle_for_its_control_actor_and_one_per_rank():
+def test_replica_has_a_bundle_per_rank_and_the_first_also_holds_its_control_actor():
     (model,) = AppConfig.parse({"models": [{**MODEL, "decode": {"num_cpus": 2, "num_gpus": 1}}]}).models
-    assert model.group_spec().bundles == [{"CPU": 0.1}, {"CPU": 2.0, "GPU": 1.0}]
+    assert model.group_spec().bundles == [{"CPU": 2.1, "GPU": 1.0}]
+
+
+def test_replica_has_as_many_ranks_as_its_engine_is_parallel():
+    decode = {"placement_strategy": "STRICT_SPREAD", "label_selector": {"pool": "a"}, "accelerator_type": "L4"}
+    args = {"models": [{**MODEL, "engine": {"tensor_parallel": 2}, "decode": decode}]}
+    spec = AppConfig.parse(args).models[0].group_spec()
+    assert len(spec.bundles) == spec.num_ranks == 2
+    assert (spec.strategy, spec.label_selector, spec.accelerator_type) == ("STRICT_SPREAD", {"pool": "a"}, "L4")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +49,9 @@ def test_replica_has_a_bundle_for_its_control_actor_and_one_per_rank():
         ({"models": [{**MODEL, "engine": {"dtype": "int3"}}]}, ["models[0].engine.dtype", "bfloat16", "'int3'"]),
         ({"models": [{**MODEL, "decode": {"num_replicas": 0}}]}, ["models[0].decode.num_replicas", "0"]),
         ({"models": [{**MODEL, "decode": {"min_replicas": 2}}]}, ["models[0].decode.max_replicas"]),
+        ({"models": [{**MODEL, "decode": {"placement_strategy": "TIGHT"}}]}, ["placement_strategy", "STRICT_PACK"]),
+        ({"models": [{**MODEL, "decode": {"num_gpus": 2}}]}, ["models[0].decode.num_gpus", "less than or equal to 1"]),
+        ({"models": [{**MODEL, "decode": {"num_cpus": 0}}]}, ["models[0].decode.num_cpus", "above 0"]),
         ({"models": [MODEL, MODEL]}, ["models[1].name", "'pocket'"]),
         ({"models": [{**MODEL, "engine": {"block_size": 0}}]}, ["models[0].engine.block_size", "at least 1", "0"]),
     ],
@@ -56,7 +67,14 @@ def test_mistake_is_one_line_with_the_path_of_the_key(args, parts):
 def test_manta_check_ends_with_1_and_one_line(tmp_path):
     bad = tmp_path / "bad.yaml"
     app = "{import_path: 'cluster.app:build', args: {models: [{name: m, model: /nowhere}]}}"
-    for text in ("applications: [" + app + "]", "applications: [{}]", "]", "applications: 3"):
+    parallel = app.replace("model: /nowhere", "model: pocket, engine: {tensor_parallel: 7}")
+    for text in (
+        "applications: [" + app + "]",
+        "applications: [" + parallel + "]",
+        "applications: [{}]",
+        "]",
+        "applications: 3",
+    ):
         bad.write_text(text)
         result = CliRunner().invoke(cli.app, ["check", str(bad)])
         assert isinstance(result.exception, StartupError)

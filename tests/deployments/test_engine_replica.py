@@ -120,6 +120,19 @@ def test_engine_that_makes_no_step_is_unhealthy():
     run(scenario())
 
 
+def test_engine_that_stays_unhealthy_is_given_up(monkeypatch):
+    monkeypatch.setattr(engine_replica, "LOOK_S", 0.01)
+
+    async def scenario() -> None:
+        async with replica_with_engine() as (replica, engine):
+            given_up = asyncio.create_task(replica.until_unhealthy())
+            await until(lambda: is_healthy(replica))
+            engine.step_age_s = 11.0
+            assert "no step ended for 11 s" in await given_up
+
+    run(scenario())
+
+
 def is_healthy(replica: EngineReplica) -> bool:
     try:
         replica.status()

@@ -25,19 +25,26 @@ STARTUP_S = 90.0
 class ServeRun:
     """Started by the constructor. Its log lines can be awaited; `stop` leaves no process behind."""
 
-    def __init__(self, folder: Path, args: dict[str, Any]):
-        """args: of cluster.app.build."""
+    def __init__(
+        self,
+        folder: Path,
+        args: dict[str, Any],
+        *,
+        address: str = "local",
+        deployments: list[dict[str, Any]] | None = None,
+    ):
+        """args: of cluster.app.build. address: of a running Ray. deployments: overrides in the configuration."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log: list[str] = []
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._ray_folder = tempfile.TemporaryDirectory(prefix="manta", dir="/tmp")  # socket paths must be short
         config = folder / "serve_config.yaml"
-        config.write_text(yaml.safe_dump(self._config(args)))
+        config.write_text(yaml.safe_dump(self._config(args, deployments or [])))
         self._process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("serve")), "run", "--address", "local", str(config)],
+            [str(Path(sys.executable).with_name("serve")), "run", "--address", address, str(config)],
             cwd=Path(__file__).parents[2],
-            env=self._environment(),
+            env=ray_environment(self._ray_folder.name),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -78,13 +85,13 @@ class ServeRun:
                 process.kill()
         self._ray_folder.cleanup()
 
-    def _config(self, args: dict[str, Any]) -> dict[str, Any]:
+    def _config(self, args: dict[str, Any], deployments: list[dict[str, Any]]) -> dict[str, Any]:
         app = {"name": "manta", "route_prefix": "/", "import_path": "cluster.app:build", "args": args}
-        return {"http_options": {"host": "127.0.0.1", "port": self.port}, "applications": [app]}
-
-    def _environment(self) -> dict[str, str]:
-        ours = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": self._ray_folder.name}
-        return {**{k: v for k, v in os.environ.items() if not k.startswith("RAY_")}, **ours}
+        return {
+            "proxy_location": "HeadOnly",  # nodes of a FakeCluster would all want the same port
+            "http_options": {"host": "127.0.0.1", "port": self.port},
+            "applications": [{**app, "deployments": deployments}],
+        }
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -92,6 +99,17 @@ class ServeRun:
             self.log.append(line)
             self._lines.put(line)
         self._lines.put(None)
+
+
+def ray_environment(folder: str) -> dict[str, str]:
+    """Of a process whose Ray nobody else sees. folder: for its files; a short path."""
+    ours = {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_TMPDIR": folder,
+    }
+    return {**{k: v for k, v in os.environ.items() if not k.startswith("RAY_")}, **ours}
 
 
 def free_port() -> int:

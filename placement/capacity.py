@@ -1,0 +1,109 @@
+"""Whether the cluster could ever hold a replica. Ray itself would wait for a fitting node for ever, in silence."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import ray
+
+from placement.spec import GroupSpec
+
+TINY = 1e-6
+NODE_GROUP = "ray.io/node-group"  # label of nodes that an autoscaler or KubeRay has started
+OWN_RESOURCES = ("node:", "memory", "object_store_memory")  # which every node has
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """resources: in total, whoever uses them now."""
+
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+def nodes_of_cluster() -> list[Node]:
+    return [Node(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
+
+
+def can_grow(nodes: Sequence[Node]) -> bool:
+    """Whether somebody may add nodes: an autoscaler, or KubeRay, whose pods come one after the other."""
+    return any(node.labels.get(NODE_GROUP) for node in nodes)
+
+
+def missing(spec: GroupSpec, nodes: Sequence[Node]) -> str | None:
+    """Why `nodes` cannot hold one replica, even if nothing else ran there; None if they can."""
+    usable = [node for node in nodes if matches(node.labels, spec.label_selector)]
+    found = _ranks_that_fit(spec, usable)
+    if found >= spec.num_ranks:
+        return None
+    if not usable:
+        selector = ", ".join(f"{key}: {value}" for key, value in spec.label_selector.items())
+        problem = f"no node has the labels {{{selector}}}"
+    elif found == 0:
+        problem = _scarce(spec, usable)
+    else:
+        where = {"STRICT_PACK": "on one node", "STRICT_SPREAD": "on nodes of their own"}.get(spec.strategy, "anywhere")
+        problem = f"only {found} of them fit{'s' if found == 1 else ''} {where}"
+    ranks = "1 rank" if spec.num_ranks == 1 else f"{spec.num_ranks} ranks, each"
+    need = f"a replica needs {ranks} with {_told(spec.rank_bundle)}, and {spec.control_cpus:g} CPU beside the first"
+    labels = spec.label_selector.keys()
+    kinds = Counter(_told(node.resources, {k: node.labels[k] for k in labels if k in node.labels}) for node in nodes)
+    has = "; ".join(f"{count} node{'s' if count > 1 else ''} with {kind}" for kind, count in kinds.items())
+    return f"{need} ({spec.strategy}), but {problem}. The cluster has {has or 'no node'}"
+
+
+def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Ray's label selectors: each value is `v`, `!v`, `in(v, w)` or `!in(v, w)`."""
+    for key, wanted in selector.items():
+        negated = wanted.startswith("!")
+        listed = re.fullmatch(r"in\((.*)\)", wanted.removeprefix("!"))
+        values = [v.strip() for v in listed[1].split(",")] if listed else [wanted.removeprefix("!")]
+        if (labels.get(key) in values) == negated:
+            return False
+    return True
+
+
+def _ranks_that_fit(spec: GroupSpec, nodes: Sequence[Node]) -> int:
+    first, rank = spec.bundles[0], spec.rank_bundle
+    limit = 1 if spec.strategy == "STRICT_SPREAD" else spec.num_ranks
+    best = 0
+    for number, home in enumerate(nodes):
+        if not _room(home.resources, first):
+            continue
+        rest = {resource: amount - first.get(resource, 0.0) for resource, amount in home.resources.items()}
+        here = min(limit, 1 + _room(rest, rank))
+        if spec.strategy == "STRICT_PACK":
+            best = max(best, here)
+        else:
+            elsewhere = [*nodes[:number], *nodes[number + 1 :]]
+            others = sum(min(limit, _room(node.resources, rank)) for node in elsewhere)
+            best = max(best, here + others)
+    return best
+
+
+def _room(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:
+    """How often `bundle` fits."""
+    return min(int((resources.get(resource, 0.0) + TINY) / amount) for resource, amount in bundle.items())
+
+
+def _scarce(spec: GroupSpec, nodes: Sequence[Node]) -> str:
+    """Names what no node has enough of to hold the first bundle."""
+    for resource, amount in spec.bundles[0].items():
+        most = max(node.resources.get(resource, 0.0) for node in nodes)
+        if most + TINY < amount:
+            return f"no node has {_told({resource: amount})}" + (f", at most {most:g}" if most else "")
+    return "no node has all of it together"
+
+
+def _told(resources: Mapping[str, float], labels: Mapping[str, str] | None = None) -> str:
+    parts = []
+    for resource, amount in sorted(resources.items()):
+        if resource.startswith("accelerator_type:"):
+            parts.append(resource.replace("accelerator_type:", "type "))
+        elif not resource.startswith(OWN_RESOURCES):
+            parts.append(f"{amount:g} {resource}")
+    parts += [f"{key}={value}" for key, value in (labels or {}).items()]
+    return " + ".join(parts) or "nothing"

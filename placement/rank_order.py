@@ -1,0 +1,45 @@
+"""Which bundle of a replica's placement group becomes which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where Ray has put the actor of a bundle.
+
+    node: Ray's id of it. devices: GPUs that the actor may use, as in CUDA_VISIBLE_DEVICES. host: the node's address.
+    """
+
+    node: str
+    devices: tuple[str, ...] = ()
+    host: str = ""
+
+    def __str__(self) -> str:
+        gpus = f" GPU {','.join(self.devices)}" if self.devices else ""
+        return f"{self.host} (node {self.node[:8]}){gpus}"
+
+
+def rank_order(places: Sequence[Place], home: str) -> list[int]:
+    """Bundle indices in rank order: ranks of one node are neighbours there, in the order of their devices.
+
+    places: of each bundle. home: the control actor's node, which comes first if any bundle is there.
+
+    Ray promises neither: with PACK, neighbouring bundles may be on different nodes, and devices come in any order.
+    """
+    first_bundle: dict[str, int] = {}
+    for bundle, place in enumerate(places):
+        first_bundle.setdefault(place.node, bundle)
+
+    def key(bundle: int) -> tuple[bool, int, list[tuple[float, str]], int]:
+        place = places[bundle]
+        return place.node != home, first_bundle[place.node], [_number(name) for name in place.devices], bundle
+
+    return sorted(range(len(places)), key=key)
+
+
+def _number(device: str) -> tuple[float, str]:
+    """So that 10 comes after 9. Devices may also be UUIDs."""
+    return (int(device) if device.isdigit() else float("inf")), device

@@ -1,0 +1,79 @@
+"""What a rank group makes of its ranks' errors; real ranks are in tests/serve/test_rank_groups.py."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from ray.exceptions import RayActorError, RayTaskError
+
+from engine.errors import ConfigError, EngineUnavailable, StartupError
+from placement.rank_group import RankGroup, _verdict
+from placement.spec import GroupSpec
+
+WRONG = ConfigError("tensor_parallel", 3, "a divisor of 4")
+DEAD = RayActorError()
+
+
+def remote(error: Exception) -> RayTaskError:
+    """As Ray raises it where the call was made."""
+    return RayTaskError("start", "Traceback ...", error, proctitle="rank", pid=1, ip="127.0.0.1")
+
+
+class FakeRank:
+    """`run` ends with `error`, or without one."""
+
+    def __init__(self, error: Exception | None):
+        self.run, self._error = self, error
+
+    async def remote(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def test_error_of_the_rank_that_failed_is_preferred_to_what_others_tell_of_it():
+    told = remote(StartupError(f"rank 1: {WRONG}"))
+    assert _verdict([told, remote(WRONG), told]) is WRONG
+    assert str(_verdict([told, None])) == f"rank 1: {WRONG}"
+
+
+def test_death_of_a_rank_is_preferred_to_the_errors_that_follow_from_it():
+    lost = remote(StartupError("rank 0 cannot be reached any more: connection reset"))
+    verdict = _verdict([DEAD, lost, remote(StartupError("rank 2 could not connect to the other ranks"))])
+    assert isinstance(verdict, EngineUnavailable)
+    assert str(verdict).startswith("rank 0 died while it started")
+
+
+def test_error_that_is_none_of_ours_is_told_with_its_rank():
+    verdict = _verdict([remote(StartupError("rank 1: boom")), remote(ValueError("boom"))])
+    assert isinstance(verdict, EngineUnavailable)
+    assert str(verdict).startswith("rank 1 failed while it started")
+
+
+def why(*errors: Exception | None) -> str:
+    """The end of ranks that end like this."""
+    group = RankGroup(GroupSpec(num_ranks=len(errors)))
+    group._ranks = [FakeRank(error) for error in errors]
+    return asyncio.run(group.run())
+
+
+def test_reason_of_the_end_is_short():
+    assert why(DEAD) == "rank 0 died"
+    assert why(remote(EngineUnavailable("rank 1 is gone"))) == "rank 1 is gone"
+    assert why(remote(ValueError("boom"))) == "rank 0 failed: boom"
+
+
+def test_rank_that_ended_in_order_is_not_the_reason():
+    assert why(None, remote(EngineUnavailable("rank 2 is gone")), None) == "rank 2 is gone"
+    assert why(None, None) == "its ranks ended"
+
+
+def test_ranks_that_are_not_ready_in_time_are_named():
+    async def scenario() -> None:
+        never = asyncio.Event()
+        group = RankGroup(GroupSpec(num_ranks=3, startup_timeout_s=7))
+        await group._all([asyncio.sleep(0), never.wait(), never.wait()], time.monotonic() + 0.05)
+
+    with pytest.raises(EngineUnavailable, match="not ready within startup_timeout_s=7: rank 1, 2 of 3"):
+        asyncio.run(scenario())

@@ -1,0 +1,104 @@
+"""A Ray cluster of several nodes on this machine, in a process of its own.
+
+`ray.cluster_utils.Cluster` in the tests' process would make that a Ray driver, for all tests to come.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.serve.serve_run import ray_environment
+
+NOTICE_NODE_DEATH = {  # Ray's defaults take more than 15 s
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+class FakeCluster:
+    """Started by the constructor."""
+
+    def __init__(self, nodes: list[dict[str, Any]]):
+        """nodes: arguments of Cluster.add_node; the first is the head."""
+        self._folder = tempfile.TemporaryDirectory(prefix="manta", dir="/tmp")  # socket paths must be short
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, json.dumps(nodes)],
+            cwd=Path(__file__).parents[2],
+            env={**ray_environment(self._folder.name), **NOTICE_NODE_DEATH},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.address: str = self._answer()
+
+    def remove_node(self, node_id: str) -> None:
+        """SIGKILL to all processes of a node that Ray itself started."""
+        self._ask("remove", node_id)
+
+    def placement_groups(self) -> int:
+        """How many there are."""
+        groups: int = self._ask("groups", "")
+        return groups
+
+    def processes(self) -> list[psutil.Process]:
+        parent = psutil.Process(self._process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def stop(self) -> None:
+        processes = self.processes() if self._process.poll() is None else []
+        self._process.stdin.close()  # type: ignore[union-attr]  # it is a pipe
+        _, alive = psutil.wait_procs(processes, timeout=20)
+        for process in alive:
+            process.kill()
+        self._folder.cleanup()
+
+    def _ask(self, command: str, argument: str) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([command, argument]) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        """The next line that is one; Ray prints others."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("answer "):
+                return json.loads(line.removeprefix("answer "))
+        raise AssertionError("the fake cluster ended")
+
+
+def main() -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    head, *others = json.loads(sys.argv[1])
+    cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **head})
+    for arguments in others:
+        cluster.add_node(**arguments)
+    ray.init(address=cluster.address, log_to_driver=False)
+    print("answer", json.dumps(cluster.address), flush=True)
+    for line in sys.stdin:
+        command, argument = json.loads(line)
+        result = None
+        if command == "remove":
+            (socket,) = [n["RayletSocketName"] for n in ray.nodes() if n["NodeID"] == argument]
+            (node,) = [n for n in cluster.worker_nodes if n.raylet_socket_name == socket]
+            cluster.remove_node(node, allow_graceful=False)
+        elif command == "groups":
+            groups = ray.util.placement_group_table().values()
+            result = len([group for group in groups if group["state"] != "REMOVED"])
+        print("answer", json.dumps(result), flush=True)
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
