@@ -36,6 +36,8 @@ class DecodeSection(Section):
     placement_strategy: Ray's. PACK takes as few nodes as it can, STRICT_PACK one, STRICT_SPREAD one per rank.
     max_ongoing_requests: sequences that one replica takes; None means all that its engine may run and queue.
     target_ongoing_requests: per replica, what autoscaling aims at; None means half of what runs at once.
+    stall_timeout_s: a replica whose engine ends no step for so long while work is queued is replaced. Longer than any of
+        its steps: a large model on a CPU may need a minute for `max_num_batched_tokens` of a prompt.
     drain_s: how long a replica that is to stop may go on with its requests.
     """
 
@@ -50,6 +52,7 @@ class DecodeSection(Section):
     max_ongoing_requests: int | None = Field(default=None, ge=1)
     target_ongoing_requests: float | None = Field(default=None, gt=0)
     startup_timeout_s: float = Field(default=600.0, gt=0)
+    stall_timeout_s: float = Field(default=10.0, gt=0)
     drain_s: float = Field(default=60.0, ge=0)
 
 
@@ -96,6 +99,7 @@ class ModelSection(Section):
             label_selector=self.decode.label_selector,
             strategy=self.decode.placement_strategy,
             startup_timeout_s=self.decode.startup_timeout_s,
+            stall_timeout_s=self.decode.stall_timeout_s,
         )
 
 

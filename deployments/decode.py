@@ -33,7 +33,7 @@ class Decode:
         replica_id = serve.get_replica_context().replica_id
         engine_id = f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
         log_to_console(engine_id)
-        self._engine = EngineReplica(host=ray.util.get_node_ip_address())
+        self._engine = EngineReplica(ray.util.get_node_ip_address(), spec.stall_timeout_s)
         self._ranks = RankGroup(spec)
         try:
             ready = await self._ranks.start(config, engine_id=engine_id, status_to=self._engine.status_to)

@@ -15,7 +15,6 @@ from engine.messages import Abort, Add, Command, EngineStatus, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
-STALL_S = 10.0  # no step for so long while work is queued, or no status at all: the engine hangs
 LOOK_S = 1.0  # how often `until_unhealthy` looks
 LOOKS = 3  # unhealthy as often in a row: after a pause of this very process, statuses are still to be read
 TIMEOUT_GRACE_S = 5.0  # the engine ends a late request itself; this is for one that does not
@@ -27,8 +26,11 @@ class EngineReplica:
     A call stays open as long as its request lives in the engine, so that counting calls is counting requests.
     """
 
-    def __init__(self, host: str):
-        """host: address of this machine under which the engine reaches `status_to`."""
+    def __init__(self, host: str, stall_timeout_s: float = 10.0):
+        """host: address of this machine under which the engine reaches `status_to`.
+        stall_timeout_s: without a step while work is queued, or without any status, until the engine counts as hung.
+        """
+        self._stall_timeout_s = stall_timeout_s
         self._calls: dict[str, asyncio.Future[None]] = {}
         self._broken: str | None = None
         self._status: EngineStatus | None = None
@@ -90,9 +92,9 @@ class EngineReplica:
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
         silent_s = time.monotonic() - self._status_at
-        if silent_s > STALL_S:
+        if silent_s > self._stall_timeout_s:
             raise EngineUnavailable(f"no status from the engine for {silent_s:.0f} s")
-        if self._status is not None and self._status.last_step_age_s > STALL_S:
+        if self._status is not None and self._status.last_step_age_s > self._stall_timeout_s:
             raise EngineUnavailable(f"work is queued, but no step ended for {self._status.last_step_age_s:.0f} s")
 
     async def until_unhealthy(self) -> str:

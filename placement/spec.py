@@ -21,6 +21,7 @@ class GroupSpec:
     strategy: Ray's; PACK takes as few nodes as it can, STRICT_PACK one, STRICT_SPREAD one per rank.
     control_cpus: of the control actor, which only forwards requests and watches.
     startup_timeout_s: from starting the ranks until the model is loaded.
+    stall_timeout_s: without a step that ends, while work is queued, until a rank counts as hung.
     """
 
     num_cpus: float = 1.0
@@ -31,6 +32,7 @@ class GroupSpec:
     strategy: Strategy = "PACK"
     control_cpus: float = 0.1
     startup_timeout_s: float = 600.0
+    stall_timeout_s: float = 10.0
 
     @property
     def rank_bundle(self) -> dict[str, float]:

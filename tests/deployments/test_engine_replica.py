@@ -26,8 +26,8 @@ def request(request_id: str = "a", **fields: Any) -> GenerateRequest:
 
 
 @asynccontextmanager
-async def replica_with_engine() -> AsyncGenerator[tuple[EngineReplica, FakeEngine]]:
-    replica = EngineReplica("127.0.0.1")
+async def replica_with_engine(**options: float) -> AsyncGenerator[tuple[EngineReplica, FakeEngine]]:
+    replica = EngineReplica("127.0.0.1", **options)
     task = asyncio.create_task(replica.run())
     engine = FakeEngine(replica.status_to)
     replica.connect(engine.address)
@@ -94,11 +94,9 @@ def test_request_that_the_engine_forgets_ends_with_its_deadline(monkeypatch):
     run(scenario())
 
 
-def test_silent_engine_is_unhealthy(monkeypatch):
-    monkeypatch.setattr(engine_replica, "STALL_S", 0.2)
-
+def test_silent_engine_is_unhealthy():
     async def scenario() -> None:
-        async with replica_with_engine() as (replica, engine):
+        async with replica_with_engine(stall_timeout_s=0.2) as (replica, engine):
             await until(lambda: is_healthy(replica))
             engine.silent.set()
             await until(lambda: not is_healthy(replica))
