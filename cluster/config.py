@@ -36,8 +36,8 @@ class DecodeSection(Section):
     placement_strategy: Ray's. PACK takes as few nodes as it can, STRICT_PACK one, STRICT_SPREAD one per rank.
     max_ongoing_requests: sequences that one replica takes; None means all that its engine may run and queue.
     target_ongoing_requests: per replica, what autoscaling aims at; None means half of what runs at once.
-    stall_timeout_s: a replica whose engine ends no step for so long while work is queued is replaced. Longer than any of
-        its steps: a large model on a CPU may need a minute for `max_num_batched_tokens` of a prompt.
+    stall_timeout_s: a replica whose engine ends no step for so long while work is queued is replaced. Longer than any
+        of its steps: a large model on a CPU may need a minute for `max_num_batched_tokens` of a prompt.
     drain_s: how long a replica that is to stop may go on with its requests.
     """
 
