@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.errors import ServingError
 from engine.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -48,12 +49,17 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A ServingError in transit: class name in engine.errors, message, HTTP status, retryable."""
+    """A ServingError in transit."""
 
     code: str
     message: str
     status: int
     retryable: bool
+    type: str
+
+    @classmethod
+    def of(cls, error: ServingError) -> ErrorInfo:
+        return cls(error.code, str(error), error.status, error.retryable, error.type)
 
 
 class RequestTimes(msgspec.Struct, frozen=True, array_like=True):

@@ -334,7 +334,7 @@ class Scheduler:
             num_cached_tokens=delta.num_cached_tokens if delta else 0,
             finish_reason=reason,
             stop_reason=stop_reason,
-            error=ErrorInfo(error.code, str(error), error.status, error.retryable) if error else None,
+            error=ErrorInfo.of(error) if error else None,
             times=request.times(now),
             num_preemptions=request.num_preemptions,
         )

@@ -108,8 +108,7 @@ class EngineServer:
         try:
             self._core.add(request)
         except ServingError as error:
-            info = ErrorInfo(error.code, str(error), error.status, error.retryable)
-            delta = TokenDelta(request_id=request.request_id, finish_reason="error", error=info)
+            delta = TokenDelta(request_id=request.request_id, finish_reason="error", error=ErrorInfo.of(error))
             answers.setdefault(request.reply_to, []).append(delta)
 
     def _abort(self, command: Abort, answers: dict[str, list[TokenDelta]]) -> None:

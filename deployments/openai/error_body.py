@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from deployments.generation import ReportedError
 from deployments.openai.answers import ErrorBody, ErrorDetail
-from engine import errors
 from engine.errors import Overloaded, ServingError
 
 logger = logging.getLogger(__name__)
@@ -21,8 +20,7 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
     """HTTP status and body. An error that is none of ours is our bug: it is logged, and its text is kept inside."""
     match error:
         case ReportedError(info=info):
-            kind = getattr(errors, info.code, ServingError)
-            return info.status, _body(info.message, kind.type, None, info.code)
+            return info.status, _body(info.message, info.type, None, info.code)
         case ServingError():
             return error.status, _body(str(error), error.type, error.param, error.code)
         case HTTPException(status_code=404):

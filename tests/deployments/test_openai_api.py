@@ -11,6 +11,7 @@ import pytest
 from deployments.openai.header import Header
 from deployments.openai.protocol import ChatBody
 from deployments.openai.sse import stream
+from engine.errors import Overloaded
 from engine.messages import ErrorInfo
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, says, tokenizer, until
 
@@ -149,7 +150,7 @@ def test_one_request_id_may_name_several_answers():
 def test_refusal_by_the_engine_has_its_own_status(stream):
     async def scenario() -> None:
         async with fake_api() as api:
-            api.engine.refusal = ErrorInfo("Overloaded", "the queue is full", 429, True)
+            api.engine.refusal = ErrorInfo.of(Overloaded("the queue is full"))
             answer = await api.post("completions", prompt="a", stream=stream)
             assert answer.status_code == 429
             assert answer.json()["error"]["type"] == "rate_limit_error"
