@@ -193,12 +193,10 @@ class LLM:
             ids = self.tokenizer.bad_words_token_ids(params.bad_words)
             params = msgspec.structs.replace(params, bad_words_token_ids=ids)
         for output in request.outputs:
-            # wraps round where the next 64-bit integer does
-            seed = None if params.seed is None else (params.seed + output.index + 2**63) % 2**64 - 2**63
             yield GenerateRequest(
                 request_id=f"{request.request_id}-{output.index}",
                 prompt=request.prompt_token_ids,
-                params=msgspec.structs.replace(params, n=1, seed=seed),
+                params=params.sequence(output.index),
             )
 
     def _feed(

@@ -82,6 +82,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    def sequence(self, index: int) -> SamplingParams:
+        """Parameters of one of the `n` sequences; equal seeds would make them all the same."""
+        # wraps round where the next 64-bit integer does
+        seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
+        return msgspec.structs.replace(self, n=1, seed=seed)
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidParameter for a token id that the model does not have."""
         lists = {

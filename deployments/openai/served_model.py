@@ -114,7 +114,7 @@ class ServedModel:
             GenerateRequest(
                 request_id=f"{unique}-{i * body.n + j}",
                 prompt=prompt,
-                params=_sample(params, j),
+                params=params.sequence(j),
                 reply_to=self._channel.address,
                 timeout_s=self.info.request_timeout_s,
                 cache_salt=body.cache_salt,
@@ -125,11 +125,3 @@ class ServedModel:
         return Generation(
             requests, samples_per_prompt=body.n, tokenizer=self._tokenizer, channel=self._channel, pool=self.pool
         )
-
-
-def _sample(params: SamplingParams, number: int) -> SamplingParams:
-    """Parameters of one of `n` sequences; equal seeds would make them all the same."""
-    seed = params.seed
-    if seed is not None:
-        seed = (seed + number + 2**63) % 2**64 - 2**63  # stays a 64-bit integer
-    return msgspec.structs.replace(params, n=1, seed=seed)

@@ -28,7 +28,6 @@ class RotaryEmbedding(nn.Module):
             torch.get_default_dtype(),
             torch.get_default_device(),
         )
-
         self.rotate = rope.choose()
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PACKED_DTYPES = (torch.bfloat16, torch.float32)
+from engine.ops.versions import CPU_DTYPES
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -24,7 +24,7 @@ def pack(weight: Tensor) -> Tensor:
 
     Left as it is where there is no oneDNN for it. What torch.compile does when it freezes a graph on a CPU.
     """
-    if weight.device.type != "cpu" or weight.dtype not in PACKED_DTYPES or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or weight.dtype not in CPU_DTYPES or not torch.backends.mkldnn.is_available():
         return weight
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return weight

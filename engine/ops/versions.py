@@ -10,11 +10,12 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+CPU_DTYPES = (torch.bfloat16, torch.float32)  # that fast CPU ops take
+
 
 def cpu_kernels() -> bool:
     """Whether engine/ops/cpu serves the device and dtype that the model under construction has set as defaults."""
-    dtypes = (torch.bfloat16, torch.float32)
-    return torch.get_default_device().type == "cpu" and torch.get_default_dtype() in dtypes and numba_found()
+    return torch.get_default_device().type == "cpu" and torch.get_default_dtype() in CPU_DTYPES and numba_found()
 
 
 @cache

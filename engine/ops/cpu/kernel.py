@@ -23,7 +23,6 @@ from torch import Tensor
 I64 = ir.IntType(64)
 I32 = ir.IntType(32)
 OPTIONS = {"fastmath": True, "error_model": "numpy"}
-DTYPES = (torch.bfloat16, torch.float32)
 
 # a function that is compiled into the kernels that call it
 device_function = njit(nogil=True, boundscheck=False, **OPTIONS)
