@@ -1,0 +1,1 @@
+"""KV blocks computed by one engine (prefill) and used by another (decode)."""
