@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,23 @@ import ray
 import yaml
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
-from cluster.config import AppConfig, IngressSection, ModelSection
+from cluster.config import AppConfig, IngressSection, ModelSection, PoolSection, Role
 from deployments import ray_compat
+from deployments.admission import AdmissionLimits
 from deployments.decode import Decode
 from deployments.ingress import Ingress
 from deployments.openai.served_model import ModelInfo
+from deployments.prefill import Prefill
+from deployments.ticket_router import TicketRouter
 from engine import model_folder
 from engine.config import EngineConfig
 from engine.errors import ConfigError, StartupError
 from engine.model_config import ModelConfig
 from engine.tokenizer import Tokenizer
 from placement import capacity
+from placement.console_log import LogConfig
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +57,15 @@ def check(path: Path) -> list[str]:
     except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
         raise ConfigError(str(path), f"{type(error).__name__}: {error}", "a Serve configuration file") from None
     configs = [AppConfig.parse(app.get("args") or {}) for app in ours]
+    for config in configs:
+        config.ingress.gate()
     return [_info(model, config.ingress).name for config in configs for model in config.models]
 
 
 def _build(config: AppConfig) -> Application:
     infos = [_info(model, config.ingress) for model in config.models]
     _check_room(config)
-    handles = [_decode(model) for model in config.models]
+    pools = [_pools(model, config.log) for model in config.models]
     ingress = serve.deployment(
         Ingress,
         name=ray_compat.INGRESS,
@@ -70,7 +78,7 @@ def _build(config: AppConfig) -> Application:
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_constructor_retry_count=CONSTRUCTOR_TRIES,
     )
-    return ingress.bind(infos, handles)
+    return ingress.bind(infos, pools, config.log, config.tracing_config(), config.ingress.gate())
 
 
 def _check_room(config: AppConfig) -> None:
@@ -79,19 +87,31 @@ def _check_room(config: AppConfig) -> None:
         return
     nodes = capacity.nodes_of_cluster()
     for model in config.models:
-        problem = capacity.missing(model.group_spec(), nodes)
-        if problem is None:
-            continue
-        if not capacity.can_grow(nodes):
-            raise StartupError(f"model {model.name!r}: {problem}")
-        logger.warning("model %r waits for new nodes: %s", model.name, problem)
+        for role in model.pools:
+            problem = capacity.missing(model.group_spec(role), nodes)
+            if problem is None:
+                continue
+            if not capacity.can_grow(nodes):
+                raise StartupError(f"model {model.name!r}, {role}: {problem}")
+            logger.warning("model %r waits for new nodes for %s: %s", model.name, role, problem)
 
 
-def _decode(model: ModelSection) -> Application:
-    engine, spec, section = model.engine_config(), model.group_spec(), model.decode
-    deployment = serve.deployment(
-        Decode,
-        name=f"decode-{model.name}",
+def _pools(model: ModelSection, log: LogConfig) -> tuple[Application, Application | None]:
+    """Decode, and prefill if the model has such replicas."""
+    engine, spec = model.engine_config("decode"), replace(model.group_spec("decode"), log=log)
+    if model.prefill is None:
+        return _deployment(Decode, model, "decode").bind(engine, spec), None
+    router = RequestRouterConfig(request_router_class=TicketRouter)
+    deployment = _deployment(Prefill, model, "prefill").options(request_router_config=router)
+    prefill = deployment.bind(model.engine_config("prefill"), replace(model.group_spec("prefill"), log=log))
+    return _deployment(Decode, model, "decode").bind(engine, spec, prefill), prefill
+
+
+def _deployment(kind: type[Decode] | type[Prefill], model: ModelSection, role: Role) -> serve.Deployment:
+    engine, spec, section = model.engine_config(role), model.group_spec(role), model.pools[role]
+    return serve.deployment(
+        kind,
+        name=f"{role}-{model.name}",
         max_ongoing_requests=section.max_ongoing_requests or engine.max_num_seqs + engine.max_waiting,
         ray_actor_options={"num_cpus": spec.control_cpus},
         placement_group_bundles=spec.bundles,
@@ -101,15 +121,13 @@ def _decode(model: ModelSection) -> Application:
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_constructor_retry_count=CONSTRUCTOR_TRIES,
-        **_replicas(model, engine),
+        **_replicas(section, engine),
         **({"placement_group_bundle_label_selector": spec.label_selectors} if spec.label_selectors else {}),
     )
-    return deployment.bind(engine, spec)
 
 
-def _replicas(model: ModelSection, engine: EngineConfig) -> dict[str, Any]:
+def _replicas(section: PoolSection, engine: EngineConfig) -> dict[str, Any]:
     """Options of a Serve deployment."""
-    section = model.decode
     if section.max_replicas is None:
         return {"num_replicas": section.num_replicas}
     autoscaling = {
@@ -124,7 +142,8 @@ def _info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     """Raises StartupError for a model that could not be loaded."""
     folder = model_folder.resolve(model.model)
     config = ModelConfig.from_folder(folder)
-    config.kv_heads_per_rank(model.engine_config().tensor_parallel)
+    for role in model.pools:
+        config.kv_heads_per_rank(model.engine_config(role).tensor_parallel)
     Tokenizer.from_folder(folder)
     return ModelInfo(
         name=model.name,
@@ -134,4 +153,12 @@ def _info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         vocab_size=config.vocab_size,
         default_sampling=model_folder.default_sampling(folder),
         request_timeout_s=ingress.request_timeout_s,
+        admission=AdmissionLimits(
+            max_num_seqs=model.engine_config().max_num_seqs,
+            num_engines=model.decode.min_replicas or model.decode.num_replicas,
+            num_ingresses=ingress.num_replicas,
+            max_waiting=ingress.max_waiting,
+            max_waiting_tokens=ingress.max_waiting_tokens,
+        ),
+        has_priorities=model.engine_config().scheduling_policy == "priority",
     )

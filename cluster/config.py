@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, get_args, get_type_hints
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from deployments.api_keys import ApiKeys
+from deployments.openai.gate import GateConfig
+from deployments.tracing import TracingConfig
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.kv_transfer.config import HandoffConfig
+from placement.console_log import LogConfig, LogFormat, LogLevel
 from placement.spec import GroupSpec, Strategy
 
 
@@ -17,18 +23,24 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-# One key per field of EngineConfig, so that the two cannot drift apart. `model` stands one level higher.
-_HINTS = get_type_hints(EngineConfig)
-EngineSection = create_model(
-    "EngineSection",
-    __base__=Section,
-    **{f.name: (_HINTS[f.name], f.default) for f in fields(EngineConfig) if f.name != "model"},  # type: ignore[call-overload]
-)
+Role = Literal["decode", "prefill"]
 
 
-class DecodeSection(Section):
-    """The replicas that run a model.
+def _section_of(config: type, without: set[str]) -> type[Section]:
+    """One key per field of the dataclass, so that the two cannot drift apart."""
+    hints = get_type_hints(config)
+    keys: dict[str, Any] = {f.name: (hints[f.name], f.default) for f in fields(config) if f.name not in without}
+    return create_model(config.__name__.replace("Config", "Section"), __base__=Section, **keys)
 
+
+EngineSection = _section_of(EngineConfig, without={"model", "handoff"})  # these stand one level higher
+HandoffSection = _section_of(HandoffConfig, without={"role"})
+
+
+class PoolSection(Section):
+    """The replicas that run a model, or those that compute prompts for them.
+
+    engine: keys of the model's `engine` section that are different in this pool.
     num_replicas: fixed; or min_replicas and max_replicas, between which load decides.
     num_cpus, num_gpus: of each rank of a replica; num_cpus is also its threads, unless `engine.num_threads` says more.
         A replica has `engine.tensor_parallel` ranks, and a rank uses one GPU at most.
@@ -41,6 +53,7 @@ class DecodeSection(Section):
     drain_s: how long a replica that is to stop may go on with its requests.
     """
 
+    engine: EngineSection = EngineSection()  # type: ignore[valid-type]  # mypy cannot see into create_model
     num_replicas: int = Field(default=1, ge=1)
     min_replicas: int | None = Field(default=None, ge=1)
     max_replicas: int | None = Field(default=None, ge=1)
@@ -55,63 +68,139 @@ class DecodeSection(Section):
     stall_timeout_s: float = Field(default=10.0, gt=0)
     drain_s: float = Field(default=60.0, ge=0)
 
+    def check(self, path: str) -> None:
+        """Raises ConfigError for keys that do not go together."""
+        low, high = self.min_replicas, self.max_replicas
+        if low is not None and (high is None or high < low):
+            raise ConfigError(f"{path}.max_replicas", high, f"at least min_replicas ({low})")
+        if not self.num_cpus and not self.num_gpus:
+            raise ConfigError(f"{path}.num_cpus", 0, "above 0 where num_gpus is 0")
+
 
 class IngressSection(Section):
-    """request_timeout_s: a request that takes longer is ended with an error, wherever it is."""
+    """The HTTP API (docs/http_api.md).
+
+    request_timeout_s: a request that takes longer is ended with an error, wherever it is; it may ask for less.
+    max_waiting, max_waiting_tokens: sequences of one model, and tokens of their prompts, that may wait in one replica
+        for the engines; more are refused with 429.
+    api_keys_file: who may come in, on every node that runs an ingress; without it, everybody.
+    max_body_bytes: longest HTTP body.
+    """
 
     num_replicas: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=0.1, ge=0)
     max_ongoing_requests: int = Field(default=4096, ge=1)
     request_timeout_s: float = Field(default=600.0, gt=0)
     drain_s: float = Field(default=60.0, ge=0)
+    max_waiting: int = Field(default=1024, ge=1)
+    max_waiting_tokens: int = Field(default=2**22, ge=1)
+    api_keys_file: str | None = Field(default=None, min_length=1)
+    max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
+
+    def gate(self) -> GateConfig:
+        """Raises ConfigError if the file of keys is no good."""
+        if self.api_keys_file is not None:
+            ApiKeys(Path(self.api_keys_file))
+        return GateConfig(api_keys_file=self.api_keys_file, max_body_bytes=self.max_body_bytes)
 
 
 class ModelSection(Section):
-    """name: under which the API serves it. model: `pocket`, a folder, or a Hub id."""
+    """name: under which the API serves it. model: `pocket`, a folder, or a Hub id.
+
+    engine: of all its replicas. decode: the replicas that answer requests.
+    prefill: if given, replicas of their own that compute prompts for the others; handoff: how the KV gets across
+        (docs/handoff.md).
+    """
 
     name: str = Field(min_length=1)
     model: str
-    engine: EngineSection = EngineSection()  # type: ignore[valid-type]  # mypy cannot see into create_model
-    decode: DecodeSection = DecodeSection()
+    engine: EngineSection = EngineSection()  # type: ignore[valid-type]
+    decode: PoolSection = PoolSection()
+    prefill: PoolSection | None = None
+    handoff: HandoffSection | None = None  # type: ignore[valid-type]
+
+    @property
+    def pools(self) -> dict[Role, PoolSection]:
+        return {"decode": self.decode} if self.prefill is None else {"decode": self.decode, "prefill": self.prefill}
 
     def check(self, path: str) -> None:
         """Raises ConfigError for keys that do not go together; `path` is where this section stands."""
-        try:
-            self.engine_config()
-        except ConfigError as error:
-            key, value, limit = error.args
-            raise ConfigError(f"{path}.engine.{key}", value, limit) from None
-        low, high = self.decode.min_replicas, self.decode.max_replicas
-        if low is not None and (high is None or high < low):
-            raise ConfigError(f"{path}.decode.max_replicas", high, f"at least min_replicas ({low})")
-        if not self.decode.num_cpus and not self.decode.num_gpus:
-            raise ConfigError(f"{path}.decode.num_cpus", 0, "above 0 where num_gpus is 0")
+        if self.handoff is not None and self.prefill is None:
+            raise ConfigError(f"{path}.prefill", None, "given where there is a `handoff` section")
+        for role, pool in self.pools.items():
+            pool.check(f"{path}.{role}")
+            try:
+                self.engine_config(role)
+            except ConfigError as error:
+                key, value, limit = error.args
+                raise ConfigError(f"{path}.{self._section(role, key)}{key}", value, limit) from None
+        sizes = {role: self.engine_config(role).block_size for role in self.pools}
+        if len(set(sizes.values())) > 1:
+            limit = f"that of the decode pool ({sizes['decode']}), since blocks travel as they are"
+            raise ConfigError(f"{path}.{self._section('prefill', 'block_size')}block_size", sizes["prefill"], limit)
 
-    def engine_config(self) -> EngineConfig:
-        return EngineConfig(model=self.model, **dict(self.engine))
+    def engine_config(self, role: Role = "decode") -> EngineConfig:
+        options = {**dict(self.engine), **self._own(role)}
+        if self.prefill is not None:
+            options["handoff"] = HandoffConfig(role=role, **dict(self.handoff or HandoffSection()))
+        return EngineConfig(model=self.model, **options)
 
-    def group_spec(self) -> GroupSpec:
+    def group_spec(self, role: Role = "decode") -> GroupSpec:
+        pool = self.pools[role]
         return GroupSpec(
-            num_cpus=self.decode.num_cpus,
-            num_gpus=self.decode.num_gpus,
-            num_ranks=self.engine_config().tensor_parallel,
-            accelerator_type=self.decode.accelerator_type,
-            label_selector=self.decode.label_selector,
-            strategy=self.decode.placement_strategy,
-            startup_timeout_s=self.decode.startup_timeout_s,
-            stall_timeout_s=self.decode.stall_timeout_s,
+            num_cpus=pool.num_cpus,
+            num_gpus=pool.num_gpus,
+            num_ranks=self.engine_config(role).tensor_parallel,
+            accelerator_type=pool.accelerator_type,
+            label_selector=pool.label_selector,
+            strategy=pool.placement_strategy,
+            startup_timeout_s=pool.startup_timeout_s,
+            stall_timeout_s=pool.stall_timeout_s,
         )
+
+    def _own(self, role: Role) -> dict[str, Any]:
+        """Keys of `engine` that are different in this pool."""
+        section: Section = self.pools[role].engine
+        return {key: getattr(section, key) for key in section.model_fields_set}
+
+    def _section(self, role: Role, key: str) -> str:
+        """Where the value of a key of EngineConfig was given."""
+        if key.startswith("handoff."):
+            return ""
+        return f"{role}.engine." if key in self._own(role) else "engine."
+
+
+class TracingSection(Section):
+    """otlp_endpoint: where traces are sent by OTLP over HTTP, for instance http://collector:4318/v1/traces.
+    sampling_ratio: share of requests that are traced; a client's `traceparent` header decides for itself."""
+
+    otlp_endpoint: str
+    sampling_ratio: float = 1.0
 
 
 class AppConfig(Section):
-    """All that one application serves."""
+    """All that one application serves.
+
+    log_format: `json` for one object per line. log_level: `debug` also shows each step of every request's life.
+    tracing: if given, requests are traced with OpenTelemetry, which needs the extra `otel`.
+    """
 
     models: list[ModelSection] = Field(min_length=1)
     ingress: IngressSection = IngressSection()
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
+    tracing: TracingSection | None = None
+
+    @property
+    def log(self) -> LogConfig:
+        return LogConfig(format=self.log_format, level=self.log_level)
+
+    def tracing_config(self) -> TracingConfig | None:
+        return None if self.tracing is None else TracingConfig(**dict(self.tracing))
 
     @classmethod
     def parse(cls, args: dict[str, Any]) -> AppConfig:
-        """Raises ConfigError that names the key by its path."""
+        """Raises ConfigError that names the key by its path, and StartupError for an extra that is not installed."""
         try:
             config = cls.model_validate(args)
         except pydantic.ValidationError as error:
@@ -120,6 +209,8 @@ class AppConfig(Section):
             model.check(f"models[{i}]")
             if model.name in [other.name for other in config.models[:i]]:
                 raise ConfigError(f"models[{i}].name", model.name, "different from all other names")
+        if (tracing := config.tracing_config()) is not None:
+            tracing.check_installed()
         return config
 
 

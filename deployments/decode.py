@@ -1,82 +1,32 @@
-"""The decode deployment: a Serve replica that controls one engine."""
+"""The decode deployment: replicas that answer requests."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
-import time
-
 import msgspec
 import ray
-from ray import serve
+from ray.serve.handle import DeploymentHandle
 
-from deployments import ray_compat
-from deployments.engine_replica import EngineReplica
+from deployments.engine_deployment import EngineDeployment
+from deployments.engine_pool import ServePrefillPool
+from deployments.pairing import pair
 from engine.config import EngineConfig
-from engine.errors import EngineUnavailable, StartupError
 from engine.messages import GenerateRequest
-from placement.console_log import log_to_console
-from placement.rank_group import RankGroup
 from placement.spec import GroupSpec
 
-logger = logging.getLogger(__name__)
 
-EXIT_DELAY_S = 0.2  # open calls get their answer before the process ends
+class Decode(EngineDeployment):
+    """Tokens go from the engine straight to the ingress that asked."""
 
-
-class Decode:
-    """The control actor. Tokens do not pass here: they go from the engine to the ingress that asked."""
-
-    async def __init__(self, config: EngineConfig, spec: GroupSpec):  # type: ignore[misc]  # Serve awaits it
-        started = time.monotonic()
-        replica_id = serve.get_replica_context().replica_id
-        engine_id = f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
-        log_to_console(engine_id)
-        self._engine = EngineReplica(ray.util.get_node_ip_address(), spec.stall_timeout_s)
-        self._ranks = RankGroup(spec)
-        try:
-            ready = await self._ranks.start(config, engine_id=engine_id, status_to=self._engine.status_to)
-        except StartupError as error:
-            await asyncio.to_thread(ray_compat.end_serve_run, str(error))
-            raise
-        except EngineUnavailable as error:  # a second try may do better
-            logger.error("replica cannot start: %s", error)
-            raise
-        self._engine.connect(ready.address)
-        self._tasks = [asyncio.create_task(self._engine.run()), asyncio.create_task(self._exit_with_engine())]
-        logger.info("replica ready startup_s=%.1f", time.monotonic() - started)
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: EngineConfig, spec: GroupSpec, prefill: DeploymentHandle | None = None
+    ):
+        """prefill: the deployment that may compute prompts for this one."""
+        pool = None if prefill is None else ServePrefillPool(prefill)
+        async with self._starting():
+            await self._start_engine(config, spec, pool)
+            if pool is not None:
+                await pair(self._engine, pool, ray.util.get_node_ip_address(), spec.startup_timeout_s)
 
     async def generate(self, request: bytes) -> None:
         """A msgpack GenerateRequest; open until the request has ended in the engine."""
         await self._engine.generate(msgspec.msgpack.decode(request, type=GenerateRequest))
-
-    async def status(self) -> bytes:
-        """The engine's newest EngineStatus, in msgpack. Raises EngineUnavailable if it hangs or is gone."""
-        return msgspec.msgpack.encode(self._engine.status())
-
-    async def check_health(self) -> None:
-        """Called by Serve, which replaces the replica after three failures."""
-        self._engine.check_health()
-
-    async def _exit_with_engine(self) -> None:
-        """When a rank dies, or the engine hangs. Serve would stop a replica that hangs in an orderly way, and give its
-        requests `drain_s` to end, which they would not."""
-        ends = [asyncio.create_task(self._ranks.run()), asyncio.create_task(self._engine.until_unhealthy())]
-        try:
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for end in ends:
-                end.cancel()
-        reason = done.pop().result()
-        logger.error("replica exits, since its engine ended: %s", reason)
-        self._engine.fail(reason)
-        self._ranks.kill()  # those whose `run` failed still live
-        # An exit makes Serve replace the group at once; failing health checks would take it much longer.
-        asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
-
-    async def __del__(self) -> None:
-        """Serve calls this after the last request, when it removes the replica."""
-        for task in getattr(self, "_tasks", []):  # absent if the constructor failed
-            task.cancel()
-        self._ranks.kill()

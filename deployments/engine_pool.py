@@ -1,4 +1,4 @@
-"""The decode replicas of one model, as an ingress sees them. All Serve calls to them are made here."""
+"""The replicas of one model, as an ingress and a decode replica see them. All Serve calls to them are made here."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Protocol
 import msgspec
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
+from deployments import ray_compat
 from engine.errors import EngineUnavailable, Overloaded, ServingError
+from engine.kv_transfer.ticket import PrefillTicket
 from engine.messages import EngineStatus, GenerateRequest
 
 STATUS_TIMEOUT_S = 3.0
@@ -23,32 +25,63 @@ class EnginePool(Protocol):
     async def statuses(self) -> list[EngineStatus]:
         """One per healthy replica. Raises EngineUnavailable if there is none."""
 
+    async def prefill_statuses(self) -> list[EngineStatus]:
+        """One per healthy replica of those that compute prompts for these; none where there are no such."""
+
 
 class ServePool:
-    """Replicas of a `Decode` deployment."""
+    """Replicas of a `Decode` deployment, and of its `Prefill` deployment if it has one."""
+
+    def __init__(self, handle: DeploymentHandle, prefill: DeploymentHandle | None = None):
+        self._handle = handle
+        self._prefill = None if prefill is None else ServePrefillPool(prefill)
+
+    async def generate(self, request: GenerateRequest) -> None:
+        await _answer(self._handle.generate.remote(msgspec.msgpack.encode(request)))
+
+    async def statuses(self) -> list[EngineStatus]:
+        return await _statuses(self._handle)
+
+    async def prefill_statuses(self) -> list[EngineStatus]:
+        try:
+            return [] if self._prefill is None else await self._prefill.statuses()
+        except EngineUnavailable:
+            return []
+
+
+class ServePrefillPool:
+    """Replicas of a `Prefill` deployment; a TicketTaker."""
 
     def __init__(self, handle: DeploymentHandle):
         self._handle = handle
 
-    async def generate(self, request: GenerateRequest) -> None:
-        response = self._handle.generate.remote(msgspec.msgpack.encode(request))
-        try:
-            await response
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        except (RayError, BackPressureError, DeploymentUnavailableError) as error:
-            raise _translate(error) from error
+    async def prefill(self, ticket: PrefillTicket, avoid: list[str]) -> None:
+        await _answer(self._handle.prefill.remote(msgspec.msgpack.encode(ticket), avoid))
 
     async def statuses(self) -> list[EngineStatus]:
-        answers = self._handle.broadcast("status").results_async(timeout_s=STATUS_TIMEOUT_S, return_exceptions=True)
-        try:
-            statuses = [msgspec.msgpack.decode(a, type=EngineStatus) for a in await answers if isinstance(a, bytes)]
-        except (TimeoutError, RayError, DeploymentUnavailableError) as error:
-            raise EngineUnavailable(f"replicas did not answer within {STATUS_TIMEOUT_S:.0f} s") from error
-        if not statuses:
-            raise EngineUnavailable("no replica is up and healthy")
-        return statuses
+        return await _statuses(self._handle)
+
+    async def is_deploying(self) -> bool:
+        return await asyncio.to_thread(ray_compat.is_deploying, self._handle)
+
+
+async def _answer(response: DeploymentResponse) -> None:
+    """Raises ServingError. Cancelling it cancels the call."""
+    try:
+        await response
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+    except (RayError, BackPressureError, DeploymentUnavailableError) as error:
+        raise _translate(error) from error
+
+
+async def _statuses(handle: DeploymentHandle) -> list[EngineStatus]:
+    answers = await ray_compat.broadcast(handle, "status", STATUS_TIMEOUT_S)
+    statuses = [msgspec.msgpack.decode(answer, type=EngineStatus) for answer in answers if isinstance(answer, bytes)]
+    if not statuses:
+        raise EngineUnavailable("no replica is up and healthy")
+    return statuses
 
 
 def _translate(error: Exception) -> ServingError:

@@ -10,8 +10,21 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from deployments.tickets import Tickets, TicketTaker
 from engine.errors import EngineUnavailable, RequestTimeout
-from engine.messages import Abort, Add, Command, EngineStatus, GenerateRequest
+from engine.kv_transfer.ticket import PrefillTicket
+from engine.messages import (
+    Abort,
+    Add,
+    CancelPrefill,
+    Command,
+    DropPrefill,
+    EngineStatus,
+    GenerateRequest,
+    Notice,
+    Prefill,
+    WantPrefill,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +39,13 @@ class EngineReplica:
     A call stays open as long as its request lives in the engine, so that counting calls is counting requests.
     """
 
-    def __init__(self, host: str, stall_timeout_s: float = 10.0):
+    def __init__(self, host: str, stall_timeout_s: float = 10.0, prefill: TicketTaker | None = None):
         """host: address of this machine under which the engine reaches `status_to`.
         stall_timeout_s: without a step while work is queued, or without any status, until the engine counts as hung.
+        prefill: where the engine may have prompts computed.
         """
         self._stall_timeout_s = stall_timeout_s
+        self._tickets = None if prefill is None else Tickets(prefill, self._send)
         self._calls: dict[str, asyncio.Future[None]] = {}
         self._broken: str | None = None
         self._status: EngineStatus | None = None
@@ -48,11 +63,15 @@ class EngineReplica:
 
     async def run(self) -> None:
         """Take in statuses until cancelled, then close the sockets."""
-        decode = msgspec.msgpack.Decoder(EngineStatus).decode
+        decode = msgspec.msgpack.Decoder(Notice).decode
+        if self._tickets is not None:
+            self._tickets.start(self.status)
         try:
             while True:
-                self._update(decode(await self._statuses.recv()))
+                self._handle(decode(await self._statuses.recv()))
         finally:
+            if self._tickets is not None:
+                self._tickets.close()
             self._commands.close(linger=0)  # of a shadow context, which `destroy` does not know
             self._context.destroy(linger=0)
 
@@ -61,28 +80,41 @@ class EngineReplica:
 
         When cancelled, the engine drops the request at once. Raises EngineUnavailable if the engine breaks.
         """
+        await self._until_ended(request.request_id, Add(request), Abort(request.request_id), request.timeout_s)
+
+    async def prefill(self, ticket: PrefillTicket) -> None:
+        """Returns when the handoff is over in the engine, however it ended; the decode engine hears of it by itself.
+
+        When cancelled, the engine drops the ticket at once. Raises EngineUnavailable if the engine breaks.
+        """
+        name = ticket.handoff_id
+        await self._until_ended(name, Prefill(ticket), CancelPrefill(name), ticket.timeout_s)
+
+    async def _until_ended(self, name: str, start: Command, end: Command, timeout_s: float | None) -> None:
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
-        assert request.request_id not in self._calls, request.request_id
+        assert name not in self._calls, name
         ended = asyncio.get_running_loop().create_future()
-        self._calls[request.request_id] = ended
-        limit_s = None if request.timeout_s is None else request.timeout_s + TIMEOUT_GRACE_S
+        self._calls[name] = ended
+        limit_s = None if timeout_s is None else timeout_s + TIMEOUT_GRACE_S
         try:
-            self._send(Add(request))
+            self._send(start)
             async with asyncio.timeout(limit_s):
                 await ended
         except asyncio.CancelledError:
-            self._send(Abort(request.request_id))
+            self._send(end)
             raise
         except TimeoutError:
-            self._send(Abort(request.request_id))
-            raise RequestTimeout(request.request_id, limit_s or 0.0) from None
+            self._send(end)
+            raise RequestTimeout(name, limit_s or 0.0) from None
         finally:
-            self._calls.pop(request.request_id)
+            self._calls.pop(name)
 
     def fail(self, reason: str) -> None:
         """The engine is gone: end all open calls with EngineUnavailable, and refuse new ones."""
         self._broken = reason
+        if self._tickets is not None:
+            self._tickets.close()
         for ended in self._calls.values():
             if not ended.done():
                 ended.set_exception(EngineUnavailable(reason))
@@ -116,6 +148,17 @@ class EngineReplica:
         if self._status is None:
             raise EngineUnavailable("the engine has just started")
         return self._status
+
+    def _handle(self, notice: Notice) -> None:
+        match notice:
+            case EngineStatus():
+                self._update(notice)
+            case WantPrefill(ticket):
+                assert self._tickets is not None, "the engine has no prefill pool"
+                self._tickets.bring(ticket)
+            case DropPrefill(handoff_id):
+                assert self._tickets is not None, "the engine has no prefill pool"
+                self._tickets.drop(handoff_id)
 
     def _update(self, status: EngineStatus) -> None:
         self._status, self._status_at = status, time.monotonic()

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
+from deployments.admission import Admission
 from deployments.engine_pool import EnginePool
+from deployments.ingress_stats import ModelStats
+from deployments.sequence_record import Reason, SequenceRecord
+from deployments.telemetry import current_request
 from deployments.token_channel import TokenChannel
-from engine.errors import EngineError, RequestTimeout, ServingError
+from engine.detokenizer import TokenBytes
+from engine.errors import EngineError, Overloaded, RequestTimeout, ServingError
 from engine.messages import ErrorInfo, GenerateRequest, TokenDelta
 from engine.text_stream import TextChunk, TextStream
-from engine.tokenizer import Tokenizer
 
 FINAL_DELTA_S = 2.0  # tokens come beside the call that reports the end, so they may be a little later than it
 TIMEOUT_GRACE_S = 10.0  # engine and replica end a late request themselves; this is for when both are lost
@@ -51,6 +59,7 @@ class _Sequence:
     index: int
     request: GenerateRequest
     text: TextStream
+    record: SequenceRecord
     call: asyncio.Task[None] | None = None  # set once it is sent
     finished: bool = False
 
@@ -63,24 +72,54 @@ class Generation:
         requests: Sequence[GenerateRequest],
         *,
         samples_per_prompt: int,
-        tokenizer: Tokenizer,
+        tokenizer: TokenBytes,
         channel: TokenChannel,
         pool: EnginePool,
+        model: str,
+        stats: ModelStats,
+        admission: Admission,
+        client: str,
     ):
+        """client: whose turn it takes in `admission`."""
         self.usage = Usage(prompt_tokens=sum(len(r.prompt) for r in requests[::samples_per_prompt]))
+        http = current_request()
         self._sequences = {
-            r.request_id: _Sequence(i, r, TextStream(r.params, tokenizer)) for i, r in enumerate(requests)
+            r.request_id: _Sequence(i, r, TextStream(r.params, tokenizer), SequenceRecord(r, http, model, stats))
+            for i, r in enumerate(requests)
         }
+        for _ in requests[::samples_per_prompt]:
+            stats.histograms["request_params_n"].observe(samples_per_prompt)
         self._samples_per_prompt = samples_per_prompt
         self._channel = channel
         self._pool = pool
+        self._admission, self._client = admission, client
         self._timed_out = False
 
     async def parts(self) -> AsyncGenerator[Part]:
         """Closing the generator early aborts in the engines what still runs.
 
-        Raises the first error of any sequence, and drops the others.
+        Raises the first error of any sequence, and drops the others. Time spent waiting for admission counts.
         """
+        asked_at, timeout_s = time.monotonic(), self._timeout_s()
+        first, size = next(iter(self._sequences)), len(self._sequences)
+        left: Reason = "abort"  # how those ended that have not come to their own end
+        try:
+            async with self._admission.enter(first, self._client, size, self.usage.prompt_tokens, timeout_s) as ticket:
+                waited_s = time.monotonic() - asked_at
+                for sequence in self._sequences.values():
+                    sequence.request = _started_late(sequence.request, waited_s)
+                async with aclosing(self._run()) as parts:
+                    async for part in parts:
+                        self._admission.charge(ticket, len(part.chunk.token_ids))
+                        yield part
+        except Exception as error:
+            left = "refused" if isinstance(error, Overloaded) else "error"
+            raise
+        finally:
+            for sequence in self._sequences.values():
+                sequence.record.ended(left)
+
+    async def _run(self) -> AsyncGenerator[Part]:
         inbox = self._channel.open(self._sequences)
         alarm = self._set_alarm(inbox)
         try:
@@ -108,8 +147,11 @@ class Generation:
         chunk = sequence.text.add(delta)
         if chunk.finish_reason is not None:
             sequence.finished = True
-            if delta.finish_reason is None and sequence.call is not None:
-                sequence.call.cancel()  # stopped by a stop string, which the engine does not know
+            if delta.finish_reason is None:
+                self._channel.stop(delta.request_id)  # a stop string, of which the engine does not know
+        sequence.record.delta(delta, len(chunk.token_ids))
+        if chunk.finish_reason is not None:
+            sequence.record.ended(chunk.finish_reason)
         self.usage.completion_tokens += len(chunk.token_ids)
         if sequence.index % self._samples_per_prompt == 0:
             self.usage.cached_tokens += delta.num_cached_tokens
@@ -127,16 +169,27 @@ class Generation:
                     raise error
                 raise EngineError(sequence.request.request_id, "its last tokens were lost")
 
+    def _timeout_s(self) -> float | None:
+        """Of the sequence that may take longest; None without a limit."""
+        return max((s.request.timeout_s for s in self._sequences.values() if s.request.timeout_s), default=None)
+
     def _set_alarm(self, inbox: asyncio.Queue[TokenDelta | None]) -> asyncio.TimerHandle | None:
-        timeouts = [s.request.timeout_s for s in self._sequences.values() if s.request.timeout_s is not None]
-        if not timeouts:
+        timeout_s = self._timeout_s()
+        if timeout_s is None:
             return None
 
         def ring() -> None:
             self._timed_out = True
             inbox.put_nowait(None)
 
-        return asyncio.get_running_loop().call_later(max(timeouts) + TIMEOUT_GRACE_S, ring)
+        return asyncio.get_running_loop().call_later(timeout_s + TIMEOUT_GRACE_S, ring)
+
+
+def _started_late(request: GenerateRequest, waited_s: float) -> GenerateRequest:
+    """With what is left of its time, at least a millisecond."""
+    if request.timeout_s is None:
+        return request
+    return msgspec.structs.replace(request, timeout_s=max(request.timeout_s - waited_s, 0.001))
 
 
 def _wake(inbox: asyncio.Queue[TokenDelta | None], call: asyncio.Task[None]) -> None:

@@ -7,17 +7,22 @@ import logging
 import time
 from pathlib import Path
 
+import msgspec
 import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.engine_pool import ServePool
+from deployments.ingress_peers import stats_of_all_ingresses
 from deployments.openai.app import openai_app
+from deployments.openai.gate import GateConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.telemetry import Telemetry
 from deployments.token_channel import TokenChannel
+from deployments.tracing import Tracing, TracingConfig
 from engine.tokenizer import Tokenizer
-from placement.console_log import log_to_console
+from placement.console_log import LogConfig, log_to_console
 
 logger = logging.getLogger(__name__)
 
@@ -26,20 +31,43 @@ logger = logging.getLogger(__name__)
 class Ingress:
     """Text on one side, tokens on the other: control calls go to the replicas, tokens come by the channel."""
 
-    async def __init__(self, infos: list[ModelInfo], handles: list[DeploymentHandle]):  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        infos: list[ModelInfo],
+        pools: list[tuple[DeploymentHandle, DeploymentHandle | None]],
+        log: LogConfig,
+        tracing: TracingConfig | None,
+        gate: GateConfig,
+    ):
+        """pools: for each model its decode and its prefill replicas."""
         started = time.monotonic()
-        log_to_console("ingress")
+        ingress_id = serve.get_replica_context().replica_id.unique_id
+        log_to_console(f"ingress-{ingress_id}", log)
         self._channel = TokenChannel(ray.util.get_node_ip_address())
+        spans = None if tracing is None else Tracing(tracing)
+        self._gate = gate
+        self._telemetry = Telemetry(ingress_id, self._channel, spans, stats_of_all_ingresses)
         self._models = {
-            info.name: ServedModel(info, Tokenizer.from_folder(Path(info.folder)), ServePool(handle), self._channel)
-            for info, handle in zip(infos, handles, strict=True)
+            info.name: ServedModel(
+                info,
+                Tokenizer.from_folder(Path(info.folder)),
+                ServePool(*handles),
+                self._channel,
+                self._telemetry,
+            )
+            for info, handles in zip(infos, pools, strict=True)
         }
         self._task = asyncio.create_task(self._channel.run())
         logger.info("ingress ready startup_s=%.1f", time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # called by Serve after the constructor
-        return openai_app(self._models, self._channel)
+        return openai_app(self._models, self._telemetry, self._gate)
+
+    async def stats(self) -> bytes:
+        """What this ingress counts: IngressStats, in msgpack."""
+        return msgspec.msgpack.encode(self._telemetry.stats)
 
     async def __del__(self) -> None:
         """Serve calls this after the last request, when it removes the replica."""
         self._task.cancel()
+        await asyncio.to_thread(self._telemetry.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -10,10 +11,14 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
 
 logger = logging.getLogger(__name__)
 
-INGRESS = "ingress"  # name of that deployment; it may be up before any model
+INGRESS = "ingress"  # name of that deployment
+DECODE = "decode-"  # what names of deployments that serve a model begin with
 DRIVER_EXIT_S = 30.0
 
 
@@ -48,7 +53,32 @@ def _serve_run_pid() -> int | None:
 def _some_model_is_up() -> bool:
     apps = serve.status().applications.values()
     deployments = [(name, status) for app in apps for name, status in app.deployments.items()]
-    return any(status.replica_states.get("RUNNING") for name, status in deployments if name != INGRESS)
+    return any(status.replica_states.get("RUNNING") for name, status in deployments if name.startswith(DECODE))
+
+
+def is_deploying(handle: DeploymentHandle) -> bool:
+    """Whether Serve is still about to start replicas of this deployment, as after a change of its configuration.
+
+    Blocks for a call to Serve's controller.
+    """
+    name = handle.deployment_id
+    app = serve.status().applications.get(name.app_name)
+    deployment = app.deployments.get(name.name) if app is not None else None
+    return deployment is None or deployment.status == "UPDATING"
+
+
+async def broadcast(handle: DeploymentHandle, method: str, timeout_s: float) -> list[Any]:
+    """Answers of all replicas that give one in time; exceptions of the others.
+
+    Ray's own `results_async` gives no answer at all if one replica hangs.
+    """
+    try:
+        response = handle.broadcast(method)
+        results = await asyncio.wait_for(response._fetch_replica_results_async(), timeout_s)
+    except (TimeoutError, RayError, DeploymentUnavailableError):
+        return []
+    answers = (asyncio.wait_for(result.get_async(), timeout_s) for result in results)
+    return await asyncio.gather(*answers, return_exceptions=True)
 
 
 def _write_to_console_of(pid: int, text: str) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from engine.messages import TokenBatch, TokenDelta
+from engine.messages import Abort, TokenBatch, TokenDelta
 
 logger = logging.getLogger(__name__)
+
+FORGET_ENGINE_S = 60.0  # an engine that was told nothing for so long loses its socket
 
 
 class TokenChannel:
@@ -25,8 +28,11 @@ class TokenChannel:
     def __init__(self, host: str):
         self.dropped = 0
         self._inboxes: dict[str, asyncio.Queue[TokenDelta | None]] = {}
+        self._commands_to: dict[str, str] = {}  # by request: the address of the engine that works for it
+        self._engines: dict[str, tuple[float, zmq.Socket[bytes]]] = {}  # by address: when last used, socket
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)
+        self._sending: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._context)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
@@ -43,6 +49,21 @@ class TokenChannel:
     def close(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._inboxes.pop(request_id, None)
+            self._commands_to.pop(request_id, None)
+
+    def stop(self, request_id: str) -> None:
+        """Tell its engine that the text has reached a stop string. Only for a request that has had a delta."""
+        address, now = self._commands_to[request_id], time.monotonic()
+        for unused in [a for a, (used_at, _) in self._engines.items() if now - used_at > FORGET_ENGINE_S]:
+            self._engines.pop(unused)[1].close(linger=0)
+        if address in self._engines:
+            socket = self._engines[address][1]
+        else:
+            socket = self._sending.socket(zmq.PUSH)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.connect(address)
+        self._engines[address] = (now, socket)
+        socket.send(msgspec.msgpack.encode(Abort(request_id, "stop")), zmq.NOBLOCK)
 
     async def run(self) -> None:
         """Dispatch until cancelled, then close the socket."""
@@ -50,6 +71,8 @@ class TokenChannel:
             while True:
                 self._dispatch(await self._socket.recv())
         finally:
+            for _, socket in self._engines.values():
+                socket.close(linger=0)  # of a shadow context, which `destroy` does not know
             self._context.destroy(linger=0)
 
     def _dispatch(self, message: bytes) -> None:
@@ -63,4 +86,5 @@ class TokenChannel:
             if inbox is None:
                 self.dropped += 1
             else:
+                self._commands_to[delta.request_id] = batch.commands_to
                 inbox.put_nowait(delta)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 
@@ -55,6 +55,11 @@ class BlockPool:
     def private(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` have only one holder, so that releasing them gives room."""
         return sum(self._refs[block] == 1 for block in blocks)
+
+    def exclusive(self, tables: Iterable[list[int]]) -> int:
+        """How many blocks are held by the owners of these tables and by nobody else."""
+        held = Counter(block for blocks in tables for block in blocks)
+        return sum(self._refs[block] == count for block, count in held.items())
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
         """Longest run of blocks, from the first hash on, whose content is at hand. Takes no reference."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.errors import ConfigError
+from engine.kv_transfer.config import HandoffConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -28,6 +29,7 @@ class EngineConfig:
     num_threads: CPU threads of each rank; None means one per core that the process may use, shared out over the ranks
         of one machine.
     tensor_parallel: ranks that share the model, each with a part of every layer.
+    handoff: for an engine that computes prompts for others, or has its prompts computed by others.
     """
 
     model: str = "pocket"
@@ -47,6 +49,7 @@ class EngineConfig:
     num_threads: int | None = None
     tensor_parallel: int = 1
     seed: int = 0
+    handoff: HandoffConfig | None = None
 
     def __post_init__(self) -> None:
         for key in ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_waiting", "tensor_parallel"):

@@ -4,7 +4,10 @@ ServingError
 ├── RequestError              400  the request itself is wrong
 │   ├── InvalidParameter      400  one field has a bad value: names field, value and limit
 │   ├── PromptTooLong         400  prompt does not fit the model's context or the KV cache
-│   └── ModelNotFound         404  no model of that name is served
+│   ├── ModelNotFound         404  no model of that name is served
+│   ├── InvalidApiKey         401  no key, or one that is not known
+│   ├── BodyTooLarge          413  the HTTP body is longer than this server takes
+│   └── UnsupportedMediaType  415  the HTTP body is not said to be JSON
 ├── Overloaded                429  queues are full; nothing was started
 ├── RequestTimeout            408  the request's own deadline passed
 ├── EngineError               500  computing this request failed; the engine lives on
@@ -57,7 +60,10 @@ class InvalidParameter(RequestError):
     """One field has a value outside its limit."""
 
     def __init__(self, field: str, value: object, limit: str):
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except ValueError:  # Python writes out no integers of thousands of digits
+            value = shown = "a number of thousands of digits"
         if len(shown) > 100:
             shown = shown[:100] + "…"
         Exception.__init__(self, field, shown if not isinstance(value, (int, float, str)) else value, limit)
@@ -85,6 +91,32 @@ class ModelNotFound(RequestError):
     def __init__(self, model: str, known: list[str]):
         Exception.__init__(self, model, known)
         self.message, self.param = f"model {model!r} does not exist; served here: {', '.join(known)}", "model"
+
+
+class InvalidApiKey(RequestError):
+    """The request brings no API key, or one that this server does not know."""
+
+    status, type = 401, "authentication_error"
+
+
+class BodyTooLarge(RequestError):
+    """The HTTP body is longer than this server takes."""
+
+    status = 413
+
+    def __init__(self, limit: int):
+        Exception.__init__(self, limit)
+        self.message, self.param = f"the body is larger than {limit} bytes, the limit of this server", None
+
+
+class UnsupportedMediaType(RequestError):
+    """A body must be said to be JSON, which also keeps web pages of other origins from sending one unasked."""
+
+    status = 415
+
+    def __init__(self, content_type: str | None):
+        Exception.__init__(self, content_type)
+        self.message, self.param = f"Content-Type must be application/json, got {content_type!r}", None
 
 
 class Overloaded(ServingError):

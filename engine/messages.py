@@ -1,8 +1,10 @@
 """What travels between an engine and the processes that use it (msgspec over ZMQ).
 
-To the engine:      Add, Abort                       (`Command`)
+To the engine:      Add, Abort; Prefill, CancelPrefill (to one that computes prompts for others);
+                    TicketFailed, PrefillPool (to one that has its prompts computed)         (`Command`)
 From the engine:    TokenBatch to each ingress that has requests there, one per step;
-                    EngineStatus to the replica's control actor, at least once a second.
+                    to the replica's control actor (`Notice`) EngineStatus, at least once a second, and from one that
+                    has its prompts computed WantPrefill and DropPrefill.
 """
 
 from __future__ import annotations
@@ -12,9 +14,13 @@ from typing import Literal
 import msgspec
 
 from engine.errors import ServingError
+from engine.histogram import Histogram
+from engine.kv_transfer.stats import HandoffInfo, HandoffStats
+from engine.kv_transfer.ticket import PrefillTicket
 from engine.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_LIVE_HANDOFFS = 200  # in one status
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -25,6 +31,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     timeout_s: seconds that the engine may take from arrival; None for no limit.
     priority: smaller runs first, used by the `priority` policy only.
     cache_salt: requests share cached prefixes only with requests of the same salt.
+    prefill: where the prompt is computed; with `remote` the request fails where it would else be computed here.
+    num_prompt: tokens of `prompt` from here on are output that another replica has given already; they count as output
+        for penalties, min_tokens and max_tokens. None for all of it.
     """
 
     request_id: str
@@ -34,6 +43,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     timeout_s: float | None = None
     priority: int = 0
     cache_salt: str = ""
+    prefill: Literal["auto", "local", "remote"] = "auto"
+    num_prompt: int | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -63,11 +74,15 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds, on the engine's monotonic clock, relative to the request's arrival there."""
+    """Seconds, on the engine's monotonic clock, relative to the request's arrival there.
+
+    handoff_s: start and end of the last attempt to have its prompt computed by another engine.
+    """
 
     scheduled_s: float
     first_token_s: float
     finished_s: float
+    handoff_s: tuple[float, float] | None = None
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -76,7 +91,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_reason: the stop token id that ended it, if it was one of `stop_token_ids`.
     num_cached_tokens: prompt tokens that came from the prefix cache; given with the first token.
     prompt_logprobs: one per prompt token, the first None; given with the first token if asked for.
-    times: given with the last delta of a request that was scheduled at all.
+    text_complete: with finish_reason `stop`: its grammar ended it, so the last token is text, not a token that stops.
+    times: given with the first token, and with the last delta of a request that was scheduled at all.
     """
 
     request_id: str
@@ -86,21 +102,34 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
+    text_complete: bool = False
     error: ErrorInfo | None = None
     times: RequestTimes | None = None
     num_preemptions: int = 0
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """All deltas of one engine step for one ingress."""
+    """All deltas of one engine step for one ingress.
+
+    commands_to: ZMQ address where the engine takes commands.
+    """
 
     engine_id: str
+    commands_to: str
     step: int
     deltas: list[TokenDelta]
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """State of one engine now, and totals since its start. Blocks: total = free + cached + used."""
+    """State of one engine now, and totals since its start.
+
+    Blocks: total = free + cached + used, and used = held by running requests + reserved + leased.
+    blocks_reserved: that only requests hold whose KV comes from another engine, or has come and waits for a slot.
+    blocks_leased: that only computed prompts hold, which another engine may still read.
+    receiving, leased: such requests. queued_tokens: prompt tokens that are still to be computed.
+    seconds_per_step, seconds_per_token: what a step costs here, fitted as it runs; 0 where not known yet.
+    prefill_decisions: where prompts were sent to be computed, and why: {"local": {"short_prompt": 3}, "remote": ...}.
+    """
 
     running: int
     waiting: int
@@ -116,15 +145,49 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queried_tokens: int
     prefix_hit_tokens: int
     finished: dict[str, int]  # by finish reason
+    blocks_reserved: int = 0
+    blocks_leased: int = 0
+    receiving: int = 0
+    leased: int = 0
+    queued_tokens: int = 0
+    seconds_per_step: float = 0.0
+    seconds_per_token: float = 0.0
+    prefill_decisions: dict[str, dict[str, int]] = {}
+    histograms: dict[str, Histogram] = {}  # by the names of engine/request_metrics.py
 
 
-class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """To the control actor: which requests ended since the last status, and how the engine is doing."""
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the control actor: which requests ended since the last status, and how the engine is doing.
+
+    ended: ids of requests, and of handoffs that were computed here for another engine.
+    last_step_age_s: 0 when there is nothing to compute.
+    handoffs: what `EngineConfig.handoff` asks for; None without. live_handoffs: at most MAX_LIVE_HANDOFFS of them.
+    fingerprint: what engines must have in common to hand KV over; empty without `handoff`.
+    """
 
     engine_id: str
     ended: list[str]
     stats: EngineStats
-    last_step_age_s: float  # 0 when there is nothing to do
+    last_step_age_s: float
+    handoffs: HandoffStats | None = None
+    live_handoffs: list[HandoffInfo] = []
+    fingerprint: str = ""
+
+
+class WantPrefill(msgspec.Struct, frozen=True, tag=True):
+    """To the control actor: have some prefill engine take this ticket (Prefill); tell TicketFailed if none does, or if
+    the call fails before the engine has taken it."""
+
+    ticket: PrefillTicket
+
+
+class DropPrefill(msgspec.Struct, frozen=True, tag=True):
+    """To the control actor: the call that carries this ticket is of no use any more."""
+
+    handoff_id: str
+
+
+Notice = EngineStatus | WantPrefill | DropPrefill
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -143,4 +206,49 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     reason: Literal["abort", "stop"] = "abort"
 
 
-Command = Add | Abort
+class Prefill(msgspec.Struct, frozen=True, tag=True):
+    """Compute a prompt for another engine. `EngineStatus.ended` names the handoff when it is over, however it ends."""
+
+    ticket: PrefillTicket
+
+
+class CancelPrefill(msgspec.Struct, frozen=True, tag=True):
+    """Whoever brought the ticket is gone."""
+
+    handoff_id: str
+
+
+class TicketFailed(msgspec.Struct, frozen=True, tag=True):
+    """No prefill engine has the ticket. retry: another attempt may succeed."""
+
+    handoff_id: str
+    reason: str
+    retry: bool
+
+
+class PrefillReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine that computes prompts, by its newest EngineStats."""
+
+    engine_id: str
+    queued_tokens: int = 0
+    seconds_per_step: float = 0.0
+    seconds_per_token: float = 0.0
+
+    @classmethod
+    def of(cls, status: EngineStatus) -> PrefillReplica:
+        stats = status.stats
+        return cls(
+            engine_id=status.engine_id,
+            queued_tokens=stats.queued_tokens,
+            seconds_per_step=stats.seconds_per_step,
+            seconds_per_token=stats.seconds_per_token,
+        )
+
+
+class PrefillPool(msgspec.Struct, frozen=True, tag=True):
+    """The prefill engines that are alive, about once a second."""
+
+    replicas: list[PrefillReplica]
+
+
+Command = Add | Abort | Prefill | CancelPrefill | TicketFailed | PrefillPool

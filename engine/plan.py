@@ -31,6 +31,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     starts, counts: the step computes tokens [start, start + count) of the sequence.
     samples: True where that reaches the sequence's last token, so that a new one is sampled.
+    masked: entries whose token must obey a grammar; masks: a row of bits for each, see compute_mask in grammar.py.
     """
 
     step: int
@@ -40,6 +41,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     starts: list[int]
     counts: list[int]
     samples: list[bool]
+    masked: list[int] = []
+    masks: bytes = b""
 
     @property
     def num_tokens(self) -> int:

@@ -21,6 +21,7 @@ from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
 from engine.plan import NewSequence, StepPlan, StepResult
 from engine.sampler import (
+    MaskedRows,
     SampledRow,
     SamplingInputs,
     UniformSource,
@@ -194,7 +195,12 @@ class ModelRunner:
             sequence = self._sequence(plan.slots[i])
             position = plan.starts[i] + plan.counts[i]
             rows.append(SampledRow(plan.slots[i], position, sequence.num_prompt, sequence.seed, sequence.params))
-        return prepare_sampling(rows, self.model_config.vocab_size, self._uniform, self.device)
+        inputs = prepare_sampling(rows, self.model_config.vocab_size, self._uniform, self.device)
+        if plan.masked:
+            masked = np.searchsorted(entries, plan.masked)
+            bits = np.frombuffer(bytearray(plan.masks), dtype=np.uint8).reshape(len(masked), -1)
+            inputs.masked = MaskedRows(self._to_device(masked), self._to_device(bits))
+        return inputs
 
     def _prepare_prompt_rows(self, plan: StepPlan, query_start: np.ndarray) -> list[PromptRows]:
         rows = []

@@ -69,6 +69,14 @@ class EditedRow:
     params: SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class MaskedRows:
+    """Rows whose token must obey a grammar. rows [n] int64; bits [n, ceil(vocab / 32) * 4] uint8, lowest bit first."""
+
+    rows: Tensor
+    bits: Tensor
+
+
 @dataclass(slots=True)
 class SamplingInputs:
     """What is to be done to each row of logits, prepared on the host. Greedy rows need nothing."""
@@ -76,6 +84,7 @@ class SamplingInputs:
     random: list[RandomRows]
     edited: list[EditedRow]
     logprobs: list[int | None]  # per row: number of alternatives to report
+    masked: MaskedRows | None = None
 
     @property
     def any_logprobs(self) -> bool:
@@ -84,7 +93,7 @@ class SamplingInputs:
     @property
     def plain(self) -> bool:
         """Every row takes its most likely token, and nothing else is asked for."""
-        return not (self.random or self.edited or self.any_logprobs)
+        return not (self.random or self.edited or self.masked or self.any_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +215,9 @@ def draw_nucleus(weights: Tensor, ids: Tensor, total: Tensor, group: RandomRows)
 
 
 def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor, eos: frozenset[int]) -> None:
-    """Apply each edited row's logits processors in place. history: [slots, max_model_len] token ids."""
+    """Apply grammars, then each edited row's logits processors, in place. history: [slots, max_model_len] token ids."""
+    if inputs.masked is not None:
+        logits_processors.apply_masks(logits, inputs.masked.rows, inputs.masked.bits)
     for edit in inputs.edited:
         tokens = history[edit.slot, : edit.length].long()
         prompt, output = tokens[: edit.num_prompt], tokens[edit.num_prompt :]

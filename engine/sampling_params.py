@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from engine.errors import InvalidParameter
+from engine.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -46,6 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_ranges()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -12,7 +14,21 @@ import zmq
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ServingError
-from engine.messages import Abort, Add, Command, EngineStatus, ErrorInfo, GenerateRequest, TokenBatch, TokenDelta
+from engine.messages import (
+    MAX_LIVE_HANDOFFS,
+    Abort,
+    Add,
+    CancelPrefill,
+    Command,
+    EngineStatus,
+    ErrorInfo,
+    GenerateRequest,
+    Prefill,
+    PrefillPool,
+    TicketFailed,
+    TokenBatch,
+    TokenDelta,
+)
 from engine.scheduler import Event
 from engine.tp_group import TPGroup
 
@@ -27,7 +43,8 @@ class EngineServer:
     """Runs in the process of rank 0.
 
     Receives `Command`s on a PULL socket at `address`. Pushes one `TokenBatch` per step to each ingress that has
-    requests in it, and an `EngineStatus` to the control actor whenever requests ended, at least once a second.
+    requests in it, and an `EngineStatus` to the control actor whenever requests ended, at least once a second; tickets
+    for other engines go there too. While there is nothing to compute, the loop waits for commands and for its handoffs.
     Sending never blocks the step loop: what a vanished peer does not take is dropped with its socket.
     """
 
@@ -42,7 +59,10 @@ class EngineServer:
     ):
         """group: as for EngineCore."""
         self.engine_id = engine_id
-        self._core = EngineCore(config, group)
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._woken.setblocking(False)
+        self._core = EngineCore(config, group, engine_id=engine_id, host=host, wake=self._wake)
         self.model_config = self._core.model_config
         self.max_model_len = self._core.max_model_len
         self._context = zmq.Context()
@@ -50,6 +70,9 @@ class EngineServer:
         self._inbox.setsockopt(zmq.RCVHWM, 0)
         port = self._inbox.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
         self._peers: dict[str, Peer] = {}
         self._status = Peer(self._context, status_to)
         self._decode = msgspec.msgpack.Decoder(Command).decode
@@ -71,9 +94,16 @@ class EngineServer:
         finally:
             self._core.close()
             self._context.destroy(linger=0)
+            self._waker.close()
+            self._woken.close()
 
     def stop(self) -> None:
         self._stopping.set()
+
+    def _wake(self) -> None:
+        """Let the loop look at its handoffs; from any thread."""
+        with suppress(OSError):  # full: it is about to wake; or closed
+            self._waker.send(b"\0")
 
     def _receive(self) -> dict[str, list[TokenDelta]]:
         """Handle all commands that have come; wait for one if there is nothing to compute.
@@ -81,8 +111,8 @@ class EngineServer:
         Returns final deltas of requests that were refused or aborted, by reply address.
         """
         answers: dict[str, list[TokenDelta]] = {}
-        if not self._core.has_work:
-            self._inbox.poll(POLL_MS)
+        if self._core.idle and self._woken.fileno() in dict(self._poller.poll(POLL_MS)):
+            self._woken.recv(4096)
         while True:
             try:
                 command = self._decode(self._inbox.recv(zmq.NOBLOCK))
@@ -91,10 +121,13 @@ class EngineServer:
             except (msgspec.MsgspecError, ServingError) as error:
                 logger.error("dropped a malformed command: %s", error)
                 continue
-            if isinstance(command, Add):
-                self._add(command.request, answers)
-            else:
-                self._abort(command, answers)
+            match command:
+                case Add():
+                    self._add(command.request, answers)
+                case Abort():
+                    self._abort(command, answers)
+                case _:
+                    self._hand_over(command)
 
     def _add(self, request: GenerateRequest, answers: dict[str, list[TokenDelta]]) -> None:
         try:
@@ -116,24 +149,50 @@ class EngineServer:
         if event is not None:
             answers.setdefault(event.request.reply_to, []).append(event.delta)
 
+    def _hand_over(self, command: Prefill | CancelPrefill | TicketFailed | PrefillPool) -> None:
+        handoffs = self._core.handoffs
+        if handoffs is None:
+            logger.error("dropped a %s: this engine hands no KV over", type(command).__name__)
+            return
+        match command:
+            case Prefill(ticket):
+                if not self._core.prefill(ticket):
+                    self._ended.append(ticket.handoff_id)
+            case CancelPrefill(handoff_id):
+                self._core.abort(handoff_id)
+            case TicketFailed():
+                handoffs.ticket_failed(command.handoff_id, command.reason, command.retry)
+            case PrefillPool(replicas):
+                handoffs.set_prefill_pool(replicas)
+
     def _send(self, events: list[Event], answers: dict[str, list[TokenDelta]]) -> None:
         for event in events:
-            answers.setdefault(event.request.reply_to, []).append(event.delta)
+            if event.request.ticket is None:
+                answers.setdefault(event.request.reply_to, []).append(event.delta)
+            else:  # a prompt for another engine, which has heard of its end
+                self._ended.append(event.delta.request_id)
         now = time.monotonic()
+        if self._core.handoffs is not None:
+            for notice in self._core.handoffs.notices():
+                self._status.send(self._encode(notice), now)
         steps = self._core.scheduler.totals.steps
         for address, deltas in answers.items():
-            batch = TokenBatch(engine_id=self.engine_id, step=steps, deltas=deltas)
+            batch = TokenBatch(engine_id=self.engine_id, commands_to=self.address, step=steps, deltas=deltas)
             self._peer(address).send(self._encode(batch), now)
             self._ended += [delta.request_id for delta in deltas if delta.finish_reason]
         if self._ended or now >= self._status_due:
             self._send_status(now)
 
     def _send_status(self, now: float) -> None:
+        handoffs = self._core.handoffs
         status = EngineStatus(
             engine_id=self.engine_id,
             ended=self._ended,
             stats=self._core.stats(),
             last_step_age_s=self._core.last_step_age_s,
+            handoffs=handoffs.stats() if handoffs else None,
+            live_handoffs=handoffs.live()[:MAX_LIVE_HANDOFFS] if handoffs else [],
+            fingerprint=handoffs.fingerprint if handoffs else "",
         )
         self._status.send(self._encode(status), now)
         self._ended = []

@@ -46,7 +46,7 @@ class TextStream:
     def add(self, delta: TokenDelta) -> TextChunk:
         """`delta` must not report an error or an abort."""
         detokenizer = self._detokenizer
-        hide_last = delta.finish_reason == "stop" and not self._include_stop
+        hide_last = delta.finish_reason == "stop" and not delta.text_complete and not self._include_stop
         piece = detokenizer.add(delta.token_ids, hide_last=hide_last)
         taken = len(piece.offsets)
         chunk = TextChunk(

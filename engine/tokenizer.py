@@ -47,11 +47,23 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    @property
+    def chat_template(self) -> str | None:
+        """In Jinja; None if the model has none."""
+        return self._chat_template
+
     def apply_chat_template(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer.
+        """Token ids of a conversation, ready for the assistant's answer. Arguments: see render_chat_template."""
+        return self.encode(self.render_chat_template(messages, tools, **kwargs), add_special_tokens=False)
 
+    def render_chat_template(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **kwargs: Any
+    ) -> str:
+        """The text of a conversation, ready for the assistant's answer.
+
+        tools: what the model may call, in OpenAI's form.
         kwargs: variables of the template, `add_generation_prompt` and `continue_final_message` among them.
         Raises RequestError if there is no template, or if it refuses the messages.
         """
@@ -64,7 +76,11 @@ class Tokenizer:
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the model's chat template refuses the messages: {error}", "messages") from error
-        return self.encode(rendered[0], add_special_tokens=False)
+        return rendered[0]
+
+    def token(self, token_id: int) -> str | None:
+        """A token as it stands in the vocabulary; None for an unknown id."""
+        return self._backend.id_to_token(token_id)
 
     def bad_words_token_ids(self, words: list[str]) -> list[list[int]]:
         """Each word as it is tokenized at the start of a text and, where that differs, after a space."""

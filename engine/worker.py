@@ -10,6 +10,8 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
+from engine.kv_transfer.agent import KVAgent
+from engine.kv_transfer.ranks import start_agent
 from engine.lockstep import Follower, Frame, checksum
 from engine.model_config import ModelConfig
 from engine.model_folder import resolve
@@ -31,7 +33,12 @@ class Worker:
         self._group = group
         with group.starting():
             folder: Path = resolve(config.model)
-            self._runner = ModelRunner(config, ModelConfig.from_folder(folder), folder, group)
+            model_config = ModelConfig.from_folder(folder)
+            self._runner = ModelRunner(config, model_config, folder, group)
+            self._agent: KVAgent | None = None
+            if config.handoff is not None:
+                cache, heads = self._runner.kv_cache, model_config.num_kv_heads
+                self._agent, _ = start_agent(config.handoff, cache, heads, group, group.host)
             self._follower = Follower(group)
         self._stopping = threading.Event()
 
@@ -49,6 +56,8 @@ class Worker:
                 sampled[result.step] = checksum(result)
         finally:
             self._stopping.set()
+            if self._agent is not None:
+                self._agent.close()
             self._group.close()
         logger.info("rank ended rank=%d", self._group.rank)
 

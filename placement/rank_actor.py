@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from engine.config import EngineConfig
-from placement.console_log import log_to_console
+from placement.console_log import LogConfig, log_to_console
 from placement.rank_order import Place
 
 if TYPE_CHECKING:  # torch takes seconds, and the processes that start ranks do without
@@ -32,6 +32,7 @@ class RankTask:
     engine_id: str
     status_to: str
     timeout_s: float
+    log: LogConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class RankActor:
 
         Raises StartupError, of this rank or of another.
         """
-        log_to_console(f"{task.engine_id}/rank{rank}")
+        log_to_console(f"{task.engine_id}/rank{rank}", task.log)
         place = self.place()
         logger.info(
             "rank starts pid=%d node=%s host=%s CUDA_VISIBLE_DEVICES=%s",

@@ -70,7 +70,7 @@ class RankGroup:
         self._ranks = [self._ranks[bundle] for bundle in order]
         # in one line, since Ray shows only one of several processes' lines that differ in numbers only
         logger.info("ranks placed %s", "; ".join(f"rank {rank}: {places[b]}" for rank, b in enumerate(order)))
-        task = RankTask(config, engine_id, status_to, self._spec.startup_timeout_s)
+        task = RankTask(config, engine_id, status_to, self._spec.startup_timeout_s, self._spec.log)
         rank_0 = ""
         if len(order) > 1:
             (rank_0,) = await self._all([self._ranks[0].listen.remote(task)], deadline)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from placement.console_log import LogConfig
+
 Strategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
 DIGITS = 4  # to which Ray counts resources
@@ -22,6 +24,7 @@ class GroupSpec:
     control_cpus: of the control actor, which only forwards requests and watches.
     startup_timeout_s: from starting the ranks until the model is loaded.
     stall_timeout_s: without a step that ends, while work is queued, until a rank counts as hung.
+    log: of all these processes.
     """
 
     num_cpus: float = 1.0
@@ -33,6 +36,7 @@ class GroupSpec:
     control_cpus: float = 0.1
     startup_timeout_s: float = 600.0
     stall_timeout_s: float = 10.0
+    log: LogConfig = LogConfig()
 
     @property
     def rank_bundle(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -9,29 +10,41 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from engine.kv_transfer.stats import HandoffStats
+from engine.kv_transfer.ticket import PrefillTicket
 from engine.messages import (
     Abort,
     Add,
+    CancelPrefill,
     Command,
+    DropPrefill,
     EngineStats,
     EngineStatus,
     ErrorInfo,
     GenerateRequest,
+    Prefill,
+    PrefillPool,
+    TicketFailed,
     TokenBatch,
     TokenDelta,
     TokenLogprob,
+    WantPrefill,
 )
+from engine.request_metrics import RequestMetrics
 
 Script = Callable[[GenerateRequest], list[int]]
 POLL_MS = 5
+EOS = 2  # <|im_end|>
 
 
 class FakeEngine:
     """One token per step and request, in a thread of its own.
 
-    script: the answer to a request; the default repeats the prompt for ever.
+    script: the answer to a request, up to EOS or to whatever else is its last token; the default repeats the prompt.
     paused: set it, and no step is computed. silent: set it, and no status is sent.
-    refusal: if given, the answer to new requests. step_age_s: what it reports of itself.
+    refusal: if given, the answer to new requests. step_age_s, fingerprint, resting: what it reports of itself.
+    logprobs: of all tokens of a request, by where its prompt was to be computed.
+    tickets: that it was given, and ended unless paused. told: what became of those that it gave.
     """
 
     def __init__(self, status_to: str, script: Script | None = None):
@@ -40,6 +53,14 @@ class FakeEngine:
         self.step_age_s = 0.0
         self.added: list[GenerateRequest] = []
         self.aborted: list[str] = []
+        self.stopped: list[str] = []
+        self.fingerprint = ""
+        self.resting: list[str] = []
+        self.logprobs = {"auto": -0.5, "local": -0.5, "remote": -0.5}
+        self.tickets: list[PrefillTicket] = []
+        self.cancelled: list[str] = []
+        self.told: list[TicketFailed | PrefillPool] = []
+        self._notices: queue.SimpleQueue[WantPrefill | DropPrefill] = queue.SimpleQueue()
         self._script = script or (lambda request: request.prompt * 100)
         self._live: dict[str, tuple[GenerateRequest, deque[int]]] = {}
         self._context = zmq.Context()
@@ -57,6 +78,10 @@ class FakeEngine:
     def num_live(self) -> int:
         return len(self._live)
 
+    def notify(self, notice: WantPrefill | DropPrefill) -> None:
+        """Send this to the control actor."""
+        self._notices.put(notice)
+
     def stop(self) -> None:
         self._stopping.set()
         self._thread.join()
@@ -65,6 +90,8 @@ class FakeEngine:
         while not self._stopping.is_set():
             if self._commands.poll(POLL_MS):
                 self._handle(msgspec.msgpack.decode(self._commands.recv(), type=Command))
+            while not self._notices.empty():
+                self._status.send(msgspec.msgpack.encode(self._notices.get()))
             if not self.paused.is_set():
                 self._step()
             if not self.silent.is_set():
@@ -80,21 +107,31 @@ class FakeEngine:
             case Add(request):
                 self.added.append(request)
                 self._live[request.request_id] = (request, deque(self._script(request)[: request.params.max_tokens]))
-            case Abort(request_id):
-                self.aborted.append(request_id)
-                self._live.pop(request_id, None)
+            case Abort(request_id, reason):
+                (self.aborted if reason == "abort" else self.stopped).append(request_id)
+                if request_id in self._live:
+                    request, _ = self._live[request_id]
+                    self._send(request, TokenDelta(request_id=request_id, finish_reason=reason))
+            case Prefill(ticket):
+                self.tickets.append(ticket)
+            case CancelPrefill(handoff_id):
+                self.cancelled.append(handoff_id)
+            case TicketFailed() | PrefillPool():
+                self.told.append(command)
 
     def _step(self) -> None:
         self._steps += 1
+        self._ended += [ticket.handoff_id for ticket in self.tickets]
         for request, answer in list(self._live.values()):
             token, first = answer.popleft(), request.params.max_tokens == len(answer) + 1
             logprob = None
             if request.params.logprobs is not None:
-                logprob = [TokenLogprob(token, -0.5, 1, [(token, -0.5)][: request.params.logprobs])]
+                value = self.logprobs[request.prefill]
+                logprob = [TokenLogprob(token, value, 1, [(token, value)][: request.params.logprobs])]
             prompt = None
             if request.params.prompt_logprobs is not None and first:
                 prompt = [None, *(TokenLogprob(t, -1.0, 2, []) for t in request.prompt[1:])]
-            reason = None if answer else "length"
+            reason = None if answer else "stop" if token == EOS else "length"
             delta = TokenDelta(
                 request_id=request.request_id,
                 token_ids=[token],
@@ -107,7 +144,7 @@ class FakeEngine:
     def _send(self, request: GenerateRequest, delta: TokenDelta) -> None:
         if request.reply_to not in self._peers:
             self._peers[request.reply_to] = self._connect(request.reply_to)
-        batch = TokenBatch(engine_id="fake", step=self._steps, deltas=[delta])
+        batch = TokenBatch(engine_id="fake", commands_to=self.address, step=self._steps, deltas=[delta])
         self._peers[request.reply_to].send(msgspec.msgpack.encode(batch))
         if delta.finish_reason is not None:
             self._live.pop(request.request_id, None)
@@ -129,8 +166,16 @@ class FakeEngine:
             prefix_queried_tokens=0,
             prefix_hit_tokens=0,
             finished={"stop": 0, "length": 1},
+            histograms=RequestMetrics().histograms,
         )
-        status = EngineStatus(engine_id="fake", ended=self._ended, stats=stats, last_step_age_s=self.step_age_s)
+        status = EngineStatus(
+            engine_id="fake",
+            ended=self._ended,
+            stats=stats,
+            last_step_age_s=self.step_age_s,
+            handoffs=HandoffStats(resting=self.resting),
+            fingerprint=self.fingerprint,
+        )
         self._ended = []
         self._status.send(msgspec.msgpack.encode(status))
 

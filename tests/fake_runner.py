@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
+from engine.kv_transfer.ledger import HandoffLedger
 from engine.messages import GenerateRequest
 from engine.plan import NewSequence, StepPlan, StepResult
 from engine.sampling_params import SamplingParams
@@ -17,17 +18,45 @@ VOCAB = 50
 EOS = 0
 
 
-def next_token(seed: int, tokens: list[int]) -> int:
+def next_token(seed: int, tokens: list[int], mask: bytes | None = None) -> int:
     """What the "model" says after `tokens`: any function will do that depends on all of them."""
-    return random.Random(f"{seed} {tokens}").randrange(VOCAB)
+    allowed = [t for t in range(VOCAB) if mask is None or mask[t // 8] >> t % 8 & 1]
+    return allowed[random.Random(f"{seed} {tokens}").randrange(len(allowed))]
+
+
+class FakeGrammar:
+    """Every token of the output is larger than the one before it, by 9 at most; 40 or more is the end."""
+
+    def __init__(self, output: list[int] | None = None):
+        self.is_done, self.error = False, None
+        self.output: list[int] = []
+        for token in output or []:
+            self.accept(token)
+
+    def ready(self) -> bool:
+        return True
+
+    def mask(self) -> bytes:
+        last = self.output[-1] if self.output else 0
+        return sum(1 << token for token in range(last + 1, min(last + 10, VOCAB))).to_bytes(8, "little")
+
+    def accept(self, token: int) -> None:
+        assert self.mask()[token // 8] >> token % 8 & 1, f"{token} after {self.output}"
+        self.output.append(token)
+        self.is_done = token >= 40
 
 
 def expected_output(prompt: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
     """The output of one request computed alone."""
     assert params.seed is not None
     tokens = list(prompt)
+    grammar = FakeGrammar() if params.structured_outputs else None
     while len(tokens) < max_model_len and len(tokens) - len(prompt) < (params.max_tokens or max_model_len):
-        tokens.append(next_token(params.seed, tokens))
+        tokens.append(next_token(params.seed, tokens, grammar.mask() if grammar else None))
+        if grammar:
+            grammar.accept(tokens[-1])
+            if grammar.is_done:
+                break
         if (tokens[-1] == EOS and not params.ignore_eos) or tokens[-1] in params.stop_token_ids:
             break
     return tokens[len(prompt) :]
@@ -69,13 +98,15 @@ class FakeRunner:
                 assert place not in written, "two sequences write one place"
                 written.add(place)
                 self.kv[place] = tuple(self.history[slot][: position + 1])
+        masks = {entry: plan.masks[8 * i : 8 * i + 8] for i, entry in enumerate(plan.masked)}
         result = StepResult(plan.step, [], [None] * len(rows), [None] * len(rows))
         for (slot, start, count, table), samples, sequence in zip(rows, plan.samples, prepared.sequences, strict=True):
             tokens = self.history[slot]
             for position in range(start + count):
                 place = table[position // self.block_size] * self.block_size + position % self.block_size
                 assert self.kv.get(place) == tuple(tokens[: position + 1]), "the KV of other tokens would be read"
-            result.tokens.append(next_token(sequence.seed, tokens) if samples else None)
+            mask = masks.get(len(result.tokens))
+            result.tokens.append(next_token(sequence.seed, tokens, mask) if samples else None)
             if samples:
                 assert start + count == len(tokens)
                 tokens.append(result.tokens[-1])
@@ -85,11 +116,18 @@ class FakeRunner:
 class Harness:
     """Scheduler, pool and fake runner, driven like EngineCore does, with up to `depth` steps planned ahead."""
 
-    def __init__(self, *, num_blocks: int, max_model_len: int, depth: int = 1, **options):
+    def __init__(
+        self, *, num_blocks: int, max_model_len: int, depth: int = 1, handoffs: HandoffLedger | None = None, **options
+    ):
         self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, **options})
         self.pool = BlockPool(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
         self.scheduler = Scheduler(
-            self.config, self.pool, max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids=frozenset({EOS})
+            self.config,
+            self.pool,
+            max_model_len=max_model_len,
+            vocab_size=VOCAB,
+            eos_token_ids=frozenset({EOS}),
+            handoffs=handoffs,
         )
         self.runner = FakeRunner(self.config, max_model_len)
         self.depth = depth
@@ -105,8 +143,17 @@ class Harness:
         message = GenerateRequest(
             request_id=name, prompt=prompt, params=sampling, priority=priority, cache_salt=cache_salt
         )
-        self.scheduler.add(message, now=0.0)
+        request = self.scheduler.add(message, now=0.0)
+        if sampling.structured_outputs is not None:
+            self.scheduler.compiled(request, FakeGrammar())
         self.prompts[name], self.params[name], self.outputs[name] = prompt, sampling, []
+
+    def replay(self, name: str, prompt: list[int], given: list[int], **params) -> None:
+        """A request that another replica has begun to answer."""
+        sampling = SamplingParams(**{"seed": 1, "ignore_eos": True, **params})
+        message = GenerateRequest(request_id=name, prompt=prompt + given, params=sampling, num_prompt=len(prompt))
+        self.scheduler.add(message, now=0.0)
+        self.outputs[name] = []
 
     def abort(self, name: str) -> None:
         event = self.scheduler.abort(name, now=0.0)
@@ -127,14 +174,20 @@ class Harness:
             assert plan.num_tokens <= self.config.max_num_batched_tokens
             self.plans.append(plan)
             self.prepared.append(self.runner.prepare(plan))
+        elif not self.prepared:
+            elsewhere = self.scheduler.handoffs.receiving or self.scheduler.handoffs.leased
+            assert elsewhere or not self.scheduler.has_work, "nothing is computed, and nothing is waited for"
         return plan
 
     def commit(self) -> None:
         if self.prepared:
             result = self.runner.execute(self.prepared.pop(0))
-            for event in self.scheduler.commit(result, now=0.0):
-                self._record(event)
-            self.scheduler.check()
+            self.record(self.scheduler.commit(result, now=0.0))
+
+    def record(self, events: list[Event]) -> None:
+        for event in events:
+            self._record(event)
+        self.scheduler.check()
 
     def _record(self, event: Event) -> None:
         name = event.delta.request_id
@@ -143,10 +196,16 @@ class Harness:
         if event.delta.finish_reason:
             self.finished[name] = event
 
+    def settle(self) -> None:
+        """Called when nothing can be computed before another engine has done something."""
+        raise AssertionError("there is no other engine")
+
     def run(self, limit: int = 10_000) -> None:
         """Until nothing is left to do; every output must be what the request gives alone."""
         while self.scheduler.has_work:
-            self.step()
+            idle = not self.prepared
+            if self.step() is None and idle and self.scheduler.has_work:
+                self.settle()
             limit -= 1
             assert limit > 0, "no end in sight"
         assert self.pool.num_used == 0
@@ -159,4 +218,4 @@ class Harness:
                 assert self.outputs[name] == expected, name
 
 
-__all__ = ["EOS", "VOCAB", "FakeRunner", "Harness", "expected_output"]
+__all__ = ["EOS", "VOCAB", "FakeGrammar", "FakeRunner", "Harness", "expected_output"]

@@ -6,11 +6,15 @@ from typing import Literal
 
 import msgspec
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
 
 
 class UsageBody(msgspec.Struct):
@@ -18,6 +22,7 @@ class UsageBody(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -37,10 +42,27 @@ class ChatLogprobs(msgspec.Struct):
     content: list[ChatTokenLogprob]
 
 
+class CalledFunction(msgspec.Struct):
+    """arguments: the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallBody(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct):
-    content: str
+    """content: None in an answer that is all reasoning or tool calls."""
+
+    content: str | None = None
     role: str = "assistant"
     refusal: str | None = None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallBody] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -60,9 +82,25 @@ class ChatCompletion(msgspec.Struct):
     object: str = "chat.completion"
 
 
+class CalledFunctionDelta(msgspec.Struct, omit_defaults=True):
+    arguments: str
+    name: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """The first of a call has its id, type and name; the arguments of all together are the call's."""
+
+    index: int
+    function: CalledFunctionDelta
+    id: str | None = None
+    type: str | None = None
+
+
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -91,12 +129,27 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# per token of the prompt, by token id; the first token has none
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
 class CompletionChoice(msgspec.Struct):
+    """What is UNSET was not asked for, and is left out."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, omit_defaults=True):
@@ -115,7 +168,7 @@ class ModelCard(msgspec.Struct):
     created: int
     root: str
     max_model_len: int
-    object: str = "model"
+    object: Literal["model"] = "model"
     owned_by: str = "manta"
     parent: str | None = None
 

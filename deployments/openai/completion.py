@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from msgspec import UNSET
+
 from deployments.generation import Generation, Part
-from deployments.openai.answers import Completion, CompletionChoice, CompletionLogprobs
+from deployments.openai.answers import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+)
 from deployments.openai.header import Header, usage_body
 from deployments.openai.protocol import CompletionBody
 from engine.detokenizer import Detokenizer
@@ -39,6 +47,12 @@ class CompletionAnswer:
                 choice = choices[part.index]
                 choice.text += part.text
                 choice.finish_reason, choice.stop_reason = part.finish_reason, part.stop_reason
+                if part.prompt_logprobs is not UNSET:
+                    choice.prompt_logprobs = part.prompt_logprobs
+                if part.prompt_token_ids is not UNSET:
+                    choice.prompt_token_ids, choice.token_ids = part.prompt_token_ids, []
+                if part.token_ids is not UNSET and choice.token_ids is not UNSET:
+                    choice.token_ids += part.token_ids
                 if choice.logprobs is None:
                     choice.logprobs = part.logprobs
                 elif part.logprobs is not None:
@@ -49,7 +63,7 @@ class CompletionAnswer:
         options = self._body.stream_options
         async with aclosing(self._choices()) as parts:
             async for part in parts:
-                if part.text or part.logprobs or part.finish_reason:
+                if part.text or part.logprobs or part.finish_reason or (part.token_ids is not UNSET):
                     yield self._completion([part], with_usage=bool(options and options.continuous_usage_stats))
         if options and options.include_usage:
             yield self._completion([], with_usage=True)
@@ -60,9 +74,9 @@ class CompletionAnswer:
             async for part in parts:
                 first = part.index not in started
                 started.add(part.index)
-                yield self._choice(part, echo=self._body.echo and first)
+                yield self._choice(part, first=first)
 
-    def _choice(self, part: Part, *, echo: bool) -> CompletionChoice:
+    def _choice(self, part: Part, *, first: bool) -> CompletionChoice:
         chunk, logprobs = part.chunk, None
         text, prompt_text = chunk.text, self._texts[part.index // self._body.n]
         shift = len(prompt_text) if self._body.echo else 0
@@ -71,13 +85,30 @@ class CompletionAnswer:
         if self._body.echo_only:
             text = ""
             logprobs = logprobs and CompletionLogprobs([], [], [], [])
-        if echo:
+        if self._body.echo and first:
             text = prompt_text + text
             if logprobs is not None:
-                logprobs = _extend(self._prompt_logprobs(part), logprobs)
-        return CompletionChoice(part.index, text, logprobs, chunk.finish_reason, chunk.stop_reason)
+                logprobs = _extend(self._echoed_logprobs(part), logprobs)
+        choice = CompletionChoice(part.index, text, logprobs, chunk.finish_reason, chunk.stop_reason)
+        if self._body.prompt_logprobs is not None and first:
+            choice.prompt_logprobs = self._prompt_logprobs(part, self._body.prompt_logprobs)
+        if self._body.return_token_ids:
+            choice.token_ids = [] if self._body.echo_only else chunk.token_ids
+            choice.prompt_token_ids = self._prompts[part.index // self._body.n] if first else UNSET
+        return choice
 
-    def _prompt_logprobs(self, part: Part) -> CompletionLogprobs:
+    def _prompt_logprobs(self, part: Part, count: int) -> PromptLogprobs:
+        """By token id: `count` of the most likely tokens at each position, and the prompt's own."""
+        text, found = self._tokenizer.token_text, PromptLogprobs()
+        for entry in part.chunk.prompt_logprobs or []:
+            if entry is None:
+                found.append(None)
+                continue
+            top = {i: PromptLogprob(p, rank, text(i)) for rank, (i, p) in enumerate(entry.top[:count], 1)}
+            found.append({entry.token_id: PromptLogprob(entry.logprob, entry.rank, text(entry.token_id)), **top})
+        return found
+
+    def _echoed_logprobs(self, part: Part) -> CompletionLogprobs:
         prompt = self._prompts[part.index // self._body.n]
         offsets = Detokenizer(self._tokenizer).add(prompt).offsets
         found = self._logprobs((part.chunk.prompt_logprobs or [])[1:], offsets[1:])
@@ -91,7 +122,10 @@ class CompletionAnswer:
             tokens=[text(entry.token_id) for entry in known],
             token_logprobs=[entry.logprob for entry in known],
             top_logprobs=[
-                {text(token_id): logprob for token_id, logprob in [*entry.top, (entry.token_id, entry.logprob)]}
+                {
+                    text(i): logprob
+                    for i, logprob in [*entry.top[: self._body.logprobs], (entry.token_id, entry.logprob)]
+                }
                 for entry in known
             ],
             text_offset=offsets,

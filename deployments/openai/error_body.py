@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from http import HTTPStatus
 
 import msgspec
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from deployments.generation import ReportedError
@@ -14,6 +16,8 @@ from deployments.openai.answers import ErrorBody, ErrorDetail
 from engine.errors import Overloaded, ServingError
 
 logger = logging.getLogger(__name__)
+
+CLIENT_LEFT = 499  # nobody reads it; logs and metrics do
 
 
 def describe(error: Exception) -> tuple[int, ErrorBody]:
@@ -23,6 +27,8 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
             return info.status, _body(info.message, info.type, None, info.code)
         case ServingError():
             return error.status, _body(str(error), error.type, error.param, error.code)
+        case ClientDisconnect():
+            return CLIENT_LEFT, _body("the client left", "invalid_request_error", None, "client_left")
         case HTTPException(status_code=404):
             return 404, _body("there is no such route", "not_found_error", None, "route_not_found")
         case HTTPException(status_code=status, detail=detail):
@@ -35,7 +41,14 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
 
 def error_response(error: Exception) -> Response:
     status, body = describe(error)
-    headers = {"Retry-After": f"{error.retry_after_s:.0f}"} if isinstance(error, Overloaded) else {}
+    headers = {}
+    if status in (429, 503):
+        retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
+        headers["Retry-After"] = str(math.ceil(retry_after_s))
+    if status == 408:  # OpenAI's clients would send it again by themselves, to wait as long as before
+        headers["X-Should-Retry"] = "false"
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, HTTPException) and error.headers:
         headers.update(error.headers)
     return Response(msgspec.json.encode(body), status, headers, "application/json")

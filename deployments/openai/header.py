@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deployments.generation import Usage
-from deployments.openai.answers import PromptTokensDetails, UsageBody
+from deployments.openai.answers import CompletionTokensDetails, PromptTokensDetails, UsageBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +17,14 @@ class Header:
     model: str
 
 
-def usage_body(usage: Usage) -> UsageBody:
-    return UsageBody(
+def usage_body(usage: Usage, reasoning_tokens: int | None = None) -> UsageBody:
+    """reasoning_tokens: None for a model that is not known to reason."""
+    body = UsageBody(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
     )
+    if reasoning_tokens is not None:
+        body.completion_tokens_details = CompletionTokensDetails(reasoning_tokens)
+    return body

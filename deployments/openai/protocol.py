@@ -5,40 +5,31 @@ A field that would change the answer and is not supported is refused, never igno
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from deployments.openai.problems import first_problem
+from deployments.openai.response_format import ResponseFormat, StructuredOutputs, structured_outputs
+from deployments.openai.tools import Tool, ToolCall, ToolChoice, check_tools
+from deployments.openai.unsupported import changes_nothing
 from engine.errors import InvalidParameter, RequestError
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
-# Accepted and not used: they do not change the text.
-HARMLESS = {
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "parallel_tool_calls",
-    "request_id",
-}
-# Not supported, but clients send them with the value that means "off".
-NEUTRAL: dict[str, list[JsonValue]] = {
-    "best_of": [1],
-    "suffix": [""],
-    "tools": [],
-    "tool_choice": ["none", "auto"],
-    "functions": [],
-    "function_call": ["none", "auto"],
-    "response_format": [{"type": "text"}],
-    "modalities": [["text"]],
-    "use_beam_search": [False],
-    "length_penalty": [1, 1.0],
-    "spaces_between_special_tokens": [True],
-    "priority": [0],
+INT32 = 2**31 - 1
+# What a chat template gets from elsewhere; `chat_template` itself would be code from outside.
+TEMPLATE_RESERVED = {
+    "self",
+    "messages",
+    "conversations",
+    "tools",
+    "documents",
+    "chat_template",
+    "return_assistant_tokens_mask",
+    "add_generation_prompt",
+    "continue_final_message",
 }
 
 
@@ -49,20 +40,38 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class GenerationBody(BaseModel):
-    """What chat and text completions have in common. None, or absent, means the default of the model or server."""
+class RequestBody(BaseModel):
+    """A JSON object. null means the same as absent: the default of the model or server."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, body: Any) -> Any:
+        return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
+
+    def check(self) -> None:
+        """Raise RequestError for fields that do not go together."""
+
+
+class GenerationBody(RequestBody):
+    """What chat and text completions have in common.
+
+    user, safety_identifier: whose fair share of the server a request counts to, where there are no API keys.
+    request_id: part of the answer's id, in place of the header X-Request-Id, which Serve gives every request.
+    priority: smaller runs first, if the engine's `scheduling_policy` is `priority`.
+    """
+
     n: int = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    min_tokens: int = 0
+    min_tokens: int = Field(default=0, le=INT32)
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: int | None = Field(default=None, le=INT32)
     min_p: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -77,6 +86,12 @@ class GenerationBody(BaseModel):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = []
     cache_salt: str = ""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: int = Field(default=0, ge=-INT32, le=INT32)
+    user: str | None = None
+    safety_identifier: str | None = None
+    request_id: str | None = None
 
     # fields that SamplingParams takes under the same name
     _SAMPLING: ClassVar[tuple[str, ...]] = (
@@ -104,11 +119,7 @@ class GenerationBody(BaseModel):
         if not isinstance(body, dict):
             return body
         known = cls.model_fields
-        return {
-            name: value
-            for name, value in body.items()
-            if value is not None and (name in known or (name not in HARMLESS and not _is_neutral(name, value)))
-        }
+        return {name: value for name, value in body.items() if name in known or not changes_nothing(name, value)}
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """defaults: what the model's authors recommend, for fields that the request leaves open.
@@ -125,6 +136,7 @@ class GenerationBody(BaseModel):
                 "logit_bias": self._token_biases(),
                 "max_tokens": self.token_limit(),
                 "logprobs": self.num_logprobs(),
+                "structured_outputs": structured_outputs(self.response_format, self.structured_outputs),
             }
         )
 
@@ -136,7 +148,7 @@ class GenerationBody(BaseModel):
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise RequestError for fields that do not go together."""
+        super().check()
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", "stream_options")
 
@@ -144,7 +156,7 @@ class GenerationBody(BaseModel):
         if not self.logit_bias:
             return None
         for key in self.logit_bias:
-            if not key.isdecimal():
+            if not (key.isascii() and key.isdecimal() and len(key) < 10):
                 raise InvalidParameter("logit_bias", key, "an object whose keys are token ids")
         return {int(key): bias for key, bias in self.logit_bias.items()}
 
@@ -157,24 +169,64 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn. Fields beyond these are given to the chat template as they are."""
+    """One turn. Fields beyond these are given to the chat template as they are.
+
+    reasoning, reasoning_content: of an assistant's earlier answer; the second name is what other servers call it.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
     def for_template(self) -> dict[str, Any]:
         """With its content as one text, which is what templates of text models expect."""
         content = self.content or ""
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": text}
+        extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        message = {**extra, "role": self.role, "content": text}
+        if self.tool_calls:  # some templates only look whether there is such a key
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if reasoning := self.reasoning or self.reasoning_content:
+            message["reasoning"] = message["reasoning_content"] = reasoning
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """How a chat template is to be used. variables: of the template, beyond these."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: dict[str, Any]
+
+    def check(self) -> None:
+        """Raises InvalidParameter."""
+        if self.continue_final_message and self.add_generation_prompt:
+            limit = "false when continue_final_message is true"
+            raise InvalidParameter("add_generation_prompt", self.add_generation_prompt, limit)
+        for name in self.variables:
+            if name in TEMPLATE_RESERVED:
+                raise InvalidParameter("chat_template_kwargs", name, "variables that have no field of their own")
 
 
 class ChatBody(GenerationBody):
-    """POST /v1/chat/completions"""
+    """POST /v1/chat/completions
+
+    tool_choice: None means `auto` where there are tools. With `none` the model is not shown the tools either.
+    parallel_tool_calls: False keeps only the first call of an answer.
+    include_reasoning: False drops the reasoning from the answer; the model reasons all the same.
+    chat_template_kwargs: variables of the chat template, for instance `enable_thinking`.
+    """
 
     messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = Field(default=None, min_length=1)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -191,9 +243,20 @@ class ChatBody(GenerationBody):
                 raise InvalidParameter("top_logprobs", self.top_logprobs, f"between 0 and {MAX_LOGPROBS}")
         if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
             raise InvalidParameter("max_completion_tokens", self.max_completion_tokens, "at least 1")
-        if self.continue_final_message and self.add_generation_prompt:
-            limit = "false when continue_final_message is true"
-            raise InvalidParameter("add_generation_prompt", self.add_generation_prompt, limit)
+        self.template.check()
+        for i, message in enumerate(self.messages):
+            if (call := (message.model_extra or {}).get("function_call")) is not None:
+                raise InvalidParameter(f"messages[{i}].function_call", call, "left out: calls stand in tool_calls")
+        check_tools(self.tools, self.tool_choice)
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Those that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def template(self) -> TemplateOptions:
+        return TemplateOptions(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
 
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -207,13 +270,22 @@ class CompletionBody(GenerationBody):
 
     prompt: a text, token ids, or a list of either.
     max_tokens: 0 only with `echo`, for the log-probabilities of the prompt alone.
+    prompt_logprobs: alternatives to report per token of the prompt; only without `stream`.
+    return_token_ids: also the ids of prompt and answer.
     """
 
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int = 16
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     echo: bool = False
     add_special_tokens: bool = True
+    return_token_ids: bool = False
+
+    def check(self) -> None:
+        super().check()
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs is only allowed without stream", "prompt_logprobs")
 
     @property
     def echo_only(self) -> bool:
@@ -234,8 +306,13 @@ class CompletionBody(GenerationBody):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    def num_prompt_logprobs(self) -> int | None:
+        """What the engine has to report; an echo has logprobs too."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((k for k in wanted if k is not None), default=None)
 
-Body = TypeVar("Body", bound=GenerationBody)
+
+Body = TypeVar("Body", bound=RequestBody)
 
 
 def parse(kind: type[Body], raw: bytes) -> Body:
@@ -243,29 +320,6 @@ def parse(kind: type[Body], raw: bytes) -> Body:
     try:
         body = kind.model_validate_json(raw)
     except pydantic.ValidationError as error:
-        raise _first_problem(error) from None
+        raise first_problem(error) from None
     body.check()
     return body
-
-
-def _is_neutral(name: str, value: JsonValue) -> bool:
-    return name in NEUTRAL and value in NEUTRAL[name]
-
-
-def _first_problem(error: pydantic.ValidationError) -> RequestError:
-    problem = error.errors(include_url=False)[0]
-    # locations inside a union name the union's branch after the field; the user knows the field only
-    path = [str(part) for part in problem["loc"]]
-    field = path[0] if path else None
-    match problem["type"]:
-        case "json_invalid":
-            return RequestError(f"the body is not valid JSON: {problem['ctx']['error']}")
-        case "missing":
-            return RequestError(f"{'.'.join(path)} is required", field)
-        case "extra_forbidden":
-            return RequestError(f"{'.'.join(path)} is not supported by this server", field)
-        case _ if field is None:
-            return RequestError("the body must be a JSON object")
-        case _:
-            expected = problem["msg"].replace("Input should be ", "")
-            return InvalidParameter(field, problem["input"], expected)

@@ -9,12 +9,18 @@ from typing import Any
 
 import msgspec
 
+from deployments.admission import Admission, AdmissionLimits
 from deployments.engine_pool import EnginePool
 from deployments.generation import Generation
+from deployments.openai.answer_reader import AnswerFormat
+from deployments.openai.caller import Caller
 from deployments.openai.chat import ChatAnswer
+from deployments.openai.chat_format import AUTO, ChatFormat, VisibleMarkers
 from deployments.openai.completion import CompletionAnswer
 from deployments.openai.header import Header
-from deployments.openai.protocol import ChatBody, CompletionBody, GenerationBody
+from deployments.openai.protocol import ChatBody, CompletionBody, GenerationBody, Message, TemplateOptions
+from deployments.openai.tokenize import DetokenizeBody, Prompt, TokenizeBody, Tokens
+from deployments.telemetry import Telemetry
 from deployments.token_channel import TokenChannel
 from engine.errors import InvalidParameter, PromptTooLong
 from engine.messages import GenerateRequest
@@ -30,7 +36,10 @@ class ModelInfo:
 
     name: under which it is served. folder: with its tokenizer. root: what the configuration calls it.
     default_sampling: by SamplingParams' names.
-    request_timeout_s: after which a request is ended, wherever it is.
+    request_timeout_s: after which a request is ended, wherever it is; a request may ask for less.
+    admission: how many requests the engines get, and how many may wait for them.
+    has_priorities: whether the engines look at the priority of a request.
+    tool_call_parser, reasoning_parser: see ChatFormat.of.
     """
 
     name: str
@@ -40,36 +49,83 @@ class ModelInfo:
     vocab_size: int
     default_sampling: dict[str, Any]
     request_timeout_s: float
+    admission: AdmissionLimits
+    has_priorities: bool = False
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
 
 
 class ServedModel:
-    def __init__(self, info: ModelInfo, tokenizer: Tokenizer, pool: EnginePool, channel: TokenChannel):
+    def __init__(
+        self, info: ModelInfo, tokenizer: Tokenizer, pool: EnginePool, channel: TokenChannel, telemetry: Telemetry
+    ):
         self.info = info
         self.pool = pool
+        self.admission = Admission(pool, info.admission)
         self._tokenizer = tokenizer
+        self._format = ChatFormat.of(tokenizer, info.tool_call_parser, info.reasoning_parser)
+        self._tokens = VisibleMarkers(tokenizer, self._format.markers)
         self._channel = channel
+        self._stats = telemetry.model(info.name, self.admission)
 
-    async def chat(self, body: ChatBody, header: Header) -> ChatAnswer:
-        """Raises RequestError."""
+    async def chat(self, body: ChatBody, header: Header, caller: Caller) -> ChatAnswer:
+        """Raises RequestError, and Overloaded before any work is done."""
+        self.admission.check(caller.client)
+        self._format.check(body)
         params = self._params(body)
-        prompt = await asyncio.to_thread(
-            self._tokenizer.apply_chat_template,
-            [message.for_template() for message in body.messages],
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            **body.chat_template_kwargs,
-        )
-        generation = self._generation([prompt], params, body, header)
-        return ChatAnswer(header, body, generation, self._tokenizer)
+        prompt, params, form = await asyncio.to_thread(self._prepare, body, params)
+        generation = self._generation([prompt], params, body, header, caller)
+        return ChatAnswer(header, body, generation, self._tokenizer, form)
 
-    async def completion(self, body: CompletionBody, header: Header) -> CompletionAnswer:
-        """Raises RequestError."""
+    async def completion(self, body: CompletionBody, header: Header, caller: Caller) -> CompletionAnswer:
+        """Raises RequestError, and Overloaded before any work is done."""
+        self.admission.check(caller.client)
         params = self._params(body)
         prompts, texts = await asyncio.to_thread(self._tokenize, body)
-        if body.echo:
-            params = msgspec.structs.replace(params, prompt_logprobs=body.logprobs)
-        generation = self._generation(prompts, params, body, header)
+        if (prompt_logprobs := body.num_prompt_logprobs()) is not None:
+            params = msgspec.structs.replace(params, prompt_logprobs=prompt_logprobs)
+        generation = self._generation(prompts, params, body, header, caller)
         return CompletionAnswer(header, body, generation, self._tokenizer, prompts, texts)
+
+    async def tokenize(self, body: TokenizeBody) -> Tokens:
+        """Raises RequestError."""
+        if body.messages is not None:
+            _, token_ids = await asyncio.to_thread(self._chat_prompt, body.messages, body.tools, body.template)
+        else:
+            special = body.add_special_tokens is not False
+            token_ids = await asyncio.to_thread(self._tokenizer.encode, body.prompt or "", special)
+        strings = [self._tokenizer.token(i) or "" for i in token_ids] if body.return_token_strs else None
+        return Tokens(len(token_ids), self.info.max_model_len, token_ids, strings)
+
+    async def detokenize(self, body: DetokenizeBody) -> Prompt:
+        """Raises InvalidParameter for ids that are no tokens."""
+        for token_id in body.tokens:
+            if not 0 <= token_id < self.info.vocab_size or self._tokenizer.token(token_id) is None:
+                raise InvalidParameter("tokens", token_id, "a list of ids of the model's vocabulary")
+        text = await asyncio.to_thread(self._tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return Prompt(text)
+
+    def _prepare(self, body: ChatBody, params: SamplingParams) -> tuple[list[int], SamplingParams, AnswerFormat]:
+        """The prompt, what its answers are held to, and how to read them."""
+        tools = [tool.for_template() for tool in body.offered_tools] or None
+        text, prompt = self._chat_prompt(body.messages, tools, body.template)
+        thinking = self._format.thinking(body, text)
+        grammar = self._format.structured_outputs(body, thinking, params.structured_outputs, self._tokens)
+        params = msgspec.structs.replace(params, structured_outputs=grammar)
+        return prompt, params, self._format.answer(body, thinking)
+
+    def _chat_prompt(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, options: TemplateOptions
+    ) -> tuple[str, list[int]]:
+        """As text, and its tokens."""
+        text = self._tokenizer.render_chat_template(
+            [message.for_template() for message in messages],
+            tools,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            **options.variables,
+        )
+        return text, self._tokenizer.encode(text, add_special_tokens=False)
 
     def _params(self, body: GenerationBody) -> SamplingParams:
         params = body.sampling_params(self.info.default_sampling)
@@ -77,6 +133,11 @@ class ServedModel:
         if params.max_tokens is not None and params.max_tokens > self.info.max_model_len:
             limit = f"at most the model's context of {self.info.max_model_len} tokens"
             raise InvalidParameter("max_tokens", params.max_tokens, limit)
+        if params.min_tokens > self.info.max_model_len:
+            limit = f"at most the model's context of {self.info.max_model_len} tokens"
+            raise InvalidParameter("min_tokens", params.min_tokens, limit)
+        if body.priority and not self.info.has_priorities:
+            raise InvalidParameter("priority", body.priority, "0, since this server runs requests as they come")
         return msgspec.structs.replace(
             params, bad_words_token_ids=self._tokenizer.bad_words_token_ids(params.bad_words)
         )
@@ -99,7 +160,7 @@ class ServedModel:
                 raise InvalidParameter("prompt", token_id, f"token ids from 0 to {self.info.vocab_size - 1}")
 
     def _generation(
-        self, prompts: list[list[int]], params: SamplingParams, body: GenerationBody, header: Header
+        self, prompts: list[list[int]], params: SamplingParams, body: GenerationBody, header: Header, caller: Caller
     ) -> Generation:
         for prompt in prompts:
             if not prompt:
@@ -108,6 +169,7 @@ class ServedModel:
                 raise PromptTooLong(len(prompt), self.info.max_model_len)
         if len(prompts) * body.n > MAX_SEQUENCES:
             raise InvalidParameter("n", body.n, f"at most {MAX_SEQUENCES // len(prompts)} with {len(prompts)} prompts")
+        timeout_s = min(caller.timeout_s or self.info.request_timeout_s, self.info.request_timeout_s)
         # the client may use one id twice; engines must never see two live requests of one id
         unique = f"{header.id}-{secrets.token_hex(4)}"
         requests = [
@@ -116,12 +178,21 @@ class ServedModel:
                 prompt=prompt,
                 params=params.sequence(j),
                 reply_to=self._channel.address,
-                timeout_s=self.info.request_timeout_s,
+                timeout_s=timeout_s,
+                priority=body.priority,
                 cache_salt=body.cache_salt,
             )
             for i, prompt in enumerate(prompts)
             for j in range(body.n)
         ]
         return Generation(
-            requests, samples_per_prompt=body.n, tokenizer=self._tokenizer, channel=self._channel, pool=self.pool
+            requests,
+            samples_per_prompt=body.n,
+            tokenizer=self._tokens,
+            channel=self._channel,
+            pool=self.pool,
+            model=self.info.name,
+            stats=self._stats,
+            admission=self.admission,
+            client=caller.client,
         )

@@ -15,7 +15,7 @@ class HandoffConfig:
     policy: where a decode engine has prompts computed; `auto` weighs the cost of both places.
     lease_s: how long prefill holds the blocks of a handoff after the last sign of life of decode.
     heartbeat_s: how often decode gives one.
-    progress_s: without a finished read while one is under way, until the transfer counts as wedged.
+    progress_s: without an answer to heartbeats, or without a byte in a read, until the link counts as cut.
     accept_s: until a prefill engine must have taken a ticket.
     rest_s: how long a pair of engines rests after its link has failed.
     max_attempts: remote tries per request; then the prompt is computed locally.

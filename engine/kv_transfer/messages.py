@@ -8,43 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.kv_transfer.ticket import Party as Party
+from engine.kv_transfer.ticket import PrefillTicket as PrefillTicket
 from engine.messages import TokenLogprob
-from engine.sampling_params import SamplingParams
-
-
-class Party(msgspec.Struct, frozen=True, array_like=True):
-    """One engine as it names itself.
-
-    address: of its control channel (ZMQ). epoch: 64 random bits drawn at its start: a restarted engine is another one.
-    """
-
-    engine_id: str
-    address: str
-    epoch: int
-
-
-class PrefillTicket(msgspec.Struct, frozen=True, kw_only=True):
-    """Ask a prefill engine to compute a prompt and the first token after it.
-
-    handoff_id: unique for ever: a second attempt for the same request is another handoff.
-    token_ids, num_prompt: the sequence; tokens from `num_prompt` on are output of an earlier replica (replay).
-    seed: the request's, resolved, so that both sides draw the same token.
-    skip: leading tokens whose KV decode has (whole blocks).
-    timeout_s: seconds that are left of the request's time; None for no limit.
-    """
-
-    handoff_id: str
-    request_id: str
-    attempt: int
-    token_ids: list[int]
-    num_prompt: int
-    params: SamplingParams
-    seed: int
-    cache_salt: str
-    skip: int
-    fingerprint: str
-    decode: Party
-    timeout_s: float | None = None
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
@@ -57,38 +23,42 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     cached: int
 
 
+# In all messages, lease counts the tickets that prefill has accepted: one that comes twice gets other blocks.
+
 # -- prefill to decode -------------------------------------------------------------------------------------
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
     """Cumulative: the newest one says all. Sent on acceptance, after every chunk, and in answer to every heartbeat.
 
-    source: who computes. ranks: for each of its ranks, how others reach its memory, by transport.
+    ranks: for each rank of the sender, how others reach its memory, by transport.
     blocks: ids at prefill of the blocks from token `skip` on whose KV is complete up to token `upto`.
     first: set once the prompt is computed.
-    echo: `sent` of the newest heartbeat, on decode's clock; 0 before the first.
+    echo: number of the newest heartbeat; 0 before the first. The blocks were the handoff's own when it came.
     """
 
     handoff_id: str
-    source: Party
+    lease: int
     ranks: list[dict[str, bytes]]
     blocks: list[int]
     upto: int
     first: FirstToken | None
-    echo: float
+    echo: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Prefill cannot do it, or no longer knows of it."""
+    """Prefill cannot do it, or no longer knows of it. lease: 0 if it was never accepted."""
 
     handoff_id: str
+    lease: int
     reason: str
 
 
 class Released(msgspec.Struct, frozen=True, tag=True):
-    """held: the blocks were the handoff's own until this moment, so what was read is right."""
+    """held: the blocks were the handoff's own until this lease was released, so what was read is right."""
 
     handoff_id: str
+    lease: int
     held: bool
 
 
@@ -96,22 +66,25 @@ class Released(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Extends the lease. sent: on decode's clock, to be given back."""
+    """Extends the lease, and asks for Progress. number: counts from 1."""
 
     handoff_id: str
-    sent: float
+    lease: int
+    number: int
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
     """All is read. Repeated until answered."""
 
     handoff_id: str
+    lease: int
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Decode wants nothing more of it, and reads nothing more."""
 
     handoff_id: str
+    lease: int
 
 
 Message = Progress | Refused | Released | Heartbeat | Release | Cancel
@@ -126,6 +99,12 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 # -- between the channel of an engine (rank 0) and the agents of its ranks ------------------------------------
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """The first command to an agent. reply_to: ZMQ address (PULL) for its answers."""
+
+    reply_to: str
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
@@ -156,7 +135,7 @@ class DropSource(msgspec.Struct, frozen=True, tag=True):
 class ReadEnded(msgspec.Struct, frozen=True, tag=True):
     """From one rank, exactly once per Read: it writes nothing more for it.
 
-    error: None when all of it was read and passed the transport's checks.
+    error: None when all of it was read and passed the transport's checks; `stopped` after StopRead or DropSource.
     """
 
     read_id: int
@@ -167,4 +146,4 @@ class ReadEnded(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None
 
 
-AgentCommand = Read | StopRead | DropSource
+AgentCommand = Attach | Read | StopRead | DropSource

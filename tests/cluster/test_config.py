@@ -7,9 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster import cli
-from cluster.config import AppConfig, EngineSection
+from cluster.config import AppConfig, EngineSection, HandoffSection
 from engine.config import EngineConfig
 from engine.errors import ConfigError, StartupError
+from engine.kv_transfer.config import HandoffConfig
 
 MODEL = {"name": "pocket", "model": "pocket"}
 
@@ -21,7 +22,12 @@ def test_smallest_configuration_takes_all_defaults():
 
 def test_engine_section_has_every_field_of_the_engine_but_the_model():
     names = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert set(EngineSection.model_fields) == names - {"model"}
+    assert set(EngineSection.model_fields) == names - {"model", "handoff"}
+
+
+def test_handoff_section_has_every_field_of_the_handoff_but_the_role():
+    names = {field.name for field in dataclasses.fields(HandoffConfig)}
+    assert set(HandoffSection.model_fields) == names - {"role"}
 
 
 def test_replica_has_a_bundle_per_rank_and_the_first_also_holds_its_control_actor():
@@ -35,6 +41,27 @@ def test_replica_has_as_many_ranks_as_its_engine_is_parallel():
     spec = AppConfig.parse(args).models[0].group_spec()
     assert len(spec.bundles) == spec.num_ranks == 2
     assert (spec.strategy, spec.label_selector, spec.accelerator_type) == ("STRICT_SPREAD", {"pool": "a"}, "L4")
+
+
+def test_pools_share_the_engine_section_but_for_keys_of_their_own():
+    prefill = {"engine": {"tensor_parallel": 2, "max_num_batched_tokens": 8192}, "num_cpus": 4}
+    engine = {"tensor_parallel": 1, "max_num_batched_tokens": 512, "dtype": "float32"}
+    args = {"models": [{**MODEL, "engine": engine, "prefill": prefill, "handoff": {"lease_s": 4}}]}
+    (model,) = AppConfig.parse(args).models
+    decode_config, prefill_config = model.engine_config("decode"), model.engine_config("prefill")
+    assert (decode_config.tensor_parallel, decode_config.max_num_batched_tokens) == (1, 512)
+    assert (prefill_config.tensor_parallel, prefill_config.max_num_batched_tokens) == (2, 8192)
+    assert decode_config.dtype == prefill_config.dtype == "float32"
+    assert decode_config.handoff == HandoffConfig(role="decode", lease_s=4)
+    assert prefill_config.handoff == HandoffConfig(role="prefill", lease_s=4)
+    assert model.group_spec("prefill").bundles == [{"CPU": 4.1}, {"CPU": 4.0}]
+    assert model.group_spec("decode").bundles == [{"CPU": 1.1}]
+
+
+def test_without_a_prefill_section_an_engine_hands_nothing_over():
+    (model,) = AppConfig.parse({"models": [{**MODEL, "decode": {"num_replicas": 2}}]}).models
+    assert list(model.pools) == ["decode"]
+    assert model.engine_config().handoff is None
 
 
 @pytest.mark.parametrize(
@@ -52,6 +79,33 @@ def test_replica_has_as_many_ranks_as_its_engine_is_parallel():
         ({"models": [{**MODEL, "decode": {"placement_strategy": "TIGHT"}}]}, ["placement_strategy", "STRICT_PACK"]),
         ({"models": [{**MODEL, "decode": {"num_gpus": 2}}]}, ["models[0].decode.num_gpus", "less than or equal to 1"]),
         ({"models": [{**MODEL, "decode": {"num_cpus": 0}}]}, ["models[0].decode.num_cpus", "above 0"]),
+        ({"models": [{**MODEL, "prefill": {"num_replica": 1}}]}, ["models[0].prefill.num_replica", "num_replicas"]),
+        ({"models": [{**MODEL, "prefill": {"num_cpus": 0}}]}, ["models[0].prefill.num_cpus", "above 0"]),
+        (
+            {"models": [{**MODEL, "prefill": {"engine": {"block_sise": 1}}}]},
+            ["models[0].prefill.engine.block_sise", "block_size"],
+        ),
+        (
+            {"models": [{**MODEL, "prefill": {"engine": {"max_num_seqs": 0}}}]},
+            ["models[0].prefill.engine.max_num_seqs", "at least 1"],
+        ),
+        (
+            {"models": [{**MODEL, "engine": {"block_size": 32}, "prefill": {"engine": {"block_size": 16}}}]},
+            ["models[0].prefill.engine.block_size", "that of the decode pool (32)", "got 16"],
+        ),
+        (
+            {"models": [{**MODEL, "decode": {"engine": {"block_size": 32}}, "prefill": {}}]},
+            ["models[0].engine.block_size", "that of the decode pool (32)", "got 16"],
+        ),
+        ({"models": [{**MODEL, "handoff": {"policy": "auto"}}]}, ["models[0].prefill", "given"]),
+        (
+            {"models": [{**MODEL, "prefill": {}, "handoff": {"transport": "udp"}}]},
+            ["models[0].handoff.transport", "nixl"],
+        ),
+        (
+            {"models": [{**MODEL, "prefill": {}, "handoff": {"lease_s": 1}}]},
+            ["configuration: models[0].handoff.lease_s", "3 heartbeats"],
+        ),
         ({"models": [MODEL, MODEL]}, ["models[1].name", "'pocket'"]),
         ({"models": [{**MODEL, "engine": {"block_size": 0}}]}, ["models[0].engine.block_size", "at least 1", "0"]),
     ],

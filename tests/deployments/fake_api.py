@@ -14,10 +14,15 @@ from typing import Any
 
 import httpx
 
+from deployments.admission import AdmissionLimits
 from deployments.engine_replica import EngineReplica
 from deployments.openai.app import openai_app
+from deployments.openai.gate import GateConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.telemetry import Telemetry
 from deployments.token_channel import TokenChannel
+from deployments.tracing import Tracing
+from engine.errors import EngineUnavailable
 from engine.messages import EngineStatus, GenerateRequest
 from engine.tokenizer import Tokenizer
 from tests.fake_engine import FakeEngine, Script
@@ -45,6 +50,9 @@ class LocalPool:
     async def statuses(self) -> list[EngineStatus]:
         return [self._replica.status()]
 
+    async def prefill_statuses(self) -> list[EngineStatus]:
+        return []
+
 
 @dataclass(slots=True)
 class FakeApi:
@@ -53,9 +61,19 @@ class FakeApi:
     engine: FakeEngine
     replica: EngineReplica
     channel: TokenChannel
+    telemetry: Telemetry
 
     async def post(self, route: str, **body: Any) -> httpx.Response:
         return await self.client.post(f"/v1/{route}", json=body)
+
+    async def until_status(self) -> EngineStatus:
+        """The engine's first status."""
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    return self.replica.status()
+                except EngineUnavailable:  # it has just started
+                    await asyncio.sleep(0.005)
 
     async def stream(self, route: str, **body: Any) -> list[dict[str, Any]]:
         """All events but the closing [DONE]."""
@@ -67,19 +85,36 @@ class FakeApi:
 
 
 @asynccontextmanager
-async def fake_api(script: Script | None = None, **info: Any) -> AsyncGenerator[FakeApi]:
-    """script: see FakeEngine. info: fields of ModelInfo."""
+async def fake_api(
+    script: Script | None = None,
+    *,
+    tracing: Tracing | None = None,
+    gate: GateConfig = GateConfig(),  # noqa: B008  frozen
+    names: tuple[str, ...] = ("fake",),
+    text_model: Tokenizer | None = None,
+    **info: Any,
+) -> AsyncGenerator[FakeApi]:
+    """script: see FakeEngine. names: of the models, all on one engine. text_model: their tokenizer.
+
+    info: fields of ModelInfo, or of its admission.
+    """
     channel, replica = TokenChannel("127.0.0.1"), EngineReplica("127.0.0.1")
+    telemetry = Telemetry("ingress-1", channel, tracing)
     tasks = [asyncio.create_task(channel.run()), asyncio.create_task(replica.run())]
     engine = FakeEngine(replica.status_to, script)
     replica.connect(engine.address)
     fields = {"max_model_len": MAX_MODEL_LEN, "vocab_size": 400, "default_sampling": {}, "request_timeout_s": 60.0}
-    model_info = ModelInfo(name="fake", root="fake", folder="", **{**fields, **info})
-    model = ServedModel(model_info, tokenizer(), LocalPool(replica), channel)
-    transport = httpx.ASGITransport(openai_app({"fake": model}, channel), raise_app_exceptions=False)
+    limits = {"max_num_seqs": 64, "num_engines": 1, "num_ingresses": 1, "max_waiting": 64, "max_waiting_tokens": 10_000}
+    admission = AdmissionLimits(**{**limits, **{key: info.pop(key) for key in limits if key in info}})
+    models = {}
+    for name in names:
+        model_info = ModelInfo(name=name, root=name, folder="", admission=admission, **{**fields, **info})
+        models[name] = ServedModel(model_info, text_model or tokenizer(), LocalPool(replica), channel, telemetry)
+    model = models[names[0]]
+    transport = httpx.ASGITransport(openai_app(models, telemetry, gate), raise_app_exceptions=False)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://fake") as client:
-            yield FakeApi(client, model, engine, replica, channel)
+            yield FakeApi(client, model, engine, replica, channel, telemetry)
     finally:
         engine.stop()
         for task in tasks:

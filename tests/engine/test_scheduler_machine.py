@@ -1,16 +1,22 @@
-"""Random arrivals, aborts and pool sizes; the books must balance after every step, and everyone must finish."""
+"""Random arrivals, aborts, handoffs and pool sizes: the books balance after every step, and everyone finishes."""
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.fake_handoffs import DecodeHarness, PrefillHarness
 from tests.fake_runner import Harness
 
 MAX_MODEL_LEN = 24
 PREFIXES = [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9], [10], []]
 
+prefixes = st.sampled_from(PREFIXES)
+rests = st.lists(st.integers(1, 49), min_size=1, max_size=15)
+
 
 class SchedulerMachine(RuleBasedStateMachine):
+    harness: type[Harness] = Harness
+
     @initialize(
         spare_blocks=st.integers(0, 12),
         depth=st.integers(1, 2),
@@ -21,7 +27,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
     )
     def start(self, spare_blocks, depth, seqs, budget, block_size, caching, policy):
-        self.h = Harness(
+        self.h = self.harness(
             num_blocks=-(-MAX_MODEL_LEN // block_size) + spare_blocks,
             max_model_len=MAX_MODEL_LEN,
             depth=depth,
@@ -34,8 +40,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count = 0
 
     @rule(
-        prefix=st.sampled_from(PREFIXES),
-        rest=st.lists(st.integers(1, 49), min_size=1, max_size=15),
+        prefix=prefixes,
+        rest=rests,
         max_tokens=st.one_of(st.none(), st.integers(1, 20)),
         ignore_eos=st.booleans(),
         priority=st.integers(-1, 1),
@@ -68,5 +74,54 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert set(self.h.finished) == set(self.h.prompts)
 
 
+class DecodeMachine(SchedulerMachine):
+    """Other engines compute prompts, and may succeed or fail at any time."""
+
+    harness = DecodeHarness
+    h: DecodeHarness
+
+    @precondition(lambda self: self.h.open)
+    @rule(data=st.data(), cached=st.integers(0, 4))
+    def receive(self, data, cached):
+        self.h.receive(data.draw(st.sampled_from(sorted(self.h.open))), cached)
+
+    @precondition(lambda self: self.h.open)
+    @rule(data=st.data(), verified_blocks=st.integers(0, 6), retry=st.booleans())
+    def fail(self, data, verified_blocks, retry):
+        self.h.fail(data.draw(st.sampled_from(sorted(self.h.open))), verified_blocks, retry)
+
+    @rule(there=st.booleans())
+    def prefill_pool(self, there):
+        self.h.placing.replicas = None if there else []
+
+
+class PrefillMachine(SchedulerMachine):
+    """Prompts of other engines between requests of its own; decode may be done with one, or gone, at any time."""
+
+    harness = PrefillHarness
+    h: PrefillHarness
+
+    @rule(prefix=prefixes, rest=rests, data=st.data(), seed=st.integers(0, 3))
+    def ticket(self, prefix, rest, data, seed):
+        self.count += 1
+        size = self.h.config.block_size
+        prompt = prefix + rest
+        skip = data.draw(st.integers(0, (len(prompt) - 1) // size)) * size
+        self.h.ticket(f"r{self.count}", prompt, skip=skip, seed=seed)
+
+    @precondition(lambda self: self.h.tickets)
+    @rule(data=st.data(), reason=st.sampled_from(["released", "cancelled", "expired"]))
+    def close(self, data, reason):
+        self.h.close(data.draw(st.sampled_from(sorted(self.h.tickets))), reason)
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "h"):
+            assert not self.h.tickets
+
+
+RULES = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestDecodeScheduler = DecodeMachine.TestCase
+TestPrefillScheduler = PrefillMachine.TestCase
+TestScheduler.settings = TestDecodeScheduler.settings = TestPrefillScheduler.settings = RULES

@@ -41,7 +41,7 @@ SERVED_S = 10.0
 STARTED = re.compile(
     r"(decode-(\w+)-\w+)/rank(\d+) placement\.rank_actor rank starts pid=(\d+) node=(\w+) .*CUDA_VISIBLE_DEVICES=(\S+)"
 )
-READY = re.compile(r"pid=(\d+).* (decode-(\w+)-\w+) deployments\.decode replica ready")
+READY = re.compile(r"pid=(\d+).* (decode-(\w+)-\w+) deployments\.engine_deployment replica ready")
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ def mistake(tmp_path: Path, model: dict[str, Any], message: str) -> None:
 
 def test_spec_that_no_node_can_satisfy_is_refused_within_seconds(tmp_path, folder):
     decode = {"num_cpus": 0.5, "num_gpus": 1, "accelerator_type": "H100"}
-    message = "model 'tiny': a replica needs 2 ranks, each with 0.5 CPU + 1 GPU + type H100"
+    message = "model 'tiny', decode: a replica needs 2 ranks, each with 0.5 CPU + 1 GPU + type H100"
     mistake(tmp_path, {"model": str(folder), "engine": {"tensor_parallel": 2}, "decode": decode}, message)
 
 

@@ -1,0 +1,93 @@
+"""Which API keys are valid, from a file that may change at any time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+from pathlib import Path
+
+from engine.errors import ConfigError, InvalidApiKey
+
+logger = logging.getLogger(__name__)
+
+OPTION = "ingress.api_keys_file"
+LOOK_S = 1.0  # how often the file is looked at
+LINE = re.compile(r"(?P<name>[^\s:]+):(?P<digest>[0-9a-f]{64})")
+RULE = "lines of `name:sha256 of the key in hexadecimal`, as `manta hash-key` prints them"
+
+_Version = tuple[int, int, int]
+
+
+def hash_key(key: str) -> str:
+    """What stands in the file. A plain SHA-256 is enough for long random keys, and for such keys only."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class ApiKeys:
+    """The keys of a file: one per line; empty lines and those with `#` do not count.
+
+    A change counts within a second, without a restart. A file that cannot be read then leaves the old keys valid and is
+    reported in the log; an empty one lets nobody in.
+    """
+
+    def __init__(self, path: Path):
+        """Raises ConfigError if the file cannot be read or has no key."""
+        self._path = path
+        self._version, self._names = _read(path)
+        self._looked_at = time.monotonic()
+        if not self._names:
+            raise ConfigError(OPTION, str(path), f"a file with at least one key: {RULE}")
+
+    def name_of(self, authorization: str | None) -> str:
+        """Who asks, by the value of the Authorization header. Raises InvalidApiKey."""
+        self._reload_if_changed()
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise InvalidApiKey("this server wants an API key: Authorization: Bearer <key>")
+        digest = hash_key(key.strip())
+        # all are compared, each in constant time: how long it takes says nothing about the keys
+        matches = [name for known, name in self._names.items() if hmac.compare_digest(known, digest)]
+        if not matches:
+            raise InvalidApiKey("the API key is not known here")
+        return matches[0]
+
+    def _reload_if_changed(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        try:
+            if _version(self._path) == self._version:
+                return
+            self._version, self._names = _read(self._path)
+            logger.info("API keys reloaded keys=%d", len(self._names))
+        except (OSError, ConfigError) as error:
+            logger.error("API keys stay as they were: %s", error)
+
+
+def _version(path: Path) -> _Version:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _read(path: Path) -> tuple[_Version, dict[str, str]]:
+    """Names by digest. Raises ConfigError, which tells no part of a key."""
+    try:
+        version = _version(path)  # before reading: a change in between is seen the next time
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            OPTION, str(path), f"a text file that can be read ({type(error).__name__})"
+        ) from None
+    names = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = LINE.fullmatch(line.strip())
+        if match is None:
+            raise ConfigError(OPTION, f"{path}, line {number}", RULE)
+        names[match["digest"]] = match["name"]
+    return version, names

@@ -1,0 +1,142 @@
+"""Which request is next when clients want more than engines can run. Pure: no clock, no tasks.
+
+Fairness is the Virtual Token Counter of arXiv:2401.00588: every client has a counter of the tokens it was served,
+and the client with the smallest one is next. A client that had nothing waiting starts again no lower than those that
+had: being away earns nothing. No capacity is kept free for anybody.
+
+When the queue is full, room for a newcomer is taken from the client that fills most of it, newest request first. So a
+flood is refused at its own expense, and a client with little in the queue always finds room. Without other
+clients, it is simply the newcomer that is refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # what a token costs; the paper's values
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One HTTP request in the queue. prompt_tokens: of all its prompts."""
+
+    client: str
+    sequences: int
+    prompt_tokens: int
+    state: Literal["new", "waiting", "running", "gone"] = "new"
+
+
+@dataclass(slots=True)
+class _Client:
+    served: float  # weighted tokens
+    waiting: deque[Ticket] = field(default_factory=deque)
+    num_running: int = 0  # requests
+
+    def load(self, up_to: int | None = None) -> tuple[int, int]:
+        """Sequences and prompt tokens of its oldest `up_to` waiting requests, or of all."""
+        tickets = list(self.waiting)[:up_to]
+        return sum(t.sequences for t in tickets), sum(t.prompt_tokens for t in tickets)
+
+
+class FairQueue:
+    """window: sequences that may run at once; may be changed at any time.
+
+    A request starts as a whole, as soon as the window is not full: the last one may stand out of it.
+    """
+
+    def __init__(self, window: int, max_waiting: int, max_waiting_tokens: int):
+        """max_waiting: sequences that may wait. max_waiting_tokens: of their prompts. One request alone may be more."""
+        self.window = window
+        self.num_waiting = self.num_running = self.waiting_tokens = 0  # sequences, sequences, tokens
+        self._max_waiting, self._max_tokens = max_waiting, max_waiting_tokens
+        self._clients: dict[str, _Client] = {}
+        self._floor = 0.0  # counter of the client that was served last, before that
+
+    def is_full_for(self, client: str) -> bool:
+        """Whether even a request of one sequence and no tokens would be refused."""
+        return self.num_running >= self.window and self._find_room(Ticket(client, 1, 0)) is None
+
+    def offer(self, ticket: Ticket) -> list[Ticket] | None:
+        """Put it in the queue. Returns the requests that had to leave for it, or None if itself found no room."""
+        dropped = self._find_room(ticket)
+        if dropped is None:
+            return None
+        for other in dropped:
+            self.leave(other)
+        client = self._clients.setdefault(ticket.client, _Client(self._floor))
+        if not client.waiting:
+            client.served = max(client.served, self._floor)
+        client.waiting.append(ticket)
+        ticket.state = "waiting"
+        self.num_waiting += ticket.sequences
+        self.waiting_tokens += ticket.prompt_tokens
+        return dropped
+
+    def start(self) -> list[Ticket]:
+        """Requests that may run now."""
+        started = []
+        while self.num_running < self.window and self.num_waiting:
+            # dicts keep their order: of equal clients, the one that has been here longest
+            client = min((c for c in self._clients.values() if c.waiting), key=lambda c: c.served)
+            ticket = client.waiting.popleft()
+            self._no_longer_waits(ticket)
+            ticket.state = "running"
+            client.num_running += 1
+            self._floor = client.served
+            client.served += PROMPT_WEIGHT * ticket.prompt_tokens
+            self.num_running += ticket.sequences
+            started.append(ticket)
+        return started
+
+    def charge(self, ticket: Ticket, output_tokens: int) -> None:
+        """A running request brought so many tokens."""
+        self._clients[ticket.client].served += OUTPUT_WEIGHT * output_tokens
+
+    def leave(self, ticket: Ticket) -> None:
+        """Waiting or running, it is over. Does nothing for one that has left before."""
+        client = self._clients.get(ticket.client)
+        if client is None or ticket.state not in ("waiting", "running"):
+            return
+        if ticket.state == "waiting":
+            client.waiting.remove(ticket)
+            self._no_longer_waits(ticket)
+        else:
+            client.num_running -= 1
+            self.num_running -= ticket.sequences
+        ticket.state = "gone"
+        if not client.waiting and not client.num_running:
+            del self._clients[ticket.client]
+
+    def _no_longer_waits(self, ticket: Ticket) -> None:
+        self.num_waiting -= ticket.sequences
+        self.waiting_tokens -= ticket.prompt_tokens
+
+    def _find_room(self, ticket: Ticket) -> list[Ticket] | None:
+        """What would have to leave; None if it is the newcomer whose client fills most of the queue."""
+        sequences, tokens = self.num_waiting + ticket.sequences, self.waiting_tokens + ticket.prompt_tokens
+        if not self._over(sequences, tokens) or not self.num_waiting:
+            return []
+        own = self._clients.get(ticket.client)
+        own_sequences, own_tokens = own.load() if own else (0, 0)
+        newcomer = self._share(own_sequences + ticket.sequences, own_tokens + ticket.prompt_tokens)
+        kept = {name: len(c.waiting) for name, c in self._clients.items() if name != ticket.client}
+        dropped: list[Ticket] = []
+        while self._over(sequences, tokens):
+            shares = {name: self._share(*self._clients[name].load(count)) for name, count in kept.items() if count}
+            largest = max(shares, key=lambda name: shares[name], default=None)
+            if largest is None or shares[largest] <= newcomer:
+                return None
+            kept[largest] -= 1
+            victim = self._clients[largest].waiting[kept[largest]]
+            sequences, tokens = sequences - victim.sequences, tokens - victim.prompt_tokens
+            dropped.append(victim)
+        return dropped
+
+    def _over(self, sequences: int, tokens: int) -> bool:
+        return sequences > self._max_waiting or tokens > self._max_tokens
+
+    def _share(self, sequences: int, tokens: int) -> float:
+        """Of the queue, by whatever there is less of."""
+        return max(sequences / self._max_waiting, tokens / self._max_tokens)

@@ -1,0 +1,82 @@
+"""What an answer is made of, in the order in which the model writes it, and what parsers of it have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(slots=True, frozen=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(slots=True, frozen=True)
+class Content:
+    text: str
+
+
+@dataclass(slots=True, frozen=True)
+class CallStart:
+    """A tool call begins; all arguments up to the next one are its own."""
+
+    name: str
+
+
+@dataclass(slots=True, frozen=True)
+class CallArguments:
+    """A part of the JSON text of the arguments."""
+
+    text: str
+
+
+Piece = Reasoning | Content | CallStart | CallArguments
+State = Callable[[list[Piece], bool], "State | None"]
+
+
+class PieceParser(Protocol):
+    """Turns text into pieces; how the text is cut into calls of `add` does not change what they add up to."""
+
+    def add(self, text: str) -> list[Piece]: ...
+
+    def finish(self) -> list[Piece]:
+        """What was held back, once no text follows."""
+        ...
+
+
+class BufferedParser(ABC):
+    """A PieceParser made of states.
+
+    A state takes from `_buffer` what it can decide on, appends pieces to its first argument, and returns the next
+    state, or None if it needs more text. Its second argument says that there will be no more.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._state: State = self._start
+
+    @abstractmethod
+    def _start(self, out: list[Piece], final: bool) -> State | None: ...
+
+    def add(self, text: str) -> list[Piece]:
+        self._buffer += text
+        return self._run(final=False)
+
+    def finish(self) -> list[Piece]:
+        return self._run(final=True)
+
+    def _run(self, *, final: bool) -> list[Piece]:
+        out: list[Piece] = []
+        while (state := self._state(out, final)) is not None:
+            self._state = state
+        return out
+
+
+def start_of_possible(marker: str, text: str) -> int:
+    """Where the end of `text` that may be the beginning of `marker` starts; len(text) if there is none."""
+    for start in range(max(0, len(text) - len(marker) + 1), len(text)):
+        if marker.startswith(text[start:]):
+            return start
+    return len(text)

@@ -1,0 +1,25 @@
+"""The prefill deployment: replicas that compute prompts for decode replicas."""
+
+from __future__ import annotations
+
+import msgspec
+
+from deployments.engine_deployment import EngineDeployment
+from engine.config import EngineConfig
+from engine.kv_transfer.ticket import PrefillTicket
+from placement.spec import GroupSpec
+
+
+class Prefill(EngineDeployment):
+    """KV goes from the ranks straight to those of the decode engine that asked."""
+
+    async def __init__(self, config: EngineConfig, spec: GroupSpec):  # type: ignore[misc]  # Serve awaits it
+        async with self._starting():
+            await self._start_engine(config, spec)
+
+    async def prefill(self, ticket: bytes, avoid: list[str]) -> None:
+        """A msgpack PrefillTicket; open until the handoff is over, so that a replica that is to stop waits for it.
+
+        avoid: for the router of this deployment.
+        """
+        await self._engine.prefill(msgspec.msgpack.decode(ticket, type=PrefillTicket))

@@ -1,0 +1,121 @@
+"""What an ingress makes known of its requests: counts for /metrics, traces, and log lines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.admission import Admission
+from deployments.ingress_stats import IngressStats, ModelStats
+from deployments.token_channel import TokenChannel
+from deployments.tracing import RequestTrace, Tracing
+
+logger = logging.getLogger(__name__)
+
+NOT_COUNTED = frozenset({"/health", "/metrics", "/version"})  # asked by machines, all the time; as vLLM does
+CLIENT_LEFT = 499  # what proxies write into their logs for it
+NO_ROUTE = "none"
+
+Peers = Callable[[], Awaitable[list[IngressStats]]]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """The one that the current task works for. started_at: on the monotonic clock, before its body was read."""
+
+    started_at: float
+    trace: RequestTrace | None = None
+
+
+_current: ContextVar[HttpRequest | None] = ContextVar("http_request", default=None)
+
+
+def current_request() -> HttpRequest:
+    """Outside of any HTTP request: one that starts now."""
+    return _current.get() or HttpRequest(time.monotonic())
+
+
+class Telemetry:
+    """One per ingress."""
+
+    def __init__(
+        self, ingress_id: str, channel: TokenChannel, tracing: Tracing | None = None, peers: Peers | None = None
+    ):
+        """peers: gets the counts of all ingresses, with or without this one."""
+        self.tracing = tracing
+        self._stats = IngressStats(ingress_id)
+        self._channel = channel
+        self._peers = peers
+        self._admissions: dict[str, Admission] = {}
+
+    def model(self, name: str, admission: Admission) -> ModelStats:
+        """Where the counts of this model go."""
+        self._admissions[name] = admission
+        return self._stats.models.setdefault(name, ModelStats())
+
+    @property
+    def stats(self) -> IngressStats:
+        """Of this ingress, as they are now."""
+        self._stats.dropped_deltas = self._channel.dropped
+        for name, admission in self._admissions.items():
+            model = self._stats.models[name]
+            model.refused, model.waiting = admission.refused, admission.num_waiting
+        return self._stats
+
+    def close(self) -> None:
+        """Send the traces that are left; takes up to two seconds."""
+        if self.tracing is not None:
+            self.tracing.close()
+
+    def answered(self, route: str, status: int, seconds: float, request_bytes: int, response_bytes: int) -> None:
+        """An HTTP request is over, its answer sent as far as it could be. route: see IngressStats."""
+        self._stats.answered(route, status, seconds, request_bytes, response_bytes)
+
+    async def all_stats(self) -> list[IngressStats]:
+        """Of every ingress that answers; its own counts always."""
+        others = await self._peers() if self._peers is not None else []
+        return [self.stats, *(stats for stats in others if stats.ingress_id != self._stats.ingress_id)]
+
+
+class Observed:
+    """ASGI middleware: counts, times and traces every HTTP request."""
+
+    def __init__(self, app: ASGIApp, telemetry: Telemetry):
+        self._app, self._telemetry = app, telemetry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in NOT_COUNTED:
+            await self._app(scope, receive, send)
+            return
+        started, status, sent = time.monotonic(), 500, 0
+
+        async def counting(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                sent += len(message.get("body", b""))
+            await send(message)
+
+        tracing = self._telemetry.tracing
+        trace = tracing.start(scope) if tracing else None
+        token = _current.set(HttpRequest(started, trace))
+        try:
+            await self._app(scope, receive, counting)
+        except asyncio.CancelledError:
+            status = CLIENT_LEFT
+            raise
+        finally:
+            _current.reset(token)
+            route = scope.get("route")
+            path = NO_ROUTE if route is None else route.path
+            received = next((int(v) for k, v in scope["headers"] if k == b"content-length" and v.isdigit()), 0)
+            self._telemetry.answered(f"{scope['method']} {path}", status, time.monotonic() - started, received, sent)
+            if trace:
+                trace.end(path, status)

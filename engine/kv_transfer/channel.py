@@ -1,0 +1,286 @@
+"""The handoff protocol with its thread and sockets, off the step loop. See protocol.py."""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import msgspec
+import zmq
+
+from engine.errors import EngineUnavailable
+from engine.kv_transfer.config import HandoffConfig
+from engine.kv_transfer.events import Closed, Failed, HandoffEvent
+from engine.kv_transfer.journal import Journal
+from engine.kv_transfer.messages import Attach, Envelope, FirstToken, Party, PrefillTicket, ReadEnded
+from engine.kv_transfer.protocol import HandoffProtocol
+from engine.kv_transfer.stats import HandoffInfo, HandoffStats
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 1.0  # for running reads to stop
+LINGER_MS = 200  # for the last messages to leave
+MAX_POLL_S = 1.0
+FORGET_PEER_S = 60.0  # an engine to which nothing is sent for so long loses its socket
+QUEUED_MESSAGES = 1000  # to a peer that does not take them; newer ones are lost, which the protocol stands
+PING_MS, PING_TIMEOUT_MS = 1000, 5000  # ZMQ's own heartbeat: connections of a link that was cut are made anew
+
+
+class HandoffChannel:
+    """Rank 0's end of all handoffs of one engine. Every method may be called from any thread, and none blocks but
+    `close`. What is asked for a handoff that is over is ignored: its event is on the way."""
+
+    def __init__(
+        self,
+        config: HandoffConfig,
+        *,
+        engine_id: str,
+        host: str,
+        fingerprint: str,
+        agent_addresses: list[str],
+        ranks: list[dict[str, bytes]],
+        block_size: int,
+        wake: Callable[[], None],
+    ):
+        """agent_addresses, ranks: address and description of the KVAgent of each rank, in rank order.
+        wake: called from the channel's thread when `events` has something new; must not block."""
+        self.fingerprint = fingerprint
+        self._wake = wake
+        self._context = zmq.Context()
+        self._inbox, address = self._bind(host)
+        self._answers, reply_to = self._bind(host)  # of the own agents
+        self.party = Party(engine_id, address, random.SystemRandom().getrandbits(64))
+        self._peers: dict[str, tuple[zmq.Socket[bytes], float]] = {}  # address -> socket, last used
+        self._agents = [self._connect(agent) for agent in agent_addresses]
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Envelope).decode
+        self._decode_answer = msgspec.msgpack.Decoder(ReadEnded).decode
+        self._protocol = HandoffProtocol(config, self.party, ranks=ranks, block_size=block_size)
+        self._protocol.out.commands.append(Attach(reply_to))
+        self._journal = Journal()
+        self._lock = threading.Lock()  # around _protocol and _journal
+        self._calls: deque[Callable[[float], None]] = deque()
+        self._events: deque[HandoffEvent] = deque()
+        self._broken: str | None = None
+        self._close_at: float | None = None  # at the latest, once `close` is called
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._woken.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name=f"handoff-channel {engine_id}", daemon=True)
+        self._thread.start()
+
+    # -- decode --------------------------------------------------------------------------------------------
+
+    def open(self, ticket: PrefillTicket, blocks: list[int]) -> None:
+        """Expect the KV of the ticket's tokens from `skip` on in these local blocks, which nobody else may touch until
+        Received or Failed. To be called before the ticket is sent."""
+        self._call(partial(self._protocol.open, ticket, blocks))
+
+    def ticket_failed(self, handoff_id: str, reason: str, retry: bool) -> None:
+        """The call that carried the ticket has failed or was refused. retry: another prefill engine may take it."""
+        self._call(partial(self._protocol.ticket_failed, handoff_id, reason, retry))
+
+    def cancel(self, handoff_id: str) -> None:
+        """Nobody wants it any more. Failed follows once nothing is being read (reason `cancelled`, if it had not failed
+        already), or Received, if that was on the way."""
+        self._call(partial(self._protocol.cancel, handoff_id))
+
+    # -- prefill -------------------------------------------------------------------------------------------
+
+    def accept(self, ticket: PrefillTicket) -> None:
+        """Take a ticket (not twice): Closed follows, at the latest one lease after decode's last sign of life.
+        Then the request, if it is still being computed, is wanted by nobody."""
+        self._call(partial(self._protocol.accept, ticket))
+
+    def progress(self, handoff_id: str, upto: int, blocks: list[int]) -> None:
+        """blocks: all blocks from token `skip` on that hold KV up to token `upto`, which is complete and stays until
+        Closed. Cumulative: earlier blocks are named again, and the same."""
+        self._call(partial(self._protocol.progress, handoff_id, upto, blocks))
+
+    def finish(self, handoff_id: str, first: FirstToken) -> None:
+        """The whole prompt is computed; `progress` has named all of its blocks."""
+        self._call(partial(self._protocol.finish, handoff_id, first))
+
+    def refuse(self, ticket: PrefillTicket, reason: str) -> None:
+        """It will not be computed. If it had been accepted, Closed still follows, as decode may be reading."""
+        self._call(partial(self._protocol.refuse, ticket, reason))
+
+    # -- both ----------------------------------------------------------------------------------------------
+
+    def events(self) -> list[HandoffEvent]:
+        """What happened since the last call. Raises EngineUnavailable when this engine must end: a rank did not stop
+        writing into blocks (so they can never be used again), or the channel's thread has died."""
+        if self._broken is not None:
+            raise EngineUnavailable(self._broken)
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def resting(self) -> list[str]:
+        """Ids of engines that should get no tickets for now."""
+        with self._lock:
+            return self._protocol.resting()
+
+    def snapshot(self) -> list[HandoffInfo]:
+        with self._lock:
+            return self._protocol.snapshot(time.monotonic())
+
+    def stats(self) -> HandoffStats:
+        with self._lock:
+            return self._protocol.stats()
+
+    def journal(self, request_id: str) -> list[tuple[float, str]]:
+        """(seconds since 1970, what happened); of the newest few hundred requests."""
+        with self._lock:
+            return self._journal.of(request_id)
+
+    def close(self) -> None:
+        """Tell the peers, stop all reads, and end the thread; within about two seconds. Events are no longer told."""
+        self._call(self._leave)
+        self._thread.join(CLOSE_S + 2 * LINGER_MS / 1000 + MAX_POLL_S)
+
+    # -- the thread ----------------------------------------------------------------------------------------
+
+    def _call(self, call: Callable[[float], None]) -> None:
+        self._calls.append(call)
+        with suppress(OSError):  # full: the thread is about to wake; or closed
+            self._waker.send(b"\0")
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # whatever it is, the step loop must not wait for handoffs for ever
+            logger.exception("the handoff channel has failed")
+            self._broken = f"the handoff channel has failed: {error!r}"
+            self._wake()
+        finally:
+            self._context.destroy(linger=LINGER_MS)
+            self._waker.close()
+            self._woken.close()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._inbox, self._answers, self._woken):
+            poller.register(source, zmq.POLLIN)
+        self._flush(time.monotonic())
+        while self._close_at is None or (self._protocol.inbound and time.monotonic() < self._close_at):
+            due = self._protocol.due
+            wait_s = MAX_POLL_S if due is None else min(MAX_POLL_S, max(0.0, due - time.monotonic()))
+            if self._close_at is not None:
+                wait_s = min(wait_s, max(0.0, self._close_at - time.monotonic()))
+            ready = dict(poller.poll(int(1000 * wait_s) + 1))  # + 1: never just before the time
+            now = time.monotonic()
+            if self._woken.fileno() in ready:
+                self._woken.recv(4096)
+            with self._lock:
+                # messages before timers: what came while this process was stopped counts
+                self._receive(now)
+                self._protocol.tick(now)
+                self._flush(now)
+
+    def _receive(self, now: float) -> None:
+        self._make_calls(now)
+        for message in _drain(self._answers):
+            self._protocol.read_ended(self._decode_answer(message), now)
+        for message in _drain(self._inbox):
+            self._make_calls(now)  # a handoff is opened before its ticket goes out, so before any answer came
+            try:
+                envelope = self._decode(message)
+            except msgspec.MsgspecError as error:
+                self._protocol.out.counters.malformed_messages += 1
+                logger.error("dropped a malformed message between engines: %s", error)
+            else:
+                self._protocol.receive(envelope, now)
+
+    def _make_calls(self, now: float) -> None:
+        while self._calls:
+            self._calls.popleft()(now)
+
+    def _leave(self, now: float) -> None:
+        self._protocol.leave(now)
+        self._close_at = now + CLOSE_S
+
+    def _flush(self, now: float) -> None:
+        """Do what the protocol wants done."""
+        out = self._protocol.out
+        for command in out.commands:
+            data = self._encode(command)
+            for agent in self._agents:
+                agent.send(data, zmq.NOBLOCK)
+        for to, message in out.messages:
+            self._send(to.address, self._encode(Envelope(self.party, to.epoch, message)), now)
+        for request_id, line in out.lines:
+            self._journal.add(request_id, time.time(), line)
+        for event in out.events:
+            _log(event)
+        broken = self._protocol.broken
+        if broken is not None and self._broken is None:
+            logger.error("the engine must end: %s", broken)
+            self._broken = broken
+            self._wake()
+        if out.events and self._close_at is None:
+            self._events.extend(out.events)
+            self._wake()
+        for done in (out.commands, out.messages, out.lines, out.events):
+            done.clear()
+        for address in [a for a, (_, used_at) in self._peers.items() if now - used_at > FORGET_PEER_S]:
+            self._peers.pop(address)[0].close(linger=0)
+
+    def _send(self, address: str, data: bytes, now: float) -> None:
+        try:
+            peer = self._peers[address][0] if address in self._peers else self._connect(address, QUEUED_MESSAGES)
+            self._peers[address] = (peer, now)
+            peer.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # lost, as the link may lose it; the protocol says it again, or gives up
+        except zmq.ZMQError as error:
+            self._protocol.out.counters.malformed_messages += 1
+            logger.error("dropped a message to %r: %s", address, error)
+
+    def _bind(self, host: str) -> tuple[zmq.Socket[bytes], str]:
+        inbox = self._context.socket(zmq.PULL)
+        inbox.setsockopt(zmq.RCVHWM, 0)
+        if ":" in host:
+            inbox.setsockopt(zmq.IPV6, 1)
+            host = f"[{host}]"
+        port = inbox.bind_to_random_port(f"tcp://{host}")
+        return inbox, f"tcp://{host}:{port}"
+
+    def _connect(self, address: str, high_water_mark: int = 0) -> zmq.Socket[bytes]:
+        peer = self._context.socket(zmq.PUSH)
+        peer.setsockopt(zmq.SNDHWM, high_water_mark)
+        peer.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+        peer.setsockopt(zmq.HEARTBEAT_TIMEOUT, PING_TIMEOUT_MS)
+        peer.setsockopt(zmq.IPV6, "[" in address)
+        try:
+            peer.connect(address)
+        except zmq.ZMQError:
+            peer.close(linger=0)
+            raise
+        return peer
+
+
+def _log(event: HandoffEvent) -> None:
+    if isinstance(event, Failed):
+        level = logging.INFO if event.reason == "cancelled" else logging.WARNING
+        what = f"{event.reason} {event.detail} verified={event.verified} retry={event.retry}"
+        logger.log(level, "handoff failed handoff_id=%s reason=%s", event.handoff_id, what)
+    elif isinstance(event, Closed):
+        logger.info("handoff closed handoff_id=%s reason=%s", event.handoff_id, event.reason)
+    else:
+        logger.info("handoff received handoff_id=%s", event.handoff_id)
+
+
+def _drain(inbox: zmq.Socket[bytes]) -> list[bytes]:
+    """All messages that have come."""
+    messages = []
+    while True:
+        try:
+            messages.append(inbox.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return messages

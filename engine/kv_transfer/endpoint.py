@@ -1,0 +1,134 @@
+"""All that one engine needs for its handoffs, put together at rank 0."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from engine.errors import InvalidParameter
+from engine.kv_transfer.agent import KVAgent
+from engine.kv_transfer.channel import HandoffChannel
+from engine.kv_transfer.config import HandoffConfig
+from engine.kv_transfer.events import Failed, HandoffEvent
+from engine.kv_transfer.ledger import Cancel, Finish, Forget, HandoffLedger, Open, Refuse, Report
+from engine.kv_transfer.placing import Placing, StepCost
+from engine.kv_transfer.ranks import RankAgent
+from engine.kv_transfer.stats import HandoffInfo, HandoffStats
+from engine.kv_transfer.ticket import PrefillTicket
+from engine.messages import DropPrefill, PrefillReplica, WantPrefill
+
+logger = logging.getLogger(__name__)
+
+
+class HandoffEndpoint:
+    """Between the scheduler's ledger and the channel. Of the step loop's thread, but for the channel's own.
+
+    ledger: for the scheduler. step_cost: to be told of every step. fingerprint: of what the KV depends on; engines
+    whose fingerprints differ cannot use each other's.
+    """
+
+    def __init__(
+        self,
+        config: HandoffConfig,
+        agent: KVAgent,
+        ranks: list[RankAgent],
+        *,
+        engine_id: str,
+        host: str,
+        fingerprint: str,
+        block_size: int,
+        wake: Callable[[], None],
+    ):
+        """agent: rank 0's; closed by `close`. ranks: as of start_agent. wake: see HandoffChannel."""
+        self.config, self.fingerprint = config, fingerprint
+        self.step_cost = StepCost()
+        self._agent = agent
+        self._channel = HandoffChannel(
+            config,
+            engine_id=engine_id,
+            host=host,
+            fingerprint=fingerprint,
+            agent_addresses=[rank.address for rank in ranks],
+            ranks=[rank.description for rank in ranks],
+            block_size=block_size,
+            wake=wake,
+        )
+        self._placing = Placing(config, self.step_cost, self._channel.resting) if config.role == "decode" else None
+        self.ledger = HandoffLedger(self._placing, self._channel.party, fingerprint)
+        self._notices: list[WantPrefill | DropPrefill] = []
+
+    def events(self) -> list[HandoffEvent]:
+        """What the scheduler has to handle. Raises EngineUnavailable when this engine cannot go on."""
+        events = self._channel.events()
+        for event in events:
+            if isinstance(event, Failed):
+                logger.warning(
+                    "handoff failed handoff_id=%s reason=%s verified_tokens=%d detail=%s",
+                    event.handoff_id,
+                    event.reason,
+                    event.verified,
+                    event.detail,
+                )
+        return events
+
+    def forward(self) -> None:
+        """Do what the ledger asks for."""
+        channel = self._channel
+        for action in self.ledger.outbox:
+            match action:
+                case Open(ticket, blocks):
+                    channel.open(ticket, blocks)
+                    self._notices.append(WantPrefill(ticket))
+                case Cancel(handoff_id):
+                    channel.cancel(handoff_id)
+                    self._notices.append(DropPrefill(handoff_id))
+                case Forget(handoff_id):
+                    self._notices.append(DropPrefill(handoff_id))
+                case Report(handoff_id, upto, blocks):
+                    channel.progress(handoff_id, upto, blocks)
+                case Finish(handoff_id, first):
+                    channel.finish(handoff_id, first)
+                case Refuse(ticket, reason):
+                    channel.refuse(ticket, reason)
+        self.ledger.outbox.clear()
+
+    def notices(self) -> list[WantPrefill | DropPrefill]:
+        """For the control actor, since the last call."""
+        notices, self._notices = self._notices, []
+        return notices
+
+    # -- commands ------------------------------------------------------------------------------------------
+
+    def check(self, ticket: PrefillTicket) -> None:
+        """Raise RequestError if what is computed here would be of no use there."""
+        if ticket.fingerprint != self.fingerprint:
+            raise InvalidParameter("fingerprint", ticket.fingerprint, f"that of this engine ({self.fingerprint})")
+
+    def accept(self, ticket: PrefillTicket) -> None:
+        self._channel.accept(ticket)
+
+    def refuse(self, ticket: PrefillTicket, reason: str) -> None:
+        logger.warning("refused a ticket handoff_id=%s reason=%s", ticket.handoff_id, reason)
+        self._channel.refuse(ticket, reason)
+
+    def ticket_failed(self, handoff_id: str, reason: str, retry: bool) -> None:
+        self._channel.ticket_failed(handoff_id, reason, retry)
+
+    def set_prefill_pool(self, replicas: list[PrefillReplica]) -> None:
+        if self._placing is not None:
+            self._placing.replicas = replicas
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def stats(self) -> HandoffStats:
+        return self._channel.stats()
+
+    def live(self) -> list[HandoffInfo]:
+        return self._channel.snapshot()
+
+    def journal(self, request_id: str) -> list[tuple[float, str]]:
+        return self._channel.journal(request_id)
+
+    def close(self) -> None:
+        self._channel.close()
+        self._agent.close()

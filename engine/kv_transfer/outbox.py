@@ -1,0 +1,21 @@
+"""What the pure part of the protocol wants done; channel.py does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.kv_transfer.events import HandoffEvent
+from engine.kv_transfer.messages import AgentCommand, Message, Party
+from engine.kv_transfer.stats import Counters
+
+
+@dataclass(slots=True)
+class Outbox:
+    """messages: to other engines. commands: to the agents of all own ranks. events: to the own step loop.
+    lines: (request id, what happened), for the journal."""
+
+    messages: list[tuple[Party, Message]] = field(default_factory=list)
+    commands: list[AgentCommand] = field(default_factory=list)
+    events: list[HandoffEvent] = field(default_factory=list)
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)

@@ -1,0 +1,93 @@
+"""What a handoff channel shows of itself: live handoffs for /debug/handoffs, totals for metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+Role = Literal["decode", "prefill"]
+
+
+class HandoffInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One live handoff as one of its two engines sees it.
+
+    peer: id of the other engine; empty until it is known. age_s: since it was opened or accepted here.
+    deadline_s: seconds until this side gives it up if it hears nothing more.
+    num_bytes: read so far (decode).
+    """
+
+    handoff_id: str
+    request_id: str
+    role: Role
+    peer: str
+    state: str
+    age_s: float
+    deadline_s: float
+    num_bytes: int = 0
+
+
+class HandoffStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Totals since the start of one engine, and what is live now.
+
+    results: handoffs that ended, by result (`received`, `failed`, `closed`) and reason.
+    phase_seconds: (how many, sum of seconds) by phase. Of decode: `accept` (ticket to first answer), `compute` (to the
+        first token), `exposed` (first token to all read: what the client waits for the transfer), `release`, `total`;
+        and `read`, of each read of each rank.
+        Of prefill: `held` (first token to the end of the lease).
+    bytes_read: by transport. bytes_overlapped: of those, read before the first token was known.
+    lease_expiries: handoffs of prefill whose decode engine fell silent.
+    stale_messages: messages of or to a handoff or an engine that is no more. malformed_messages: not understood.
+    resting: engines that get no tickets for now, since the link to them failed.
+    """
+
+    live: int = 0
+    results: dict[str, dict[str, int]] = {}
+    phase_seconds: dict[str, tuple[int, float]] = {}
+    bytes_read: dict[str, int] = {}
+    bytes_overlapped: int = 0
+    lease_expiries: int = 0
+    stale_messages: int = 0
+    malformed_messages: int = 0
+    resting: list[str] = []
+
+
+@dataclass(slots=True)
+class Counters:
+    """The totals of HandoffStats while they grow."""
+
+    results: dict[str, dict[str, int]] = field(default_factory=dict)
+    phase_seconds: dict[str, tuple[int, float]] = field(default_factory=dict)
+    bytes_read: dict[str, int] = field(default_factory=dict)
+    bytes_overlapped: int = 0
+    lease_expiries: int = 0
+    stale_messages: int = 0
+    malformed_messages: int = 0
+
+    def ended(self, result: str, reason: str) -> None:
+        reasons = self.results.setdefault(result, {})
+        reasons[reason] = reasons.get(reason, 0) + 1
+
+    def phase(self, name: str, seconds: float) -> None:
+        count, total = self.phase_seconds.get(name, (0, 0.0))
+        self.phase_seconds[name] = (count + 1, total + seconds)
+
+    def read(self, transport: str, num_bytes: int, seconds: float, overlapped: bool) -> None:
+        self.phase("read", seconds)
+        self.bytes_read[transport] = self.bytes_read.get(transport, 0) + num_bytes
+        if overlapped:
+            self.bytes_overlapped += num_bytes
+
+    def stats(self, live: int, resting: list[str]) -> HandoffStats:
+        return HandoffStats(
+            live=live,
+            results={result: dict(reasons) for result, reasons in self.results.items()},
+            phase_seconds=dict(self.phase_seconds),
+            bytes_read=dict(self.bytes_read),
+            bytes_overlapped=self.bytes_overlapped,
+            lease_expiries=self.lease_expiries,
+            stale_messages=self.stale_messages,
+            malformed_messages=self.malformed_messages,
+            resting=resting,
+        )

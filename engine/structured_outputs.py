@@ -1,0 +1,74 @@
+"""What form an answer must have. Names and meaning follow vLLM's StructuredOutputsParams."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import msgspec
+
+from engine.errors import InvalidParameter
+
+Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
+KINDS: tuple[Kind, ...] = ("json", "regex", "choice", "grammar", "json_object")
+MAX_CHARS = 200_000
+MAX_GRAMMAR_CHARS = 20_000  # GBNF is translated in Python
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Immutable. Raises InvalidParameter unless exactly one form is given. Whether it can be enforced is known only
+    once the engine has compiled it.
+
+    json: a JSON schema, as an object or as its text. A keyword that cannot be enforced is an error, never ignored.
+    regex: of the whole answer, in Rust's syntax: no look-around and no back references.
+    choice: the answer is one of these texts.
+    grammar: context-free, in Lark as llguidance reads it (the first rule is `start`) or in llama.cpp's GBNF (`root`).
+    json_object: True for any JSON object.
+    field: what the user knows these parameters as, for error messages.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    field: str = "structured_outputs"
+
+    def __post_init__(self) -> None:
+        given = self._given()
+        if len(given) != 1:
+            limit = f"an object with exactly one of {', '.join(KINDS)}"
+            raise InvalidParameter(self.field, {kind: getattr(self, kind) for kind in given}, limit)
+        if self.choice is not None and not (self.choice and all(self.choice)):
+            raise self.invalid("a list of at least one text, none of them empty")
+        most = MAX_GRAMMAR_CHARS if self.kind == "grammar" else MAX_CHARS
+        if len(self.text) > most:
+            raise self.invalid(f"at most {most} characters (these are {len(self.text)})")
+
+    @property
+    def kind(self) -> Kind:
+        return self._given()[0]
+
+    @property
+    def text(self) -> str:
+        """All there is to compile; schemas and choices as JSON."""
+        value = getattr(self, self.kind)
+        if self.kind in ("regex", "grammar"):
+            return cast(str, value)
+        if self.kind == "json_object":
+            return '{"type": "object"}'
+        try:
+            if isinstance(value, str):
+                value = msgspec.json.decode(value)
+            if self.kind == "json" and not isinstance(value, dict):
+                raise self.invalid("a JSON object")
+            return msgspec.json.encode(value).decode()
+        except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
+            raise self.invalid(f"valid JSON ({error})") from None
+
+    def invalid(self, limit: str) -> InvalidParameter:
+        """The error that these parameters are not `limit`."""
+        field = f"{self.field}.{self.kind}" if self.field == "structured_outputs" else self.field
+        return InvalidParameter(field, getattr(self, self.kind), limit)
+
+    def _given(self) -> list[Kind]:
+        return [kind for kind in KINDS if getattr(self, kind) not in (None, False)]

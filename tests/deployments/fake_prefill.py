@@ -1,0 +1,86 @@
+"""A prefill pool without Ray and without engines."""
+
+from __future__ import annotations
+
+import asyncio
+
+from engine.errors import EngineUnavailable, ServingError
+from engine.kv_transfer.ticket import Party, PrefillTicket
+from engine.messages import EngineStats, EngineStatus
+from engine.sampling_params import SamplingParams
+
+
+class FakePrefillPool:
+    """A TicketTaker whose calls stay open until `end` or `fail`.
+
+    found: statuses of its replicas. deploying: whether more are to come.
+    open: calls by handoff. avoided: what each call asked to avoid. cancelled: calls that the caller gave up.
+    """
+
+    def __init__(self, *found: EngineStatus, deploying: bool = False):
+        self.found, self.deploying = list(found), deploying
+        self.open: dict[str, asyncio.Future[None]] = {}
+        self.avoided: dict[str, list[str]] = {}
+        self.cancelled: list[str] = []
+
+    async def prefill(self, ticket: PrefillTicket, avoid: list[str]) -> None:
+        self.avoided[ticket.handoff_id] = avoid
+        call = self.open[ticket.handoff_id] = asyncio.get_running_loop().create_future()
+        try:
+            await call
+        except asyncio.CancelledError:
+            self.cancelled.append(ticket.handoff_id)
+            raise
+        finally:
+            del self.open[ticket.handoff_id]
+
+    async def statuses(self) -> list[EngineStatus]:
+        if not self.found:
+            raise EngineUnavailable("no replica is up and healthy")
+        return self.found
+
+    async def is_deploying(self) -> bool:
+        return self.deploying
+
+    def end(self, handoff_id: str) -> None:
+        self.open[handoff_id].set_result(None)
+
+    def fail(self, handoff_id: str, error: ServingError) -> None:
+        self.open[handoff_id].set_exception(error)
+
+
+def ticket(handoff_id: str = "h1") -> PrefillTicket:
+    return PrefillTicket(
+        handoff_id=handoff_id,
+        request_id="r",
+        attempt=1,
+        token_ids=[1, 2, 3],
+        num_prompt=3,
+        params=SamplingParams(),
+        seed=0,
+        cache_salt="",
+        skip=0,
+        fingerprint="f",
+        decode=Party("decode-m-1", "tcp://127.0.0.1:9", 7),
+    )
+
+
+def status(engine_id: str, fingerprint: str = "f", queued_tokens: int = 0) -> EngineStatus:
+    stats = EngineStats(
+        running=0,
+        waiting=0,
+        blocks_total=10,
+        blocks_free=10,
+        blocks_cached=0,
+        blocks_used=0,
+        block_size=16,
+        steps=0,
+        prompt_tokens=0,
+        generation_tokens=0,
+        preemptions=0,
+        prefix_queried_tokens=0,
+        prefix_hit_tokens=0,
+        finished={},
+        queued_tokens=queued_tokens,
+    )
+    return EngineStatus(engine_id=engine_id, ended=[], stats=stats, last_step_age_s=0.0, fingerprint=fingerprint)

@@ -1,0 +1,167 @@
+"""What /metrics says after requests that are known, to a real engine over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deployments.fake_api import fake_api, says
+from tests.deployments.real_api import RealApi, real_api
+from tests.models import make_model
+from tests.scrape import Scrape
+
+IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+def ended(scrape: Scrape) -> dict[str, float]:
+    """Requests by the reason that their clients saw."""
+    reasons = ("stop", "length", "abort", "error")
+    return {reason: scrape.sum("vllm:request_success_total", finished_reason=reason) for reason in reasons}
+
+
+def seen_by_engine(scrape: Scrape, *reasons: str) -> float:
+    names = {one.labels["reason"] for one in scrape.series if one.name == "manta_engine_requests_ended_total"}
+    return sum(scrape.sum("manta_engine_requests_ended_total", reason=reason) for reason in names & set(reasons))
+
+
+def count(scrape: Scrape, name: str) -> tuple[float, float]:
+    """How many values a histogram has, and their sum."""
+    assert scrape.sum(f"{name}_bucket", le="+Inf") == scrape.sum(f"{name}_count")
+    return scrape.sum(f"{name}_count"), scrape.sum(f"{name}_sum")
+
+
+def is_idle(scrape: Scrape) -> bool:
+    return all(scrape.sum(name) == 0 for name in IDLE)
+
+
+async def known_workload(api: RealApi) -> str:
+    """Four sequences: 7 + 4 + 4 + 1 tokens for prompts of 5, 3, 3 and 2. Returns the text of the first."""
+    first = await api.complete(prompt=[5, 6, 7, 8, 9], max_tokens=7)
+    await api.complete(prompt=[50, 51, 52], n=2, max_tokens=4)
+    await api.complete(prompt=[80, 81], max_tokens=400, logit_bias={"70": 100}, stop_token_ids=[70])
+    text: str = first["choices"][0]["text"]
+    return text
+
+
+def test_counts_and_sums_are_exact_after_a_known_workload(folder):
+    async def scenario() -> None:
+        async with real_api(folder) as api:
+            await known_workload(api)
+            assert (await api.client.post("/v1/completions", json={"prompt": ""})).status_code == 400
+            scrape = await api.scrape_when(lambda scrape: seen_by_engine(scrape, "stop", "length") == 4)
+            assert ended(scrape) == {"stop": 1, "length": 3, "abort": 0, "error": 0}
+            assert scrape.sum("vllm:prompt_tokens_total", model_name="tiny", engine="decode-1") == 5 + 3 + 3 + 2
+            assert scrape.sum("vllm:generation_tokens_total") == 7 + 4 + 4 + 1
+            assert scrape.sum("vllm:prefix_cache_queries_total") == 13
+            assert scrape.sum("vllm:prefix_cache_hits_total") == 0
+            assert count(scrape, "vllm:request_prompt_tokens") == (4, 13)
+            assert count(scrape, "vllm:request_generation_tokens") == (4, 16)
+            assert count(scrape, "vllm:request_params_n") == (3, 1 + 2 + 1)
+            assert count(scrape, "vllm:request_params_max_tokens") == (4, 7 + 4 + 4 + 400)
+            assert count(scrape, "vllm:inter_token_latency_seconds")[0] == 6 + 3 + 3 + 0
+            assert count(scrape, "vllm:request_time_per_output_token_seconds")[0] == 3
+            # the last token of a sequence is never computed on
+            assert count(scrape, "vllm:iteration_tokens_total")[1] == (5 + 6) + 2 * (3 + 3) + 2
+            for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_inference_time"):
+                assert count(scrape, f"vllm:{name}_seconds")[0] == 4
+            answers = {"handler": "/v1/completions", "method": "POST", "ingress": "ingress-1"}
+            assert scrape.sum("http_requests_total", status="2xx", **answers) == 3
+            assert scrape.sum("http_requests_total", status="4xx", **answers) == 1
+            assert scrape.sum("manta_http_responses_total", status="400", **answers) == 1
+            assert scrape.sum("http_request_duration_seconds_count", **answers) == 4
+            assert scrape.sum("vllm:cache_config_info", block_size="4", num_gpu_blocks="512") == 1
+            assert is_idle(scrape)
+
+    run(scenario())
+
+
+def test_parts_of_the_time_of_requests_add_up(folder):
+    async def scenario() -> None:
+        async with real_api(folder) as api:
+            await known_workload(api)
+            scrape = await api.scrape_when(lambda scrape: seen_by_engine(scrape, "stop", "length") == 4)
+            parts = {
+                name: count(scrape, f"vllm:request_{name}_time_seconds")[1] for name in ("queue", "prefill", "decode")
+            }
+            inference = count(scrape, "vllm:request_inference_time_seconds")[1]
+            assert parts["prefill"] + parts["decode"] == pytest.approx(inference)
+            assert count(scrape, "vllm:inter_token_latency_seconds")[1] == pytest.approx(parts["decode"])
+            whole = count(scrape, "vllm:e2e_request_latency_seconds")[1]
+            assert sum(parts.values()) < whole
+            assert count(scrape, "vllm:time_to_first_token_seconds")[1] < whole
+
+    run(scenario())
+
+
+def test_a_stop_string_counts_as_stop_for_the_client_and_for_the_engine(folder):
+    async def scenario() -> None:
+        async with real_api(folder) as api:
+            text = await known_workload(api)
+            stop = next(character for character in text[1:] if character.isascii())
+            answer = await api.complete(prompt=[5, 6, 7, 8, 9], max_tokens=400, stop=stop)
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            scrape = await api.scrape_when(lambda scrape: seen_by_engine(scrape, "stop", "length", "abort") == 5)
+            assert ended(scrape) == {"stop": 2, "length": 3, "abort": 0, "error": 0}
+            assert seen_by_engine(scrape, "stop") == 2
+            assert seen_by_engine(scrape, "abort") == 0
+            assert is_idle(scrape)
+
+    run(scenario())
+
+
+def test_gauges_are_back_to_zero_after_clients_have_left(folder):
+    async def scenario() -> None:
+        async with real_api(folder) as api:
+            streams = [api.leave_a_stream(prompt=[5, 6, i], max_tokens=400) for i in range(20)]
+            await asyncio.gather(*streams)
+            scrape = await api.scrape_when(lambda scrape: seen_by_engine(scrape, "abort") == 20 and is_idle(scrape))
+            assert ended(scrape) == {"stop": 0, "length": 0, "abort": 20, "error": 0}
+            assert scrape.sum("manta_ingress_requests_waiting") == 0
+            assert scrape.sum("manta_kv_blocks", state="running") == 0
+            assert count(scrape, "vllm:time_to_first_token_seconds")[0] == 20
+            assert count(scrape, "vllm:e2e_request_latency_seconds")[0] == 0
+
+    run(scenario())
+
+
+def test_a_request_that_its_engine_fails_counts_as_an_error():
+    async def scenario() -> None:
+        async with fake_api(says("abc")) as api:
+            api.engine.paused.set()
+            asking = asyncio.create_task(api.post("completions", prompt="a"))
+            async with asyncio.timeout(5):
+                while not api.engine.num_live:
+                    await asyncio.sleep(0.005)
+            api.replica.fail("rank 0 died")
+            assert (await asking).status_code == 503
+            scrape = Scrape((await api.client.get("/metrics")).text)
+            assert scrape.sum("manta_up") == 0
+            assert scrape.sum("vllm:request_success_total", finished_reason="error") == 1
+            assert scrape.sum("http_requests_total", status="5xx") == 1
+
+    run(scenario())
+
+
+def test_a_path_that_no_route_has_adds_no_series_of_its_own():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            for path in ("/a", "/b/c", "/v1/nothing"):
+                await api.client.get(path)
+            scrape = Scrape((await api.client.get("/metrics")).text)
+            assert scrape.sum("http_requests_total", handler="none", status="4xx") == 3
+            assert {one.labels["handler"] for one in scrape.series if one.name == "http_requests_total"} == {"none"}
+
+    run(scenario())

@@ -1,0 +1,331 @@
+"""Engines with modelled memory and a modelled network around the real protocol (engine/kv_transfer/protocol.py).
+
+What a block holds is modelled as the tokens up to its end, since that is what its KV depends on. Blocks that are given
+back are overwritten at once, as if another request had got them. So a token from wrong KV would be seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from itertools import count
+
+from engine.kv_transfer.config import HandoffConfig
+from engine.kv_transfer.events import Closed, Failed, HandoffEvent, Received
+from engine.kv_transfer.landing import chain_hash
+from engine.kv_transfer.messages import (
+    Attach,
+    DropSource,
+    Envelope,
+    FirstToken,
+    Message,
+    Party,
+    PrefillTicket,
+    Read,
+    ReadEnded,
+    StopRead,
+)
+from engine.kv_transfer.protocol import HandoffProtocol
+from engine.sampling_params import SamplingParams
+
+BLOCK = 4  # tokens
+CONFIG = HandoffConfig(role="decode")  # lease 10 s, heartbeat 1 s, progress and accept 5 s, rest 30 s
+
+
+@dataclass
+class RunningRead:
+    """One rank's."""
+
+    command: Read
+    rank: int
+    done: int = 0
+    stopping: bool = False
+
+
+@dataclass
+class Flight:
+    """A message on its way."""
+
+    address: str
+    envelope: Envelope
+
+
+@dataclass
+class Job:
+    """What a prefill engine computes."""
+
+    ticket: PrefillTicket
+    blocks: list[int]
+    computed: int
+
+
+@dataclass
+class Engine:
+    """`drift` and `offset`: its clock is offset + drift * the world's."""
+
+    world: World
+    name: str
+    num_ranks: int = 1
+    num_blocks: int = 64
+    drift: float = 1.0
+    offset: float = 0.0
+    paused: bool = False
+    dead: bool = False
+    reads: list[RunningRead] = field(default_factory=list)
+    answers: deque[ReadEnded] = field(default_factory=deque)  # of the own agents, not yet handled
+    jobs: dict[str, Job] = field(default_factory=dict)
+    opened: dict[str, tuple[PrefillTicket, list[int]]] = field(default_factory=dict)
+    results: dict[str, HandoffEvent] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.party = Party(self.name, f"tcp://{self.name}", next(self.world.epochs))
+        self.protocol = HandoffProtocol(CONFIG, self.party, ranks=[{"fake": b""}] * self.num_ranks, block_size=BLOCK)
+        self.free = set(range(self.num_blocks))
+        self.memory: dict[tuple[int, int], object] = {}  # (rank, block) -> tokens up to its end
+
+    @property
+    def now(self) -> float:
+        return self.offset + self.drift * self.world.now
+
+    def check(self) -> None:
+        """Every block is free or belongs to one handoff."""
+        used = [block for job in self.jobs.values() for block in job.blocks]
+        used += [block for _, blocks in self.opened.values() for block in blocks]
+        assert sorted([*self.free, *used]) == list(range(self.num_blocks))
+
+    def flush(self) -> None:
+        """Do what the protocol wants done."""
+        out = self.protocol.out
+        for to, message in out.messages:
+            self.world.network.append(Flight(to.address, Envelope(self.party, to.epoch, message)))
+            self.world.sent[type(message).__name__] += 1
+        for command in out.commands:
+            if isinstance(command, Read):
+                self.reads += [RunningRead(command, rank) for rank in range(self.num_ranks)]
+            elif isinstance(command, StopRead):
+                for read in self.reads:
+                    read.stopping |= read.command.read_id == command.read_id
+            elif isinstance(command, DropSource):
+                for read in self.reads:
+                    read.stopping |= read.command.source_epoch == command.source_epoch
+            else:
+                assert not isinstance(command, Attach)
+        for event in out.events:
+            self._on_event(event)
+        for done in (out.messages, out.commands, out.events, out.lines):
+            done.clear()
+        self.check()
+
+    def tick(self) -> None:
+        self.protocol.tick(self.now)
+        self.flush()
+
+    # -- decode ------------------------------------------------------------------------------------------------
+
+    def open(self, tokens: list[int], skip: int = 0, **more) -> PrefillTicket:
+        ticket = PrefillTicket(
+            **{
+                "handoff_id": f"h{next(self.world.ids)}",
+                "request_id": "r",
+                "attempt": 1,
+                "token_ids": tokens,
+                "num_prompt": len(tokens),
+                "params": SamplingParams(),
+                "seed": 0,
+                "cache_salt": "",
+                "skip": skip,
+                "fingerprint": "f",
+                "decode": self.party,
+            }
+            | more
+        )
+        blocks = self._take(-(-(len(tokens) - skip) // BLOCK))
+        assert blocks is not None
+        self.opened[ticket.handoff_id] = ticket, blocks
+        self.protocol.open(ticket, blocks, self.now)
+        self.flush()
+        return ticket
+
+    def cancel(self, handoff_id: str) -> None:
+        self.protocol.cancel(handoff_id, self.now)
+        self.flush()
+
+    def ticket_failed(self, handoff_id: str, reason: str = "died", retry: bool = True) -> None:
+        self.protocol.ticket_failed(handoff_id, reason, retry, self.now)
+        self.flush()
+
+    def read_step(self, read: RunningRead, error: str | None = None) -> None:
+        """One rank copies one block, or comes to an end. One-sided: who is paused does not matter."""
+        command = read.command
+        source = self.world.by_epoch(command.source_epoch)
+        if error is None and source is None:
+            error = "connection lost"
+        if error is None and not read.stopping and read.done < len(command.source_blocks):
+            local = command.local_blocks[read.done]
+            assert local not in self.free, "a block was written after it was given back"
+            self.memory[read.rank, local] = source.memory.get((0, command.source_blocks[read.done]))
+            read.done += 1
+            return
+        if error is None and read.done < len(command.source_blocks):
+            error = "stopped"
+        self.reads.remove(read)
+        self.answers.append(ReadEnded(command.read_id, read.rank, "fake", read.done, 0.0, error))
+
+    def hear_agent(self) -> None:
+        self.protocol.read_ended(self.answers.popleft(), self.now)
+        self.flush()
+
+    # -- prefill -----------------------------------------------------------------------------------------------
+
+    def accept(self, ticket: PrefillTicket) -> None:
+        blocks = self._take(-(-(len(ticket.token_ids) - ticket.skip) // BLOCK))
+        if blocks is None:
+            self.protocol.refuse(ticket, "no room", self.now)
+        else:
+            assert ticket.handoff_id not in self.jobs
+            self.results.pop(ticket.handoff_id, None)  # a ticket may come again after its lease
+            self.jobs[ticket.handoff_id] = Job(ticket, blocks, ticket.skip)
+            self.protocol.accept(ticket, self.now)
+        self.flush()
+
+    def compute(self, handoff_id: str, num_tokens: int, wrong_chain: bool = False) -> None:
+        job = self.jobs.get(handoff_id)
+        if job is None or job.computed == len(job.ticket.token_ids):
+            return
+        tokens, skip = job.ticket.token_ids, job.ticket.skip
+        job.computed = min(len(tokens), job.computed + num_tokens)
+        for i, block in enumerate(job.blocks):
+            self.memory[0, block] = tuple(tokens[: min(job.computed, skip + (i + 1) * BLOCK)])
+        named = job.blocks[: -(-(job.computed - skip) // BLOCK)]
+        self.protocol.progress(handoff_id, job.computed, named, self.now)
+        if job.computed == len(tokens):
+            chain = b"wrong" if wrong_chain else chain_hash(job.ticket, BLOCK)
+            self.protocol.finish(handoff_id, FirstToken(sum(tokens), None, chain, 0), self.now)
+        self.flush()
+
+    def refuse(self, handoff_id: str, reason: str = "failed") -> None:
+        self.protocol.refuse(self.jobs[handoff_id].ticket, reason, self.now)
+        self.flush()
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _take(self, num_blocks: int) -> list[int] | None:
+        if num_blocks > len(self.free):
+            return None
+        return [self.free.pop() for _ in range(num_blocks)]
+
+    def _give_back(self, blocks: list[int]) -> None:
+        assert not self.free & set(blocks)
+        self.free |= set(blocks)
+        for rank in range(self.num_ranks):
+            for block in blocks:
+                self.memory[rank, block] = object()  # somebody else's KV
+
+    def _on_event(self, event: HandoffEvent) -> None:
+        assert event.handoff_id not in self.results, "told twice"
+        self.results[event.handoff_id] = event
+        if isinstance(event, Closed):
+            self._give_back(self.jobs.pop(event.handoff_id).blocks)
+            return
+        ticket, blocks = self.opened.pop(event.handoff_id)
+        tokens = ticket.token_ids
+        if isinstance(event, Received):
+            assert event.first.token == sum(tokens)
+            verified = len(tokens)
+        else:
+            assert isinstance(event, Failed)
+            verified = event.verified
+            assert verified % BLOCK == 0 and ticket.skip <= verified <= len(tokens)
+        for i, block in enumerate(blocks):
+            end = min(len(tokens), ticket.skip + (i + 1) * BLOCK)
+            for rank in range(self.num_ranks):
+                if end <= verified:
+                    assert self.memory[rank, block] == tuple(tokens[:end]), "wrong KV counted as right"
+        reading = [read.command.local_blocks for read in self.reads]
+        assert not any(set(blocks) & set(local) for local in reading), "told before all reads had ended"
+        self._give_back(blocks)
+
+
+class World:
+    def __init__(self, prefills: int = 1, decode_ranks: int = 1, num_blocks: int = 64):
+        self.now = 100.0
+        self.epochs, self.ids = count(1), count(1)
+        self.network: list[Flight] = []
+        self.sent: Counter[str] = Counter()
+        self.lossy = False  # lose all messages
+        self.engines = {}
+        self.start("d", num_ranks=decode_ranks, num_blocks=num_blocks)
+        for i in range(prefills):
+            self.start(f"p{i}", num_blocks=num_blocks)
+
+    def start(self, name: str, **more) -> Engine:
+        """Also in place of one of that name that has died."""
+        self.engines[name] = Engine(self, name, **more)
+        return self.engines[name]
+
+    def crash(self, name: str, restart: bool = True) -> None:
+        old = self.engines[name]
+        old.dead = True
+        if restart:
+            self.start(name, num_ranks=old.num_ranks, num_blocks=old.num_blocks, drift=old.drift, offset=old.offset)
+
+    @property
+    def decode(self) -> Engine:
+        return self.engines["d"]
+
+    @property
+    def prefill(self) -> Engine:
+        return self.engines["p0"]
+
+    def by_epoch(self, epoch: int) -> Engine | None:
+        return next((e for e in self.engines.values() if e.party.epoch == epoch and not e.dead), None)
+
+    def by_address(self, address: str) -> Engine | None:
+        return next((e for e in self.engines.values() if e.party.address == address and not e.dead), None)
+
+    def running(self) -> list[Engine]:
+        return [engine for engine in self.engines.values() if not engine.paused and not engine.dead]
+
+    def deliver(self, flight: Flight) -> None:
+        """To an engine that runs; the one who has it in its socket's buffer gets it when it runs again."""
+        engine = self.by_address(flight.address)
+        if engine is not None and not engine.dead:
+            engine.protocol.receive(flight.envelope, engine.now)
+            engine.flush()
+
+    def settle(self, reads: bool = True) -> None:
+        """Let everything happen that needs no time."""
+        while True:
+            flights = [f for f in self.network if not self._held_back(f)]
+            steps = [(e, read) for e in self.engines.values() if reads and not e.dead for read in e.reads]
+            answers = [e for e in self.running() if e.answers]
+            if not flights and not steps and not answers:
+                return
+            self.network = [f for f in self.network if self._held_back(f)]
+            for flight in flights:
+                if not self.lossy:
+                    self.deliver(flight)
+            for engine, read in steps:
+                if read in engine.reads:
+                    engine.read_step(read)
+            for engine in answers:
+                if engine.answers:
+                    engine.hear_agent()
+
+    def advance(self, seconds: float, settle: bool = True, reads: bool = True) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(until, self.now + 0.25)
+            if settle:
+                self.settle(reads)
+            for engine in self.running():
+                engine.tick()
+            if settle:
+                self.settle(reads)
+
+    def messages(self, kind: type[Message]) -> list[Message]:
+        return [f.envelope.message for f in self.network if isinstance(f.envelope.message, kind)]
+
+    def _held_back(self, flight: Flight) -> bool:
+        engine = self.by_address(flight.address)
+        return engine is not None and engine.paused

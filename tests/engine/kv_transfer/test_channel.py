@@ -1,0 +1,276 @@
+"""Two real channels that speak over ZMQ, with agents that are modelled or real. Nothing here depends on time but the
+deadline of a test that fails."""
+
+import threading
+import time
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from engine.errors import EngineUnavailable
+from engine.kv_transfer.agent import KVAgent
+from engine.kv_transfer.channel import HandoffChannel
+from engine.kv_transfer.config import HandoffConfig
+from engine.kv_transfer.events import Closed, Failed, Received
+from engine.kv_transfer.landing import chain_hash
+from engine.kv_transfer.messages import Envelope, FirstToken, Party, PrefillTicket, Released
+from engine.kv_transfer.tp_map import HeadShard
+from engine.sampling_params import SamplingParams
+from tests.engine.kv_transfer.fake_agent import FakeAgent
+
+WAIT_S = 20.0
+BLOCK = 4
+PROMPT = list(range(1, 15))  # 3 blocks and a half
+CONFIG = HandoffConfig(role="decode", lease_s=60.0, progress_s=30.0, accept_s=30.0)
+HASTY = HandoffConfig(role="decode", heartbeat_s=0.02, lease_s=0.2, progress_s=0.1, accept_s=10.0)
+
+
+class Engine:
+    """A channel, its agents, and what a step loop does with them."""
+
+    def __init__(self, name, agents, config=CONFIG):
+        self.agents, self.told = agents, []
+        self.woken = threading.Event()
+        self.channel = HandoffChannel(
+            config,
+            engine_id=name,
+            host="127.0.0.1",
+            fingerprint="f",
+            agent_addresses=[agent.address for agent in agents],
+            ranks=[agent.description for agent in agents],
+            block_size=BLOCK,
+            wake=self.woken.set,
+        )
+
+    def wait_for_event(self):
+        """The next one."""
+        deadline = time.monotonic() + WAIT_S
+        while not self.told:
+            assert self.woken.wait(deadline - time.monotonic()), "no event came"
+            self.woken.clear()
+            self.told += self.channel.events()
+        return self.told.pop(0)
+
+    def wait_until_broken(self):
+        while True:
+            assert self.woken.wait(WAIT_S), "it did not break"
+            self.woken.clear()
+            try:
+                self.channel.events()
+            except EngineUnavailable as error:
+                return str(error)
+
+    def wait_for_stats(self, condition):
+        deadline = time.monotonic() + WAIT_S
+        while not condition(self.channel.stats()):
+            assert time.monotonic() < deadline, self.channel.stats()
+            self.woken.wait(0.005)
+
+    def close(self):
+        self.channel.close()
+        for agent in self.agents:
+            agent.close()
+
+
+@pytest.fixture
+def engines():
+    """Makes engines that are closed at the end."""
+    made = []
+
+    def make(name, agents=None, config=CONFIG):
+        made.append(Engine(name, [FakeAgent()] if agents is None else agents, config))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def ticket_for(decode, handoff_id="h", address=None):
+    party = decode.channel.party
+    return PrefillTicket(
+        handoff_id=handoff_id,
+        request_id="r",
+        attempt=1,
+        token_ids=PROMPT,
+        num_prompt=len(PROMPT),
+        params=SamplingParams(),
+        seed=0,
+        cache_salt="",
+        skip=0,
+        fingerprint="f",
+        decode=party if address is None else Party(party.engine_id, address, party.epoch),
+    )
+
+
+def first_of(ticket):
+    return FirstToken(7, None, chain_hash(ticket, BLOCK), 0)
+
+
+def test_kv_travels_between_two_engines_while_prefill_computes(engines):
+    decode, prefill = engines("d", [FakeAgent(rank) for rank in range(2)]), engines("p")
+    ticket = ticket_for(decode)
+    decode.channel.open(ticket, [20, 21, 22, 23])
+    prefill.channel.accept(ticket)
+    source = prefill.agents[0].memory
+    source.update({5: "one", 6: "two"})
+    prefill.channel.progress("h", 8, [5, 6])
+    for agent in decode.agents:
+        assert agent.has_read.wait(WAIT_S)
+    source.update({7: "three", 8: "four"})
+    prefill.channel.progress("h", 14, [5, 6, 7, 8])
+    prefill.channel.finish("h", first_of(ticket))
+    assert decode.wait_for_event() == Received("h", first_of(ticket))
+    assert prefill.wait_for_event() == Closed("h", "released")
+    for agent in decode.agents:
+        assert agent.memory == {20: "one", 21: "two", 22: "three", 23: "four"}
+    stats = decode.channel.stats()
+    assert stats.results == {"received": {"": 1}}
+    assert stats.bytes_read == {"fake": 8}
+    assert {"accept", "compute", "exposed", "release", "total", "read"} == set(stats.phase_seconds)
+    assert stats.live == prefill.channel.stats().live == 0
+
+
+def test_the_journals_of_both_sides_tell_the_story_of_a_request(engines):
+    decode, prefill = engines("d"), engines("p")
+    ticket = ticket_for(decode)
+    decode.channel.open(ticket, [20, 21, 22, 23])
+    prefill.channel.accept(ticket)
+    prefill.channel.refuse(ticket, "out of luck")
+    decode.wait_for_event()
+    prefill.wait_for_event()
+    lines = sorted(decode.channel.journal("r") + prefill.channel.journal("r"))
+    assert [line for _, line in lines if "accepted" in line or "refused" in line]
+    assert "h decode: failed: refused, 0 tokens kept of what was read" in [line for _, line in lines]
+    assert "h prefill: closed: cancelled" in [line for _, line in lines]
+    assert decode.channel.journal("another request") == []
+
+
+def test_a_cancelled_handoff_stops_its_reads_before_prefill_gives_up_its_blocks(engines):
+    decode, prefill = engines("d", [FakeAgent(holding=True)]), engines("p")
+    ticket = ticket_for(decode)
+    decode.channel.open(ticket, [20, 21, 22, 23])
+    prefill.channel.accept(ticket)
+    prefill.channel.progress("h", 8, [5, 6])
+    assert decode.agents[0].has_read.wait(WAIT_S)
+    (info,) = decode.channel.snapshot()
+    assert (info.handoff_id, info.request_id, info.peer, info.state) == ("h", "r", "p", "reading")
+    decode.channel.cancel("h")
+    assert decode.wait_for_event() == Failed("h", "cancelled", 0, False)
+    assert prefill.wait_for_event() == Closed("h", "cancelled")
+    assert decode.agents[0].memory == {}
+
+
+def test_a_failed_read_lets_the_pair_rest(engines):
+    gone = FakeAgent()
+    decode, prefill = engines("d"), engines("p", [gone])
+    ticket = ticket_for(decode)
+    del FakeAgent.everyone[gone.address.encode()]
+    decode.channel.open(ticket, [20, 21, 22, 23])
+    prefill.channel.accept(ticket)
+    prefill.channel.progress("h", 8, [5, 6])
+    assert decode.wait_for_event() == Failed("h", "read", 0, True, "rank 0: connection lost")
+    assert decode.channel.resting() == decode.channel.stats().resting == ["p"]
+    FakeAgent.everyone[gone.address.encode()] = gone
+
+
+def test_an_engine_whose_agent_does_not_stop_must_end(engines):
+    decode, prefill = engines("d", [FakeAgent(holding=True, mute=True)], HASTY), engines("p")
+    ticket = ticket_for(decode)
+    decode.channel.open(ticket, [20, 21, 22, 23])
+    prefill.channel.accept(ticket)
+    prefill.channel.progress("h", 8, [5, 6])
+    assert decode.agents[0].has_read.wait(WAIT_S)
+    decode.channel.cancel("h")
+    assert decode.wait_until_broken() == "rank 0 does not stop reading for handoff h"
+
+
+def test_a_decode_engine_that_is_gone_loses_its_lease(engines):
+    decode, prefill = engines("d"), engines("p", config=HASTY)
+    ticket = ticket_for(decode)
+    decode.channel.close()
+    prefill.channel.accept(ticket)
+    assert prefill.wait_for_event() == Closed("h", "expired")
+    assert prefill.channel.stats().lease_expiries == 1
+
+
+def test_a_prefill_engine_that_ends_says_so(engines):
+    decode, prefill = engines("d"), engines("p")
+    ticket = ticket_for(decode)
+    decode.channel.open(ticket, [20, 21, 22, 23])
+    prefill.channel.accept(ticket)
+    decode.wait_for_stats(lambda stats: "accept" in stats.phase_seconds)
+    prefill.channel.close()
+    assert decode.wait_for_event() == Failed("h", "refused", 0, True, "the engine ends")
+
+
+def test_a_channel_closes_though_an_agent_does_not_answer(engines):
+    decode, prefill = engines("d", [FakeAgent(holding=True, mute=True)]), engines("p")
+    ticket = ticket_for(decode)
+    decode.channel.open(ticket, [20, 21, 22, 23])
+    prefill.channel.accept(ticket)
+    prefill.channel.progress("h", 8, [5, 6])
+    assert decode.agents[0].has_read.wait(WAIT_S)
+    decode.channel.close()
+    assert "handoff-channel d" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_nonsense_from_the_network_is_counted_and_harms_nobody(engines):
+    decode, prefill = engines("d"), engines("p")
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.connect(decode.channel.party.address)
+        stranger.send(b"nonsense")
+        stranger.send(msgspec.msgpack.encode(Envelope(prefill.channel.party, 1, Released("h", 1, True))))  # not for us
+        decode.wait_for_stats(lambda stats: stats.malformed_messages == stats.stale_messages == 1)
+    ticket = ticket_for(decode)
+    decode.channel.open(ticket, [20, 21, 22, 23])
+    prefill.channel.refuse(ticket, "no room")
+    assert decode.wait_for_event() == Failed("h", "refused", 0, True, "no room")
+
+
+def test_a_ticket_with_an_impossible_address_harms_nobody_else(engines):
+    decode, prefill = engines("d"), engines("p", config=HASTY)
+    prefill.channel.accept(ticket_for(decode, "bad", address="nowhere"))
+    assert prefill.wait_for_event() == Closed("bad", "expired")
+    assert prefill.channel.stats().malformed_messages >= 1
+    ticket = ticket_for(decode)
+    decode.channel.open(ticket, [20, 21, 22, 23])
+    prefill.channel.refuse(ticket, "no room")
+    assert decode.wait_for_event().reason == "refused"
+
+
+def test_a_channel_whose_thread_has_died_ends_its_engine(engines):
+    engine = engines("d")
+    ticket = ticket_for(engine)
+    engine.channel.accept(ticket)
+    engine.channel.accept(ticket)  # forbidden
+    assert "a ticket is accepted once" in engine.wait_until_broken()
+
+
+@pytest.mark.parametrize(("decode_ranks", "prefill_ranks"), [(1, 1), (2, 1), (1, 2)])
+def test_real_agents_bring_the_heads_of_every_rank(engines, decode_ranks, prefill_ranks):
+    heads = 4
+    whole = torch.arange(16 * 2 * 2 * heads * BLOCK * 8, dtype=torch.float32).reshape(16, 2, 2, heads, BLOCK, 8)
+
+    def agents(cache, size):
+        shards = [HeadShard(heads, rank, size) for rank in range(size)]
+        caches = [cache[:, :, :, shard.start : shard.stop].clone() for shard in shards]
+        made = [KVAgent(c, shard=s, transport="tcp") for c, s in zip(caches, shards, strict=True)]
+        return made, caches
+
+    local_agents, local = agents(torch.zeros_like(whole), decode_ranks)
+    remote_agents, _ = agents(whole, prefill_ranks)
+    decode, prefill = engines("d", local_agents), engines("p", remote_agents)
+    ticket = ticket_for(decode)
+    decode.channel.open(ticket, [3, 2, 1, 0])
+    prefill.channel.accept(ticket)
+    prefill.channel.progress("h", 8, [5, 9])
+    prefill.channel.progress("h", 14, [5, 9, 12, 13])
+    prefill.channel.finish("h", first_of(ticket))
+    assert isinstance(decode.wait_for_event(), Received)
+    assert prefill.wait_for_event() == Closed("h", "released")
+    received = torch.cat(local, dim=3)
+    assert torch.equal(received[[3, 2, 1, 0]], whole[[5, 9, 12, 13]])
+    assert decode.channel.stats().bytes_read == {"tcp": 4 * whole[0].numel() * 4}

@@ -1,0 +1,460 @@
+"""Every transport, between transports of one process; and faults of links and processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.kv_transfer import nixl, tcp
+from engine.kv_transfer.memory import BlockMemory
+from engine.kv_transfer.nccl import NcclTransport
+from engine.kv_transfer.nixl import NixlTransport
+from engine.kv_transfer.tcp import TcpTransport, address_of, with_address
+from engine.kv_transfer.tp_map import HeadPart, HeadShard, parts
+from engine.kv_transfer.transport import BlockReads, KVTransport, Progress, TransportError
+from tests.engine.kv_transfer.caches import SourceProcess, full_cache, shard_cache
+from tests.engine.kv_transfer.link import Link
+
+HOST = "127.0.0.1"
+NEVER = threading.Event()
+ALL = HeadPart(0, 0, 0, 2)  # of a cache of two heads
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the package nixl is not installed")
+
+Make = Callable[..., KVTransport]
+
+
+class StopAfter(threading.Event):
+    """Is set once it was looked at so many times."""
+
+    def __init__(self, looks: int):
+        super().__init__()
+        self.looks = looks
+
+    def is_set(self) -> bool:
+        self.looks -= 1
+        if self.looks < 0:
+            self.set()
+        return super().is_set()
+
+
+@pytest.fixture(params=["tcp", pytest.param("nixl", marks=needs_nixl), "nccl"])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make(name: str) -> Iterator[Make]:
+    yield from maker(name)
+
+
+@pytest.fixture
+def make_tcp() -> Iterator[Make]:
+    yield from maker("tcp")
+
+
+@pytest.fixture
+def make_nixl() -> Iterator[Make]:
+    yield from maker("nixl")
+
+
+def maker(name: str) -> Iterator[Make]:
+    made: list[KVTransport] = []
+
+    def make(cache: Tensor, progress_s: float = 20.0) -> KVTransport:
+        memory = BlockMemory(cache)
+        if name == "nixl":
+            made.append(NixlTransport(memory, progress_s))
+        else:
+            made.append((TcpTransport if name == "tcp" else NcclTransport)(memory, HOST, progress_s))
+        return made[-1]
+
+    yield make
+    for transport in made:
+        transport.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", ["run", "scattered", "to a run", "from a run"])
+def test_blocks_arrive_bit_for_bit_and_no_others_change(make: Make, dtype: torch.dtype, order: str) -> None:
+    there, here = full_cache(40, 2, dtype), full_cache(50, 2, dtype, seed=1)
+    before = here.clone()
+    run, mixed = list(range(7, 27)), random.Random(0).sample(range(40), 20)
+    remote = run if order in ("run", "from a run") else mixed
+    local = run if order in ("run", "to a run") else mixed[::-1]
+    num_bytes = make(here).read(make(there).describe(), BlockReads(remote, local, ALL), NEVER)
+    assert num_bytes == there[remote].nbytes
+    before[local] = there[remote]
+    assert torch.equal(here, before)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "source", "reader", "dtype"),
+    [
+        (2, 1, 2, torch.float32),
+        (2, 2, 1, torch.bfloat16),
+        (4, 2, 4, torch.bfloat16),
+        (4, 4, 1, torch.float32),
+        (1, 4, 2, torch.float32),
+    ],
+)
+def test_ranks_read_their_heads_from_an_engine_of_another_size(
+    make: Make, kv_heads: int, source: int, reader: int, dtype: torch.dtype
+) -> None:
+    full = full_cache(12, kv_heads, dtype)
+    sources = [make(shard_cache(full, HeadShard(kv_heads, rank, source))) for rank in range(source)]
+    remote, local = [3, 4, 5, 9, 1], [0, 1, 2, 3, 11]
+    for rank in range(reader):
+        shard = HeadShard(kv_heads, rank, reader)
+        here = torch.zeros_like(shard_cache(full, shard))
+        transport = make(here)
+        for part in parts(shard, source):
+            transport.read(sources[part.source_rank].describe(), BlockReads(remote, local, part), NEVER)
+        expected = torch.zeros_like(here)
+        expected[local] = shard_cache(full, shard)[remote]
+        assert torch.equal(here, expected)
+
+
+def test_a_read_of_many_frames_ends_with_a_smaller_one(make: Make) -> None:
+    blocks = 5 * tcp.FRAME_BYTES // full_cache(1, 2).nbytes // 2 + 3
+    there = full_cache(blocks, 2)
+    here = torch.zeros_like(there)
+    ids = list(range(blocks))
+    make(here).read(make(there).describe(), BlockReads(ids, ids, ALL), NEVER)
+    assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("part", [HeadPart(0, 0, 0, 2), HeadPart(0, 1, 0, 1)])
+def test_a_block_may_be_larger_than_a_frame(make: Make, part: HeadPart) -> None:
+    there = torch.randn(3, 3, 2, 2, 64, 1024)
+    assert there[0].nbytes // 2 > max(tcp.FRAME_BYTES, nixl.PIECE_BYTES)
+    here = torch.zeros_like(there)
+    make(here).read(make(there).describe(), BlockReads([2, 1], [0, 1], part), NEVER)
+    heads = slice(part.remote_start, part.remote_start + part.count)
+    assert torch.equal(here[:2, :, :, : part.count], there[[2, 1], :, :, heads])
+    assert not here[2].any()
+
+
+def test_a_read_of_no_blocks_reads_nothing(make: Make) -> None:
+    there, here = full_cache(4, 2), full_cache(4, 2, seed=1)
+    assert make(here).read(make(there).describe(), BlockReads([], [], ALL), NEVER) == 0
+
+
+def test_two_sources_are_read_at_the_same_time(make: Make) -> None:
+    ids = list(range(200))
+    there = [full_cache(200, 2, seed=seed) for seed in range(2)]
+    here = torch.zeros_like(torch.cat(there))
+    reader, sources = make(here), [make(cache) for cache in there]
+
+    def read(i: int) -> int:
+        local = list(range(200 * i, 200 * i + 200))
+        return sum(reader.read(sources[i].describe(), BlockReads(ids, local, ALL), NEVER) for _ in range(5))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(read, range(2))) == [5 * there[0].nbytes] * 2
+    assert torch.equal(here, torch.cat(there))
+
+
+@pytest.mark.parametrize(
+    ("remote", "local", "part", "message"),
+    [
+        ([4], [0], ALL, "blocks must be below 4, got 4 to 4"),
+        ([0, 1], [0, 9], ALL, "blocks must be below 5, got 0 to 9"),
+        ([-1], [0], ALL, "blocks must be below 4, got -1"),
+        ([0], [0], HeadPart(0, 1, 0, 2), r"heads must be within \[0, 2\), got \[1, 3\)"),
+        ([0], [0], HeadPart(0, 0, 1, 2), r"heads must be within \[0, 2\), got \[1, 3\)"),
+    ],
+)
+def test_what_is_outside_of_a_cache_is_not_read(
+    make: Make, remote: list[int], local: list[int], part: HeadPart, message: str
+) -> None:
+    there, here = full_cache(4, 2), full_cache(5, 2, seed=1)
+    before = here.clone()
+    with pytest.raises(TransportError, match=message):
+        make(here).read(make(there).describe(), BlockReads(remote, local, part), NEVER)
+    assert torch.equal(here, before)
+
+
+def test_a_cache_of_another_layout_is_not_read(make: Make) -> None:
+    there, here = full_cache(4, 2, torch.bfloat16), full_cache(4, 2, torch.float32)
+    with pytest.raises(TransportError, match="another layout"):
+        make(here).read(make(there).describe(), BlockReads([0], [0], ALL), NEVER)
+
+
+def test_a_read_that_is_stopped_before_it_starts_writes_nothing(make: Make) -> None:
+    there, here = full_cache(4, 2), full_cache(4, 2, seed=1)
+    before = here.clone()
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(TransportError, match="stopped"):
+        make(here).read(make(there).describe(), BlockReads([0], [0], ALL), stop)
+    assert torch.equal(here, before)
+
+
+@pytest.mark.parametrize("looks", [1, 2, 4, 8, 11])
+def test_a_read_that_is_stopped_on_its_way_writes_nothing_more_and_spoils_no_other(make: Make, looks: int) -> None:
+    blocks = 12 * tcp.FRAME_BYTES // full_cache(1, 2).nbytes
+    there = full_cache(blocks, 2)
+    here = torch.zeros_like(there)
+    reader, source = make(here), make(there).describe()
+    first, last = list(range(blocks - 5)), list(range(blocks - 5, blocks))
+    with pytest.raises(TransportError, match="stopped"):
+        reader.read(source, BlockReads(first, first, ALL), StopAfter(looks))
+    after = here.clone()
+    for _ in range(3):
+        reader.read(source, BlockReads(last, last, ALL), NEVER)
+    assert torch.equal(here[last], there[last])
+    assert torch.equal(here[first], after[first])
+
+
+def test_a_dropped_source_is_reached_anew(make: Make) -> None:
+    there, here = full_cache(4, 2), full_cache(4, 2, seed=1)
+    reader, source = make(here), make(there).describe()
+    reader.read(source, BlockReads([0], [0], ALL), NEVER)
+    reader.drop(source)
+    reader.drop(source)
+    reader.read(source, BlockReads([1], [1], ALL), NEVER)
+    assert torch.equal(here[:2], there[:2])
+
+
+def test_a_source_that_has_closed_is_an_error_and_another_one_is_read(make: Make) -> None:
+    there, here = full_cache(4, 2), full_cache(4, 2, seed=1)
+    reader, source = make(here, progress_s=2.0), make(there)
+    reader.read(source.describe(), BlockReads([0], [0], ALL), NEVER)
+    old = source.describe()
+    source.close()
+    with pytest.raises(TransportError):
+        reader.read(old, BlockReads([1], [1], ALL), NEVER)
+    reader.drop(old)
+    new = make(there).describe()
+    assert new != old
+    reader.read(new, BlockReads([2], [2], ALL), NEVER)
+    assert torch.equal(here[2], there[2])
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_blocks_and_heads_travel_over_tcp(data: st.DataObject) -> None:
+    heads = data.draw(st.integers(1, 4))
+    count = data.draw(st.integers(1, heads))
+    remote_start, local_start = (data.draw(st.integers(0, heads - count)) for _ in range(2))
+    remote = data.draw(st.lists(st.integers(0, 29), unique=True))
+    local = data.draw(st.permutations(range(30)))[: len(remote)]
+    there, here = full_cache(30, heads), full_cache(30, heads, seed=1)
+    expected = here.clone()
+    a, b = slice(remote_start, remote_start + count), slice(local_start, local_start + count)
+    for i, j in zip(remote, local, strict=True):
+        expected[j, :, :, b] = there[i, :, :, a]
+    reader, source = (TcpTransport(BlockMemory(cache), HOST, 20.0) for cache in (here, there))
+    reader.read(source.describe(), BlockReads(remote, local, HeadPart(0, remote_start, local_start, count)), NEVER)
+    reader.close()
+    source.close()
+    assert torch.equal(here, expected)
+
+
+# -- faults of a link, where the transport has to notice itself ------------------------------------------------
+
+
+@pytest.fixture
+def link(make_tcp: Make) -> Iterator[SpoiltRead]:
+    spoilt = SpoiltRead(make_tcp)
+    yield spoilt
+    spoilt.link.close()
+
+
+class SpoiltRead:
+    """A reader, a source of some MB, and a link between them."""
+
+    def __init__(self, make: Make, progress_s: float = 0.5):
+        self.there = full_cache(3 * tcp.FRAME_BYTES // full_cache(1, 2).nbytes, 2)
+        self.here = torch.zeros_like(self.there)
+        self.reader = make(self.here, progress_s)
+        source = make(self.there).describe()
+        self.link = Link.to(source)
+        self.source = self.link.describe(source)
+        ids = list(range(len(self.there)))
+        self.reads = BlockReads(ids, ids, ALL)
+
+    def read(self, stop: threading.Event = NEVER) -> int:
+        return self.reader.read(self.source, self.reads, stop)
+
+    def assert_reads(self) -> None:
+        self.here.zero_()
+        assert self.read() == self.there.nbytes
+        assert torch.equal(self.here, self.there)
+
+
+def test_a_link_without_faults_changes_nothing(link: SpoiltRead) -> None:
+    link.assert_reads()
+
+
+@pytest.mark.parametrize("at", [0, 5, 9, tcp.FRAME.size, 100_000, tcp.FRAME.size + tcp.FRAME_BYTES + 2, 2_500_000])
+def test_a_flipped_bit_anywhere_fails_the_read(link: SpoiltRead, at: int) -> None:
+    link.link.corrupt(after=at)
+    with pytest.raises(TransportError, match="checksum"):
+        link.read()
+    link.assert_reads()
+
+
+def test_a_flipped_bit_in_a_request_is_refused(make_tcp: Make) -> None:
+    remote = tcp.decode(make_tcp(full_cache(4, 2)).describe())
+    progress = Progress(NEVER, 5.0)
+    connection = tcp.connect(remote.host, remote.port, progress)
+    header = tcp.REQUEST.pack(tcp.MAGIC, remote.key, 1, 0, 2, 0)[:-8]
+    meant, came = (1).to_bytes(4, "little"), (3).to_bytes(4, "little")
+    checksum = tcp.digest([header, meant], 0).to_bytes(8, "little")
+    tcp.send(connection, [memoryview(header + checksum + came)], progress)
+    with pytest.raises(TransportError, match="refused by the source: checksum"):
+        tcp.receive_header(connection, progress)
+    connection.close()
+
+
+@pytest.mark.parametrize("after", [0, 10, 1_500_000])
+def test_a_cut_link_fails_the_read_and_a_healed_one_is_used_again(link: SpoiltRead, after: int) -> None:
+    link.link.hold(after)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(link.read)
+        link.link.wait_held()
+        link.link.cut()
+        with pytest.raises(TransportError, match="connection to"):
+            read.result()
+    with pytest.raises(TransportError, match="connection to"):
+        link.read()
+    link.link.release()
+    link.link.heal()
+    link.assert_reads()
+
+
+@pytest.mark.parametrize("after", [0, 10, 1_500_000])
+def test_a_link_on_which_nothing_comes_fails_the_read_and_nothing_is_written_later(
+    link: SpoiltRead, after: int
+) -> None:
+    link.link.hold(after)
+    with pytest.raises(TransportError, match=r"no progress for 0.5 s"):
+        link.read()
+    before = link.here.clone()
+    link.link.release()
+    link.reader.read(link.source, BlockReads([0], [0], ALL), NEVER)  # after what was held
+    assert torch.equal(link.here[1:], before[1:])
+    link.assert_reads()
+
+
+def test_a_read_that_is_stopped_while_it_waits_ends_and_nothing_is_written_later(make_tcp: Make) -> None:
+    spoilt = SpoiltRead(make_tcp, progress_s=20.0)
+    stop = threading.Event()
+    spoilt.link.hold(after=1_500_000)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(spoilt.read, stop)
+        spoilt.link.wait_held()
+        stop.set()
+        with pytest.raises(TransportError, match="stopped"):
+            read.result(5.0)
+    before = spoilt.here.clone()
+    spoilt.link.release()
+    spoilt.reader.read(spoilt.source, BlockReads([0], [0], ALL), NEVER)
+    assert torch.equal(spoilt.here[1:], before[1:])
+    assert before[0].any() and not before[-1].any()
+    spoilt.assert_reads()
+    spoilt.link.close()
+
+
+def test_a_dropped_source_ends_the_read_that_waits_for_it(make_tcp: Make) -> None:
+    spoilt = SpoiltRead(make_tcp, progress_s=20.0)
+    spoilt.link.hold(after=1_500_000)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(spoilt.read)
+        spoilt.link.wait_held()
+        spoilt.reader.drop(spoilt.source)
+        with pytest.raises(TransportError, match="connection to"):
+            read.result(5.0)
+    spoilt.link.release()
+    spoilt.assert_reads()
+    spoilt.link.close()
+
+
+def test_a_slow_link_is_not_a_dead_one(make_tcp: Make) -> None:
+    spoilt = SpoiltRead(make_tcp, progress_s=0.3)
+    spoilt.link.throttle(3_000_000)  # so the read takes three times progress_s
+    spoilt.assert_reads()
+    spoilt.link.close()
+
+
+def test_another_process_at_the_address_is_not_taken_for_the_one_before(make_tcp: Make) -> None:
+    there, here = full_cache(4, 2), full_cache(4, 2, seed=1)
+    old, new = make_tcp(there).describe(), make_tcp(there).describe()
+    with pytest.raises(TransportError, match="another process is at this address"):
+        make_tcp(here).read(with_address(old, *address_of(new)), BlockReads([0], [0], ALL), NEVER)
+
+
+def test_a_source_checks_what_it_is_asked_for(make_tcp: Make) -> None:
+    there, here = full_cache(4, 2), full_cache(9, 2, seed=1)
+    forged = tcp.decode(make_tcp(there).describe())
+    forged = msgspec.structs.replace(forged, layout=msgspec.structs.replace(forged.layout, num_blocks=9))
+    with pytest.raises(TransportError, match="refused by the source: blocks must be below 4"):
+        make_tcp(here).read(msgspec.msgpack.encode(forged), BlockReads([8], [0], ALL), NEVER)
+
+
+# -- faults of a process -----------------------------------------------------------------------------------
+
+
+def test_a_source_that_is_killed_in_mid_read_fails_it(make_tcp: Make) -> None:
+    blocks = 3 * tcp.FRAME_BYTES // full_cache(1, 2).nbytes
+    source = SourceProcess("tcp", blocks)
+    here = torch.zeros_like(full_cache(blocks, 2))
+    ids = list(range(blocks))
+    link = Link.to(source.description["tcp"])
+    reader = make_tcp(here)
+    link.hold(after=1_500_000)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(reader.read, link.describe(source.description["tcp"]), BlockReads(ids, ids, ALL), NEVER)
+        link.wait_held()
+        source.kill()
+        link.release()
+        with pytest.raises(TransportError, match="failed"):
+            read.result()
+    link.close()
+
+
+def test_a_paused_source_fails_the_read_and_serves_when_it_goes_on(make_tcp: Make) -> None:
+    source = SourceProcess("tcp", 8)
+    there, here = full_cache(8, 2), full_cache(8, 2, seed=1)
+    description = source.description["tcp"]
+    reader = make_tcp(here, progress_s=0.3)
+    source.process.send_signal(signal.SIGSTOP)
+    before = here.clone()
+    with pytest.raises(TransportError, match="no progress"):
+        reader.read(description, BlockReads([1], [2], ALL), NEVER)
+    source.process.send_signal(signal.SIGCONT)
+    reader.read(description, BlockReads([3], [4], ALL), NEVER)
+    before[4] = there[3]
+    assert torch.equal(here, before)
+    source.kill()
+
+
+@needs_nixl
+def test_killed_nixl_sources_leave_the_reader_whole(make_nixl: Make) -> None:
+    first, second = SourceProcess("nixl", 8), SourceProcess("nixl", 8, seed=1)
+    here = torch.zeros_like(full_cache(8, 2))
+    reader = make_nixl(here, progress_s=2.0)
+    old = first.description["nixl"]
+    reader.read(old, BlockReads([1], [1], ALL), NEVER)
+    assert torch.equal(here[1], full_cache(8, 2)[1])
+    first.kill()
+    for _ in range(2):
+        with pytest.raises(TransportError):
+            reader.read(old, BlockReads([2], [2], ALL), NEVER)
+    reader.drop(old)
+    assert not here[2].any()
+    reader.read(second.description["nixl"], BlockReads([3, 5], [3, 4], ALL), NEVER)
+    assert torch.equal(here[3:5], full_cache(8, 2, seed=1)[[3, 5]])
+    second.kill()

@@ -1,0 +1,158 @@
+"""For a scheduler that hands KV over, the other engine and all between: KV is written and read as the protocol
+allows."""
+
+from __future__ import annotations
+
+from engine.kv_transfer.config import HandoffConfig
+from engine.kv_transfer.events import Closed, Failed, HandoffEvent, Received
+from engine.kv_transfer.ledger import Cancel, Finish, Forget, HandoffLedger, Open, Refuse, Report
+from engine.kv_transfer.messages import FirstToken
+from engine.kv_transfer.placing import Placing, StepCost
+from engine.kv_transfer.ticket import Party, PrefillTicket
+from engine.plan import StepPlan
+from engine.sampling_params import SamplingParams
+from tests.fake_runner import Harness, next_token
+
+
+class DecodeHarness(Harness):
+    """A decode engine. Whatever has not come yet is overwritten with nonsense before every step."""
+
+    def __init__(self, *, max_attempts: int = 3, **options):
+        config = HandoffConfig(role="decode", policy="always", max_attempts=max_attempts)
+        self.placing = Placing(config, StepCost())
+        super().__init__(handoffs=HandoffLedger(self.placing, Party("decode", "", 1), "print"), **options)
+        self.open: dict[str, Open] = {}
+        self.cancelled: set[str] = set()
+        self.forgotten: set[str] = set()
+
+    def plan(self) -> StepPlan | None:
+        self._forward()
+        for handoff in self.open.values():
+            self._write(handoff, 0)
+        plan = super().plan()
+        self._forward()
+        return plan
+
+    def receive(self, handoff_id: str, cached: int = 0) -> None:
+        handoff = self.open.pop(handoff_id)
+        tokens = handoff.ticket.token_ids
+        self._write(handoff, len(tokens))
+        token = next_token(handoff.ticket.seed, tokens)
+        self.handle(Received(handoff_id, FirstToken(token, None, b"", cached)))
+
+    def fail(self, handoff_id: str, verified_blocks: int = 0, retry: bool = True) -> None:
+        """verified_blocks: of those that were to come; less if there are no so many whole ones."""
+        handoff = self.open.pop(handoff_id)
+        verified = handoff.ticket.skip + verified_blocks * self.config.block_size
+        whole = len(handoff.ticket.token_ids) // self.config.block_size * self.config.block_size
+        verified = max(handoff.ticket.skip, min(verified, whole))
+        self._write(handoff, verified)
+        self.handle(Failed(handoff_id, "link", verified, retry))
+        assert handoff_id in self.forgotten
+
+    def handle(self, event: HandoffEvent) -> None:
+        self.record(self.scheduler.handle(event, now=0.0))
+        self._forward()
+
+    def settle(self) -> None:
+        self._forward()
+        self.receive(next(iter(self.open)))
+
+    def _forward(self) -> None:
+        for action in self.scheduler.handoffs.outbox:
+            match action:
+                case Open(ticket, blocks):
+                    assert len(blocks) == self.pool.blocks_for(len(ticket.token_ids) - ticket.skip)
+                    self.open[ticket.handoff_id] = action
+                case Cancel(handoff_id):
+                    self.cancelled.add(handoff_id)
+                case Forget(handoff_id):
+                    self.forgotten.add(handoff_id)
+                case _:
+                    raise AssertionError(action)
+        self.scheduler.handoffs.outbox.clear()
+
+    def _write(self, handoff: Open, right: int) -> None:
+        """KV of tokens up to `right`, and nonsense behind them."""
+        tokens, size = handoff.ticket.token_ids, self.config.block_size
+        for position in range(handoff.ticket.skip, len(tokens)):
+            block = handoff.blocks[(position - handoff.ticket.skip) // size]
+            value = tuple(tokens[: position + 1]) if position < right else ("nonsense",)
+            self.runner.kv[block * size + position % size] = value
+
+
+class PrefillHarness(Harness):
+    """A prefill engine. Everything that it has reported is read again after every step, until the handoff is closed."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.tickets: dict[str, PrefillTicket] = {}  # those that are not closed
+        self.reports: dict[str, Report] = {}
+        self.firsts: dict[str, FirstToken] = {}
+        self.refused: dict[str, str] = {}
+        self.ended: set[str] = set()
+
+    def ticket(self, name: str, prompt: list[int], *, skip: int = 0, seed: int = 1, timeout_s=None, **params) -> None:
+        ticket = PrefillTicket(
+            handoff_id=name,
+            request_id=f"request of {name}",
+            attempt=1,
+            token_ids=prompt,
+            num_prompt=len(prompt),
+            params=SamplingParams(**params),
+            seed=seed,
+            cache_salt="",
+            skip=skip,
+            fingerprint="print",
+            decode=Party("decode", "", 1),
+            timeout_s=timeout_s,
+        )
+        self.scheduler.add_ticket(ticket, now=0.0)
+        self.tickets[name] = ticket
+
+    def commit(self) -> None:
+        super().commit()
+        self.read()
+
+    def plan(self) -> StepPlan | None:
+        plan = super().plan()
+        self.read()
+        return plan
+
+    def abort(self, name: str) -> None:
+        super().abort(name)
+        self.read()
+
+    def close(self, name: str, reason: str = "released") -> None:
+        del self.tickets[name]
+        (event,) = self.scheduler.handle(Closed(name, reason), now=0.0)
+        assert event.delta.finish_reason == ("length" if reason == "released" else "abort")
+        self.ended.add(event.delta.request_id)
+        self.scheduler.check()
+
+    def settle(self) -> None:
+        self.close(next(iter(self.scheduler.handoffs.leased)))
+
+    def read(self) -> None:
+        for action in self.scheduler.handoffs.outbox:
+            match action:
+                case Report(handoff_id, upto, blocks):
+                    before = self.reports.get(handoff_id)
+                    assert before is None or (before.upto <= upto and before.blocks == blocks[: len(before.blocks)])
+                    self.reports[handoff_id] = action
+                case Finish(handoff_id, first):
+                    ticket = self.tickets[handoff_id]
+                    assert first.token == next_token(ticket.seed, ticket.token_ids)
+                    assert self.reports[handoff_id].upto == len(ticket.token_ids)
+                    self.firsts[handoff_id] = first
+                case Refuse(ticket, reason):
+                    self.refused[ticket.handoff_id] = reason
+                case _:
+                    raise AssertionError(action)
+        self.scheduler.handoffs.outbox.clear()
+        size = self.config.block_size
+        for name in self.reports.keys() & self.tickets.keys():
+            report, ticket = self.reports[name], self.tickets[name]
+            for position in range(ticket.skip, report.upto):
+                place = report.blocks[(position - ticket.skip) // size] * size + position % size
+                assert self.runner.kv[place] == tuple(ticket.token_ids[: position + 1]), "other KV would be read"
