@@ -29,7 +29,7 @@ class LogConfig:
 
 def log_to_console(who: str, config: LogConfig = LogConfig()) -> None:
     """Show this process' own log lines, each with `who` wrote it. Other libraries keep their settings."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(sys.__stderr__)  # Serve may have turned sys.stderr into a log file of its own
     text = logging.Formatter(TEXT.format(who=who), datefmt="%H:%M:%S")
     handler.setFormatter(JsonFormatter(who) if config.format == "json" else text)
     for package in PACKAGES:

@@ -22,10 +22,10 @@ def own_loggers() -> Iterator[None]:
         one.setLevel(one.level)  # forgets what it knows of its children
 
 
-def test_json_line_has_the_named_values_of_its_message_as_keys(capsys):
+def test_json_line_has_the_named_values_of_its_message_as_keys(capfd):
     log_to_console("decode-1/rank0", LogConfig(format="json"))
     logger.info("preempted request_id=%s tokens=%d share=%.2f %d %% of all", "cmpl-1", 5, 0.25, 9)
-    line = json.loads(capsys.readouterr().err)
+    line = json.loads(capfd.readouterr().err)
     assert line.pop("time").endswith("+00:00")
     assert line == {
         "level": "info",
@@ -38,41 +38,41 @@ def test_json_line_has_the_named_values_of_its_message_as_keys(capsys):
     }
 
 
-def test_what_a_client_puts_into_its_request_id_forges_no_key_and_no_line(capsys):
+def test_what_a_client_puts_into_its_request_id_forges_no_key_and_no_line(capfd):
     log_to_console("ingress", LogConfig(format="json"))
     logger.info("request ended request_id=%s reason=%s", 'x reason=stop level=error\n{"level": "error"}', "abort")
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     assert (json.loads(line)["reason"], json.loads(line)["level"]) == ("abort", "info")
 
 
-def test_a_value_named_as_a_field_of_every_line_does_not_replace_it(capsys):
+def test_a_value_named_as_a_field_of_every_line_does_not_replace_it(capfd):
     log_to_console("ingress", LogConfig(format="json"))
     logger.info("level=%d", 3)
-    assert json.loads(capsys.readouterr().err)["level"] == "info"
+    assert json.loads(capfd.readouterr().err)["level"] == "info"
 
 
 @pytest.mark.parametrize(("message", "args"), [("100 %", ()), ("%(a)s", ({"a": 1},)), (ValueError("x"), ())])
-def test_odd_messages_are_written_all_the_same(capsys, message, args):
+def test_odd_messages_are_written_all_the_same(capfd, message, args):
     log_to_console("ingress", LogConfig(format="json"))
     logger.warning(message, *args)
-    assert json.loads(capsys.readouterr().err)["level"] == "warning"
+    assert json.loads(capfd.readouterr().err)["level"] == "warning"
 
 
-def test_an_exception_stays_in_its_line(capsys):
+def test_an_exception_stays_in_its_line(capfd):
     log_to_console("ingress", LogConfig(format="json"))
     try:
         raise ValueError("bad")
     except ValueError:
         logger.error("unexpected error", exc_info=sys.exc_info())
-    line = json.loads(capsys.readouterr().err)
+    line = json.loads(capfd.readouterr().err)
     assert line["exception"].endswith("ValueError: bad")
 
 
 @pytest.mark.parametrize(("level", "shown"), [("debug", 3), ("info", 2), ("error", 1)])
-def test_level_says_what_is_shown(capsys, level, shown):
+def test_level_says_what_is_shown(capfd, level, shown):
     log_to_console("ingress", LogConfig(level=level))
     for write in (logger.debug, logger.info, logger.error):
         write("a line")
-    lines = capsys.readouterr().err.splitlines()
+    lines = capfd.readouterr().err.splitlines()
     assert len(lines) == shown
     assert all(line.endswith("ingress engine.test a line") for line in lines)

@@ -32,8 +32,11 @@ class ServeRun:
         *,
         address: str = "local",
         deployments: list[dict[str, Any]] | None = None,
+        environment: dict[str, str] | None = None,
     ):
-        """args: of cluster.app.build. address: of a running Ray. deployments: overrides in the configuration."""
+        """args: of cluster.app.build. address: of a running Ray. deployments: overrides in the configuration.
+        environment: further variables of the process, which Ray reads.
+        """
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log: list[str] = []
@@ -44,7 +47,7 @@ class ServeRun:
         self._process = subprocess.Popen(
             [str(Path(sys.executable).with_name("serve")), "run", "--address", address, str(config)],
             cwd=Path(__file__).parents[2],
-            env=ray_environment(self._ray_folder.name),
+            env=ray_environment(self._ray_folder.name) | (environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,0 +1,83 @@
+"""Serve with HAProxy in front and HTTP answered by the ingress replica itself, as `make serve` starts it on Linux."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.serve.serve_run import ServeRun, free_port, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAProxy for Linux only")
+
+MAKEFILE = Path(__file__).parents[2] / "Makefile"
+
+
+def settings_of_make_serve() -> dict[str, str]:
+    return dict(re.findall(r"^serve: export (\w+) = (\S+)$", MAKEFILE.read_text(), re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, model_folder) -> Iterator[ServeRun]:
+    ports = {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")}
+    server = ServeRun(
+        tmp_path_factory.mktemp("serve"),
+        {"models": [{"name": "tiny", "model": str(model_folder)}]},
+        environment=settings_of_make_serve() | ports,
+    )
+    try:
+        server.wait_until_healthy()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def client(server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+        yield client
+
+
+def listeners(server: ServeRun) -> set[tuple[str, str]]:
+    """(program, address) of what listens on the port that clients use."""
+    return {
+        (process.name(), connection.laddr.ip)
+        for process in server.processes()
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == server.port
+    }
+
+
+def test_haproxy_listens_for_clients_and_on_loopback_only(server):
+    assert listeners(server) == {("haproxy", "127.0.0.1")}
+
+
+def test_streamed_answer_is_the_whole_one_in_many_chunks(client):
+    ask = {"model": "tiny", "prompt": "a b c", "max_tokens": 12, "temperature": 0}
+    whole = client.completions.create(**ask).choices[0].text
+    chunks = [chunk.choices[0].text for chunk in client.completions.create(**ask, stream=True)]
+    assert "".join(chunks) == whole
+    assert len(chunks) > 4
+
+
+def test_errors_keep_their_status_and_shape(server):
+    answer = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": -1})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "max_tokens"
+    assert httpx.get(f"{server.url}/nowhere").status_code == 404
+
+
+def test_client_that_leaves_a_stream_frees_its_blocks(server, client):
+    stream = client.completions.create(
+        model="tiny", prompt="a", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    metrics = f"{server.url}/metrics"
+    wait_until(lambda: re.search(r"^vllm:num_requests_running\{.*\} 0\.0$", httpx.get(metrics).text, re.M) is not None)
