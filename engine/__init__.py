@@ -3,14 +3,20 @@
 from engine import LLM, SamplingParams
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
+# Before torch loads its OpenMP, which reads this once: how many turns a thread spins at a barrier before it sleeps. By
+# default it spins for milliseconds, so that one other busy process on the cores makes a step ten times longer.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
 from engine.sampling_params import SamplingParams
+from engine.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from engine.llm import LLM
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
 
 
 def __getattr__(name: str) -> Any:
