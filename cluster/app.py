@@ -161,4 +161,6 @@ def _info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
             max_waiting_tokens=ingress.max_waiting_tokens,
         ),
         has_priorities=model.engine_config().scheduling_policy == "priority",
+        tool_call_parser=model.tool_call_parser,
+        reasoning_parser=model.reasoning_parser,
     )

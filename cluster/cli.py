@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster.bench.commands import bench
-from engine.errors import ServingError
+from engine.errors import RequestError, ServingError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Manta: serve and run large language models.")
 app.add_typer(bench, name="bench")
@@ -71,6 +72,26 @@ def generate(
     told = f"{summary.written} lines answered, {summary.failed} of them with an error"
     print(f"{told}; {summary.resumed} were there before" if summary.resumed else told, file=sys.stderr)
     raise typer.Exit(1 if summary.failed else 0)
+
+
+@app.command(name="hash-key")
+def print_key_line(
+    name: Annotated[str, typer.Argument(help="Whose key it is; shown in logs, and the unit of fair sharing.")],
+    generate: Annotated[bool, typer.Option(help="Make a new key, and show it once.")] = False,
+) -> None:
+    """Print the line for an API key that goes into `ingress.api_keys_file`; the key itself is stored nowhere.
+
+    Example: manta hash-key alice --generate >> keys
+    """
+    from deployments.api_keys import LINE, hash_key
+
+    key = f"sk-{secrets.token_urlsafe(32)}" if generate else typer.prompt("API key", hide_input=True, err=True)
+    line = f"{name}:{hash_key(key)}"
+    if LINE.fullmatch(line) is None:
+        raise RequestError(f"name must be without spaces and colons, got {name!r}")
+    if generate:
+        print(f"the key of {name}, shown only now: {key}", file=sys.stderr)
+    print(line)
 
 
 def main() -> None:

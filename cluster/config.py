@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from deployments.api_keys import ApiKeys
 from deployments.openai.gate import GateConfig
+from deployments.openai.parser_names import ReasoningParser, ToolCallParser
 from deployments.tracing import TracingConfig
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -110,10 +111,14 @@ class ModelSection(Section):
     engine: of all its replicas. decode: the replicas that answer requests.
     prefill: if given, replicas of their own that compute prompts for the others; handoff: how the KV gets across
         (docs/handoff.md).
+    tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning, where its chat template does not
+        make that certain (docs/tool_calls.md).
     """
 
     name: str = Field(min_length=1)
     model: str
+    tool_call_parser: ToolCallParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
     engine: EngineSection = EngineSection()  # type: ignore[valid-type]
     decode: PoolSection = PoolSection()
     prefill: PoolSection | None = None

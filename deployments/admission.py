@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 1.0  # how often engines are asked while they have work from here
 CROWDED = 0.8  # share of KV blocks in use above which waiting requests are taken to wait for blocks
-RATE_SAMPLES = 64  # ended sequences over which the rate of ends is taken
+DURATIONS = 64  # last requests over which the time that one takes is averaged
 MAX_RETRY_AFTER_S = 60.0
 
 
@@ -50,7 +50,7 @@ class Admission:
         window = _shared(limits.num_engines * _room(limits), limits)
         self._queue = FairQueue(window, limits.max_waiting, limits.max_waiting_tokens)
         self._starts: dict[Ticket, asyncio.Future[None]] = {}
-        self._ends: deque[float] = deque(maxlen=RATE_SAMPLES)
+        self._durations_s: deque[float] = deque([1.0], maxlen=DURATIONS)
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -80,15 +80,16 @@ class Admission:
             raise self._overloaded()
         self._starts[ticket] = started
         for other in dropped:
-            self._starts.pop(other).set_exception(self._overloaded())
+            if not (refused := self._starts.pop(other)).done():  # its client may have left just now
+                refused.set_exception(self._overloaded())
         self._start()
         try:
             await _wait(started, request_id, timeout_s)
+            started_at = loop.time()
             yield ticket
+            self._durations_s.append(loop.time() - started_at)
         finally:
             self._starts.pop(ticket, None)
-            if ticket.state == "running":
-                self._ends.extend([loop.time()] * ticket.sequences)
             self._queue.leave(ticket)
             self._start()
 
@@ -121,12 +122,9 @@ class Admission:
         return Overloaded(message, self._retry_after_s())
 
     def _retry_after_s(self) -> float:
-        """When the queue of now will have been served, at the rate of the last ends."""
-        seconds = 1.0
-        if len(self._ends) > 1:
-            took_s = asyncio.get_running_loop().time() - self._ends[0]
-            seconds = self.num_waiting * took_s / len(self._ends)
-        return float(min(max(math.ceil(seconds), 1), MAX_RETRY_AFTER_S))
+        """When the queue of now will have been served, if requests go on taking as long as the last ones."""
+        mean_s = sum(self._durations_s) / len(self._durations_s)
+        return min(max(mean_s * self.num_waiting / self._queue.window, 1.0), MAX_RETRY_AFTER_S)
 
 
 async def _wait(started: asyncio.Future[None], request_id: str, timeout_s: float | None) -> None:

@@ -79,9 +79,7 @@ def _read(path: Path) -> tuple[_Version, dict[str, str]]:
         version = _version(path)  # before reading: a change in between is seen the next time
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            OPTION, str(path), f"a text file that can be read ({type(error).__name__})"
-        ) from None
+        raise ConfigError(OPTION, str(path), f"a text file that can be read ({type(error).__name__})") from None
     names = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):

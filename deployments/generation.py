@@ -103,6 +103,7 @@ class Generation:
         asked_at, timeout_s = time.monotonic(), self._timeout_s()
         first, size = next(iter(self._sequences)), len(self._sequences)
         left: Reason = "abort"  # how those ended that have not come to their own end
+        failure: Exception | None = None
         try:
             async with self._admission.enter(first, self._client, size, self.usage.prompt_tokens, timeout_s) as ticket:
                 waited_s = time.monotonic() - asked_at
@@ -113,11 +114,11 @@ class Generation:
                         self._admission.charge(ticket, len(part.chunk.token_ids))
                         yield part
         except Exception as error:
-            left = "refused" if isinstance(error, Overloaded) else "error"
+            left, failure = "refused" if isinstance(error, Overloaded) else "error", error
             raise
         finally:
             for sequence in self._sequences.values():
-                sequence.record.ended(left)
+                sequence.record.ended(left, failure)
 
     async def _run(self) -> AsyncGenerator[Part]:
         inbox = self._channel.open(self._sequences)

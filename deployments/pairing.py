@@ -105,8 +105,13 @@ async def _answer(
         prefill=prefill,
     )
     inbox = channel.open([request_id])
+
+    def wake(call: asyncio.Task[None]) -> None:  # if it failed: then no delta comes
+        if not call.cancelled() and call.exception() is not None:
+            inbox.put_nowait(None)
+
     call = asyncio.create_task(engine.generate(request))
-    call.add_done_callback(lambda ended: ended.cancelled() or (ended.exception() and inbox.put_nowait(None)))
+    call.add_done_callback(wake)
     logprobs: list[TokenLogprob] = []
     try:
         async with asyncio.timeout(TEST_TIMEOUT_S + GRACE_S):

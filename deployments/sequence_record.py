@@ -22,7 +22,6 @@ class SequenceRecord:
     def __init__(self, request: GenerateRequest, http: HttpRequest, model: str, stats: ModelStats):
         self._request, self._http, self._model, self._stats = request, http, model, stats
         self._first_at: float | None = None  # monotonic
-        self._first_at_ns = 0  # since 1970
         self._times: RequestTimes | None = None
         self._output_tokens = 0
         self._cached_tokens = 0
@@ -34,17 +33,18 @@ class SequenceRecord:
     def delta(self, delta: TokenDelta, tokens: int) -> None:
         """A delta has come; `tokens` of it count."""
         if self._first_at is None and delta.token_ids:
-            self._first_at, self._first_at_ns = time.monotonic(), time.time_ns()
+            self._first_at = time.monotonic()
             self._times, self._cached_tokens = delta.times, delta.num_cached_tokens
             self._stats.histograms["time_to_first_token_seconds"].observe(self._first_at - self._http.started_at)
         self._output_tokens += tokens
 
-    def ended(self, reason: Reason) -> None:
+    def ended(self, reason: Reason, error: Exception | None = None) -> None:
         """reason: as the client sees it; `refused` without any work, which is no end. Only the first call counts."""
         if self._over:
             return
         self._over = True
-        seconds = time.monotonic() - self._http.started_at
+        now = time.monotonic()
+        seconds = now - self._http.started_at
         if reason != "refused":
             self._stats.finished[reason] += 1
         if reason in ("stop", "length"):
@@ -65,17 +65,19 @@ class SequenceRecord:
             seconds,
             None if trace is None else trace.trace_id,
         )
+        if error is not None:
+            logger.warning("request failed request_id=%s error=%s", self._request.request_id, error)
         if trace is not None:
-            trace.sequence(self._trace(seconds, reason))
+            trace.sequence(self._trace(now, reason))
 
-    def _trace(self, seconds: float, reason: str) -> SequenceTrace:
-        now_ns = time.time_ns()
+    def _trace(self, now: float, reason: Reason) -> SequenceTrace:
+        first = self._first_at
         return SequenceTrace(
             request_id=self._request.request_id,
             model=self._model,
-            started_ns=now_ns - round(seconds * 1e9),
-            first_at_ns=self._first_at_ns,
-            ended_at_ns=now_ns,
+            started_ns=self._http.started_ns,
+            first_at_ns=0 if first is None else self._http.ns_since_1970(first),
+            ended_at_ns=self._http.ns_since_1970(now),
             times=self._times,
             reason=reason,
             prompt_tokens=len(self._request.prompt),

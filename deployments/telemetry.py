@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -16,21 +15,28 @@ from deployments.ingress_stats import IngressStats, ModelStats
 from deployments.token_channel import TokenChannel
 from deployments.tracing import RequestTrace, Tracing
 
-logger = logging.getLogger(__name__)
-
-NOT_COUNTED = frozenset({"/health", "/metrics", "/version"})  # asked by machines, all the time; as vLLM does
+NOT_COUNTED = frozenset({"/health", "/load", "/metrics", "/ping", "/version"})  # machines ask them; as vLLM does
 CLIENT_LEFT = 499  # what proxies write into their logs for it
-NO_ROUTE = "none"
+NO_ROUTE, NO_METHOD = "none", "other"
+METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 
 Peers = Callable[[], Awaitable[list[IngressStats]]]
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """The one that the current task works for. started_at: on the monotonic clock, before its body was read."""
+    """The one that the current task works for.
+
+    started_at: on the monotonic clock, before its body was read. started_ns: the same moment, since 1970.
+    """
 
     started_at: float
+    started_ns: int
     trace: RequestTrace | None = None
+
+    def ns_since_1970(self, at: float) -> int:
+        """Of a time on the monotonic clock: the other one may be set meanwhile, and spans would overlap."""
+        return self.started_ns + round((at - self.started_at) * 1e9)
 
 
 _current: ContextVar[HttpRequest | None] = ContextVar("http_request", default=None)
@@ -38,7 +44,7 @@ _current: ContextVar[HttpRequest | None] = ContextVar("http_request", default=No
 
 def current_request() -> HttpRequest:
     """Outside of any HTTP request: one that starts now."""
-    return _current.get() or HttpRequest(time.monotonic())
+    return _current.get() or HttpRequest(time.monotonic(), time.time_ns())
 
 
 class Telemetry:
@@ -93,7 +99,7 @@ class Observed:
         if scope["type"] != "http" or scope["path"] in NOT_COUNTED:
             await self._app(scope, receive, send)
             return
-        started, status, sent = time.monotonic(), 500, 0
+        started, started_ns, status, sent = time.monotonic(), time.time_ns(), 0, 0
 
         async def counting(message: Message) -> None:
             nonlocal status, sent
@@ -104,18 +110,27 @@ class Observed:
             await send(message)
 
         tracing = self._telemetry.tracing
-        trace = tracing.start(scope) if tracing else None
-        token = _current.set(HttpRequest(started, trace))
+        trace = tracing.start(scope, started_ns) if tracing else None
+        request = HttpRequest(started, started_ns, trace)
+        token = _current.set(request)
         try:
             await self._app(scope, receive, counting)
         except asyncio.CancelledError:
-            status = CLIENT_LEFT
+            status = status or CLIENT_LEFT
             raise
         finally:
+            status = status or 500  # the server that called us answers for us
             _current.reset(token)
             route = scope.get("route")
             path = NO_ROUTE if route is None else route.path
-            received = next((int(v) for k, v in scope["headers"] if k == b"content-length" and v.isdigit()), 0)
-            self._telemetry.answered(f"{scope['method']} {path}", status, time.monotonic() - started, received, sent)
+            method = scope["method"] if scope["method"] in METHODS else NO_METHOD
+            ended = time.monotonic()
+            self._telemetry.answered(f"{method} {path}", status, ended - started, _content_length(scope), sent)
             if trace:
-                trace.end(path, status)
+                trace.end(path, status, request.ns_since_1970(ended))
+
+
+def _content_length(scope: Scope) -> int:
+    """Bytes; 0 if the client does not say, or no sensible number."""
+    given = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+    return int(given) if given.isdigit() and len(given) < 16 else 0

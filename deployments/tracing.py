@@ -8,7 +8,6 @@ afterwards.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -50,8 +49,8 @@ class TracingConfig:
 class SequenceTrace:
     """One sequence, as its trace shows it.
 
-    started_ns: when the ingress took it; first_at_ns, ended_at_ns: when its first and last token came (seconds since
-        1970, in ns). first_at_ns is 0 if none came.
+    started_ns, first_at_ns, ended_at_ns: when the HTTP request came, and when the first and the last token did, in ns
+        since 1970. first_at_ns is 0 if none came.
     times: the engine's, that came with the first token.
     """
 
@@ -88,7 +87,7 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("manta")
 
-    def start(self, scope: Scope) -> RequestTrace | None:
+    def start(self, scope: Scope, started_ns: int) -> RequestTrace | None:
         """The trace of an HTTP request, which continues that of its `traceparent` header. None if it is not sampled."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -98,6 +97,7 @@ class Tracing:
             "ingress",
             context=TraceContextTextMapPropagator().extract(headers),
             kind=SpanKind.SERVER,
+            start_time=started_ns,
             attributes={"http.request.method": scope["method"], "url.path": scope["path"]},
         )
         return RequestTrace(self._tracer, span) if span.is_recording() else None
@@ -140,11 +140,11 @@ class RequestTrace:
             self._fail(span)
         span.end(done.ended_at_ns)
 
-    def end(self, route: str, status: int) -> None:
+    def end(self, route: str, status: int, ended_ns: int) -> None:
         self._span.set_attributes({"http.route": route, "http.response.status_code": status})
         if status >= 500:
             self._fail(self._span)
-        self._span.end(time.time_ns())
+        self._span.end(ended_ns)
 
     def _fail(self, span: Span) -> None:
         from opentelemetry.trace import StatusCode

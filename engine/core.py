@@ -15,7 +15,7 @@ import msgspec
 
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineUnavailable, InvalidParameter, RequestTimeout, ServingError
+from engine.errors import ConfigError, EngineUnavailable, RequestTimeout, ServingError
 from engine.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
 from engine.kv_transfer.endpoint import HandoffEndpoint
 from engine.kv_transfer.fingerprint import fingerprint
@@ -34,6 +34,7 @@ from engine.tp_group import TPGroup
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.005  # between looks whether something can be computed now
+WARM_UP_STEPS = 4  # that compile kernels and touch memory for the first time: they say nothing of what a step costs
 LOOK_S = 1.0  # how often a step that takes long is asked whether all ranks are there
 
 
@@ -171,7 +172,7 @@ class EngineCore:
                 return events  # there may be more to plan while it computes
         if self._in_flight:
             result = self._result(self._in_flight.popleft())
-            self._measure()
+            self._measure(result.step)
             events += self.scheduler.commit(result, self.last_step_at)
             self._forward()
             if self._lockstep:
@@ -189,11 +190,11 @@ class EngineCore:
             self.idle = True
         self.last_step_at = time.monotonic()  # no step is late
 
-    def _measure(self) -> None:
+    def _measure(self, step: int) -> None:
         """A step has ended. It began when it was submitted, or when the one before it ended."""
         submitted_at, tokens = self._submitted.popleft()
         began_at, self.last_step_at = max(submitted_at, self.last_step_at), time.monotonic()
-        if self.handoffs is not None:
+        if self.handoffs is not None and step > WARM_UP_STEPS:
             self.handoffs.step_cost.stepped(tokens, self.last_step_at - began_at)
 
     # -- handoffs ------------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ class EngineCore:
                 continue
             try:
                 self.scheduler.compiled(request, self._grammars.finish(compilation))
-            except InvalidParameter as error:
+            except ServingError as error:
                 event = self.scheduler.abort(request.request_id, now, error)
                 events += [event] if event else []
         return events

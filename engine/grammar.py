@@ -6,17 +6,20 @@ the GIL): a request waits for its own grammar and for its own masks, and nobody 
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from engine.errors import InvalidParameter
+from engine.errors import InvalidParameter, Overloaded
 from engine.structured_outputs import StructuredOutputsParams
 
 CACHED = 128  # compiled grammars that are kept
@@ -61,7 +64,8 @@ class Grammar:
     def ready(self) -> bool:
         """Waits for that, though never longer than PATIENCE_S per mask."""
         if not self._mask.done():
-            wait([self._mask], max(0.0, self._asked_at + PATIENCE_S - time.monotonic()))
+            with suppress(TimeoutError):
+                self._mask.result(max(0.0, self._asked_at + PATIENCE_S - time.monotonic()))
         return self._mask.done()
 
     def mask(self) -> bytes:
@@ -126,8 +130,8 @@ class GrammarCompiler:
         try:
             text = (folder / "tokenizer.json").read_text(encoding="utf-8")
             self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
-        except (OSError, ValueError) as error:
-            self._problem = f"left out: this model's tokenizer.json cannot be read ({one_line(str(error))})"
+        except Exception as error:  # noqa: BLE001 - whatever it is, the model can be served without grammars
+            self._problem = f"left out: this model's tokenizer cannot be used for it ({one_line(str(error))})"
 
     def start(self, params: StructuredOutputsParams, output: list[int], now: float) -> Compilation:
         """output: tokens that the request brings with it."""
@@ -141,15 +145,16 @@ class GrammarCompiler:
         return Compilation(params, prototype, output, now + COMPILE_TIMEOUT_S)
 
     def finish(self, compilation: Compilation) -> Grammar:
-        """Raises InvalidParameter if it cannot be compiled, or not in time."""
-        params = compilation.params
-        if not compilation.prototype.done():
+        """Raises InvalidParameter if it cannot be compiled, or not in time; Overloaded if others took all the time."""
+        params, prototype = compilation.params, compilation.prototype
+        if not prototype.done():
+            if not prototype.running():
+                raise Overloaded(f"the grammars of other requests took more than {COMPILE_TIMEOUT_S:.0f} s to compile")
             raise params.invalid(f"simple enough to be compiled in {COMPILE_TIMEOUT_S:.0f} s")
         try:
-            prototype = compilation.prototype.result()
+            return Grammar(prototype.result(), compilation.output, self._matchers)
         except InvalidParameter as error:  # of whoever asked first, perhaps under another name
             raise params.invalid(error.limit) from None
-        return Grammar(prototype, compilation.output, self._matchers)
 
     def close(self) -> None:
         for threads in (self._compilers, self._matchers):
@@ -179,12 +184,17 @@ def compute_mask(matcher: LLMatcher, num_bytes: int) -> bytes:
 
 
 def source(params: StructuredOutputsParams) -> str:
-    """The grammar as llguidance takes it. Raises ValueError."""
+    """The grammar as llguidance takes it. Raises whatever its translator of GBNF runs into, RecursionError too."""
     match params.kind:
         case "json" | "json_object":
             return LLMatcher.grammar_from_json_schema(params.text, overrides={"whitespace_pattern": WHITESPACE})
-        case kind:
-            return grammar_from(kind, params.text)
+        case "regex":
+            return LLMatcher.grammar_from_regex(params.text)
+        case "choice":
+            # escapes of JSON strings are Lark's too
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in params.choice or []))
+        case "grammar":
+            return LLMatcher.grammar_from_lark(gbnf_to_lark(params.text) if params.is_gbnf else params.text)
 
 
 def expected(params: StructuredOutputsParams, problem: str) -> str:

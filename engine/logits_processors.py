@@ -42,13 +42,6 @@ def process(logits: Tensor, params: SamplingParams, prompt: Tensor, output: Tens
     apply_penalties(logits, params, prompt, output)
 
 
-def apply_masks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Ban in `rows` [n] of logits [rows, vocab] the tokens whose bit is 0. bits: [n, bytes] uint8, lowest bit first."""
-    powers = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
-    banned = (bits.unsqueeze(-1) & powers).eq(0).flatten(1)[:, : logits.shape[1]]
-    logits[rows] = logits[rows].masked_fill(banned, BANNED)
-
-
 def banned_by_words(words: list[list[int]], output: Tensor) -> list[int]:
     """Tokens that would complete one of `words` (each a list of token ids)."""
     longest = max((len(word) for word in words), default=1) - 1

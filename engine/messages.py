@@ -67,10 +67,11 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
     status: int
     retryable: bool
     type: str
+    param: str | None = None
 
     @classmethod
     def of(cls, error: ServingError) -> ErrorInfo:
-        return cls(error.code, str(error), error.status, error.retryable, error.type)
+        return cls(error.code, str(error), error.status, error.retryable, error.type, error.param)
 
 
 class RequestTimes(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from engine.kv_transfer.ticket import PrefillTicket
 from engine.messages import GenerateRequest, RequestTimes, TokenLogprob
@@ -56,6 +56,7 @@ class Request:
     grammar: of a structured output, once it is compiled.
     *_at: seconds on the caller's clock.
 
+    prefill: where the client wants its prompt computed, as in GenerateRequest.
     handoff_id, handoffs: the newest handoff of its prompt to another engine, and how many there were; stays: no more.
     ticket: what it is computed for, if that is another engine.
     """
@@ -86,6 +87,7 @@ class Request:
     last_token_at: float | None = None
     handoff_at: tuple[float, float] | None = None  # its start, and its end if that was
     deadline_at: float | None = None
+    prefill: Literal["auto", "local", "remote"] = "auto"
     handoff_id: str = ""
     handoffs: int = 0
     stays: bool = False
@@ -107,6 +109,7 @@ class Request:
             arrived_at=now,
             cache_salt=message.cache_salt,
             reply_to=message.reply_to,
+            prefill=message.prefill,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             deadline_at=None if message.timeout_s is None else now + message.timeout_s,
         )

@@ -197,10 +197,14 @@ class ModelRunner:
             rows.append(SampledRow(plan.slots[i], position, sequence.num_prompt, sequence.seed, sequence.params))
         inputs = prepare_sampling(rows, self.model_config.vocab_size, self._uniform, self.device)
         if plan.masked:
-            masked = np.searchsorted(entries, plan.masked)
-            bits = np.frombuffer(bytearray(plan.masks), dtype=np.uint8).reshape(len(masked), -1)
-            inputs.masked = MaskedRows(self._to_device(masked), self._to_device(bits))
+            inputs.masked = self._masked_rows(plan, entries)
         return inputs
+
+    def _masked_rows(self, plan: StepPlan, entries: list[int]) -> MaskedRows:
+        rows = np.searchsorted(entries, plan.masked)
+        words = np.frombuffer(plan.masks, dtype=np.uint8).reshape(len(rows), -1)
+        allowed = np.unpackbits(words, axis=1, count=self.model_config.vocab_size, bitorder="little")
+        return MaskedRows(rows.tolist(), self._to_device(allowed == 0))
 
     def _prepare_prompt_rows(self, plan: StepPlan, query_start: np.ndarray) -> list[PromptRows]:
         rows = []

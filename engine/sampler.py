@@ -71,10 +71,10 @@ class EditedRow:
 
 @dataclass(frozen=True, slots=True)
 class MaskedRows:
-    """Rows whose token must obey a grammar. rows [n] int64; bits [n, ceil(vocab / 32) * 4] uint8, lowest bit first."""
+    """Rows whose token must obey a grammar, and for each what it bans. banned: [n, vocab] bool."""
 
-    rows: Tensor
-    bits: Tensor
+    rows: list[int]
+    banned: Tensor
 
 
 @dataclass(slots=True)
@@ -217,7 +217,8 @@ def draw_nucleus(weights: Tensor, ids: Tensor, total: Tensor, group: RandomRows)
 def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor, eos: frozenset[int]) -> None:
     """Apply grammars, then each edited row's logits processors, in place. history: [slots, max_model_len] token ids."""
     if inputs.masked is not None:
-        logits_processors.apply_masks(logits, inputs.masked.rows, inputs.masked.bits)
+        for row, banned in zip(inputs.masked.rows, inputs.masked.banned, strict=True):
+            logits[row].masked_fill_(banned, logits_processors.BANNED)
     for edit in inputs.edited:
         tokens = history[edit.slot, : edit.length].long()
         prompt, output = tokens[: edit.num_prompt], tokens[edit.num_prompt :]

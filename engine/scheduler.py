@@ -11,7 +11,7 @@ import msgspec
 
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
-from engine.errors import EngineError, InvalidParameter, Overloaded, PromptTooLong, ServingError
+from engine.errors import EngineError, EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong, ServingError
 from engine.kv_transfer.events import Closed, Failed, HandoffEvent, Received
 from engine.kv_transfer.ledger import HandoffLedger
 from engine.kv_transfer.ticket import PrefillTicket
@@ -149,6 +149,9 @@ class Scheduler:
         given = 0 if message.num_prompt is None else len(message.prompt) - message.num_prompt
         if message.params.max_tokens is not None and given >= message.params.max_tokens:
             raise InvalidParameter("max_tokens", message.params.max_tokens, f"above the {given} that are given already")
+        only_here = message.params.prompt_logprobs is not None or not self.handoffs.decides
+        if message.prefill == "remote" and only_here:
+            raise InvalidParameter("prefill", message.prefill, "auto or local where no other engine computes prompts")
 
     def _check_tokens(self, tokens: list[int], num_prompt: int | None) -> None:
         if not tokens:
@@ -185,7 +188,7 @@ class Scheduler:
         """The next step, or None when there is nothing that could be computed now."""
         before = self.totals.preemptions
         budget = self._plan_running()
-        if self.totals.preemptions == before or not self._draft.requests:  # none are started while blocks run out
+        if self.totals.preemptions == before:  # none are started while blocks run out
             self._admit(budget, now)
         if not self._draft.requests:
             return None
@@ -390,6 +393,10 @@ class Scheduler:
         self._queue(request)
         if isinstance(event, Failed):
             self._release(request)
+            if self.handoffs.gives_up(request):
+                why = f"{event.reason} {event.detail}".rstrip()
+                error = EngineUnavailable(f"no other engine could compute the prompt: {why}")
+                return [self._finish(request, "error", now, error=error)]
             return []
         request.computed, request.in_flight = verified, 1
         request.num_cached = max(request.num_cached, event.first.cached)
@@ -437,9 +444,11 @@ class Scheduler:
     def _append(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> Event:
         request.in_flight -= 1
         if token < 0:
-            failed = request.grammar and request.grammar.error
-            reason = f"its grammar cannot go on: {failed}" if failed else NO_TOKEN
-            return self._finish(request, "error", now, error=EngineError(request.request_id, reason))
+            error: ServingError = EngineError(request.request_id, NO_TOKEN)
+            if request.grammar is not None and request.grammar.error is not None:
+                assert request.params.structured_outputs is not None
+                error = request.params.structured_outputs.invalid(f"simple enough to follow ({request.grammar.error})")
+            return self._finish(request, "error", now, error=error)
         first = request.first_token_at is None
         if first:
             request.first_token_at = now

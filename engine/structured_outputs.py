@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, cast
 
 import msgspec
@@ -11,7 +12,8 @@ from engine.errors import InvalidParameter
 Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
 KINDS: tuple[Kind, ...] = ("json", "regex", "choice", "grammar", "json_object")
 MAX_CHARS = 200_000
-MAX_GRAMMAR_CHARS = 20_000  # GBNF is translated in Python
+MAX_GBNF_CHARS = 20_000  # it is translated to Lark in Python
+LARK = re.compile(r"^[ \t]*(?:%llguidance|start[ \t]*:(?!:))", re.MULTILINE)
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -21,7 +23,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     json: a JSON schema, as an object or as its text. A keyword that cannot be enforced is an error, never ignored.
     regex: of the whole answer, in Rust's syntax: no look-around and no back references.
     choice: the answer is one of these texts.
-    grammar: context-free, in Lark as llguidance reads it (the first rule is `start`) or in llama.cpp's GBNF (`root`).
+    grammar: context-free, in Lark as llguidance reads it (with a rule `start`) or in llama.cpp's GBNF (`root`).
     json_object: True for any JSON object.
     field: what the user knows these parameters as, for error messages.
     """
@@ -40,7 +42,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
             raise InvalidParameter(self.field, {kind: getattr(self, kind) for kind in given}, limit)
         if self.choice is not None and not (self.choice and all(self.choice)):
             raise self.invalid("a list of at least one text, none of them empty")
-        most = MAX_GRAMMAR_CHARS if self.kind == "grammar" else MAX_CHARS
+        most = MAX_GBNF_CHARS if self.is_gbnf else MAX_CHARS
         if len(self.text) > most:
             raise self.invalid(f"at most {most} characters (these are {len(self.text)})")
 
@@ -64,6 +66,10 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
             return msgspec.json.encode(value).decode()
         except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
             raise self.invalid(f"valid JSON ({error})") from None
+
+    @property
+    def is_gbnf(self) -> bool:
+        return self.grammar is not None and not LARK.search(self.grammar)
 
     def invalid(self, limit: str) -> InvalidParameter:
         """The error that these parameters are not `limit`."""

@@ -11,7 +11,12 @@ from engine.kv_transfer.placing import Placing, StepCost
 from engine.kv_transfer.ticket import Party, PrefillTicket
 from engine.plan import StepPlan
 from engine.sampling_params import SamplingParams
-from tests.fake_runner import Harness, next_token
+from tests.fake_runner import FakeGrammar, Harness, next_token
+
+
+def first_token(ticket: PrefillTicket) -> int:
+    grammar = FakeGrammar(ticket.token_ids[ticket.num_prompt :]) if ticket.params.structured_outputs else None
+    return next_token(ticket.seed, ticket.token_ids, grammar.mask() if grammar else None)
 
 
 class DecodeHarness(Harness):
@@ -37,7 +42,7 @@ class DecodeHarness(Harness):
         handoff = self.open.pop(handoff_id)
         tokens = handoff.ticket.token_ids
         self._write(handoff, len(tokens))
-        token = next_token(handoff.ticket.seed, tokens)
+        token = first_token(handoff.ticket)
         self.handle(Received(handoff_id, FirstToken(token, None, b"", cached)))
 
     def fail(self, handoff_id: str, verified_blocks: int = 0, retry: bool = True) -> None:
@@ -107,7 +112,9 @@ class PrefillHarness(Harness):
             decode=Party("decode", "", 1),
             timeout_s=timeout_s,
         )
-        self.scheduler.add_ticket(ticket, now=0.0)
+        request = self.scheduler.add_ticket(ticket, now=0.0)
+        if ticket.params.structured_outputs is not None:
+            self.scheduler.compiled(request, FakeGrammar())
         self.tickets[name] = ticket
 
     def commit(self) -> None:
@@ -142,7 +149,7 @@ class PrefillHarness(Harness):
                     self.reports[handoff_id] = action
                 case Finish(handoff_id, first):
                     ticket = self.tickets[handoff_id]
-                    assert first.token == next_token(ticket.seed, ticket.token_ids)
+                    assert first.token == first_token(ticket)
                     assert self.reports[handoff_id].upto == len(ticket.token_ids)
                     self.firsts[handoff_id] = first
                 case Refuse(ticket, reason):

@@ -138,10 +138,12 @@ class Harness:
         self.finished: dict[str, Event] = {}
         self.plans: list[StepPlan] = []
 
-    def add(self, name: str, prompt: list[int], *, priority: int = 0, cache_salt: str = "", **params) -> None:
+    def add(
+        self, name: str, prompt: list[int], *, priority: int = 0, cache_salt: str = "", prefill="auto", **params
+    ) -> None:
         sampling = SamplingParams(**{"max_tokens": 8, "seed": 1, "ignore_eos": True, **params})
         message = GenerateRequest(
-            request_id=name, prompt=prompt, params=sampling, priority=priority, cache_salt=cache_salt
+            request_id=name, prompt=prompt, params=sampling, priority=priority, cache_salt=cache_salt, prefill=prefill
         )
         request = self.scheduler.add(message, now=0.0)
         if sampling.structured_outputs is not None:

@@ -95,6 +95,8 @@ def test_torch_distributed_stays_in_the_tensor_parallel_group_and_kv_transfer():
 
 
 def test_the_scheduler_and_what_it_owns_know_neither_torch_nor_clock_nor_socket():
-    for name in ("scheduler", "block_pool", "request", "plan", "sampling_params", "messages", "config", "errors"):
+    own = ["scheduler", "block_pool", "request", "plan", "sampling_params", "messages", "config", "errors"]
+    handoffs = ["ledger", "placing", "ticket", "events", "messages", "config", "protocol", "inbound", "outbound"]
+    for name in [*own, *(f"kv_transfer/{name}" for name in handoffs)]:
         packages = imported_packages((ROOT / "engine" / f"{name}.py").read_text(encoding="utf-8"))
         assert not packages & {"torch", "time", "zmq", "socket", "asyncio", "threading"}, name

@@ -15,6 +15,7 @@ import msgspec
 from llguidance import LLMatcher
 
 from deployments.openai import reasoning
+from deployments.openai.parser_names import ToolCallParser
 from deployments.openai.tool_parsers import hermes
 from deployments.openai.tools import NamedToolChoice, Tool, ToolChoice, schema_of_calls
 from engine.errors import InvalidParameter
@@ -39,7 +40,7 @@ class AnswerGrammar:
     tools: list[Tool]
     choice: ToolChoice | None
     parallel: bool
-    call_parser: str | None
+    call_parser: ToolCallParser
     thinking: Thinking
     token_of: Callable[[str], int | None]
 

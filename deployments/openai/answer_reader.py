@@ -18,13 +18,13 @@ from engine.text_stream import TextChunk
 class AnswerFormat:
     """What to look for in the answers to one request.
 
-    tool_calls: a name of TOOL_CALL_PARSERS; `json` for an array of calls, `named` for the arguments of the only one of
-        `tools`; None for no calls.
+    tool_calls: a ToolCallParser other than auto; `json` for an array of calls; `named` for the arguments of the only
+        one of `tools`.
     reasoning: look for it; reasoning_begun: the prompt ended inside of it; include_reasoning: hand it out.
     parallel: all calls count, not only the first.
     """
 
-    tool_calls: str | None = None
+    tool_calls: str = "none"
     tools: Collection[str] = field(default_factory=frozenset)
     parallel: bool = True
     reasoning: bool = False
@@ -33,7 +33,7 @@ class AnswerFormat:
 
     def call_parser(self, *, early: bool) -> PieceParser | None:
         match self.tool_calls:
-            case None:
+            case "none":
                 return None
             case "named":
                 return NamedCallParser(next(iter(self.tools)))
@@ -57,10 +57,9 @@ class AnswerReader:
         return 0 if self._think is None else self._think.num_tokens
 
     def add(self, chunk: TextChunk) -> list[Piece]:
-        pieces = self._read(chunk)
         if self._think is not None:
             self._think.count(chunk.offsets)
-        return [piece for piece in pieces if self._wanted(piece)]
+        return [piece for piece in self._read(chunk) if self._wanted(piece)]
 
     def finish_reason(self, chunk: TextChunk) -> FinishReason | None:
         """OpenAI reports `stop` after the call of a function that the request named, as after any other answer."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from deployments.api_keys import ApiKeys
 from deployments.metrics import CONTENT_TYPE, render_metrics
@@ -110,6 +111,7 @@ def openai_app(
 
     @app.exception_handler(ServingError)
     @app.exception_handler(HTTPException)
+    @app.exception_handler(ClientDisconnect)
     @app.exception_handler(Exception)
     async def on_error(_: Request, error: Exception) -> Response:
         return error_response(error)

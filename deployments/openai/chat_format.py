@@ -10,16 +10,13 @@ from typing import Any
 from deployments.openai import reasoning
 from deployments.openai.answer_grammar import AnswerGrammar, Thinking
 from deployments.openai.answer_reader import AnswerFormat
+from deployments.openai.parser_names import ReasoningParser, ToolCallParser
 from deployments.openai.protocol import ChatBody
 from deployments.openai.tool_parsers import hermes
 from deployments.openai.tools import NamedToolChoice
 from engine.errors import RequestError
 from engine.structured_outputs import StructuredOutputsParams
 from engine.tokenizer import Tokenizer
-
-AUTO, NONE = "auto", "none"
-TOOL_CALL_PARSERS = ("hermes", "llama3_json")
-REASONING_PARSERS = {"think": "think", "qwen3": "think", "deepseek_r1": "think"}  # vLLM's names, and ours
 
 _QUESTION = {"role": "user", "content": "?"}
 _TOOL = {
@@ -44,32 +41,36 @@ _LLAMA3_CALL = re.compile(r'\s\{"name": ?"example_function", ?"parameters": ?\{"
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """tool_call_parser, reasoning_parser: None where the model has no format that is known.
+    """tool_call_parser: `none` where it is not known how the model writes calls.
 
-    shows_tools: the chat template puts the tools of a request into the prompt.
+    reasons: it may write its reasoning between tags. shows_tools: the chat template puts tools into the prompt.
     """
 
-    tool_call_parser: str | None
-    reasoning_parser: str | None
+    tool_call_parser: ToolCallParser
+    reasons: bool
     shows_tools: bool
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> ChatFormat:
-        """The parsers: a name, `none`, or `auto` for what the chat template makes certain."""
-        if tool_call_parser == AUTO:
-            tool_call_parser = _tool_call_parser(tokenizer)
-        if reasoning_parser == AUTO:
-            reasoning_parser = "think" if reasoning.CLOSE in (tokenizer.chat_template or "") else NONE
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        tool_call_parser: ToolCallParser = "auto",
+        reasoning_parser: ReasoningParser = "auto",
+    ) -> ChatFormat:
+        if reasoning_parser == "auto":
+            reasons = reasoning.CLOSE in (tokenizer.chat_template or "")
+        else:
+            reasons = reasoning_parser != "none"
         return cls(
-            None if tool_call_parser == NONE else tool_call_parser,
-            None if reasoning_parser == NONE else REASONING_PARSERS[reasoning_parser],
+            _tool_call_parser(tokenizer) if tool_call_parser == "auto" else tool_call_parser,
+            reasons,
             "example_function" in _rendered(tokenizer, [_QUESTION]),
         )
 
     @property
     def markers(self) -> list[str]:
         """What the parsers look for in the text."""
-        markers = [reasoning.OPEN, reasoning.CLOSE] if self.reasoning_parser else []
+        markers = [reasoning.OPEN, reasoning.CLOSE] if self.reasons else []
         return markers + ([hermes.OPEN, hermes.CLOSE] if self.tool_call_parser == "hermes" else [])
 
     def check(self, body: ChatBody) -> None:
@@ -78,29 +79,28 @@ class ChatFormat:
             return
         if not self.shows_tools:
             raise RequestError("tools: the chat template of this model does not show them to the model", "tools")
-        if body.tool_choice in (None, "auto") and self.tool_call_parser is None:
+        if body.tool_choice in (None, "auto") and self.tool_call_parser == "none":
             message = (
-                "tool_choice must be required or the name of a tool: how this model calls tools of its own accord is "
-                "not known (tool_call_parser in the configuration says it)"
+                "tool_choice must be required or the name of a tool: how this model writes calls is not known "
+                "(tool_call_parser in the configuration says it)"
             )
             raise RequestError(message, "tool_choice")
 
     def thinking(self, body: ChatBody, prompt: str) -> Thinking:
         """prompt: the text that the chat template made of the body."""
-        if self.reasoning_parser is None:
+        if not self.reasons:
             return "never"
-        end = prompt.rstrip()
         if body.continue_final_message:
-            end = str(body.messages[-1].for_template()["content"])
-        if end.rfind(reasoning.OPEN) > end.rfind(reasoning.CLOSE) and (
-            body.continue_final_message or end.endswith(reasoning.OPEN)
-        ):
+            text = str(body.messages[-1].for_template()["content"])
+            return "begun" if text.rfind(reasoning.OPEN) > text.rfind(reasoning.CLOSE) else "never"
+        end = prompt.rstrip()
+        if end.endswith(reasoning.OPEN):
             return "begun"
-        return "never" if body.continue_final_message or end.endswith(reasoning.CLOSE) else "maybe"
+        return "never" if end.endswith(reasoning.CLOSE) else "maybe"
 
     def answer(self, body: ChatBody, thinking: Thinking) -> AnswerFormat:
         names = [tool.function.name for tool in body.offered_tools]
-        calls = self.tool_call_parser if names else None
+        calls: str = self.tool_call_parser if names else "none"
         if isinstance(body.tool_choice, NamedToolChoice):
             calls, names = "named", [body.tool_choice.function.name]
         elif body.tool_choice == "required":
@@ -109,7 +109,7 @@ class ChatFormat:
             tool_calls=calls,
             tools=frozenset(names),
             parallel=body.parallel_tool_calls,
-            reasoning=self.reasoning_parser is not None,
+            reasoning=self.reasons,
             reasoning_begun=thinking == "begun",
             include_reasoning=body.include_reasoning,
         )
@@ -150,12 +150,12 @@ class VisibleMarkers:
         return token_id not in self._visible and self._is_special(token_id)
 
 
-def _tool_call_parser(tokenizer: Tokenizer) -> str:
+def _tool_call_parser(tokenizer: Tokenizer) -> ToolCallParser:
     """By the way in which the template writes a call of an earlier turn: so the model will write its own."""
     text = _rendered(tokenizer, [_QUESTION, _CALL])
     if _HERMES_CALL.search(text):
         return "hermes"
-    return "llama3_json" if _LLAMA3_CALL.search(text) else NONE
+    return "llama3_json" if _LLAMA3_CALL.search(text) else "none"
 
 
 def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:

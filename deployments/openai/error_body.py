@@ -24,7 +24,7 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
     """HTTP status and body. An error that is none of ours is our bug: it is logged, and its text is kept inside."""
     match error:
         case ReportedError(info=info):
-            return info.status, _body(info.message, info.type, None, info.code)
+            return info.status, _body(info.message, info.type, info.param, info.code)
         case ServingError():
             return error.status, _body(str(error), error.type, error.param, error.code)
         case ClientDisconnect():

@@ -36,8 +36,9 @@ TEMPLATE_RESERVED = {
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: Literal[False] | None = False  # padding of chunks, which is not done here
 
 
 class RequestBody(BaseModel):
@@ -172,6 +173,7 @@ class Message(BaseModel):
     """One turn. Fields beyond these are given to the chat template as they are.
 
     reasoning, reasoning_content: of an assistant's earlier answer; the second name is what other servers call it.
+    audio, function_call: not supported; clients that send back an answer have them as null.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -181,6 +183,8 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    audio: None = None
+    function_call: None = None
 
     def for_template(self) -> dict[str, Any]:
         """With its content as one text, which is what templates of text models expect."""

@@ -25,8 +25,13 @@ class ThinkParser(BufferedParser):
         self._to: float = math.inf
         self._offsets: list[int] = []
 
+    def finish(self) -> list[Piece]:
+        pieces = super().finish()
+        self._to = min(self._to, self._taken + len(self._buffer))
+        return pieces
+
     def count(self, offsets: list[int]) -> None:
-        """Characters before each of the tokens that came; see TextChunk."""
+        """To be told of each chunk before its text. offsets: characters before each of its tokens; see TextChunk."""
         if self._to == math.inf:
             self._offsets += offsets
 
@@ -47,6 +52,7 @@ class ThinkParser(BufferedParser):
         if rest.startswith(OPEN):
             self._take(len(self._buffer) - len(rest) + len(OPEN))
         elif not self._opened:
+            self._from = self._to = 0
             return self._answer
         self._from = self._taken
         return self._first_reasoning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,10 @@ from deployments.generation import Generation
 from deployments.openai.answer_reader import AnswerFormat
 from deployments.openai.caller import Caller
 from deployments.openai.chat import ChatAnswer
-from deployments.openai.chat_format import AUTO, ChatFormat, VisibleMarkers
+from deployments.openai.chat_format import ChatFormat, VisibleMarkers
 from deployments.openai.completion import CompletionAnswer
 from deployments.openai.header import Header
+from deployments.openai.parser_names import ReasoningParser, ToolCallParser
 from deployments.openai.protocol import ChatBody, CompletionBody, GenerationBody, Message, TemplateOptions
 from deployments.openai.tokenize import DetokenizeBody, Prompt, TokenizeBody, Tokens
 from deployments.telemetry import Telemetry
@@ -26,6 +28,8 @@ from engine.errors import InvalidParameter, PromptTooLong
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 1024  # of one HTTP request: prompts * n
 
@@ -39,7 +43,7 @@ class ModelInfo:
     request_timeout_s: after which a request is ended, wherever it is; a request may ask for less.
     admission: how many requests the engines get, and how many may wait for them.
     has_priorities: whether the engines look at the priority of a request.
-    tool_call_parser, reasoning_parser: see ChatFormat.of.
+    tool_call_parser, reasoning_parser: how it writes tool calls and reasoning.
     """
 
     name: str
@@ -51,8 +55,8 @@ class ModelInfo:
     request_timeout_s: float
     admission: AdmissionLimits
     has_priorities: bool = False
-    tool_call_parser: str = AUTO
-    reasoning_parser: str = AUTO
+    tool_call_parser: ToolCallParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
 
 
 class ServedModel:
@@ -65,6 +69,13 @@ class ServedModel:
         self._tokenizer = tokenizer
         self._format = ChatFormat.of(tokenizer, info.tool_call_parser, info.reasoning_parser)
         self._tokens = VisibleMarkers(tokenizer, self._format.markers)
+        logger.info(
+            "chat format model=%s tool_call_parser=%s reasons=%s shows_tools=%s",
+            info.name,
+            self._format.tool_call_parser,
+            self._format.reasons,
+            self._format.shows_tools,
+        )
         self._channel = channel
         self._stats = telemetry.model(info.name, self.admission)
 

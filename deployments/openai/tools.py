@@ -37,7 +37,8 @@ class Tool(BaseModel):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        return NO_PARAMETERS if self.function.parameters is None else self.function.parameters
+        parameters = self.function.parameters
+        return NO_PARAMETERS if parameters is None else {"type": "object", **parameters}
 
 
 class FunctionName(BaseModel):
@@ -100,7 +101,7 @@ def check_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> None:
     for i, tool in enumerate(tools or []):
         if names.index(tool.function.name) < i:
             raise InvalidParameter(f"tools[{i}].function.name", tool.function.name, "different from all other names")
-        if tool.schema_of_arguments.get("type", "object") != "object":
+        if tool.schema_of_arguments["type"] != "object":
             field = f"tools[{i}].function.parameters"
             raise InvalidParameter(field, tool.function.parameters, 'a JSON schema of type "object"')
     match choice:

@@ -160,7 +160,7 @@ class KVAgent:
                     source.descriptions.add((name, description))
                 reads = BlockReads(read.source_blocks, read.local_blocks, part)
                 num_bytes += self._transports[name].read(description, reads, job.stop)
-        except (TransportError, ValueError) as problem:  # ValueError: the ranks or blocks do not fit
+        except (TransportError, ValueError, msgspec.MsgspecError) as problem:  # the latter: what was told is wrong
             error = STOPPED if job.stop.is_set() else str(problem)
             logger.info("kv read ended read_id=%d transport=%s: %s", read.read_id, name, error)
         except Exception as problem:
@@ -172,10 +172,14 @@ class KVAgent:
 
     def _choose(self, source: Source, ranks: list[dict[str, bytes]]) -> str:
         """The best transport that both sides have. Where there are two, one that has failed is left for the other."""
+        if not ranks:
+            raise TransportError("a source has at least one rank")
         common = [name for name in self._transports if all(name in rank for rank in ranks)]
         if not common:
             theirs = sorted(set().union(*ranks))
-            raise TransportError(f"no transport in common: here {', '.join(self._transports)}, there {theirs}")
+            raise TransportError(
+                f"no transport in common: {', '.join(self._transports)} here, {', '.join(theirs)} there"
+            )
         name = next((name for name in common if name not in source.failed), common[-1])
         if name != source.transport:
             why = "both have it" if name == next(iter(self._transports)) else "the other side has no other"

@@ -19,9 +19,10 @@ from engine.errors import EngineUnavailable
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.events import Closed, Failed, HandoffEvent
 from engine.kv_transfer.journal import Journal
-from engine.kv_transfer.messages import Attach, Envelope, FirstToken, Party, PrefillTicket, ReadEnded
+from engine.kv_transfer.messages import Attach, Envelope, FirstToken, ReadEnded
 from engine.kv_transfer.protocol import HandoffProtocol
 from engine.kv_transfer.stats import HandoffInfo, HandoffStats
+from engine.kv_transfer.ticket import Party, PrefillTicket
 
 logger = logging.getLogger(__name__)
 

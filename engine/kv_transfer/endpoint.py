@@ -56,6 +56,7 @@ class HandoffEndpoint:
         self._placing = Placing(config, self.step_cost, self._channel.resting) if config.role == "decode" else None
         self.ledger = HandoffLedger(self._placing, self._channel.party, fingerprint)
         self._notices: list[WantPrefill | DropPrefill] = []
+        self._closed = False
 
     def events(self) -> list[HandoffEvent]:
         """What the scheduler has to handle. Raises EngineUnavailable when this engine cannot go on."""
@@ -130,5 +131,8 @@ class HandoffEndpoint:
         return self._channel.journal(request_id)
 
     def close(self) -> None:
-        self._channel.close()
-        self._agent.close()
+        """More than once does no harm."""
+        if not self._closed:
+            self._closed = True
+            self._channel.close()
+            self._agent.close()

@@ -18,8 +18,6 @@ from engine.kv_transfer.landing import Landing
 from engine.kv_transfer.messages import (
     Cancel,
     Heartbeat,
-    Party,
-    PrefillTicket,
     Progress,
     Read,
     ReadEnded,
@@ -29,6 +27,7 @@ from engine.kv_transfer.messages import (
     StopRead,
 )
 from engine.kv_transfer.outbox import Outbox
+from engine.kv_transfer.ticket import Party, PrefillTicket
 
 READ_LIMIT = 12  # times progress_s, for one read that does move: then the link is too slow to be of use
 LOST = ("unknown", "expired")  # reasons of Refused: the lease is over
@@ -84,7 +83,7 @@ class Inbound:
         out: Outbox,
         now: float,
     ):
-        self.ticket, self._landing = ticket, Landing(ticket, blocks, block_size)
+        self.ticket, self.landing = ticket, Landing(ticket, blocks, block_size)
         self.state = State.WAITING
         self.source: Party | None = None
         self.opened_at = now
@@ -121,17 +120,17 @@ class Inbound:
             self._accepted(sender, message.lease, now)
         if self._echo < message.echo <= self._sent:
             self._echo, self._missed = message.echo, 0
-            self._landing.echoed(message.echo)
+            self.landing.echoed(message.echo)
         if self.state is not State.READING:
             return
-        knew_first = self._landing.first is not None
-        if problem := self._landing.update(message):
+        knew_first = self.landing.first is not None
+        if problem := self.landing.update(message):
             self.fail("protocol", now, problem)
             return
-        if self._landing.first is not None and not knew_first:
+        if self.landing.first is not None and not knew_first:
             self._first_at = now
             self._out.counters.phase("compute", now - self._accepted_at)
-            self._note(f"first token known, {self._landing.read} of {len(self._landing.local)} blocks read")
+            self._note(f"first token known, {self.landing.read} of {len(self.landing.local)} blocks read")
         self._advance(now)
 
     def on_refused(self, sender: Party, message: Refused, now: float) -> None:
@@ -145,9 +144,9 @@ class Inbound:
         if not message.held:
             self.fail("lost_lease", now, "the blocks were given up before they were released")
             return
-        assert self._landing.first is not None
+        assert self.landing.first is not None
         self.state = State.OVER
-        self._out.events.append(Received(self.ticket.handoff_id, self._landing.first))
+        self._out.events.append(Received(self.ticket.handoff_id, self.landing.first))
         self._out.counters.ended("received", "")
         self._out.counters.phase("release", now - self._released_at)
         self._out.counters.phase("total", now - self.opened_at)
@@ -163,7 +162,7 @@ class Inbound:
         read.waiting.remove(message.rank)
         self.num_bytes += message.num_bytes
         if message.num_bytes:
-            overlapped = self._landing.first is None
+            overlapped = self.landing.first is None
             self._out.counters.read(message.transport, message.num_bytes, message.seconds, overlapped)
         if message.error is not None:
             self.fail("read", now, f"rank {message.rank}: {message.error}")
@@ -173,8 +172,8 @@ class Inbound:
         if self.state is State.STOPPING:
             self._end(now)
             return
-        self._landing.ended(next_heartbeat=self._sent + 1)
-        self._note(f"{self._landing.read} of {len(self._landing.local)} blocks read")
+        self.landing.ended(next_heartbeat=self._sent + 1)
+        self._note(f"{self.landing.read} of {len(self.landing.local)} blocks read")
         self._advance(now)
         if self.state is State.READING:
             self._send_heartbeat()  # at once: its echo proves what has just been read
@@ -241,12 +240,12 @@ class Inbound:
         """Read the next blocks, or release if there are none."""
         if self.reading is not None or self.state is not State.READING:
             return
-        blocks = self._landing.start()
+        blocks = self.landing.start()
         if blocks is not None:
             self._read(*blocks)
-        elif self._landing.complete and not self._landing.is_asked_prompt:
+        elif self.landing.complete and not self.landing.is_asked_prompt:
             self.fail("chain", now, "prefill computed another prompt")
-        elif self._landing.complete:
+        elif self.landing.complete:
             self._out.counters.phase("exposed", now - self._first_at)
             self._released_at = now
             self._enter(State.RELEASING, now)
@@ -254,7 +253,7 @@ class Inbound:
 
     def _read(self, start: int, stop: int) -> None:
         assert self.source is not None
-        landing = self._landing
+        landing = self.landing
         self.reading = RunningRead(self._new_read_id(), stop - start, set(range(self._num_ranks)))
         self._out.commands.append(
             Read(
@@ -274,7 +273,7 @@ class Inbound:
         if self.source is not None:
             self._send(Cancel(self.ticket.handoff_id, self.lease))
         # proven or not: something may be wrong that is not understood
-        verified = self.ticket.skip if reason in DOUBTFUL else self._landing.verified
+        verified = self.ticket.skip if reason in DOUBTFUL else self.landing.verified
         self._out.events.append(Failed(self.ticket.handoff_id, reason, verified, retry, detail))
         self._out.counters.ended("failed", reason)
         self._out.counters.phase("total", now - self.opened_at)

@@ -57,6 +57,7 @@ class Refuse:
 
 
 RESUMED = "resumed"  # its prompt was computed before, so there is nothing to decide
+ASKED = "asked"  # the request says where
 HandoffAction = Open | Cancel | Forget | Report | Finish | Refuse
 
 
@@ -80,6 +81,11 @@ class HandoffLedger:
 
     # -- a prompt of ours, computed by another engine ------------------------------------------------------
 
+    @property
+    def decides(self) -> bool:
+        """Whether there is a choice."""
+        return self._placing is not None
+
     def decide(self, request: Request, cached: int, running: list[Request]) -> Decision:
         """Where the prompt of a waiting request should be computed. cached: leading tokens that are here."""
         if self._placing is None or request.ticket is not None:
@@ -89,7 +95,14 @@ class HandoffLedger:
             receiving=sum(len(r.tokens) for r in self.receiving.values()),
             decoding=sum(r.pending <= 1 for r in running),
         )
-        return self._placing.decide(Prompt(len(request.tokens), cached, self._local_only(request)), load)
+        local_only = self._local_only(request)
+        if request.prefill == "remote" and not local_only:
+            return Decision(True, ASKED)
+        return self._placing.decide(Prompt(len(request.tokens), cached, local_only), load)
+
+    def gives_up(self, request: Request) -> bool:
+        """Whether a handoff of this request has failed for good, and its prompt must not be computed here."""
+        return request.prefill == "remote" and bool(self._local_only(request))
 
     def _local_only(self, request: Request) -> str:
         assert self._placing is not None
@@ -97,6 +110,8 @@ class HandoffLedger:
             return RESUMED
         if request.prompt_logprobs is not None:
             return "prompt_logprobs"
+        if request.prefill == "local":
+            return ASKED
         if request.handoffs >= self._placing.config.max_attempts:
             return "attempts"
         return "failed" if request.stays else ""

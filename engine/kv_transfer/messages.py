@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.kv_transfer.ticket import Party as Party
-from engine.kv_transfer.ticket import PrefillTicket as PrefillTicket
+from engine.kv_transfer.ticket import Party
 from engine.messages import TokenLogprob
 
 

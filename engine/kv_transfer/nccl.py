@@ -101,15 +101,16 @@ class NcclTransport:
         except BaseException as error:
             if pair is not None:
                 with self._lock:
-                    self._busy[source].discard(pair)
+                    if source in self._busy:
+                        self._busy[source].discard(pair)
                 pair.close()
             if isinstance(error, OSError | RuntimeError):  # RuntimeError: of torch.distributed
                 raise TransportError(f"link to {remote.host} failed: {error}") from error
             raise
         with self._lock:
-            kept = pair in self._busy[source]  # and not dropped meanwhile
-            self._busy[source].discard(pair)
+            kept = pair in self._busy.get(source, ())  # and not dropped meanwhile
             if kept:
+                self._busy[source].discard(pair)
                 self._idle[source].append(pair)
         if not kept:
             pair.close()
@@ -137,8 +138,9 @@ class NcclTransport:
             limit = timedelta(seconds=self._progress_s)
             try:
                 if pair.group is None:
-                    store = dist.TCPStore(remote.host, remote.store_port, is_master=False, timeout=limit)
-                    pair.group = make_group(store, number, READER, self._host, remote.device, limit)
+                    pair.group = make_group(
+                        remote.host, remote.store_port, number, READER, self._host, remote.device, limit
+                    )
                 for blocks in frames:
                     tensor = torch.empty(size * len(blocks), dtype=torch.uint8, device=self._memory.device)
                     pair.group.recv([tensor], SOURCE, 0).wait(limit)
@@ -184,7 +186,8 @@ class NcclSource(TcpSource):
         send(connection, [memoryview(FRAME.pack(number, 0, 0))], progress)
         try:
             if group is None:
-                group = make_group(self._store, number, SOURCE, self._host, self._memory.device.type, self._limit)
+                kind = self._memory.device.type
+                group = make_group(self._host, self.store_port, number, SOURCE, self._host, kind, self._limit)
                 self._groups[connection] = group
             for some in cut(blocks, self._memory.layout.piece_bytes(count)):
                 group.send([self._memory.gather_tensor(some, start, count)], READER, 0).wait(self._limit)
@@ -198,8 +201,11 @@ class NcclSource(TcpSource):
                 group.abort()
 
 
-def make_group(store: dist.Store, number: int, rank: int, host: str, device: str, limit: timedelta) -> Any:
+def make_group(
+    store_host: str, store_port: int, number: int, rank: int, host: str, device: str, limit: timedelta
+) -> Any:
     """Both ends of a pair call it. Raises RuntimeError when the other does not come within `limit`."""
+    # of its own: one that waits on a store for a partner holds up all others on it
+    store = dist.TCPStore(store_host, store_port, is_master=False, wait_for_workers=False, timeout=limit)
     make = nccl if device == "cuda" else gloo
-    group = make(dist.PrefixStore(f"pair/{number}", store), rank, 2, host, limit)
-    return group
+    return make(dist.PrefixStore(f"pair/{number}", store), rank, 2, host, limit)

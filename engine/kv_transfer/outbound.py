@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.events import Closed
-from engine.kv_transfer.messages import FirstToken, PrefillTicket, Progress, Refused
+from engine.kv_transfer.messages import FirstToken, Progress, Refused
 from engine.kv_transfer.outbox import Outbox
+from engine.kv_transfer.ticket import PrefillTicket
 
 NUDGE = 1.5  # heartbeats without a word of decode: it may not know who computes for it, or has forgotten
 

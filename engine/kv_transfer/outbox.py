@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.kv_transfer.events import HandoffEvent
-from engine.kv_transfer.messages import AgentCommand, Message, Party
+from engine.kv_transfer.messages import AgentCommand, Message
 from engine.kv_transfer.stats import Counters
+from engine.kv_transfer.ticket import Party
 
 
 @dataclass(slots=True)

@@ -81,8 +81,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is known of a prompt when it is its turn. local_only: why it can only be computed here; empty if it may
-    go. cached: leading tokens that this engine has."""
+    """What is known of a prompt when it is its turn. cached: leading tokens that this engine has. local_only: why it
+    can only be computed here; empty if it may go."""
 
     tokens: int
     cached: int
@@ -119,10 +119,10 @@ class Placing:
 
     def decide(self, prompt: Prompt, load: Load) -> Decision:
         """Has no effect; tell `count` when it is carried out."""
-        if self.config.policy == "never":
-            return Decision(False, "policy")
         if prompt.local_only:
             return Decision(False, prompt.local_only)
+        if self.config.policy == "never":
+            return Decision(False, "policy")
         resting = self._resting()
         there = None if self.replicas is None else [r for r in self.replicas if r.engine_id not in resting]
         if not there and (there is not None or self.config.policy != "always"):

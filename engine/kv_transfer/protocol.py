@@ -51,8 +51,6 @@ from engine.kv_transfer.messages import (
     Envelope,
     FirstToken,
     Heartbeat,
-    Party,
-    PrefillTicket,
     Progress,
     ReadEnded,
     Refused,
@@ -62,6 +60,7 @@ from engine.kv_transfer.messages import (
 from engine.kv_transfer.outbound import Outbound
 from engine.kv_transfer.outbox import Outbox
 from engine.kv_transfer.stats import HandoffInfo, HandoffStats
+from engine.kv_transfer.ticket import Party, PrefillTicket
 
 REMEMBER_S = 60.0  # answers to repeated Releases, and sources of which nothing is read any more
 RESTS = ("silent", "read", "chain")  # failures that speak against the link between two engines

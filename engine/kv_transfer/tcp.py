@@ -149,14 +149,15 @@ class TcpTransport:
     def _give_up(self, source: bytes, connection: socket.socket) -> None:
         """What it still carries belongs to nobody."""
         with self._lock:
-            self._busy[source].discard(connection)
+            if source in self._busy:
+                self._busy[source].discard(connection)
         connection.close()
 
     def _give_back(self, source: bytes, connection: socket.socket) -> None:
         with self._lock:
-            kept = connection in self._busy[source]  # and not dropped meanwhile
-            self._busy[source].discard(connection)
+            kept = connection in self._busy.get(source, ())  # and not dropped meanwhile
             if kept:
+                self._busy[source].discard(connection)
                 self._idle[source].append(connection)
         if not kept:
             connection.close()

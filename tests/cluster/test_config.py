@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from cluster import cli
 from cluster.config import AppConfig, EngineSection, HandoffSection
+from deployments import tracing
 from engine.config import EngineConfig
 from engine.errors import ConfigError, StartupError
 from engine.kv_transfer.config import HandoffConfig
@@ -41,6 +43,15 @@ def test_replica_has_as_many_ranks_as_its_engine_is_parallel():
     spec = AppConfig.parse(args).models[0].group_spec()
     assert len(spec.bundles) == spec.num_ranks == 2
     assert (spec.strategy, spec.label_selector, spec.accelerator_type) == ("STRICT_SPREAD", {"pool": "a"}, "L4")
+
+
+def test_parsers_of_answers_are_chosen_per_model():
+    args = {"models": [MODEL, {**MODEL, "name": "b", "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}]}
+    automatic, chosen = AppConfig.parse(args).models
+    assert (automatic.tool_call_parser, automatic.reasoning_parser) == ("auto", "auto")
+    assert (chosen.tool_call_parser, chosen.reasoning_parser) == ("hermes", "qwen3")
+    with pytest.raises(ConfigError, match=r"models\[0\].tool_call_parser must be 'auto', 'none', 'hermes'"):
+        AppConfig.parse({"models": [{**MODEL, "tool_call_parser": "pythonic"}]})
 
 
 def test_pools_share_the_engine_section_but_for_keys_of_their_own():
@@ -108,6 +119,11 @@ def test_without_a_prefill_section_an_engine_hands_nothing_over():
         ),
         ({"models": [MODEL, MODEL]}, ["models[1].name", "'pocket'"]),
         ({"models": [{**MODEL, "engine": {"block_size": 0}}]}, ["models[0].engine.block_size", "at least 1", "0"]),
+        ({"models": [MODEL], "log_format": "xml"}, ["log_format", "json", "'xml'"]),
+        ({"models": [MODEL], "log_level": "loud"}, ["log_level", "debug", "'loud'"]),
+        ({"models": [MODEL], "tracing": {}}, ["tracing.otlp_endpoint", "given"]),
+        ({"models": [MODEL], "tracing": {"otlp_endpoint": "http://a", "share": 1}}, ["tracing.share", "sampling_ratio"]),
+        ({"models": [MODEL], "tracing": {"otlp_endpoint": "a:4317"}}, ["tracing.otlp_endpoint", "http://"]),
     ],
 )
 def test_mistake_is_one_line_with_the_path_of_the_key(args, parts):
@@ -116,6 +132,16 @@ def test_mistake_is_one_line_with_the_path_of_the_key(args, parts):
     message = str(caught.value)
     assert "\n" not in message
     assert all(part in message for part in parts), message
+
+
+def test_manta_check_says_which_extra_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, tracing.PACKAGE, None)  # as if it were not installed
+    config = tmp_path / "config.yaml"
+    args = "{models: [{name: m, model: pocket}], tracing: {otlp_endpoint: 'http://collector:4318/v1/traces'}}"
+    config.write_text("applications: [{import_path: 'cluster.app:build', args: " + args + "}]")
+    result = CliRunner().invoke(cli.app, ["check", str(config)])
+    assert isinstance(result.exception, StartupError)
+    assert "manta-serve[otel]" in str(result.exception)
 
 
 def test_manta_check_ends_with_1_and_one_line(tmp_path):

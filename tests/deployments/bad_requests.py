@@ -108,6 +108,8 @@ CHATS = [
     chat("messages", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}]),
     chat("messages", messages=[{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]),
     chat("prompt", messages=[{"role": "user", "content": "a b " * 4000}]),
+    *(chat("messages", messages=[{**HELLO[0], name: {"id": "a"}}]) for name in ("audio", "function_call")),
+    chat("messages", messages=[{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]),
     chat("top_logprobs", top_logprobs=1),
     *(chat("top_logprobs", logprobs=True, top_logprobs=value) for value in (21, -1, "a")),
     chat("logprobs", logprobs=3),
@@ -138,6 +140,7 @@ BOTH = [
     completion("use_beam_search", use_beam_search=True),
     completion("stream_options", stream_options={"include_usage": True}),
     completion("stream_options", stream=True, stream_options={"no_such": True}),
+    completion("stream_options", stream=True, stream_options={"include_obfuscation": True}),
     completion("prompt_logprobs", stream=True, prompt_logprobs=1),
     completion("stream", stream="yes"),
     completion("user", user=5),
@@ -159,7 +162,7 @@ BODIES = [
 HEADERS = [
     *(
         Bad(COMPLETIONS, {"prompt": "a"}, "x-request-timeout-ms", headers={**JSON, "X-Request-Timeout-Ms": value})
-        for value in ("0", "-1", "soon", "1.5", "1e3", "9" * 30, " ")
+        for value in ("0", "-1", "soon", "1.5", "1e3", "9" * 30, "5,0")
     ),
     Bad(COMPLETIONS, {"prompt": "a"}, "X-Request-Id", headers={**JSON, "X-Request-Id": "a" * 200}),
 ]

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import httpx
 import uvicorn
 
 from deployments.admission import AdmissionLimits
+from deployments.engine_pool import EnginePool
 from deployments.engine_replica import EngineReplica
 from deployments.openai.app import openai_app
 from deployments.openai.served_model import ModelInfo, ServedModel
@@ -21,9 +23,13 @@ from deployments.telemetry import Telemetry
 from deployments.token_channel import TokenChannel
 from deployments.tracing import Tracing
 from engine.config import EngineConfig
+from engine.errors import EngineUnavailable
+from engine.kv_transfer.config import HandoffConfig
+from engine.kv_transfer.ticket import PrefillTicket
+from engine.messages import EngineStatus
 from engine.server import EngineServer
 from engine.tokenizer import Tokenizer
-from tests.deployments.fake_api import LocalPool
+from tests.deployments.fake_api import LocalPool, until
 from tests.scrape import Scrape
 
 MAX_NUM_SEQS = 8
@@ -35,7 +41,6 @@ LIMITS = AdmissionLimits(
 @dataclass(slots=True)
 class RealApi:
     client: httpx.AsyncClient
-    replica: EngineReplica
 
     async def complete(self, headers: dict[str, str] | None = None, **body: Any) -> dict[str, Any]:
         """A greedy completion that goes on to max_tokens."""
@@ -61,15 +66,94 @@ class RealApi:
         return scrape
 
 
+class LocalPrefillPool:
+    """A TicketTaker of one replica in this process."""
+
+    def __init__(self, replica: EngineReplica):
+        self._replica = replica
+
+    async def prefill(self, ticket: PrefillTicket, avoid: list[str]) -> None:
+        await self._replica.prefill(ticket)
+
+    async def statuses(self) -> list[EngineStatus]:
+        return [self._replica.status()]
+
+    async def is_deploying(self) -> bool:
+        return False
+
+
+class LocalPools(LocalPool):
+    """An EnginePool of one decode and one prefill replica."""
+
+    def __init__(self, replica: EngineReplica, prefill: LocalPrefillPool):
+        super().__init__(replica)
+        self._prefill = prefill
+
+    async def prefill_statuses(self) -> list[EngineStatus]:
+        return await self._prefill.statuses()
+
+
 @asynccontextmanager
-async def real_api(folder: Path, tracing: Tracing | None = None) -> AsyncGenerator[RealApi]:
-    """folder: a model, served as `tiny`."""
-    channel, replica = TokenChannel("127.0.0.1"), EngineReplica("127.0.0.1")
-    config = EngineConfig(model=str(folder), block_size=4, num_blocks=512, max_num_seqs=MAX_NUM_SEQS, num_threads=1)
-    engine = await asyncio.to_thread(EngineServer, config, engine_id="decode-1", status_to=replica.status_to)
+async def running_engine(
+    folder: Path, engine_id: str, prefill: LocalPrefillPool | None = None, handoff: HandoffConfig | None = None
+) -> AsyncGenerator[tuple[EngineServer, EngineReplica]]:
+    """An engine in a thread, and what controls it."""
+    replica = EngineReplica("127.0.0.1", prefill=prefill)
+    config = EngineConfig(
+        model=str(folder), block_size=4, num_blocks=512, max_num_seqs=MAX_NUM_SEQS, num_threads=1, handoff=handoff
+    )
+    engine = await asyncio.to_thread(EngineServer, config, engine_id=engine_id, status_to=replica.status_to)
     thread = threading.Thread(target=engine.run)
     thread.start()
     replica.connect(engine.address)
+    task = asyncio.create_task(replica.run())
+    try:
+        await until(lambda: _has_reported(replica))
+        yield engine, replica
+    finally:
+        engine.stop()
+        await asyncio.to_thread(thread.join)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _has_reported(replica: EngineReplica) -> bool:
+    try:
+        replica.status()
+    except EngineUnavailable:
+        return False
+    return True
+
+
+@asynccontextmanager
+async def real_api(folder: Path, tracing: Tracing | None = None) -> AsyncGenerator[RealApi]:
+    """folder: a model, served as `tiny`."""
+    async with (
+        running_engine(folder, "decode-1") as (engine, replica),
+        serving(folder, engine, LocalPool(replica), tracing) as client,
+    ):
+        yield RealApi(client)
+
+
+@asynccontextmanager
+async def real_api_with_prefill(folder: Path, tracing: Tracing | None = None) -> AsyncGenerator[RealApi]:
+    """The same, with every prompt computed by a second engine."""
+    handoff = partial(HandoffConfig, transport="tcp", policy="always")
+    async with running_engine(folder, "prefill-1", handoff=handoff(role="prefill")) as (_, prefill):
+        pool = LocalPrefillPool(prefill)
+        async with (
+            running_engine(folder, "decode-1", pool, handoff(role="decode")) as (engine, replica),
+            serving(folder, engine, LocalPools(replica, pool), tracing) as client,
+        ):
+            yield RealApi(client)
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, engine: EngineServer, pool: EnginePool, tracing: Tracing | None
+) -> AsyncGenerator[httpx.AsyncClient]:
+    """The API on a port of its own, and a client of it."""
+    channel = TokenChannel("127.0.0.1")
     telemetry = Telemetry("ingress-1", channel, tracing)
     info = ModelInfo(
         name="tiny",
@@ -81,22 +165,18 @@ async def real_api(folder: Path, tracing: Tracing | None = None) -> AsyncGenerat
         request_timeout_s=60.0,
         admission=LIMITS,
     )
-    model = ServedModel(info, Tokenizer.from_folder(folder), LocalPool(replica), channel, telemetry)
+    model = ServedModel(info, Tokenizer.from_folder(folder), pool, channel, telemetry)
     app = openai_app({"tiny": model}, telemetry)
     web = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
-    tasks = [asyncio.create_task(each) for each in (channel.run(), replica.run(), web.serve())]
+    receiving, answering = asyncio.create_task(channel.run()), asyncio.create_task(web.serve())
     try:
-        async with asyncio.timeout(10):
-            while not web.started:
-                await asyncio.sleep(0.01)
+        await until(lambda: web.started)
         port = web.servers[0].sockets[0].getsockname()[1]
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-            yield RealApi(client, replica)
+            yield client
     finally:
         web.should_exit = True
-        await asyncio.wait(tasks[2:], timeout=10)
-        engine.stop()
-        await asyncio.to_thread(thread.join)
-        for task in tasks:
+        await asyncio.wait([answering], timeout=10)
+        for task in (receiving, answering):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(receiving, answering, return_exceptions=True)

@@ -76,7 +76,10 @@ def test_full_queue_is_answered_with_429_and_the_time_after_which_to_come_back()
             api.engine.paused.set()
             answers = [ask(api) for _ in range(12)]
             await until(lambda: api.model.admission.num_waiting == 3)
-            for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [{"role": "user"}]})):
+            for path, body in (
+                ("completions", {"prompt": "a"}),
+                ("chat/completions", {"messages": [{"role": "user"}]}),
+            ):
                 for stream in (True, False):
                     refused = await api.post(path, user="u", stream=stream, **body)
                     assert refused.status_code == 429, refused.text
@@ -135,6 +138,27 @@ def test_client_that_leaves_the_queue_takes_no_turn():
             api.engine.paused.clear()
             assert [(await answer).status_code for answer in answers[:3]] == [200] * 3
             assert len(api.engine.added) == 3
+
+    run(scenario())
+
+
+def test_client_that_leaves_just_as_it_is_pushed_out_hurts_nobody():
+    async def scenario() -> None:
+        async with fake_api(max_num_seqs=1, max_waiting=2) as api:
+            queue = api.model.admission
+
+            async def wait(client: str) -> None:
+                async with queue.enter("r", client, 1, 1, 10.0):
+                    pass
+
+            async with queue.enter("r", "a", 1, 1, 10.0), queue.enter("r", "a", 1, 1, 10.0):
+                waiting = [asyncio.create_task(wait("a")) for _ in range(2)]
+                await until(lambda: queue.num_waiting == 2)
+                waiting[1].cancel()
+                late = asyncio.create_task(wait("b"))
+                await until(lambda: late in asyncio.all_tasks() and queue.num_waiting == 2)
+            await asyncio.gather(waiting[0], late)
+            assert (queue.num_waiting, queue.num_running) == (0, 0)
 
     run(scenario())
 

@@ -131,6 +131,17 @@ def test_tags_inside_of_strings_of_arguments_end_nothing():
     assert whole(HERMES, text) == read(HERMES, [*text]) == call("f", '{"a": "</tool_call>\\"}"}')
 
 
+@pytest.mark.parametrize("space", ["", "\n", " \n\n"])
+def test_white_space_around_calls_is_no_content(space):
+    text = f"{space}{CALL}{space}{CALL}{space}"
+    assert whole(HERMES, text) == read(HERMES, [*text]) == call("f", '{"a": 1}') * 2
+
+
+def test_call_that_lacks_its_last_brace_ends_at_the_closing_tag():
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call> b'
+    assert whole(HERMES, text) == read(HERMES, [*text]) == [*call("f", '{"a": 1}'), Content(" b")]
+
+
 def test_name_is_streamed_before_the_arguments_and_these_as_they_come():
     reader = AnswerReader(HERMES, early=True)
     text = '<tool_call>\n{"name": "f", "arguments": {"a": "long text'

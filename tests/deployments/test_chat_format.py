@@ -16,14 +16,14 @@ REFUSES = "{{ raise_exception('no') }}"
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (QWEN, ChatFormat("hermes", "think", shows_tools=True)),
-        (HERMES_WITHOUT_REASONING, ChatFormat("hermes", None, shows_tools=True)),
-        (QWEN_CODER, ChatFormat(None, "think", shows_tools=True)),
-        (LLAMA, ChatFormat("llama3_json", None, shows_tools=True)),
-        (GRANITE, ChatFormat(None, None, shows_tools=True)),
-        (DEEPSEEK, ChatFormat(None, "think", shows_tools=False)),
-        (CHAT_TEMPLATE, ChatFormat(None, None, shows_tools=False)),
-        (REFUSES, ChatFormat(None, None, shows_tools=False)),
+        (QWEN, ChatFormat("hermes", True, shows_tools=True)),
+        (HERMES_WITHOUT_REASONING, ChatFormat("hermes", False, shows_tools=True)),
+        (QWEN_CODER, ChatFormat("none", True, shows_tools=True)),
+        (LLAMA, ChatFormat("llama3_json", False, shows_tools=True)),
+        (GRANITE, ChatFormat("none", False, shows_tools=True)),
+        (DEEPSEEK, ChatFormat("none", True, shows_tools=False)),
+        (CHAT_TEMPLATE, ChatFormat("none", False, shows_tools=False)),
+        (REFUSES, ChatFormat("none", False, shows_tools=False)),
     ],
 )
 def test_format_is_taken_from_what_the_chat_template_writes(template, expected):
@@ -32,8 +32,8 @@ def test_format_is_taken_from_what_the_chat_template_writes(template, expected):
 
 @pytest.mark.parametrize("name", ["think", "qwen3", "deepseek_r1"])
 def test_configuration_goes_before_the_chat_template(name):
-    assert ChatFormat.of(chat_tokenizer(QWEN), "none", "none") == ChatFormat(None, None, shows_tools=True)
-    assert ChatFormat.of(chat_tokenizer(LLAMA), "hermes", name) == ChatFormat("hermes", "think", shows_tools=True)
+    assert ChatFormat.of(chat_tokenizer(QWEN), "none", "none") == ChatFormat("none", False, shows_tools=True)
+    assert ChatFormat.of(chat_tokenizer(LLAMA), "hermes", name) == ChatFormat("hermes", True, shows_tools=True)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.deployments.fake_api import fake_api, says
-from tests.deployments.real_api import RealApi, real_api
+from tests.deployments.real_api import RealApi, real_api, real_api_with_prefill
 from tests.models import make_model
 from tests.scrape import Scrape
 
@@ -137,6 +137,24 @@ def test_gauges_are_back_to_zero_after_clients_have_left(folder):
     run(scenario())
 
 
+def test_a_prompt_that_another_engine_computes_counts_once(folder):
+    async def scenario() -> None:
+        async with real_api_with_prefill(folder) as api:
+            await api.complete(prompt=list(range(5, 45)), max_tokens=4)
+            scrape = await api.scrape_when(lambda scrape: seen_by_engine(scrape, "length") == 1)
+            assert ended(scrape) == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+            assert scrape.sum("vllm:prompt_tokens_total") == 40
+            assert scrape.sum("vllm:generation_tokens_total") == 4
+            assert count(scrape, "vllm:request_prefill_time_seconds")[0] == 1
+            engines = {one.labels["engine"] for one in scrape.select("vllm:kv_cache_usage_perc", [])}
+            assert engines == {"decode-1", "prefill-1"}
+            assert scrape.sum("vllm:iteration_tokens_total_sum", engine="prefill-1") == 40
+            assert scrape.sum("vllm:iteration_tokens_total_sum", engine="decode-1") == 3
+            assert scrape.sum("manta_handoffs_total", result="received") == 1
+
+    run(scenario())
+
+
 def test_a_request_that_its_engine_fails_counts_as_an_error():
     async def scenario() -> None:
         async with fake_api(says("abc")) as api:
@@ -155,13 +173,17 @@ def test_a_request_that_its_engine_fails_counts_as_an_error():
     run(scenario())
 
 
-def test_a_path_that_no_route_has_adds_no_series_of_its_own():
+def test_paths_and_methods_that_clients_make_up_add_no_series_of_their_own():
     async def scenario() -> None:
         async with fake_api() as api:
-            for path in ("/a", "/b/c", "/v1/nothing"):
-                await api.client.get(path)
+            for method, path in (("GET", "/a"), ("GET", "/b/c"), ("BREW", "/pot"), ("WHEN", "/pot")):
+                await api.client.request(method, path)
             scrape = Scrape((await api.client.get("/metrics")).text)
-            assert scrape.sum("http_requests_total", handler="none", status="4xx") == 3
-            assert {one.labels["handler"] for one in scrape.series if one.name == "http_requests_total"} == {"none"}
+            series = [one for one in scrape.series if one.name == "http_requests_total"]
+            assert {(one.labels["handler"], one.labels["method"]) for one in series} == {
+                ("none", "GET"),
+                ("none", "other"),
+            }
+            assert scrape.sum("http_requests_total", status="4xx") == 4
 
     run(scenario())

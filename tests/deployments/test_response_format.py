@@ -95,6 +95,7 @@ def test_a_form_that_cannot_be_compiled_is_a_bad_request_also_with_stream(stream
             response = await api.post("completions", prompt="a", structured_outputs={"regex": "("}, stream=stream)
             error = response.json()["error"]
             assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+            assert error["param"] == "structured_outputs.regex"
             assert "unclosed group" in error["message"]
 
     run(scenario())

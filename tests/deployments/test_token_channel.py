@@ -6,7 +6,7 @@ import msgspec
 import zmq
 
 from deployments.token_channel import TokenChannel
-from engine.messages import TokenBatch, TokenDelta
+from engine.messages import Abort, Command, TokenBatch, TokenDelta
 from tests.deployments.fake_api import until
 
 
@@ -28,6 +28,35 @@ def test_deltas_reach_the_inbox_of_their_request_and_others_are_counted():
             channel.close(["a", "b"])
             engine.send(msgspec.msgpack.encode(TokenBatch(engine_id="fake", commands_to="", step=2, deltas=deltas)))
             await until(lambda: channel.dropped == 4)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_stop_goes_to_the_engine_that_works_for_the_request_and_unused_sockets_are_closed(monkeypatch):
+    monkeypatch.setattr("deployments.token_channel.FORGET_ENGINE_S", -1.0)  # each stop forgets all engines before it
+
+    async def scenario() -> None:
+        channel = TokenChannel("127.0.0.1")
+        task = asyncio.create_task(channel.run())
+        inbox = channel.open(["a", "b", "c"])
+        with zmq.Context() as context, context.socket(zmq.PUSH) as tokens:
+            tokens.connect(channel.address)
+            engines = [context.socket(zmq.PULL) for _ in range(2)]
+            addresses = [f"tcp://127.0.0.1:{engine.bind_to_random_port('tcp://127.0.0.1')}" for engine in engines]
+            for name, address in zip("abc", [*addresses, addresses[1]], strict=True):
+                delta = TokenDelta(request_id=name, token_ids=[1])
+                batch = TokenBatch(engine_id="fake", commands_to=address, step=1, deltas=[delta])
+                tokens.send(msgspec.msgpack.encode(batch))
+                await inbox.get()
+            for name, engine in zip("abc", [*engines, engines[1]], strict=True):
+                channel.stop(name)
+                assert await asyncio.to_thread(engine.poll, 5000), f"no command for {name}"
+                assert msgspec.msgpack.decode(engine.recv(), type=Command) == Abort(name, "stop")
+            assert len(channel._engines) == 1
+            for engine in engines:
+                engine.close()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -14,7 +14,7 @@ from deployments.tracing import SequenceTrace, Tracing, TracingConfig, phases
 from engine.errors import ConfigError, Overloaded, StartupError
 from engine.messages import ErrorInfo, RequestTimes
 from tests.deployments.fake_api import fake_api, says
-from tests.deployments.real_api import real_api
+from tests.deployments.real_api import real_api, real_api_with_prefill
 from tests.models import make_model
 from tests.otlp_receiver import OtlpReceiver
 
@@ -60,6 +60,21 @@ def test_a_request_is_one_trace_from_the_clients_span_down_to_the_phases_in_the_
     assert (queue.end, prefill.end) == (prefill.start, decode.start)
     assert all(span.start <= span.end for span in receiver.spans)
     assert decode.end <= sequence.end <= ingress.end
+
+
+def test_a_prompt_that_another_engine_computes_has_a_handoff_in_its_trace(receiver, tmp_path):
+    async def scenario() -> None:
+        tracing = Tracing(TracingConfig(otlp_endpoint=receiver.endpoint))
+        async with real_api_with_prefill(make_model(tmp_path, "llama", tokenizer=True), tracing) as api:
+            await api.complete(prompt=list(range(5, 45)), max_tokens=4)
+        tracing.close()
+
+    run(scenario())
+    spans = {span.name: span for span in receiver.spans}
+    assert set(spans) == {"ingress", "sequence", "queue", "prefill", "handoff", "decode"}
+    prefill, handoff = spans["prefill"], spans["handoff"]
+    assert handoff.parent_id == spans["sequence"].span_id
+    assert prefill.start <= handoff.start < handoff.end <= prefill.end == spans["decode"].start
 
 
 def test_every_sequence_of_a_request_has_a_span_of_its_own(receiver):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -8,7 +9,9 @@ import pytest
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong
-from engine.messages import GenerateRequest, TokenDelta
+from engine.kv_transfer.config import HandoffConfig
+from engine.kv_transfer.ticket import Party, PrefillTicket
+from engine.messages import DropPrefill, GenerateRequest, TokenDelta, WantPrefill
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Event
 from tests.models import make_model
@@ -83,11 +86,12 @@ def overlap(request) -> bool:
 def make_engine(folder, overlap, monkeypatch):
     cores = []
 
-    def make(**options) -> Engine:
+    def make(wake=lambda: None, **options) -> Engine:
         defaults = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1}
         clock = FakeClock()
         monkeypatch.setattr("engine.core.time", SimpleNamespace(monotonic=clock.monotonic))
-        cores.append(EngineCore(EngineConfig(**{"model": str(folder), "overlap": overlap, **defaults, **options})))
+        config = EngineConfig(**{"model": str(folder), "overlap": overlap, **defaults, **options})
+        cores.append(EngineCore(config, wake=wake))
         return Engine(cores[-1], clock)
 
     yield make
@@ -306,8 +310,157 @@ def test_the_age_of_the_last_step_counts_only_while_there_is_work(engine):
     assert engine.core.last_step_age_s == 0.0
 
 
+def decode_engine(make_engine, **options) -> tuple[Engine, threading.Event]:
+    """Has all of its prompts computed by others, of which there are none; the event is set when it is woken."""
+    woken = threading.Event()
+    handoff = HandoffConfig(role="decode", policy="always", transport="tcp", max_attempts=1)
+    return make_engine(handoff=handoff, wake=woken.set, **options), woken
+
+
+def ticket_of(engine: Engine) -> PrefillTicket:
+    (notice,) = engine.core.handoffs.notices()
+    assert isinstance(notice, WantPrefill)
+    return notice.ticket
+
+
+def fail(engine: Engine, woken: threading.Event, handoff_id: str) -> None:
+    engine.core.handoffs.ticket_failed(handoff_id, "nobody there", False)
+    assert woken.wait(10)
+    woken.clear()
+
+
+def test_while_all_kv_is_on_its_way_the_engine_is_idle_and_no_step_is_late(make_engine):
+    engine, woken = decode_engine(make_engine)
+    assert engine.core.idle
+    engine.add("a")
+    assert not engine.core.idle
+    engine.step()
+    engine.step()
+    assert engine.core.idle and engine.core.has_work
+    engine.clock.now += 100.0
+    assert engine.core.last_step_age_s == 0.0
+    stats = engine.core.stats()
+    assert (stats.receiving, stats.blocks_reserved, stats.running, stats.waiting) == (1, 2, 0, 0)
+    fail(engine, woken, ticket_of(engine).handoff_id)
+    engine.step()
+    assert not engine.core.idle and engine.core.stats().receiving == 0
+    engine.go()
+
+
+def test_a_deadline_ends_a_request_whose_kv_is_on_its_way(make_engine):
+    engine, woken = decode_engine(make_engine)
+    engine.add("a", timeout_s=2.0)
+    engine.step()
+    ticket = ticket_of(engine)
+    assert ticket.timeout_s == 2.0
+    engine.clock.now += 2.0
+    engine.step()
+    assert engine.last("a").error.code == "request_timeout"
+    assert engine.core.has_work and engine.core.stats().blocks_reserved == 2, "somebody may still write there"
+    assert woken.wait(10)
+    while engine.core.has_work:
+        engine.step()
+    assert engine.core.stats().blocks_used == 0
+    assert engine.core.handoffs.notices()[0] == DropPrefill(ticket.handoff_id)
+
+
+def test_an_abort_of_a_request_whose_kv_is_on_its_way_leaves_the_others_as_they_were(make_engine):
+    engine, woken = decode_engine(make_engine)
+    engine.add("a")
+    engine.step()
+    first = ticket_of(engine).handoff_id
+    engine.add("b")
+    engine.step()
+    engine.abort("a")
+    assert engine.last("a").finish_reason == "abort"
+    engine.step()
+    tickets = [n.ticket.handoff_id for n in engine.core.handoffs.notices() if isinstance(n, WantPrefill)]
+    assert first not in tickets
+    fail(engine, woken, tickets[0])
+    engine.go()
+    assert len(engine.tokens("b")) == 10 and not engine.tokens("a")
+
+
+def make_ticket(engine: Engine, **change) -> PrefillTicket:
+    """Of a decode engine that is not there."""
+    fields = {
+        "handoff_id": "h",
+        "request_id": "r",
+        "attempt": 1,
+        "token_ids": [5, 6, 7, 8, 9],
+        "num_prompt": 5,
+        "params": SamplingParams(temperature=0.0),
+        "seed": 1,
+        "cache_salt": "",
+        "skip": 0,
+        "fingerprint": engine.core.handoffs.fingerprint,
+        "decode": Party("decode", "tcp://127.0.0.1:9", 1),
+    }
+    return PrefillTicket(**{**fields, **change})
+
+
+def test_a_prefill_engine_computes_a_ticket_and_holds_its_blocks(make_engine):
+    woken = threading.Event()
+    handoff = HandoffConfig(role="prefill", transport="tcp", lease_s=2.0, heartbeat_s=0.5)
+    engine = make_engine(handoff=handoff, wake=woken.set)
+    ticket = make_ticket(engine)
+    engine.deltas["h"] = []
+    assert engine.core.prefill(ticket)
+    assert engine.core.prefill(ticket), "a ticket that comes twice is one"
+    while not engine.core.idle:
+        engine.step()
+    stats = engine.core.stats()
+    assert (stats.leased, stats.blocks_leased, stats.running) == (1, 2, 0)
+    assert woken.wait(20)  # nobody gives a sign of life, so the lease ends
+    engine.go()
+    assert engine.last("h").finish_reason == "abort"
+    assert engine.core.handoffs.stats().lease_expiries == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"fingerprint": "another model"}, "fingerprint must be that of this engine"),
+        ({"token_ids": [1] * 300, "num_prompt": 300}, "prompt has 300 tokens"),
+        ({"token_ids": [], "num_prompt": 0}, "prompt must be at least one token"),
+    ],
+)
+def test_a_ticket_that_cannot_be_served_is_refused(make_engine, caplog, change, reason):
+    engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"))
+    assert not engine.core.prefill(make_ticket(engine, **change))
+    assert reason in caplog.text
+    assert not engine.core.has_work
+
+
 def test_closing_twice_is_fine(engine):
     engine.add("a")
     engine.step()
     engine.core.close()
     engine.core.close()
+
+
+def test_closing_twice_is_fine_with_handoffs_under_way(make_engine):
+    engine, _ = decode_engine(make_engine)
+    engine.add("a")
+    engine.step()
+    engine.core.close()
+    engine.core.close()
+
+
+def test_an_engine_learns_what_its_steps_cost(make_engine):
+    engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"))
+    engine.add("first", max_tokens=5)
+    engine.go()
+    assert engine.core.stats().seconds_per_step == 0.0, "the first steps count for nothing"
+    execute = engine.core.runner.execute
+
+    def slow(inputs):
+        engine.clock.now += 0.5 + 0.25 * inputs.plan.num_tokens
+        return execute(inputs)
+
+    engine.core.runner.execute = slow
+    for i in range(3):
+        engine.add(f"long {i}", [(7 * i + j) % 97 for j in range(20 + i)], max_tokens=3)
+        engine.go()
+    stats = engine.core.stats()
+    assert (stats.seconds_per_step, stats.seconds_per_token) == pytest.approx((0.5, 0.25), rel=0.01)

@@ -161,6 +161,20 @@ def test_a_grammar_that_takes_too_long_ends_its_request_and_may_serve_a_later_on
     assert run.last("later").finish_reason == "stop"
 
 
+def test_a_request_whose_grammar_had_to_wait_for_those_of_others_may_try_again(make_core, compiling, monkeypatch):
+    monkeypatch.setattr(grammar, "THREADS", 1)
+    run = Run(make_core())
+    run.add("slow", choice=["slow answer"])
+    assert compiling.reached.wait(LIMIT_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar, "COMPILE_TIMEOUT_S", 0.0)
+        run.add("behind", choice=["quick answer"])
+        run.until("behind")
+    error = run.last("behind").error
+    assert (error.status, error.retryable) == (429, True)
+    assert "the grammars of other requests took more than 0 s" in error.message
+
+
 def test_requests_that_wait_for_their_grammar_fill_the_queue(make_core, compiling):
     run = Run(make_core(max_waiting=2))
     for i in range(2):
@@ -254,8 +268,9 @@ def test_a_mask_that_cannot_be_computed_ends_its_own_request_only(make_core, mas
     run.until("bad")
     run.add("good", choice=["good answer"])
     run.go()
-    assert (run.last("bad").error.code, run.last("bad").error.status) == ("engine_error", 500)
-    assert "its grammar cannot go on: too complex" in run.last("bad").error.message
+    error = run.last("bad").error
+    assert (error.code, error.status) == ("invalid_parameter", 400)
+    assert "structured_outputs.choice must be simple enough to follow (too complex)" in error.message
     assert run.last("good").finish_reason == "stop"
 
 

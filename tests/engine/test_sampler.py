@@ -452,17 +452,3 @@ def test_looking_at_the_likeliest_candidates_first_equals_sorting_the_whole_voca
     for group in prepare_sampling(rows, logits.shape[-1], UniformSource()).random:
         if group.width:
             assert torch.equal(draw_filtered(logits, group), draw_sorted(logits, group))
-
-
-@pytest.mark.parametrize("vocab_size", [5, 8, 31, 32, 97])
-def test_a_mask_bans_the_tokens_whose_bit_is_not_set(vocab_size):
-    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0))
-    allowed = [[0, 3], [vocab_size - 1]]
-    width = -(-vocab_size // 32) * 4
-    bits = torch.tensor([list(sum(1 << t for t in tokens).to_bytes(width, "little")) for tokens in allowed])
-    expected = logits.clone()
-    for row, tokens in zip([2, 0], allowed, strict=True):
-        expected[row] = BANNED
-        expected[row, tokens] = logits[row, tokens]
-    apply_masks(logits, torch.tensor([2, 0]), bits.to(torch.uint8))
-    assert torch.equal(logits, expected)

@@ -197,6 +197,38 @@ def test_the_head_of_the_queue_takes_the_blocks_of_a_received_one_behind_it():
     h.run()
 
 
+def test_a_spare_block_is_kept_for_everyone_who_will_grow():
+    h = DecodeHarness(num_blocks=8, max_model_len=32)
+    h.add("first", ids(12))
+    h.add("second", ids(12, 9))
+    h.step()
+    assert len(h.open) == 1, "both would fill the pool"
+    h.run()
+    assert h.scheduler.totals.preemptions == 0
+
+
+def test_a_request_that_must_be_computed_elsewhere_fails_where_it_cannot_be():
+    h = DecodeHarness(num_blocks=8, max_model_len=32, max_attempts=2)
+    h.placing.replicas = []
+    h.add("a", ids(12), prefill="remote")
+    for _ in range(2):
+        h.step()
+        h.fail(only_open(h))
+    assert h.finished["a"].delta.error.code == "engine_unavailable"
+    assert not h.plans and not h.scheduler.has_work
+    with pytest.raises(InvalidParameter, match="prefill must be auto or local"):
+        h.add("b", ids(12), prefill="remote", prompt_logprobs=1)
+    with pytest.raises(InvalidParameter, match="prefill must be auto or local"):
+        Harness(num_blocks=8, max_model_len=32).add("c", ids(12), prefill="remote")
+
+
+def test_a_request_may_ask_to_be_computed_here():
+    h = DecodeHarness(num_blocks=8, max_model_len=32)
+    h.add("a", ids(12), prefill="local")
+    h.run()
+    assert h.scheduler.stats().prefill_decisions == {"local": {"asked": 1}}
+
+
 def test_prompts_with_logprobs_stay_here():
     h = DecodeHarness(num_blocks=16, max_model_len=64)
     h.add("a", ids(9), prompt_logprobs=1)
@@ -327,12 +359,25 @@ def test_a_ticket_that_cannot_be_served_leaves_no_trace():
 
 
 def test_a_prompt_for_another_engine_is_never_preempted(depth):
-    h = PrefillHarness(num_blocks=9, max_model_len=32, depth=depth, max_num_batched_tokens=4, max_num_seqs=4)
+    h = PrefillHarness(num_blocks=9, max_model_len=32, depth=depth, max_num_batched_tokens=2, max_num_seqs=2)
     h.add("own", ids(4), max_tokens=28)
-    h.step()
+    while not h.outputs["own"]:
+        h.step()
     h.ticket("t", ids(20, 7))
     h.run()
-    assert h.firsts and h.finished["own"].delta.finish_reason == "length"
+    assert h.firsts
+    assert h.finished["own"].delta.num_preemptions > 0, "it goes itself, since nobody else can"
+
+
+def test_nothing_is_reported_of_a_prompt_that_was_given_up_during_its_last_step():
+    h = PrefillHarness(num_blocks=8, max_model_len=32)
+    h.ticket("t", ids(20))
+    h.plan()
+    h.abort("t")
+    h.commit()
+    assert not h.reports and not h.firsts
+    h.close("t", "cancelled")
+    h.run()
 
 
 # -- neither -----------------------------------------------------------------------------------------------
@@ -347,6 +392,19 @@ def test_tokens_that_another_replica_has_given_count_as_output():
     while h.scheduler.has_work:
         h.step()
     assert h.outputs["a"] == whole.outputs["a"][4:]
+
+
+def test_a_replay_may_be_computed_elsewhere():
+    h = DecodeHarness(num_blocks=16, max_model_len=64)
+    given = expected_output(ids(6), h_params(h), 64)[:4]
+    h.replay("a", ids(6), given, max_tokens=6)
+    h.step()
+    ticket = h.open[only_open(h)].ticket
+    assert (ticket.token_ids, ticket.num_prompt) == (ids(6) + given, 6)
+    h.receive(only_open(h))
+    while h.scheduler.has_work:
+        h.step()
+    assert len(h.outputs["a"]) == 2 and h.finished["a"].delta.finish_reason == "length"
 
 
 def test_a_replay_with_nothing_left_to_give_is_refused():

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from engine.structured_outputs import StructuredOutputsParams
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
 from tests.fake_runner import Harness
 
@@ -11,6 +12,7 @@ MAX_MODEL_LEN = 24
 PREFIXES = [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9], [10], []]
 
 prefixes = st.sampled_from(PREFIXES)
+forms = st.sampled_from([None, StructuredOutputsParams(regex="what the fake grammar says")])
 rests = st.lists(st.integers(1, 49), min_size=1, max_size=15)
 
 
@@ -46,8 +48,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         priority=st.integers(-1, 1),
         seed=st.integers(0, 3),
+        form=forms,
     )
-    def add(self, prefix, rest, max_tokens, ignore_eos, priority, seed):
+    def add(self, prefix, rest, max_tokens, ignore_eos, priority, seed, form):
         self.count += 1
         self.h.add(
             f"r{self.count}",
@@ -56,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ignore_eos=ignore_eos,
             priority=priority,
             seed=seed,
+            structured_outputs=form,
         )
 
     @rule(steps=st.integers(1, 6))
@@ -101,13 +105,13 @@ class PrefillMachine(SchedulerMachine):
     harness = PrefillHarness
     h: PrefillHarness
 
-    @rule(prefix=prefixes, rest=rests, data=st.data(), seed=st.integers(0, 3))
-    def ticket(self, prefix, rest, data, seed):
+    @rule(prefix=prefixes, rest=rests, data=st.data(), seed=st.integers(0, 3), form=forms)
+    def ticket(self, prefix, rest, data, seed, form):
         self.count += 1
         size = self.h.config.block_size
         prompt = prefix + rest
         skip = data.draw(st.integers(0, (len(prompt) - 1) // size)) * size
-        self.h.ticket(f"r{self.count}", prompt, skip=skip, seed=seed)
+        self.h.ticket(f"r{self.count}", prompt, skip=skip, seed=seed, structured_outputs=form)
 
     @precondition(lambda self: self.h.tickets)
     @rule(data=st.data(), reason=st.sampled_from(["released", "cancelled", "expired"]))

@@ -2,104 +2,27 @@
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
-
 import msgspec
 import pytest
 import zmq
 
 from engine.config import EngineConfig
-from engine.messages import Abort, Add, EngineStatus, GenerateRequest, TokenBatch, TokenDelta
+from engine.kv_transfer.config import HandoffConfig
+from engine.kv_transfer.ticket import Party, PrefillTicket
+from engine.messages import (
+    Abort,
+    CancelPrefill,
+    EngineStatus,
+    Notice,
+    Prefill,
+    PrefillPool,
+    TicketFailed,
+    WantPrefill,
+)
 from engine.sampling_params import SamplingParams
 from engine.server import EngineServer
+from tests.engine_sockets import Inbox, Ingress, ServerThread
 from tests.models import make_model
-
-LIMIT_MS = 20_000
-
-
-class Inbox:
-    """A PULL socket: an ingress' token channel, or the control actor's status channel."""
-
-    def __init__(self, context: zmq.Context, message_type: type):
-        self._socket = context.socket(zmq.PULL)
-        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
-        self._decode = msgspec.msgpack.Decoder(message_type).decode
-
-    def receive(self):
-        assert self._socket.poll(LIMIT_MS), "no message came"
-        return self._decode(self._socket.recv())
-
-    def wait_for_message_or_end_of(self, thread: threading.Thread) -> None:
-        while thread.is_alive() and not self._socket.poll(20):
-            pass
-
-    def is_empty(self) -> bool:
-        return not self._socket.poll(0)
-
-
-class ServerThread(threading.Thread):
-    """Runs a server, and keeps the error that ended it."""
-
-    def __init__(self, server: EngineServer):
-        super().__init__(name="engine server")
-        self.server = server
-        self.error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.server.run()
-        except Exception as error:  # noqa: BLE001 - whatever it is, a test is about to report it
-            self.error = error
-
-    def stop(self) -> None:
-        self.server.stop()
-        self.join(LIMIT_MS / 1000)
-        assert not self.is_alive(), "stop did not end run()"
-
-
-class Ingress(Inbox):
-    """Sends requests and gathers what comes back, until each has had its last delta."""
-
-    def __init__(self, context: zmq.Context, server: EngineServer):
-        super().__init__(context, TokenBatch)
-        self._out = context.socket(zmq.PUSH)
-        self._out.connect(server.address)
-        self.deltas: dict[str, list[TokenDelta]] = defaultdict(list)
-        self.batches: list[TokenBatch] = []
-
-    def send(self, message: object) -> None:
-        self._out.send(message if isinstance(message, bytes) else msgspec.msgpack.encode(message))
-
-    def add(self, name: str, prompt: list[int] | None = None, *, timeout_s: float | None = None, **params) -> None:
-        settings = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
-        request = GenerateRequest(
-            request_id=name,
-            prompt=prompt or [5, 6, 7, 8],
-            params=SamplingParams(**settings),
-            reply_to=self.address,
-            timeout_s=timeout_s,
-        )
-        self.send(Add(request))
-
-    def gather(self) -> None:
-        """One batch."""
-        batch = self.receive()
-        self.batches.append(batch)
-        for delta in batch.deltas:
-            known = self.deltas[delta.request_id]
-            assert not any(d.finish_reason for d in known), f"{delta.request_id} went on after its last delta"
-            known.append(delta)
-
-    def last(self, name: str) -> TokenDelta:
-        while not (self.deltas[name] and self.deltas[name][-1].finish_reason):
-            self.gather()
-        return self.deltas[name][-1]
-
-    def tokens(self, name: str) -> list[int]:
-        self.last(name)
-        return [token for delta in self.deltas[name] for token in delta.token_ids]
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +214,75 @@ def test_a_vanished_ingress_does_not_stop_the_others(context, server):
     gone._socket.close(linger=0)
     there.add("there", max_tokens=100)
     assert len(there.tokens("there")) == 100
+
+
+def test_an_engine_that_waits_for_kv_sleeps_until_its_handoffs_wake_it(folder, context, monkeypatch):
+    monkeypatch.setattr("engine.server.POLL_MS", 3_600_000)  # nothing else will wake it
+    control = Inbox(context, Notice)
+    handoff = HandoffConfig(role="decode", policy="always", transport="tcp", max_attempts=2)
+    config = EngineConfig(
+        model=str(folder), block_size=4, num_blocks=64, max_num_seqs=4, num_threads=1, handoff=handoff
+    )
+    server = EngineServer(config, engine_id="e", status_to=control.address)
+    ingress = Ingress(context, server)
+    thread = ServerThread(server)
+    ingress.add("a")
+    attempts = []
+    while len(attempts) < 2:
+        notice = control.receive()
+        if isinstance(notice, WantPrefill):
+            attempts.append(notice.ticket.attempt)
+            ingress.send(TicketFailed(notice.ticket.handoff_id, "nobody there", True))
+    assert attempts == [1, 2]
+    assert len(ingress.tokens("a")) == 8
+    server.stop()
+    server._wake()
+    thread.stop()
+    assert thread.error is None
+
+
+def test_a_prefill_engine_names_handoffs_among_what_has_ended(folder, context):
+    control = Inbox(context, Notice)
+    handoff = HandoffConfig(role="prefill", transport="tcp", lease_s=0.4, heartbeat_s=0.1)
+    config = EngineConfig(
+        model=str(folder), block_size=4, num_blocks=64, max_num_seqs=4, num_threads=1, handoff=handoff
+    )
+    thread = ServerThread(EngineServer(config, engine_id="e", status_to=control.address))
+    ingress = Ingress(context, thread.server)
+    fingerprint = control.receive().fingerprint
+    for name, tokens in [("taken", [5, 6, 7]), ("cancelled", [5, 6, 7]), ("too long", [5] * 300)]:
+        ticket = PrefillTicket(
+            handoff_id=name,
+            request_id=name,
+            attempt=1,
+            token_ids=tokens,
+            num_prompt=len(tokens),
+            params=SamplingParams(),
+            seed=1,
+            cache_salt="",
+            skip=0,
+            fingerprint=fingerprint,
+            decode=Party("decode", "tcp://127.0.0.1:9", 1),
+        )
+        ingress.send(Prefill(ticket))
+    ingress.send(CancelPrefill("cancelled"))
+    ended: list[str] = []
+    while len(ended) < 3:
+        status = control.receive()
+        ended += status.ended
+    assert ended[0] == "too long" and sorted(ended[1:]) == ["cancelled", "taken"]
+    assert status.stats.finished == {"abort": 2}, "nobody has come for them"
+    assert (status.stats.leased, status.stats.blocks_used) == (0, 0)
+    assert ingress.is_empty()
+    thread.stop()
+    assert thread.error is None
+
+
+@pytest.mark.parametrize("command", [CancelPrefill("h"), TicketFailed("h", "why", True), PrefillPool([])])
+def test_an_engine_without_handoffs_drops_commands_for_them(ingress, command):
+    ingress.send(command)
+    ingress.add("a")
+    assert len(ingress.tokens("a")) == 8
 
 
 def test_stop_ends_run_and_closes_the_sockets_while_requests_are_running(folder, context, control):

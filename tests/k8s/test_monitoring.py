@@ -14,7 +14,7 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from tests.deployments.real_api import real_api
+from tests.deployments.real_api import real_api_with_prefill
 from tests.models import make_model
 from tests.scrape import Scrape, Series
 
@@ -98,11 +98,11 @@ def result_labels(node: Any, scrape: Scrape) -> set[str]:
 
 @pytest.fixture(scope="module")
 def scrape(tmp_path_factory) -> Scrape:
-    """After one good and one bad request."""
+    """After one good and one bad request, to a model with a prefill engine."""
 
     async def scenario() -> Scrape:
-        async with real_api(make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)) as api:
-            await api.complete(prompt=[5, 6, 7], max_tokens=4)
+        async with real_api_with_prefill(make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)) as api:
+            await api.complete(prompt=list(range(5, 45)), max_tokens=4)
             await api.client.post("/v1/completions", json={"prompt": ""})
             return await api.scrape_when(lambda scrape: scrape.sum("vllm:request_prompt_tokens_count") == 1)
 
@@ -144,7 +144,7 @@ def test_the_checks_see_what_is_wrong(scrape):
     assert not selected(parse("vllm:no_such_metric"), scrape)
     assert result_labels(parse("sum by (engine) (rate(vllm:num_preemptions_total[1m]))"), scrape) == {"engine"}
     assert "engine" not in result_labels(parse("rate(vllm:request_success_total[1m]) > 0"), scrape)
-    with pytest.raises(ValueError, match="parse"):
+    with pytest.raises(ValueError, match="unclosed"):
         parse("sum by (")
 
 

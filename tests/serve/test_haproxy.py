@@ -19,17 +19,18 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAPr
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
 
 
-def settings_of_make_serve() -> dict[str, str]:
-    return dict(re.findall(r"^serve: export (\w+) = (\S+)$", MAKEFILE.read_text(), re.MULTILINE))
+def haproxy_environment() -> dict[str, str]:
+    """What `make serve` sets, and ports that are free."""
+    settings = dict(re.findall(r"^serve: export (\w+) = (\S+)$", MAKEFILE.read_text(), re.MULTILINE))
+    return settings | {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, model_folder) -> Iterator[ServeRun]:
-    ports = {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")}
     server = ServeRun(
         tmp_path_factory.mktemp("serve"),
         {"models": [{"name": "tiny", "model": str(model_folder)}]},
-        environment=settings_of_make_serve() | ports,
+        environment=haproxy_environment(),
     )
     try:
         server.wait_until_healthy()
@@ -71,6 +72,15 @@ def test_errors_keep_their_status_and_shape(server):
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "max_tokens"
     assert httpx.get(f"{server.url}/nowhere").status_code == 404
+
+
+def test_client_that_does_not_wait_for_its_whole_answer_frees_its_blocks(server):
+    body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(10, read=0.05))
+    metrics = f"{server.url}/metrics"
+    wait_until(lambda: 'finished_reason="abort"' in httpx.get(metrics).text)
+    wait_until(lambda: re.search(r"^vllm:num_requests_running\{.*\} 0\.0$", httpx.get(metrics).text, re.M) is not None)
 
 
 def test_client_that_leaves_a_stream_frees_its_blocks(server, client):

@@ -61,6 +61,41 @@ def test_logprobs_of_an_echoed_prompt_line_up_with_the_text(client):
     assert len(logprobs.top_logprobs) == len(logprobs.tokens)
 
 
+def test_logprobs_of_a_chat_have_bytes_and_alternatives(client):
+    answer = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=4, logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert [len(entry.top_logprobs) for entry in content] == [3] * 4
+    assert (
+        b"".join(bytes(entry.bytes) for entry in content).decode(errors="replace") == answer.choices[0].message.content
+    )
+
+
+def test_raw_response_has_headers_and_the_same_body(client):
+    ask = {"model": "tiny", "prompt": "The", "max_tokens": 3, "temperature": 0}
+    raw = client.completions.with_raw_response.create(**ask, extra_headers={"X-Request-Id": "abc"})
+    assert raw.status_code == 200
+    assert raw.headers["content-type"] == "application/json"
+    assert raw.request_id == "abc"
+    parsed = raw.parse()
+    assert (parsed.id, parsed.usage.completion_tokens) == ("cmpl-abc", 3)
+
+
+def test_many_prompts_and_several_answers_of_each(client):
+    answer = client.completions.create(model="tiny", prompt=["The", "A"], n=3, max_tokens=2, seed=1)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert answer.usage.completion_tokens == 12
+
+
+def test_errors_are_raised_as_the_clients_own(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="The", temperature=5)
+    assert (caught.value.param, caught.value.code) == ("temperature", "invalid_parameter")
+    ask = {"model": "tiny", "prompt": "The", "max_tokens": 500, "extra_body": {"ignore_eos": True}}
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(**ask, extra_headers={"X-Request-Timeout-Ms": "1"})
+    assert caught.value.status_code == 408
+
+
 def test_models_are_listed_and_retrieved(client):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").max_model_len == 512
@@ -97,28 +132,8 @@ def test_100_streams_whose_clients_leave_free_all_their_blocks(server, client):
 
     asyncio.run(scenario())
     wait_until(lambda: metric(server, "manta_kv_blocks{", 'state="running"') == 0)
-    assert metric(server, "vllm:request_success_total", 'finished_reason="abort"') >= 50
+    assert metric(server, "vllm:request_success_total", 'finished_reason="abort"') >= 10
     assert client.completions.create(model="tiny", prompt="The", max_tokens=2).usage.completion_tokens == 2
-
-
-BAD = [
-    ("completions", {"prompt": ""}, "prompt"),
-    ("completions", {"prompt": "a", "max_tokens": -1}, "max_tokens"),
-    ("completions", {"prompt": "a", "temperature": 3}, "temperature"),
-    ("completions", {"prompt": "a", "nonsense": 1}, "nonsense"),
-    ("completions", {"prompt": "a" * 4000}, "prompt"),
-    ("chat/completions", {"messages": []}, "messages"),
-    ("chat/completions", {"messages": HELLO, "stream": True, "top_p": 2}, "top_p"),
-]
-
-
-def test_bad_input_is_refused_through_the_whole_stack(server):
-    """The long table of it is in tests/deployments/test_openai_api.py, without Ray."""
-    for route, body, field in BAD:
-        answer = httpx.post(f"{server.url}/v1/{route}", json=body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
-    assert httpx.get(f"{server.url}/nowhere").json()["error"]["code"] == "route_not_found"
-    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
 
 
 def test_unknown_model_raises_the_clients_not_found(client):
@@ -126,8 +141,8 @@ def test_unknown_model_raises_the_clients_not_found(client):
         client.completions.create(model="other", prompt="a")
 
 
-def metric(server, *parts: str) -> float:
+def metric(server, *parts: str, headers: dict[str, str] | None = None) -> float:
     """Sum of all samples whose line contains every part."""
-    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    text = httpx.get(f"{server.url}/metrics", headers=headers, timeout=10).text
     lines = [line for line in text.splitlines() if not line.startswith("#") and all(part in line for part in parts)]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

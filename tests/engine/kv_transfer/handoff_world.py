@@ -13,19 +13,9 @@ from itertools import count
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.events import Closed, Failed, HandoffEvent, Received
 from engine.kv_transfer.landing import chain_hash
-from engine.kv_transfer.messages import (
-    Attach,
-    DropSource,
-    Envelope,
-    FirstToken,
-    Message,
-    Party,
-    PrefillTicket,
-    Read,
-    ReadEnded,
-    StopRead,
-)
+from engine.kv_transfer.messages import Attach, DropSource, Envelope, FirstToken, Message, Read, ReadEnded, StopRead
 from engine.kv_transfer.protocol import HandoffProtocol
+from engine.kv_transfer.ticket import Party, PrefillTicket
 from engine.sampling_params import SamplingParams
 
 BLOCK = 4  # tokens
@@ -88,7 +78,9 @@ class Engine:
         return self.offset + self.drift * self.world.now
 
     def check(self) -> None:
-        """Every block is free or belongs to one handoff."""
+        """Every block is free or belongs to one handoff, and what counts as proven is right at any time."""
+        for handoff_id, inbound in self.protocol.inbound.items():
+            self._check_tokens(*self.opened[handoff_id], inbound.landing.verified)
         used = [block for job in self.jobs.values() for block in job.blocks]
         used += [block for _, blocks in self.opened.values() for block in blocks]
         assert sorted([*self.free, *used]) == list(range(self.num_blocks))
@@ -221,9 +213,18 @@ class Engine:
             for block in blocks:
                 self.memory[rank, block] = object()  # somebody else's KV
 
+    def _check_tokens(self, ticket: PrefillTicket, blocks: list[int], verified: int) -> None:
+        tokens = ticket.token_ids
+        for i, block in enumerate(blocks):
+            end = min(len(tokens), ticket.skip + (i + 1) * BLOCK)
+            for rank in range(self.num_ranks):
+                if end <= verified:
+                    assert self.memory[rank, block] == tuple(tokens[:end]), "wrong KV counted as right"
+
     def _on_event(self, event: HandoffEvent) -> None:
         assert event.handoff_id not in self.results, "told twice"
         self.results[event.handoff_id] = event
+        self.world.outcomes[f"{type(event).__name__} {getattr(event, 'reason', '')}"] += 1
         if isinstance(event, Closed):
             self._give_back(self.jobs.pop(event.handoff_id).blocks)
             return
@@ -236,11 +237,7 @@ class Engine:
             assert isinstance(event, Failed)
             verified = event.verified
             assert verified % BLOCK == 0 and ticket.skip <= verified <= len(tokens)
-        for i, block in enumerate(blocks):
-            end = min(len(tokens), ticket.skip + (i + 1) * BLOCK)
-            for rank in range(self.num_ranks):
-                if end <= verified:
-                    assert self.memory[rank, block] == tuple(tokens[:end]), "wrong KV counted as right"
+        self._check_tokens(ticket, blocks, verified)
         reading = [read.command.local_blocks for read in self.reads]
         assert not any(set(blocks) & set(local) for local in reading), "told before all reads had ended"
         self._give_back(blocks)
@@ -252,6 +249,7 @@ class World:
         self.epochs, self.ids = count(1), count(1)
         self.network: list[Flight] = []
         self.sent: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
         self.lossy = False  # lose all messages
         self.engines = {}
         self.start("d", num_ranks=decode_ranks, num_blocks=num_blocks)
@@ -293,15 +291,19 @@ class World:
             engine.protocol.receive(flight.envelope, engine.now)
             engine.flush()
 
+    def deliver_now(self, flight: Flight) -> None:
+        self.network.remove(flight)
+        self.deliver(flight)
+
     def settle(self, reads: bool = True) -> None:
         """Let everything happen that needs no time."""
         while True:
-            flights = [f for f in self.network if not self._held_back(f)]
+            flights = [f for f in self.network if not self.held_back(f)]
             steps = [(e, read) for e in self.engines.values() if reads and not e.dead for read in e.reads]
             answers = [e for e in self.running() if e.answers]
             if not flights and not steps and not answers:
                 return
-            self.network = [f for f in self.network if self._held_back(f)]
+            self.network = [f for f in self.network if self.held_back(f)]
             for flight in flights:
                 if not self.lossy:
                     self.deliver(flight)
@@ -326,6 +328,6 @@ class World:
     def messages(self, kind: type[Message]) -> list[Message]:
         return [f.envelope.message for f in self.network if isinstance(f.envelope.message, kind)]
 
-    def _held_back(self, flight: Flight) -> bool:
+    def held_back(self, flight: Flight) -> bool:
         engine = self.by_address(flight.address)
         return engine is not None and engine.paused

@@ -15,7 +15,8 @@ from engine.kv_transfer.channel import HandoffChannel
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.events import Closed, Failed, Received
 from engine.kv_transfer.landing import chain_hash
-from engine.kv_transfer.messages import Envelope, FirstToken, Party, PrefillTicket, Released
+from engine.kv_transfer.messages import Envelope, FirstToken, Released
+from engine.kv_transfer.ticket import Party, PrefillTicket
 from engine.kv_transfer.tp_map import HeadShard
 from engine.sampling_params import SamplingParams
 from tests.engine.kv_transfer.fake_agent import FakeAgent

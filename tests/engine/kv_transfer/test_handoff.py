@@ -288,6 +288,27 @@ def test_what_was_read_after_the_last_answer_of_prefill_is_not_verified():
     assert w.decode.results[h].verified == 8
 
 
+def test_an_echo_of_a_heartbeat_that_was_sent_before_a_read_ended_does_not_prove_it():
+    w, h = started()
+    w.prefill.compute(h, 12)
+    w.settle(reads=False)
+    w.advance(CONFIG.heartbeat_s, settle=False)
+    heartbeat = next(f for f in w.network if isinstance(f.envelope.message, Heartbeat))
+    w.deliver_now(heartbeat)
+    echo = w.network.pop()
+    assert echo.envelope.message.echo == heartbeat.envelope.message.number
+    w.decode.paused = True
+    w.advance(30.0, settle=False)
+    assert w.prefill.results[h].reason == "expired"  # and its blocks hold other KV now
+    w.decode.paused = False
+    while w.decode.reads:
+        w.decode.read_step(w.decode.reads[0])
+    w.decode.hear_agent()
+    w.deliver(echo)
+    w.decode.ticket_failed(h)
+    assert w.decode.results[h].verified == 0
+
+
 def test_an_echo_of_a_heartbeat_that_was_never_sent_proves_nothing():
     w, h = started()
     w.prefill.compute(h, 12)

@@ -4,7 +4,7 @@ been reused. The world itself asserts that nothing wrong is counted as right, th
 handoff ends once, and that the books balance."""
 
 import hypothesis.strategies as st
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.kv_transfer.events import Failed
@@ -30,8 +30,15 @@ class HandoffMachine(RuleBasedStateMachine):
 
     # -- what engines do -----------------------------------------------------------------------------------
 
-    @rule(length=st.integers(1, 40), skip=st.integers(0, 4), copies=st.integers(1, 3))
-    def open(self, length, skip, copies):
+    @rule(
+        length=st.one_of(st.integers(8, 40), st.integers(1, 7)),
+        skip=st.integers(0, 4),
+        copies=st.integers(0, 2),
+        prefill=st.sampled_from(["p0", "p1"]),
+        num_tokens=st.sampled_from([12, 40, 7, 0]),
+    )
+    def open(self, length, skip, copies, prefill, num_tokens):
+        """copies: of the ticket that may arrive later, too."""
         decode = self.w.decode
         skip = min(skip, (length - 1) // BLOCK) * BLOCK
         if decode.paused or -(-(length - skip) // BLOCK) > len(decode.free):
@@ -39,97 +46,92 @@ class HandoffMachine(RuleBasedStateMachine):
         self.count += 1
         ticket = decode.open([1000 * self.count + i for i in range(length)], skip)
         self.tickets += [ticket] * copies
+        if copies < 2:
+            self.arrive(ticket, prefill)
+            self.compute(0, num_tokens)
 
     @precondition(lambda self: self.tickets)
-    @rule(data=st.data(), prefill=st.sampled_from(["p0", "p0", "p1"]))
-    def ticket_arrives(self, data, prefill):
-        engine = self.w.engines[prefill]
-        ticket = data.draw(st.sampled_from(self.tickets))
-        if not engine.paused:
-            self.tickets.remove(ticket)
-            if ticket.handoff_id not in engine.jobs:
-                engine.accept(ticket)
-
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data())
-    def ticket_fails(self, data):
-        ticket = data.draw(st.sampled_from(self.tickets))
-        if not self.w.decode.paused:
-            self.tickets.remove(ticket)
+    @rule(choice=st.integers(0, 9), prefill=st.sampled_from(["p0", "p1", None]))
+    def ticket_arrives_or_fails(self, choice, prefill):
+        ticket = self.tickets.pop(choice % len(self.tickets))
+        if prefill is not None:
+            self.arrive(ticket, prefill)
+        elif not self.w.decode.paused:
             self.w.decode.ticket_failed(ticket.handoff_id)
 
-    @precondition(lambda self: self.jobs())
-    @rule(data=st.data(), num_tokens=st.integers(1, 40))
-    def compute(self, data, num_tokens):
-        engine, handoff_id = data.draw(st.sampled_from(self.jobs()))
-        engine.compute(handoff_id, num_tokens)
+    @rule(choice=st.integers(0, 9), num_tokens=st.integers(1, 40))
+    def compute(self, choice, num_tokens):
+        jobs = self.jobs()
+        if jobs and num_tokens:
+            engine, handoff_id = jobs[choice % len(jobs)]
+            engine.compute(handoff_id, num_tokens)
 
-    @precondition(lambda self: self.jobs())
-    @rule(data=st.data())
-    def prefill_gives_up(self, data):
-        engine, handoff_id = data.draw(st.sampled_from(self.jobs()))
-        engine.refuse(handoff_id)
+    # -- messages and reads, in any order ------------------------------------------------------------------
 
-    @precondition(lambda self: self.w.decode.opened and not self.w.decode.paused)
-    @rule(data=st.data())
-    def cancel(self, data):
-        self.w.decode.cancel(data.draw(st.sampled_from(sorted(self.w.decode.opened))))
-
-    # -- reads ---------------------------------------------------------------------------------------------
-
-    @precondition(lambda self: self.w.decode.reads)
-    @rule(data=st.data(), steps=st.integers(1, 12))
-    def read(self, data, steps):
-        read = data.draw(st.sampled_from(self.w.decode.reads))
-        for _ in range(steps):
-            if read in self.w.decode.reads:
-                self.w.decode.read_step(read)
-
-    @precondition(lambda self: self.w.decode.reads)
-    @rule(data=st.data())
-    def read_fails(self, data):
-        self.w.decode.read_step(data.draw(st.sampled_from(self.w.decode.reads)), error="no progress")
-
-    @precondition(lambda self: self.w.decode.answers and not self.w.decode.paused)
-    @rule()
-    def agent_is_heard(self):
-        self.w.decode.hear_agent()
-
-    # -- the network -----------------------------------------------------------------------------------------
-
-    @precondition(lambda self: self.w.network)
-    @rule(data=st.data(), again=st.booleans())
-    def message_arrives(self, data, again):
-        flight = data.draw(st.sampled_from(self.w.network))
-        engine = self.w.by_address(flight.address)
-        if engine is not None and engine.paused:
-            return
-        if not again:
-            self.w.network.remove(flight)
-        self.w.deliver(flight)
-
-    @precondition(lambda self: self.w.network)
-    @rule(data=st.data())
-    def message_is_lost(self, data):
-        self.w.network.remove(data.draw(st.sampled_from(self.w.network)))
+    @rule(choices=st.lists(st.integers(0, 5), min_size=1, max_size=30))
+    def things_happen(self, choices):
+        for choice in choices:
+            self.one_thing_happens(choice)
 
     @rule()
     def all_is_well_for_a_moment(self):
         self.w.settle()
 
-    # -- time and faults -------------------------------------------------------------------------------------
-
-    @rule(seconds=st.sampled_from([0.25, 1.0, 3.0, 12.0]), settle=st.booleans(), reads=st.booleans())
+    @rule(seconds=st.sampled_from([0.25, 1.0, 1.0, 3.0, 12.0]), settle=st.booleans(), reads=st.booleans())
     def time_passes(self, seconds, settle, reads):
         self.w.advance(seconds, settle, reads)
 
-    @rule(name=st.sampled_from(["d", "p0", "p1"]))
-    def crash(self, name):
-        self.w.crash(name)
+    # -- faults --------------------------------------------------------------------------------------------
 
-    @rule(name=st.sampled_from(["d", "p0", "p1"]))
-    def pause_or_resume(self, name):
-        self.w.engines[name].paused ^= True
+    @precondition(lambda self: self.w.network)
+    @rule(choice=st.integers(0, 9), doubled=st.booleans())
+    def message_is_lost_or_doubled(self, choice, doubled):
+        flight = self.w.network[choice % len(self.w.network)]
+        if doubled:
+            self.w.network.append(flight)
+        else:
+            self.w.network.remove(flight)
+
+    @precondition(lambda self: self.w.decode.reads)
+    @rule(choice=st.integers(0, 9))
+    def read_fails(self, choice):
+        reads = self.w.decode.reads
+        self.w.decode.read_step(reads[choice % len(reads)], error="no progress")
+
+    @rule(choice=st.integers(0, 9), here=st.booleans())
+    def one_side_gives_up(self, choice, here):
+        if here and self.w.decode.opened and not self.w.decode.paused:
+            opened = sorted(self.w.decode.opened)
+            self.w.decode.cancel(opened[choice % len(opened)])
+        elif jobs := self.jobs():
+            engine, handoff_id = jobs[choice % len(jobs)]
+            engine.refuse(handoff_id)
+
+    @rule(name=st.sampled_from(["d", "p0", "p1"]), pause=st.booleans())
+    def an_engine_dies_or_stands_still(self, name, pause):
+        if pause:
+            self.w.engines[name].paused = True
+        else:
+            self.w.crash(name)
+
+    @precondition(lambda self: self.w.decode.reads)
+    @rule(settle=st.booleans(), reads=st.booleans(), hear=st.booleans())
+    def decode_sleeps_past_the_lease(self, settle, reads, hear):
+        """What its ranks read meanwhile, or after it, is of others. hear: of the reads before the end of the lease."""
+        decode = self.w.decode
+        decode.paused = True
+        self.w.advance(2.5 * CONFIG.lease_s, settle, reads)
+        decode.paused = False
+        while decode.reads:
+            decode.read_step(decode.reads[0])
+        while hear and decode.answers:
+            decode.hear_agent()
+
+    @precondition(lambda self: any(engine.paused for engine in self.w.engines.values()))
+    @rule()
+    def engines_go_on(self):
+        for engine in self.w.engines.values():
+            engine.paused = False
 
     # -- what must hold --------------------------------------------------------------------------------------
 
@@ -145,6 +147,20 @@ class HandoffMachine(RuleBasedStateMachine):
             for result in self.w.decode.results.values():
                 if isinstance(result, Failed):
                     assert result.reason not in ("chain", "protocol"), result  # nobody lies in this world
+
+    def arrive(self, ticket, name):
+        engine = self.w.engines[name]
+        if not engine.paused and ticket.handoff_id not in engine.jobs:
+            engine.accept(ticket)
+
+    def one_thing_happens(self, choice):
+        w, decode = self.w, self.w.decode
+        things = [(w.deliver_now, flight) for flight in w.network if not w.held_back(flight)]
+        things += [(decode.read_step, read) for read in decode.reads]
+        things += [(lambda _: decode.hear_agent(), None)] * bool(decode.answers and not decode.paused)
+        if things:
+            do, what = things[choice % len(things)]
+            do(what)
 
     def jobs(self):
         return [(engine, h) for engine in self.w.running() for h in engine.jobs]
@@ -167,7 +183,9 @@ class HandoffMachine(RuleBasedStateMachine):
             assert not engine.protocol.inbound
             assert not engine.protocol.outbound
             assert len(engine.free) == engine.num_blocks
+        for outcome in self.w.outcomes:
+            event(outcome)  # shown by --hypothesis-show-statistics
 
 
 TestHandoffs = HandoffMachine.TestCase
-TestHandoffs.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
+TestHandoffs.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)

@@ -1,0 +1,76 @@
+"""Whatever the OpenAPI document allows, and what it does not, is never answered with a 5xx."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+import schemathesis
+import uvicorn
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from deployments.openai.app import openai_app
+from tests.deployments.fake_api import fake_api, says
+
+CHECKS = [
+    not_a_server_error,
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The API over HTTP, in a thread of its own."""
+    started, stop = threading.Event(), threading.Event()
+    port = 0
+
+    async def serve() -> None:
+        nonlocal port
+        async with fake_api(says("ok")) as api:
+            app = openai_app({"fake": api.model}, api.telemetry)
+            server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+            serving = asyncio.create_task(server.serve())
+            while not server.started:
+                await asyncio.sleep(0.01)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            started.set()
+            await asyncio.to_thread(stop.wait)
+            server.should_exit = True
+            await serving
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert started.wait(20)
+    yield f"http://127.0.0.1:{port}"
+    stop.set()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def document(url: str) -> schemathesis.BaseSchema:
+    return schemathesis.openapi.from_url(f"{url}/openapi.json")
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_no_request_is_answered_with_a_5xx_or_against_the_document(document, mode):
+    """Without schemathesis' own pytest plugin, which pytest 9.2 breaks."""
+
+    @given(case=document.as_strategy(generation_mode=mode))
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    def check(case: schemathesis.Case) -> None:
+        case.call_and_validate(checks=CHECKS)
+
+    check()

@@ -1,0 +1,166 @@
+"""A real prefill engine and a real decode engine; the test plays their control actors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.kv_transfer.ticket import PrefillTicket
+from engine.messages import (
+    CancelPrefill,
+    Command,
+    DropPrefill,
+    EngineStatus,
+    Notice,
+    Prefill,
+    TicketFailed,
+    WantPrefill,
+)
+from engine.server import EngineServer
+from engine.tp_group import TPGroup
+from tests.engine_sockets import LIMIT_MS, Ingress, ServerThread
+from tests.rank_pool import TIMEOUT_S, RankPool, run_worker
+
+POLL_MS = 20
+
+
+class Engine:
+    """An EngineServer in a thread, its ranks above 0 in processes, and what it tells its control actor."""
+
+    def __init__(self, context: zmq.Context, config: EngineConfig, name: str, ranks: RankPool):
+        self.config, self._ranks = config, ranks
+        self.inbox = context.socket(zmq.PULL)
+        port = self.inbox.bind_to_random_port("tcp://127.0.0.1")
+        size, group = config.tensor_parallel, None
+        if size > 1:
+            group = TPGroup.listen(size, device="cpu")
+            for rank in range(1, size):
+                ranks.call(rank, run_worker, config, rank, group.address, {})
+            group.join(TIMEOUT_S)
+        self.server = EngineServer(config, engine_id=name, status_to=f"tcp://127.0.0.1:{port}", group=group)
+        self.commands = context.socket(zmq.PUSH)
+        self.commands.connect(self.server.address)
+        self.status: EngineStatus | None = None
+        self.ended: set[str] = set()
+        self.thread = ServerThread(self.server)
+
+    def send(self, command: Command) -> None:
+        self.commands.send(msgspec.msgpack.encode(command))
+
+    def stop(self) -> None:
+        self.thread.stop()
+        for rank in range(1, self.config.tensor_parallel):
+            self._ranks.answer(rank)
+        if self.thread.error is not None:
+            raise self.thread.error
+
+    @property
+    def scheduler(self):
+        return self.server._core.scheduler
+
+    def forget(self) -> None:
+        """Empty its prefix cache. It must have nothing to do."""
+        self.scheduler.pool.clear_cache()
+
+
+class Pair:
+    """forwards: whether tickets are taken to prefill at once; else they are kept in `held`. fails: tickets fail."""
+
+    def __init__(self, decode: EngineConfig, prefill: EngineConfig, ranks: tuple[RankPool, RankPool]):
+        self._context = zmq.Context()
+        self.decode = Engine(self._context, decode, "decode", ranks[0])
+        self.prefill = Engine(self._context, prefill, "prefill", ranks[1])
+        self.ingress = Ingress(self._context, self.decode.server)
+        self.forwards, self.fails = True, False
+        self.held: list[PrefillTicket] = []
+        self.tickets: list[PrefillTicket] = []
+        self.dropped: set[str] = set()
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._control = threading.Thread(target=self._run, name="control")
+        self._control.start()
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: tuple[type[BaseException], BaseException, TracebackType]) -> None:
+        try:
+            for engine in (self.decode, self.prefill):
+                if engine.thread.is_alive():
+                    engine.stop()
+        finally:
+            self._closing.set()
+            self._control.join()
+            self._context.destroy(linger=0)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, LIMIT_MS / 1000), "it did not come to that"
+
+    def settle(self) -> None:
+        """Wait until neither engine holds anything; then the books must balance."""
+        self.wait_for(lambda: all(is_empty(e.status) for e in (self.decode, self.prefill) if e.thread.is_alive()))
+        for engine in (self.decode, self.prefill):
+            if engine.thread.is_alive():
+                engine.scheduler.check()
+
+    def release_tickets(self) -> None:
+        with self._changed:
+            self.forwards = True
+            for ticket in self.held:
+                self._forward(ticket)
+            self.held.clear()
+
+    def forget(self) -> None:
+        """Empty both prefix caches."""
+        self.settle()
+        self.decode.forget()
+        self.prefill.forget()
+
+    # -- the control actors --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        decode = msgspec.msgpack.Decoder(Notice).decode
+        poller = zmq.Poller()
+        for engine in (self.decode, self.prefill):
+            poller.register(engine.inbox, zmq.POLLIN)
+        while not self._closing.is_set():
+            ready = dict(poller.poll(POLL_MS))
+            for engine in (self.decode, self.prefill):
+                if engine.inbox in ready:
+                    with self._changed:
+                        self._handle(engine, decode(engine.inbox.recv()))
+                        self._changed.notify_all()
+
+    def _handle(self, engine: Engine, notice: Notice) -> None:
+        match notice:
+            case EngineStatus():
+                engine.status = notice
+                engine.ended |= set(notice.ended)
+            case WantPrefill(ticket):
+                self.tickets.append(ticket)
+                if self.fails:
+                    self.decode.send(TicketFailed(ticket.handoff_id, "nobody there", True))
+                elif self.forwards:
+                    self._forward(ticket)
+                else:
+                    self.held.append(ticket)
+            case DropPrefill(handoff_id):
+                self.dropped.add(handoff_id)
+                self.prefill.send(CancelPrefill(handoff_id))
+
+    def _forward(self, ticket: PrefillTicket) -> None:
+        self.prefill.send(Prefill(ticket))
+
+
+def is_empty(status: EngineStatus | None) -> bool:
+    if status is None or status.handoffs is None:
+        return False
+    stats = status.stats
+    busy = stats.running + stats.waiting + stats.receiving + stats.leased + stats.blocks_used
+    return busy == 0 and status.handoffs.live == 0

@@ -1,0 +1,305 @@
+"""Two engines with the pocket model in float32: whatever happens between them, the text is that of one engine alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.kv_transfer.config import HandoffConfig
+from engine.messages import Abort, GenerateRequest, PrefillPool, PrefillReplica
+from engine.sampling_params import SamplingParams
+from tests.engine.kv_transfer.pair import Pair
+from tests.rank_pool import RankPool
+
+BLOCK = 16
+RANDOM = {"temperature": 1.0, "seed": 7, "top_p": 0.9}
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length} {seed}").choices(range(3, 4096), k=length)
+
+
+def make_config(role: str | None, *, handoff: dict[str, Any] | None = None, **options: Any) -> EngineConfig:
+    defaults = {"dtype": "float32", "block_size": BLOCK, "num_blocks": 128, "max_num_seqs": 8, "num_threads": 1}
+    config = HandoffConfig(role=role, policy="always", **(handoff or {})) if role else None
+    return EngineConfig(**{**defaults, **options, "handoff": config})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_status_period() -> Iterator[None]:
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.server.STATUS_PERIOD_S", 0.05)
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[tuple[RankPool, RankPool]]:
+    pools = RankPool(), RankPool()
+    yield pools
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Any]:
+    """What one engine answers. Params: as of SamplingParams."""
+    core = EngineCore(make_config(None, enable_prefix_caching=False))
+
+    @cache
+    def answer(tokens: tuple[int, ...], params: tuple[tuple[str, Any], ...]) -> list[int]:
+        sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **dict(params)})
+        core.add(GenerateRequest(request_id="a", prompt=list(tokens), params=sampling))
+        return [token for token_ids in steps(core) for token in token_ids]
+
+    yield lambda tokens, **params: answer(tuple(tokens), tuple(params.items()))
+    core.close()
+
+
+def steps(core: EngineCore) -> Iterator[list[int]]:
+    while core.has_work:
+        yield from (event.delta.token_ids for event in core.step())
+
+
+@pytest.fixture(scope="module", params=["tcp", "nixl"])
+def pair(request, ranks) -> Iterator[Pair]:
+    if request.param == "nixl":
+        pytest.importorskip("nixl")
+    handoff = {"transport": request.param}
+    prefill = make_config("prefill", handoff=handoff, max_num_batched_tokens=64)
+    with Pair(make_config("decode", handoff=handoff), prefill, ranks) as pair:
+        yield pair
+
+
+@pytest.fixture
+def fresh(pair) -> Pair:
+    """With empty caches."""
+    pair.forget()
+    pair.tickets.clear()
+    return pair
+
+
+def results(pair: Pair, result: str = "received") -> int:
+    assert pair.decode.status is not None and pair.decode.status.handoffs is not None
+    return sum(pair.decode.status.handoffs.results.get(result, {}).values())
+
+
+# -- the same tokens ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 63, 64, 65, 300])
+def test_a_prompt_computed_elsewhere_gives_the_same_tokens(fresh, alone, length):
+    before = results(fresh)
+    fresh.ingress.add(f"greedy {length}", prompt(length))
+    fresh.ingress.add(f"random {length}", prompt(length, 1), **RANDOM)
+    assert fresh.ingress.tokens(f"greedy {length}") == alone(prompt(length))
+    assert fresh.ingress.tokens(f"random {length}") == alone(prompt(length, 1), **RANDOM)
+    fresh.settle()
+    assert results(fresh) == before + 2, "both came from the other engine"
+    assert fresh.prefill.ended >= {ticket.handoff_id for ticket in fresh.tickets}
+
+
+def test_the_kv_travels_while_the_rest_is_computed(fresh, alone):
+    before = fresh.decode.status.handoffs
+    fresh.ingress.add("long", prompt(700))
+    assert fresh.ingress.tokens("long") == alone(prompt(700))
+    fresh.settle()
+    after = fresh.decode.status.handoffs
+    (transport,) = after.bytes_read
+    block_bytes = fresh.decode.server._core.runner.kv_cache[0].nbytes
+    read = after.bytes_read[transport] - before.bytes_read.get(transport, 0)
+    assert read == -(-700 // BLOCK) * block_bytes, "every block once"
+    assert after.bytes_overlapped - before.bytes_overlapped >= read // 2
+    assert fresh.decode.status.stats.prefill_decisions.keys() == {"remote"}
+
+
+def test_what_decode_has_cached_does_not_travel(fresh, alone):
+    tokens = prompt(100)
+    for name in ("first", "again"):
+        fresh.ingress.add(name, tokens)
+        assert fresh.ingress.tokens(name) == alone(tokens)
+    assert [ticket.skip for ticket in fresh.tickets] == [0, 96]
+    assert fresh.ingress.deltas["again"][0].num_cached_tokens == 96
+    fresh.ingress.add("partly", tokens[:50] + prompt(40, 5))
+    assert fresh.ingress.tokens("partly") == alone(tokens[:50] + prompt(40, 5))
+    assert fresh.tickets[-1].skip == 48
+
+
+def test_what_prefill_has_cached_is_not_computed_again(fresh, alone):
+    tokens = prompt(100, 2)
+    fresh.ingress.add("one", tokens)
+    assert fresh.ingress.tokens("one") == alone(tokens)
+    fresh.settle()
+    fresh.decode.forget()
+    hits = fresh.prefill.status.stats.prefix_hit_tokens
+    fresh.ingress.add("two", tokens)
+    assert fresh.ingress.tokens("two") == alone(tokens)
+    assert fresh.tickets[-1].skip == 0
+    assert fresh.ingress.deltas["two"][0].num_cached_tokens == 96
+    fresh.settle()
+    assert fresh.prefill.status.stats.prefix_hit_tokens == hits + 96
+
+
+def test_what_only_decode_has_cached_is_computed_again_by_prefill_and_does_not_travel(fresh, alone):
+    tokens = prompt(100, 3)
+    fresh.ingress.add("fill", tokens)
+    fresh.ingress.last("fill")
+    fresh.settle()
+    fresh.prefill.forget()
+    fresh.ingress.add("after", tokens)
+    assert fresh.ingress.tokens("after") == alone(tokens)
+    assert fresh.tickets[-1].skip == 96
+
+
+def test_one_token_is_all_that_is_wanted(fresh, alone):
+    steps = fresh.decode.scheduler.totals.steps
+    fresh.ingress.add("one token", prompt(40), max_tokens=1)
+    assert fresh.ingress.tokens("one token") == alone(prompt(40), max_tokens=1)
+    assert fresh.ingress.last("one token").finish_reason == "length"
+    fresh.settle()
+    assert fresh.decode.scheduler.totals.steps == steps, "decode has computed nothing"
+
+
+def test_penalties_and_logprobs_hold_for_the_first_token_too(fresh, alone):
+    penalties = {"repetition_penalty": 1.8, "presence_penalty": 1.0}
+    fresh.ingress.add("penalties", prompt(40), **penalties)
+    assert fresh.ingress.tokens("penalties") == alone(prompt(40), **penalties) != alone(prompt(40))
+    fresh.ingress.add("logprobs", prompt(40, 1), logprobs=2)
+    assert fresh.ingress.tokens("logprobs") == alone(prompt(40, 1))
+    for delta in fresh.ingress.deltas["logprobs"]:
+        (entry,) = delta.logprobs
+        assert (entry.token_id, entry.rank, len(entry.top)) == (delta.token_ids[0], 1, 2)
+
+
+def test_many_prompts_at_once(fresh, alone):
+    lengths = [3 + 17 * i % 90 for i in range(24)]
+    for i, length in enumerate(lengths):
+        fresh.ingress.add(f"many {i}", prompt(length, i), **(RANDOM if i % 2 else {}))
+    for i, length in enumerate(lengths):
+        assert fresh.ingress.tokens(f"many {i}") == alone(prompt(length, i), **(RANDOM if i % 2 else {}))
+    fresh.settle()
+
+
+# -- ends --------------------------------------------------------------------------------------------------
+
+
+def test_an_abort_before_the_ticket_is_taken_ends_the_request_at_once(fresh, alone):
+    fresh.forwards = False
+    fresh.ingress.add("gone", prompt(60))
+    fresh.wait_for(lambda: bool(fresh.held))
+    fresh.ingress.send(Abort("gone"))
+    assert fresh.ingress.last("gone").finish_reason == "abort"
+    fresh.wait_for(lambda: fresh.held[0].handoff_id in fresh.dropped)
+    fresh.release_tickets()  # it comes late, and is not wanted
+    fresh.ingress.add("next", prompt(60))
+    assert fresh.ingress.tokens("next") == alone(prompt(60))
+    fresh.settle()
+
+
+@pytest.mark.parametrize("after_batches", [0, 1, 2, 3])
+def test_an_abort_at_any_later_step_frees_both_engines(fresh, alone, after_batches):
+    name = f"aborted after {after_batches}"
+    tickets = len(fresh.tickets)
+    fresh.ingress.add(name, prompt(500), max_tokens=200)
+    fresh.wait_for(lambda: len(fresh.tickets) > tickets)
+    for _ in range(after_batches):
+        fresh.ingress.gather()
+    fresh.ingress.send(Abort(name))
+    assert fresh.ingress.last(name).finish_reason == "abort"
+    fresh.ingress.add(f"next to {name}", prompt(500))
+    assert fresh.ingress.tokens(f"next to {name}") == alone(prompt(500))
+    fresh.settle()
+
+
+def test_a_deadline_passes_while_the_ticket_is_not_taken(fresh):
+    fresh.forwards = False
+    fresh.ingress.add("late", prompt(60), timeout_s=0.2)
+    assert fresh.ingress.last("late").error.code == "request_timeout"
+    assert 0.0 < fresh.held[0].timeout_s <= 0.2
+    fresh.release_tickets()
+    fresh.settle()
+
+
+def test_a_ticket_that_nobody_takes_is_computed_here_in_the_end(fresh, alone):
+    fresh.fails = True
+    fresh.ingress.add("nobody", prompt(60))
+    assert fresh.ingress.tokens("nobody") == alone(prompt(60))
+    fresh.fails = False
+    assert [ticket.attempt for ticket in fresh.tickets] == [1, 2, 3]
+    assert len({ticket.handoff_id for ticket in fresh.tickets}) == 3
+    fresh.settle()
+    assert fresh.decode.status.stats.prefill_decisions["local"]["attempts"] == 1
+
+
+def test_without_prefill_engines_prompts_are_computed_here(fresh, alone):
+    fresh.ingress.send(PrefillPool([]))
+    fresh.ingress.add("local", prompt(60))
+    assert fresh.ingress.tokens("local") == alone(prompt(60))
+    assert not fresh.tickets
+    fresh.ingress.send(PrefillPool([PrefillReplica(engine_id="prefill")]))
+    fresh.ingress.add("remote", prompt(60, 1))
+    assert fresh.ingress.tokens("remote") == alone(prompt(60, 1))
+    assert len(fresh.tickets) == 1
+
+
+# -- other pairs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("decode", "prefill"), [(1, 2), (2, 1), (2, 2)])
+def test_engines_of_different_size_hand_over_heads(ranks, alone, decode, prefill):
+    configs = make_config("decode", tensor_parallel=decode), make_config("prefill", tensor_parallel=prefill)
+    with Pair(*configs, ranks) as pair:
+        for length in (5, 64, 200):
+            pair.ingress.add(f"greedy {length}", prompt(length))
+            pair.ingress.add(f"random {length}", prompt(length, 1), **RANDOM)
+        for length in (5, 64, 200):
+            assert pair.ingress.tokens(f"greedy {length}") == alone(prompt(length))
+            assert pair.ingress.tokens(f"random {length}") == alone(prompt(length, 1), **RANDOM)
+        pair.settle()
+        assert results(pair) == 6
+
+
+def test_small_pools_on_both_sides_only_make_it_slower(ranks, alone):
+    small = {"num_blocks": 16, "max_model_len": 200, "max_num_seqs": 3}
+    configs = make_config("decode", **small), make_config("prefill", **small, max_num_batched_tokens=32)
+    with Pair(*configs, ranks) as pair:
+        lengths = [20 + 13 * i % 100 for i in range(14)]
+        for i, length in enumerate(lengths):
+            pair.ingress.add(f"r{i}", prompt(length, i), max_tokens=40)
+        for i, length in enumerate(lengths):
+            assert pair.ingress.tokens(f"r{i}") == alone(prompt(length, i), max_tokens=40)
+        pair.settle()
+        assert results(pair) == len(lengths)
+
+
+def test_when_prefill_ends_decode_goes_on_alone(ranks, alone):
+    configs = make_config("decode"), make_config("prefill", max_num_batched_tokens=32)
+    with Pair(*configs, ranks) as pair:
+        pair.ingress.add("before", prompt(100))
+        assert pair.ingress.tokens("before") == alone(prompt(100))
+        for i in range(4):
+            pair.ingress.add(f"r{i}", prompt(1000, i))
+        pair.wait_for(lambda: len(pair.tickets) == 5)
+        pair.fails = True
+        pair.prefill.stop()
+        for i in range(4):
+            assert pair.ingress.tokens(f"r{i}") == alone(prompt(1000, i))
+        pair.settle()
+
+
+def test_another_model_is_refused_and_the_prompt_computed_here(ranks, alone):
+    configs = make_config("decode"), make_config("prefill", dtype="bfloat16")
+    with Pair(*configs, ranks) as pair:
+        pair.ingress.add("a", prompt(100))
+        assert pair.ingress.tokens("a") == alone(prompt(100))
+        pair.settle()
+        assert results(pair, "failed") == len(pair.tickets) == 3
+        assert pair.prefill.ended == {ticket.handoff_id for ticket in pair.tickets}

@@ -1,0 +1,120 @@
+"""Metrics, log and traces of a real `serve run` with two ingresses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.otlp_receiver import OtlpReceiver
+from tests.scrape import Scrape
+from tests.serve.serve_run import ServeRun, wait_until
+
+pytestmark = pytest.mark.serve
+
+NUM_REQUESTS = 12
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[OtlpReceiver]:
+    receiver = OtlpReceiver()
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, model_folder, receiver) -> Iterator[ServeRun]:
+    args = {
+        "models": [{"name": "tiny", "model": str(model_folder)}],
+        "ingress": {"num_replicas": 2},
+        "log_format": "json",
+        "log_level": "debug",
+        "tracing": {"otlp_endpoint": receiver.endpoint},
+    }
+    server = ServeRun(tmp_path_factory.mktemp("serve"), args)
+    try:
+        server.wait_until_healthy()
+        yield server
+    finally:
+        server.stop()
+
+
+def scrape(server: ServeRun) -> Scrape:
+    return Scrape(httpx.get(f"{server.url}/metrics", timeout=10).text)
+
+
+def complete(server: ServeRun, name: str, **body: object) -> dict:
+    body = {"temperature": 0, "ignore_eos": True, "prompt": "The fox", **body}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers={"X-Request-Id": name}, timeout=30)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def test_any_ingress_tells_the_counts_of_all_of_them_and_of_the_engine(server):
+    usage = [complete(server, f"count-{i}", max_tokens=5)["usage"] for i in range(NUM_REQUESTS)]
+    text = complete(server, "count-stop", max_tokens=5)["choices"][0]["text"]
+    stop = next(character for character in text[1:] if character.isascii())
+    complete(server, "count-end", max_tokens=400, stop=stop)
+    total = NUM_REQUESTS + 2
+    wait_until(lambda: scrape(server).sum("manta_engine_requests_ended_total") == total)
+    for _ in range(6):  # the ingresses take turns, more or less
+        found = scrape(server)
+        assert found.sum("vllm:request_success_total", finished_reason="length") == total - 1
+        assert found.sum("vllm:request_success_total", finished_reason="stop") == 1
+        assert found.sum("manta_engine_requests_ended_total", reason="stop") == 1
+        assert found.sum("vllm:prompt_tokens_total") == total * usage[0]["prompt_tokens"]
+        assert found.sum("vllm:time_to_first_token_seconds_count") == total
+        assert found.sum("vllm:e2e_request_latency_seconds_count") == total
+        assert found.sum("http_requests_total", handler="/v1/completions", status="2xx") == total
+        assert len({one.labels["ingress"] for one in found.series if "ingress" in one.labels}) == 2
+
+
+def test_gauges_are_back_to_zero_after_clients_have_left(server):
+    body = {"prompt": "The", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    before = scrape(server).sum("vllm:request_success_total")
+    for _ in range(10):
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
+            next(answer.iter_lines())
+    gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    wait_until(lambda: all(scrape(server).sum(gauge) == 0 for gauge in gauges))
+    wait_until(lambda: scrape(server).sum("vllm:request_success_total") == before + 10)
+    assert scrape(server).sum("vllm:request_success_total", finished_reason="error") == 0
+
+
+def test_each_event_of_a_request_is_a_json_line_with_its_id_in_every_process(server):
+    complete(server, "life", max_tokens=3)
+    server.wait_for_line("request ended request_id=cmpl-life-")
+    wait_until(lambda: len(lines_about(server, "cmpl-life-")) >= 5)
+    lines = lines_about(server, "cmpl-life-")
+    events = {(line["process"].split("-")[0], " ".join(line["message"].split()[:2])) for line in lines}
+    assert events == {
+        ("ingress", "request sent"),
+        ("decode", "request queued"),
+        ("decode", "request scheduled"),
+        ("decode", "request ended"),
+        ("ingress", "request ended"),
+    }
+    assert len({line["request_id"] for line in lines}) == 1
+    (end,) = [line for line in lines if "seconds" in line]
+    assert (end["reason"], end["output_tokens"]) == ("length", 3)
+
+
+def lines_about(server: ServeRun, request_id: str) -> list[dict]:
+    """JSON lines of our processes; Ray puts its own prefix before each."""
+    lines = [json.loads(line[line.index("{") :]) for line in list(server.log) if '"process":' in line]
+    return [line for line in lines if str(line.get("request_id", "")).startswith(request_id)]
+
+
+def test_a_request_is_traced_from_the_ingress_to_the_engine(server, receiver):
+    complete(server, "traced", max_tokens=3)
+
+    def spans() -> list:
+        wanted = [
+            s for s in receiver.spans if str(s.attributes.get("gen_ai.request.id", "")).startswith("cmpl-traced-")
+        ]
+        return [span for span in receiver.spans if wanted and span.trace_id == wanted[0].trace_id]
+
+    wait_until(lambda: len(spans()) == 5)
+    assert {span.name for span in spans()} == {"ingress", "sequence", "queue", "prefill", "decode"}
