@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
 
 from deployments.ingress_stats import IngressStats, ModelStats
-from deployments.telemetry import Observed, Telemetry
+from deployments.telemetry import Observed, Peers, Telemetry
 from deployments.token_channel import TokenChannel
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+@asynccontextmanager
+async def telemetry_of(ingress_id: str, peers: Peers | None = None) -> AsyncGenerator[Telemetry]:
+    channel = TokenChannel("127.0.0.1")
+    task = asyncio.create_task(channel.run())
+    await asyncio.sleep(0)  # only what has begun closes its socket when it is cancelled
+    yield Telemetry(ingress_id, channel, peers=peers)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def test_counts_of_other_ingresses_stand_beside_the_own_ones_which_are_never_stale():
@@ -26,9 +37,9 @@ def test_counts_of_other_ingresses_stand_beside_the_own_ones_which_are_never_sta
         async def peers() -> list[IngressStats]:
             return [stale, other]
 
-        telemetry = Telemetry("a", TokenChannel("127.0.0.1"), peers=peers)
-        telemetry.answered("GET /", 404, 0.1, 0, 5)
-        own, theirs = await telemetry.all_stats()
+        async with telemetry_of("a", peers) as telemetry:
+            telemetry.answered("GET /", 404, 0.1, 0, 5)
+            own, theirs = await telemetry.all_stats()
         assert (own.ingress_id, own.routes["GET /"].statuses) == ("a", {404: 1})
         assert (theirs.ingress_id, theirs.routes["GET /"].statuses) == ("b", {200: 1})
 
@@ -76,14 +87,14 @@ def test_every_request_counts_once_however_it_ends(app, length, statuses, num_by
         async def send(message: Any) -> None:
             pass
 
-        telemetry = Telemetry("a", TokenChannel("127.0.0.1"))
         scope = {"type": "http", "path": "/a", "method": "POST", "headers": [(b"content-length", length)]}
-        call = asyncio.create_task(Observed(app, telemetry)(scope, None, send))
-        await asyncio.wait([call])
-        assert call.cancelled() == (app in (is_cancelled, is_cancelled_late))
-        assert call.cancelled() or isinstance(call.exception(), ValueError) == (app is fails)
-        (route,) = telemetry.stats.routes.values()
-        assert route.statuses == statuses
-        assert (route.request_bytes, route.response_bytes) == num_bytes
+        async with telemetry_of("a") as telemetry:
+            call = asyncio.create_task(Observed(app, telemetry)(scope, None, send))
+            await asyncio.wait([call])
+            assert call.cancelled() == (app in (is_cancelled, is_cancelled_late))
+            assert call.cancelled() or isinstance(call.exception(), ValueError) == (app is fails)
+            (route,) = telemetry.stats.routes.values()
+            assert route.statuses == statuses
+            assert (route.request_bytes, route.response_bytes) == num_bytes
 
     run(scenario())

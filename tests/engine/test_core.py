@@ -449,7 +449,7 @@ def test_closing_twice_is_fine_with_handoffs_under_way(make_engine):
 
 def test_an_engine_learns_what_its_steps_cost(make_engine):
     engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"))
-    engine.add("first", max_tokens=5)
+    engine.add("first", max_tokens=4)
     engine.go()
     assert engine.core.stats().seconds_per_step == 0.0, "the first steps count for nothing"
     execute = engine.core.runner.execute

@@ -5,8 +5,12 @@ import pytest
 from engine.errors import InvalidParameter, Overloaded, PromptTooLong, RequestTimeout
 from engine.kv_transfer.ledger import HandoffLedger
 from engine.request import State
+from engine.sampling_params import SamplingParams
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
 from tests.fake_runner import Harness, expected_output
+
+
+PARAMS = SamplingParams(seed=1, ignore_eos=True)
 
 
 def ids(count: int, start: int = 1) -> list[int]:
@@ -66,16 +70,10 @@ def test_a_received_prompt_is_in_the_prefix_cache(depth):
 
 def test_stop_tokens_and_logprobs_hold_for_a_received_token():
     h = DecodeHarness(num_blocks=16, max_model_len=64)
-    (token, *_) = expected_output(ids(5), h_params(h), 64)
+    (token, *_) = expected_output(ids(5), PARAMS, 64)
     h.add("a", ids(5), max_tokens=9, stop_token_ids=[token])
     h.run()
     assert h.finished["a"].delta.finish_reason == "stop" and h.finished["a"].delta.stop_reason == token
-
-
-def h_params(h: Harness):
-    h.add("params", [1], max_tokens=1)
-    h.run()
-    return h.params["params"]
 
 
 def test_a_failed_handoff_keeps_the_verified_blocks_and_asks_for_the_rest(depth):
@@ -396,7 +394,7 @@ def test_tokens_that_another_replica_has_given_count_as_output():
 
 def test_a_replay_may_be_computed_elsewhere():
     h = DecodeHarness(num_blocks=16, max_model_len=64)
-    given = expected_output(ids(6), h_params(h), 64)[:4]
+    given = expected_output(ids(6), PARAMS, 64)[:4]
     h.replay("a", ids(6), given, max_tokens=6)
     h.step()
     ticket = h.open[only_open(h)].ticket

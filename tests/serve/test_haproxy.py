@@ -79,7 +79,8 @@ def test_client_that_does_not_wait_for_its_whole_answer_frees_its_blocks(server)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(10, read=0.05))
     metrics = f"{server.url}/metrics"
-    wait_until(lambda: 'finished_reason="abort"' in httpx.get(metrics).text)
+    aborted = re.compile(r'^vllm:request_success_total\{finished_reason="abort".*\} [1-9]', re.M)
+    wait_until(lambda: aborted.search(httpx.get(metrics).text) is not None)
     wait_until(lambda: re.search(r"^vllm:num_requests_running\{.*\} 0\.0$", httpx.get(metrics).text, re.M) is not None)
 
 
