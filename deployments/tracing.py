@@ -8,6 +8,7 @@ afterwards.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -103,9 +104,10 @@ class Tracing:
         return RequestTrace(self._tracer, span) if span.is_recording() else None
 
     def close(self) -> None:
-        """Send what is left, for at most CLOSE_S."""
-        self._provider.force_flush(round(CLOSE_S * 1000))
-        self._provider.shutdown()
+        """Send what is left, for at most CLOSE_S: `shutdown` tries for half a minute if nobody listens."""
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(CLOSE_S)
 
 
 class RequestTrace:

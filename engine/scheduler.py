@@ -217,8 +217,10 @@ class Scheduler:
     def _admit(self, budget: int, now: float) -> None:
         """Start waiting requests, strictly in order, while budget, slots and blocks last."""
         for request in list(self.waiting):
-            if request.in_flight or request.held_back:
-                return  # it was preempted, and its last token has not arrived yet, or not what may follow that
+            if request.in_flight:
+                return  # it was preempted, and its last token has not arrived yet
+            if request.held_back:
+                continue  # what may come next is still being worked out, which may take long
             startable = budget > 0 and bool(self._slots)
             if not request.blocks:
                 matched = self._match(request)

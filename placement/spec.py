@@ -36,7 +36,7 @@ class GroupSpec:
     control_cpus: float = 0.1
     startup_timeout_s: float = 600.0
     stall_timeout_s: float = 10.0
-    log: LogConfig = LogConfig()
+    log: LogConfig = field(default_factory=LogConfig)
 
     @property
     def rank_bundle(self) -> dict[str, float]:

@@ -28,13 +28,13 @@ class FakeGrammar:
     """Every token of the output is larger than the one before it, by 9 at most; 40 or more is the end."""
 
     def __init__(self, output: list[int] | None = None):
-        self.is_done, self.error = False, None
+        self.is_done, self.error, self.is_ready = False, None, True
         self.output: list[int] = []
         for token in output or []:
             self.accept(token)
 
     def ready(self) -> bool:
-        return True
+        return self.is_ready
 
     def mask(self) -> bytes:
         last = self.output[-1] if self.output else 0

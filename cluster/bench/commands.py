@@ -224,6 +224,52 @@ def parse_numbers(text: str) -> list[int]:
 
 
 @bench.command()
+def isolation(
+    model: ModelOption = "pocket",
+    streams: Annotated[int, typer.Option(min=1, rich_help_panel=LOAD, help="That run all the time.")] = 8,
+    prompt_len: Annotated[int, typer.Option(min=2, rich_help_panel=LOAD, help="Tokens of each long prompt.")] = 1500,
+    interval_s: Annotated[float, typer.Option(min=0.01, rich_help_panel=LOAD, help="Between two of them.")] = 1.0,
+    duration_s: Annotated[float, typer.Option(min=1, rich_help_panel=LOAD, help="Of one measurement.")] = 10.0,
+    chunk: Annotated[
+        int, typer.Option(min=64, rich_help_panel=ENGINE, help="Tokens per step of the second shared engine.")
+    ] = 256,
+    vocab_size: Annotated[
+        int, typer.Option(min=11, rich_help_panel=LOAD, help="Token ids are below this; the model must have them.")
+    ] = 1000,
+    seed: SeedOption = 0,
+    repetitions: Annotated[int, typer.Option(min=1, help="Each with new prompts; the setups take turns.")] = 3,
+    dtype: DtypeOption = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, rich_help_panel=ENGINE, help="Longest prompt + answer, in tokens.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What long prompts do to running streams: one engine for both, against a prefill and a decode pool.
+
+    The same cores for all: one engine with all of them, or two engines with half of them each. The first token of a
+    long prompt may come later from the pools, since only half of the cores compute it.
+
+    Example: manta bench isolation --streams 4 --prompt-len 1000
+    """
+    from cluster.bench.isolation import Traffic, measure
+    from cluster.bench.tables import show_isolation
+
+    traffic = Traffic(
+        streams=streams, prompt_len=prompt_len, interval_s=interval_s, duration_s=duration_s, vocab_size=vocab_size,
+        seed=seed,
+    )  # fmt: skip
+    with progress_bar() as progress:
+        report = measure(
+            model=model, dtype=dtype, max_model_len=max_model_len, traffic=traffic, repetitions=repetitions,
+            chunk=chunk, progress=progress,
+        )  # fmt: skip
+    if as_json:
+        print_json(asdict(report) | {"gain": report.gain})
+    else:
+        show_isolation(report)
+
+
+@bench.command()
 def memory(
     requests: Annotated[int, typer.Option(min=1, help="How many requests to run.")] = 1000,
     mean_prompt: Annotated[float, typer.Option(min=1, help="Tokens; log-normal.")] = 1155,

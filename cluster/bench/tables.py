@@ -10,6 +10,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:  # a load generator need not wait for torch
     from cluster.bench.distribution import Distribution
+    from cluster.bench.isolation import IsolationReport
     from cluster.bench.memory import MemoryReport
     from cluster.bench.offline import OfflineReport
     from cluster.bench.serve import ServeReport
@@ -117,6 +118,27 @@ def show_memory(report: MemoryReport, block_size: int, max_model_len: int) -> No
         f"{report.requests} requests, {report.mean_prompt:.0f} tokens in and {report.mean_output:.0f} out on average, "
         f"{report.mean_running:.0f} running at a time",
         table,
+    )
+
+
+def show_isolation(report: IsolationReport) -> None:
+    table = make_table("", *(setup.name for setup in report.setups))
+    rows = [
+        ("time between tokens, ms: median", "itl_p50_ms", 1),
+        ("P99", "itl_p99_ms", 1),
+        ("longest", "itl_max_ms", 1),
+        ("time to first token of a long prompt, ms", "ttft_p50_ms", 0),
+        ("tokens/s of the running streams", "stream_tokens_per_s", 0),
+    ]
+    for name, key, decimals in rows:
+        table.add_row(name, *(figure(setup.median(key), decimals) for setup in report.setups))
+    traffic = report.traffic
+    show(
+        f"{report.model}, {report.cores} cores: {traffic.streams} streams, and a prompt of {traffic.prompt_len} tokens "
+        f"every {traffic.interval_s:g} s; medians of {report.repetitions} repetitions of {traffic.duration_s:g} s",
+        table,
+        f"P99 time between tokens: the better of the shared engines takes {report.gain:.1f} times as long as two pools",
+        f"prompts that the decode engine had computed elsewhere: {report.setups[-1].remote_prompts}",
     )
 
 

@@ -9,7 +9,7 @@ from engine.errors import InvalidParameter
 from engine.kv_transfer.agent import KVAgent
 from engine.kv_transfer.channel import HandoffChannel
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.events import Failed, HandoffEvent
+from engine.kv_transfer.events import HandoffEvent
 from engine.kv_transfer.ledger import Cancel, Finish, Forget, HandoffLedger, Open, Refuse, Report
 from engine.kv_transfer.placing import Placing, StepCost
 from engine.kv_transfer.ranks import RankAgent
@@ -60,17 +60,7 @@ class HandoffEndpoint:
 
     def events(self) -> list[HandoffEvent]:
         """What the scheduler has to handle. Raises EngineUnavailable when this engine cannot go on."""
-        events = self._channel.events()
-        for event in events:
-            if isinstance(event, Failed):
-                logger.warning(
-                    "handoff failed handoff_id=%s reason=%s verified_tokens=%d detail=%s",
-                    event.handoff_id,
-                    event.reason,
-                    event.verified,
-                    event.detail,
-                )
-        return events
+        return self._channel.events()
 
     def forward(self) -> None:
         """Do what the ledger asks for."""

@@ -122,7 +122,7 @@ def test_without_a_prefill_section_an_engine_hands_nothing_over():
         ({"models": [MODEL], "log_format": "xml"}, ["log_format", "json", "'xml'"]),
         ({"models": [MODEL], "log_level": "loud"}, ["log_level", "debug", "'loud'"]),
         ({"models": [MODEL], "tracing": {}}, ["tracing.otlp_endpoint", "given"]),
-        ({"models": [MODEL], "tracing": {"otlp_endpoint": "http://a", "share": 1}}, ["tracing.share", "sampling_ratio"]),
+        ({"models": [MODEL], "tracing": {"otlp_endpoint": "http://a", "x": 1}}, ["tracing.x", "sampling_ratio"]),
         ({"models": [MODEL], "tracing": {"otlp_endpoint": "a:4317"}}, ["tracing.otlp_endpoint", "http://"]),
     ],
 )
@@ -161,6 +161,7 @@ def test_manta_check_ends_with_1_and_one_line(tmp_path):
         assert "\n" not in str(result.exception)
 
 
-def test_manta_check_accepts_the_bundled_configuration():
-    result = CliRunner().invoke(cli.app, ["check", str(Path(cli.__file__).parents[1] / "serve_config.yaml")])
+@pytest.mark.parametrize("name", ["serve_config.yaml", "serve_config_pd.yaml"])
+def test_manta_check_accepts_the_bundled_configurations(name):
+    result = CliRunner().invoke(cli.app, ["check", str(Path(cli.__file__).parents[1] / name)])
     assert result.exit_code == 0

@@ -5,6 +5,7 @@ import pytest
 
 from engine.errors import InvalidParameter
 from engine.sampling_params import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams
+from engine.structured_outputs import StructuredOutputsParams
 
 NAN = float("nan")
 INFINITY = float("inf")
@@ -142,6 +143,7 @@ def test_every_field_survives_a_message():
         prompt_logprobs=0,
         include_stop_str_in_output=True,
         skip_special_tokens=False,
+        structured_outputs=StructuredOutputsParams(json={"enum": [1, None, {"a": []}]}, field="tools"),
     )
     defaults = msgspec.structs.asdict(SamplingParams())
     assert all(value != defaults[name] for name, value in msgspec.structs.asdict(params).items())

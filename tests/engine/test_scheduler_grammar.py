@@ -107,6 +107,29 @@ def test_a_request_keeps_its_place_in_the_order_while_its_grammar_is_compiled():
     assert list(h.finished) == ["second", "first", "third"]
 
 
+def test_a_mask_that_is_late_holds_up_its_request_and_nobody_behind_it(depth):
+    h = Harness(num_blocks=64, max_model_len=64, depth=depth)
+    late = FakeGrammar()
+    late.is_ready = False
+    request = waiting_for_its_grammar(h, "late")
+    h.scheduler.compiled(request, late)
+    h.outputs["late"] = []
+    h.add("behind", [1, 2, 3], max_tokens=4)
+    while "behind" not in h.finished:
+        h.step()
+    late.is_ready = True
+    while not h.outputs["late"]:
+        h.step()
+    late.is_ready = False
+    h.add("next", [1, 2, 3], max_tokens=4)
+    while "next" not in h.finished:
+        h.step()
+    assert len(h.outputs["late"]) <= depth
+    late.is_ready = True
+    h.run()
+    assert h.finished["late"].delta.finish_reason == "stop"
+
+
 def test_a_request_that_waits_for_its_grammar_can_be_ended_with_an_error():
     h = Harness(num_blocks=64, max_model_len=64)
     waiting_for_its_grammar(h, "a")

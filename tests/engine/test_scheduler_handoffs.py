@@ -9,7 +9,6 @@ from engine.sampling_params import SamplingParams
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
 from tests.fake_runner import Harness, expected_output
 
-
 PARAMS = SamplingParams(seed=1, ignore_eos=True)
 
 

@@ -18,8 +18,10 @@ class HandoffMachine(RuleBasedStateMachine):
         ranks=st.integers(1, 3),
         num_blocks=st.integers(8, 24),
         clocks=st.tuples(CLOCKS, CLOCKS, CLOCKS),
+        mortal=st.booleans(),
     )
-    def start(self, ranks, num_blocks, clocks):
+    def start(self, ranks, num_blocks, clocks, mortal):
+        self.mortal = mortal  # an engine that dies takes much with it that would have come to light
         self.w = World(prefills=2, decode_ranks=ranks, num_blocks=num_blocks)
         for name, (drift, offset) in zip(("d", "p0", "p1"), clocks, strict=True):
             self.w.start(
@@ -107,6 +109,7 @@ class HandoffMachine(RuleBasedStateMachine):
             engine, handoff_id = jobs[choice % len(jobs)]
             engine.refuse(handoff_id)
 
+    @precondition(lambda self: self.mortal)
     @rule(name=st.sampled_from(["d", "p0", "p1"]), pause=st.booleans())
     def an_engine_dies_or_stands_still(self, name, pause):
         if pause:
