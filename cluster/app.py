@@ -59,14 +59,20 @@ def check(path: Path) -> list[str]:
     configs = [AppConfig.parse(app.get("args") or {}) for app in ours]
     for config in configs:
         config.ingress.gate()
-    return [_info(model, config.ingress).name for config in configs for model in config.models]
+    return [model_info(model, config.ingress).name for config in configs for model in config.models]
 
 
 def _build(config: AppConfig) -> Application:
-    infos = [_info(model, config.ingress) for model in config.models]
+    infos = [model_info(model, config.ingress) for model in config.models]
     _check_room(config)
-    pools = [_pools(model, config.log) for model in config.models]
-    ingress = serve.deployment(
+    return ingress(config, infos, [_pools(model, config.log) for model in config.models])
+
+
+def ingress(
+    config: AppConfig, infos: list[ModelInfo], pools: list[tuple[Application, Application | None]]
+) -> Application:
+    """The HTTP side. pools: of each model its decode and its prefill replicas."""
+    deployment = serve.deployment(
         Ingress,
         name=ray_compat.INGRESS,
         num_replicas=config.ingress.num_replicas,
@@ -78,7 +84,7 @@ def _build(config: AppConfig) -> Application:
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_constructor_retry_count=CONSTRUCTOR_TRIES,
     )
-    return ingress.bind(infos, pools, config.log, config.tracing_config(), config.ingress.gate())
+    return deployment.bind(infos, pools, config.log, config.tracing_config(), config.ingress.gate())
 
 
 def _check_room(config: AppConfig) -> None:
@@ -138,7 +144,7 @@ def _replicas(section: PoolSection, engine: EngineConfig) -> dict[str, Any]:
     return {"autoscaling_config": autoscaling}
 
 
-def _info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
+def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     """Raises StartupError for a model that could not be loaded."""
     folder = model_folder.resolve(model.model)
     config = ModelConfig.from_folder(folder)

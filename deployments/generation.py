@@ -54,6 +54,13 @@ class ReportedError(ServingError):
         return self.info.message
 
 
+class Aborted(EngineError):
+    """The call of this request was cancelled: by Serve, when the client is gone, sometimes before it tells us so."""
+
+    def __init__(self, request_id: str):
+        super().__init__(request_id, "it was aborted")
+
+
 @dataclass(slots=True)
 class _Sequence:
     index: int
@@ -113,6 +120,8 @@ class Generation:
                     async for part in parts:
                         self._admission.charge(ticket, len(part.chunk.token_ids))
                         yield part
+        except Aborted:
+            raise  # counts as `abort`
         except Exception as error:
             left, failure = "refused" if isinstance(error, Overloaded) else "error", error
             raise
@@ -144,7 +153,7 @@ class Generation:
     def _take(self, sequence: _Sequence, delta: TokenDelta) -> Part:
         if delta.finish_reason in ("error", "abort"):
             sequence.finished = True
-            raise EngineError(delta.request_id, "it was aborted") if delta.error is None else ReportedError(delta.error)
+            raise Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error)
         chunk = sequence.text.add(delta)
         if chunk.finish_reason is not None:
             sequence.finished = True

@@ -270,6 +270,29 @@ def isolation(
 
 
 @bench.command()
+def http(
+    streams: Annotated[int, typer.Option(min=1, rich_help_panel=LOAD, help="At a time.")] = 64,
+    tokens: Annotated[int, typer.Option(min=2, rich_help_panel=LOAD, help="Per stream.")] = 256,
+    repetitions: Annotated[int, typer.Option(min=1, help="Against each server, after one that does not count.")] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """What a streamed token costs on its way through HTTP, in CPU time of the servers: Manta's way, with a clock in
+    place of the engine, against uvicorn alone and against Serve's proxy and a streaming handle.
+
+    Starts each of these servers in turn, with a Ray of its own.
+    """
+    from cluster.bench.http import measure
+    from cluster.bench.tables import show_http
+
+    with progress_bar() as progress:
+        report = measure(streams=streams, tokens=tokens, repetitions=repetitions, progress=progress)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        show_http(report)
+
+
+@bench.command()
 def memory(
     requests: Annotated[int, typer.Option(min=1, help="How many requests to run.")] = 1000,
     mean_prompt: Annotated[float, typer.Option(min=1, help="Tokens; log-normal.")] = 1155,

@@ -10,6 +10,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:  # a load generator need not wait for torch
     from cluster.bench.distribution import Distribution
+    from cluster.bench.http import HttpReport
     from cluster.bench.isolation import IsolationReport
     from cluster.bench.memory import MemoryReport
     from cluster.bench.offline import OfflineReport
@@ -117,6 +118,16 @@ def show_memory(report: MemoryReport, block_size: int, max_model_len: int) -> No
     show(
         f"{report.requests} requests, {report.mean_prompt:.0f} tokens in and {report.mean_output:.0f} out on average, "
         f"{report.mean_running:.0f} running at a time",
+        table,
+    )
+
+
+def show_http(report: HttpReport) -> None:
+    table = make_table("", "µs of CPU per token", "against the first")
+    for way in report.ways:
+        table.add_row(way.name, figure(way.median), f"{way.median / report.ways[0].median:.1f}")
+    show(
+        f"{report.streams} streams of {report.tokens} tokens, each with one every {1000 * report.tick_s:.0f} ms; medians",
         table,
     )
 

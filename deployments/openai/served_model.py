@@ -101,7 +101,8 @@ class ServedModel:
     async def tokenize(self, body: TokenizeBody) -> Tokens:
         """Raises RequestError."""
         if body.messages is not None:
-            _, token_ids = await asyncio.to_thread(self._chat_prompt, body.messages, body.tools, body.template)
+            tools = [tool.for_template() for tool in body.tools] if body.tools else None
+            _, token_ids = await asyncio.to_thread(self._chat_prompt, body.messages, tools, body.template)
         else:
             special = body.add_special_tokens is not False
             token_ids = await asyncio.to_thread(self._tokenizer.encode, body.prompt or "", special)

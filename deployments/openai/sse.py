@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -11,8 +10,6 @@ from starlette.responses import StreamingResponse
 from starlette.types import Send
 
 from deployments.openai.error_body import describe
-
-logger = logging.getLogger(__name__)
 
 _encode = msgspec.json.Encoder().encode
 
@@ -41,8 +38,7 @@ async def _events(first: msgspec.Struct, rest: AsyncGenerator[msgspec.Struct]) -
             async for chunk in rest:
                 yield _event(chunk)
         except Exception as error:  # noqa: BLE001  whatever it is, the client has to be told inside the stream
-            status, body = describe(error)
-            logger.warning("stream failed status=%d error=%s", status, body.error.message)
+            _, body = describe(error)
             yield _event(body)
     yield b"data: [DONE]\n\n"
 

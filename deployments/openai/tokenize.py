@@ -8,6 +8,7 @@ import msgspec
 from pydantic import Field
 
 from deployments.openai.protocol import Message, RequestBody, TemplateOptions
+from deployments.openai.tools import Tool
 from engine.errors import InvalidParameter, RequestError
 
 
@@ -21,7 +22,7 @@ class TokenizeBody(RequestBody):
 
     prompt: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

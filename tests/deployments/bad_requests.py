@@ -178,6 +178,7 @@ TOKENIZING = [
     *(Bad(TOKENIZE, body, "prompt") for body in ({}, {"prompt": 5}, {"prompt": "a", "messages": HELLO})),
     Bad(TOKENIZE, {"messages": []}, "messages"),
     Bad(TOKENIZE, {"prompt": "a", "tools": [TOOL]}, "tools"),
+    *(Bad(TOKENIZE, {"messages": HELLO, "tools": tools}, "tools") for tools in ([], [{}], ["a"])),
     Bad(TOKENIZE, {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
     Bad(TOKENIZE, {"prompt": "a", "nonsense": 1}, "nonsense"),
     Bad(TOKENIZE, {"prompt": "a", "model": "other"}, "model", status=404),

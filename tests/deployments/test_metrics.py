@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.deployments.fake_api import fake_api, says
+from tests.deployments.fake_api import fake_api, says, until
 from tests.deployments.real_api import RealApi, real_api, real_api_with_prefill
 from tests.models import make_model
 from tests.scrape import Scrape
@@ -185,5 +185,22 @@ def test_paths_and_methods_that_clients_make_up_add_no_series_of_their_own():
                 ("none", "other"),
             }
             assert scrape.sum("http_requests_total", status="4xx") == 4
+
+    run(scenario())
+
+
+def test_a_request_that_somebody_else_cancels_counts_as_aborted_and_not_as_an_error():
+    """As Serve does it: when a client is gone, it cancels the call to the engine before it tells the ingress."""
+
+    async def scenario() -> None:
+        async with fake_api() as api:
+            api.engine.paused.set()
+            asking = asyncio.create_task(api.post("completions", prompt="a"))
+            await until(lambda: api.engine.num_live == 1)
+            (call,) = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "LocalPool.generate"]
+            call.cancel()
+            assert (await asking).status_code == 500
+            scrape = Scrape((await api.client.get("/metrics")).text)
+            assert ended(scrape) == {"stop": 0, "length": 0, "abort": 1, "error": 0}
 
     run(scenario())
