@@ -11,6 +11,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from deployments import ray_compat
+from deployments.tickets import PoolState
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.kv_transfer.ticket import PrefillTicket
 from engine.messages import EngineStatus, GenerateRequest
@@ -61,8 +62,8 @@ class ServePrefillPool:
     async def statuses(self) -> list[EngineStatus]:
         return await _statuses(self._handle)
 
-    async def is_deploying(self) -> bool:
-        return await asyncio.to_thread(ray_compat.is_deploying, self._handle)
+    async def state(self) -> PoolState:
+        return await asyncio.to_thread(ray_compat.pool_state, self._handle)
 
 
 async def _answer(response: DeploymentResponse) -> None:

@@ -28,7 +28,7 @@ TOLERANCE = 0.5  # nats. Equal prompts differ by rounding, a few hundredths in b
 async def pair(engine: EngineReplica, pool: TicketTaker, host: str, timeout_s: float) -> None:
     """Wait for a prefill engine that fits, and try it.
 
-    With no prefill engine up, and none about to come, the replica goes on without: it is needed all the more then.
+    With the prefill pool down, which was up once, the replica goes on without: it is needed all the more then.
     Raises StartupError, which names both engines and the reason.
     """
     try:
@@ -37,14 +37,14 @@ async def pair(engine: EngineReplica, pool: TicketTaker, host: str, timeout_s: f
     except TimeoutError:
         raise StartupError(f"no prefill replica came up within startup_timeout_s={timeout_s:.0f}") from None
     if partner is None:
-        logger.error("no prefill replica is up, and none is about to come: prompts are computed here until one is")
+        logger.error("the prefill pool is down: prompts are computed here until it is up again")
     else:
         await _try(engine, partner, host)
 
 
 async def _find(engine: EngineReplica, pool: TicketTaker) -> EngineStatus | None:
     while True:
-        deploying = await pool.is_deploying()  # asked first: what has come by the time it is not is all there is
+        state = await pool.state()  # asked first: what has come by the time it is not deploying is all there is
         try:
             own = engine.status()
         except EngineUnavailable:  # it has just started
@@ -57,9 +57,9 @@ async def _find(engine: EngineReplica, pool: TicketTaker) -> EngineStatus | None
         fitting = [status for status in found if status.fingerprint == own.fingerprint]
         if fitting:
             return fitting[0]
-        if not deploying and found:
+        if found and state != "deploying":
             raise StartupError(mismatch(own, found[0]))
-        if not deploying:
+        if not found and state == "down":
             return None
         await asyncio.sleep(LOOK_S)
 

@@ -15,6 +15,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from deployments.tickets import PoolState
+
 logger = logging.getLogger(__name__)
 
 INGRESS = "ingress"  # name of that deployment
@@ -56,15 +58,14 @@ def _some_model_is_up() -> bool:
     return any(status.replica_states.get("RUNNING") for name, status in deployments if name.startswith(DECODE))
 
 
-def is_deploying(handle: DeploymentHandle) -> bool:
-    """Whether Serve is still about to start replicas of this deployment, as after a change of its configuration.
-
-    Blocks for a call to Serve's controller.
-    """
+def pool_state(handle: DeploymentHandle) -> PoolState:
+    """Of a deployment. Blocks for a call to Serve's controller."""
     name = handle.deployment_id
     app = serve.status().applications.get(name.app_name)
     deployment = app.deployments.get(name.name) if app is not None else None
-    return deployment is None or deployment.status == "UPDATING"
+    if deployment is None or deployment.status == "UPDATING":
+        return "deploying"
+    return "up" if deployment.replica_states.get("RUNNING") else "down"
 
 
 async def broadcast(handle: DeploymentHandle, method: str, timeout_s: float) -> list[Any]:

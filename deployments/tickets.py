@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.kv_transfer.ticket import PrefillTicket
 from engine.messages import Command, EngineStatus, PrefillPool, PrefillReplica, TicketFailed
 
 logger = logging.getLogger(__name__)
+
+# deploying: replicas of the newest configuration are still to come; up: some replica runs
+PoolState = Literal["deploying", "up", "down"]
 
 LOOK_S = 1.0  # how often the prefill engines are asked how they are
 
@@ -26,8 +29,8 @@ class TicketTaker(Protocol):
     async def statuses(self) -> list[EngineStatus]:
         """One per healthy replica. Raises EngineUnavailable if there is none."""
 
-    async def is_deploying(self) -> bool:
-        """Whether replicas of the newest configuration are still to come."""
+    async def state(self) -> PoolState:
+        """What Serve says of them, which may be ahead of `statuses`."""
 
 
 class Tickets:

@@ -22,8 +22,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.app import ingress, model_info
 from cluster.config import AppConfig
-from engine.messages import EngineStatus, GenerateRequest, TokenBatch, TokenDelta
-from engine.scheduler import EngineStats
+from engine.messages import EngineStats, EngineStatus, GenerateRequest, TokenBatch, TokenDelta
 
 TICK_S = 0.02
 TOKEN = 300  # of the bundled model; some word
@@ -116,8 +115,11 @@ class Clock:
         await self._ended[message.request_id]
 
     async def status(self) -> bytes:
-        numbers = dict.fromkeys(EngineStats.__struct_fields__[:12], 0)
-        stats = EngineStats(**{**numbers, "block_size": 16, "blocks_total": MANY}, finished={})  # type: ignore[arg-type]
+        stats = EngineStats(
+            running=len(self._left), waiting=0, steps=0, preemptions=0, prompt_tokens=0, generation_tokens=0,
+            blocks_total=MANY, blocks_free=MANY, blocks_cached=0, blocks_used=0, block_size=16,
+            prefix_queried_tokens=0, prefix_hit_tokens=0, finished={},
+        )  # fmt: skip
         return msgspec.msgpack.encode(EngineStatus(engine_id="clock", ended=[], stats=stats, last_step_age_s=0.0))
 
     async def _run(self) -> None:

@@ -127,7 +127,7 @@ def show_http(report: HttpReport) -> None:
     for way in report.ways:
         table.add_row(way.name, figure(way.median), f"{way.median / report.ways[0].median:.1f}")
     show(
-        f"{report.streams} streams of {report.tokens} tokens, each with one every {1000 * report.tick_s:.0f} ms; medians",
+        f"{report.streams} streams of {report.tokens} tokens, one every {1000 * report.tick_s:.0f} ms each; medians",
         table,
     )
 

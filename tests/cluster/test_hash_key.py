@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from cluster import cli
 from deployments.api_keys import ApiKeys
-from engine.errors import RequestError
+from engine.errors import ConfigError, RequestError
 
 
 def test_generated_key_opens_the_server_that_has_its_line(tmp_path):
@@ -27,3 +27,13 @@ def test_existing_key_is_asked_for(tmp_path):
 
 def test_name_that_would_break_the_file_is_refused():
     assert isinstance(CliRunner().invoke(cli.app, ["hash-key", "a b", "--generate"]).exception, RequestError)
+
+
+def test_manta_check_looks_at_the_file_of_keys(tmp_path):
+    keys, config = tmp_path / "keys", tmp_path / "serve_config.yaml"
+    args = f"{{models: [{{name: m, model: pocket}}], ingress: {{api_keys_file: '{keys}'}}}}"
+    config.write_text(f"applications: [{{import_path: 'cluster.app:build', args: {args}}}]")
+    keys.write_text("sk-plain\n")
+    assert isinstance(CliRunner().invoke(cli.app, ["check", str(config)]).exception, ConfigError)
+    keys.write_text(CliRunner().invoke(cli.app, ["hash-key", "alice", "--generate"]).stdout)
+    assert CliRunner().invoke(cli.app, ["check", str(config)]).exit_code == 0

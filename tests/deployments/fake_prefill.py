@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from deployments.tickets import PoolState
 from engine.errors import EngineUnavailable, ServingError
 from engine.kv_transfer.ticket import Party, PrefillTicket
 from engine.messages import EngineStats, EngineStatus
@@ -13,12 +14,12 @@ from engine.sampling_params import SamplingParams
 class FakePrefillPool:
     """A TicketTaker whose calls stay open until `end` or `fail`.
 
-    found: statuses of its replicas. deploying: whether more are to come.
+    found: statuses of its replicas. state: what Serve says of them.
     open: calls by handoff. avoided: what each call asked to avoid. cancelled: calls that the caller gave up.
     """
 
-    def __init__(self, *found: EngineStatus, deploying: bool = False):
-        self.found, self.deploying = list(found), deploying
+    def __init__(self, *found: EngineStatus, state: PoolState = "up"):
+        self.found, self.serve_says = list(found), state
         self.open: dict[str, asyncio.Future[None]] = {}
         self.avoided: dict[str, list[str]] = {}
         self.cancelled: list[str] = []
@@ -39,8 +40,8 @@ class FakePrefillPool:
             raise EngineUnavailable("no replica is up and healthy")
         return self.found
 
-    async def is_deploying(self) -> bool:
-        return self.deploying
+    async def state(self) -> PoolState:
+        return self.serve_says
 
     def end(self, handoff_id: str) -> None:
         self.open[handoff_id].set_result(None)

@@ -15,9 +15,10 @@ from tests.deployments.test_engine_replica import run
 from tests.deployments.test_tickets import decode_with
 
 
-def test_decode_waits_for_the_first_prefill_engine_and_tries_it():
+@pytest.mark.parametrize("state", ["deploying", "up"])  # it may be up before its replicas can be reached
+def test_decode_waits_for_the_first_prefill_engine_and_tries_it(state):
     async def scenario() -> None:
-        pool = FakePrefillPool(deploying=True)
+        pool = FakePrefillPool(state=state)
         async with decode_with(pool) as (replica, engine):
             pairing = asyncio.create_task(pair(replica, pool, "127.0.0.1", 30))
             await until(lambda: engine.told)  # that there is nobody
@@ -30,9 +31,9 @@ def test_decode_waits_for_the_first_prefill_engine_and_tries_it():
     run(scenario())
 
 
-def test_pool_that_is_down_and_not_about_to_come_up_does_not_keep_decode_down():
+def test_pool_that_is_down_does_not_keep_decode_down():
     async def scenario() -> None:
-        pool = FakePrefillPool()
+        pool = FakePrefillPool(state="down")
         async with decode_with(pool) as (replica, engine):
             await pair(replica, pool, "127.0.0.1", 30)
             assert not engine.added
@@ -54,7 +55,7 @@ def test_prefill_engine_of_another_model_is_an_error_that_names_both():
 
 def test_during_an_update_decode_waits_for_a_prefill_engine_of_its_own_version():
     async def scenario() -> None:
-        pool = FakePrefillPool(status("old", fingerprint="g"), deploying=True)
+        pool = FakePrefillPool(status("old", fingerprint="g"), state="deploying")
         async with decode_with(pool) as (replica, engine):
             pairing = asyncio.create_task(pair(replica, pool, "127.0.0.1", 30))
             await until(lambda: engine.told)
@@ -67,7 +68,7 @@ def test_during_an_update_decode_waits_for_a_prefill_engine_of_its_own_version()
 
 def test_pool_that_does_not_come_in_time_is_an_error():
     async def scenario() -> None:
-        pool = FakePrefillPool(deploying=True)
+        pool = FakePrefillPool(state="deploying")
         async with decode_with(pool) as (replica, _):
             with pytest.raises(StartupError, match="startup_timeout_s=0"):
                 await pair(replica, pool, "127.0.0.1", 0.05)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.deployments.chat_models import QWEN, VOCAB_SIZE, chat_tokenizer
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -63,5 +64,19 @@ def test_empty_text_has_no_tokens():
             body = {"prompt": "", "add_special_tokens": False}
             assert (await api.client.post("/tokenize", json=body)).json()["count"] == 0
             assert (await api.client.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+
+    asyncio.run(scenario())
+
+
+def test_tools_and_template_options_are_as_in_a_chat():
+    async def scenario() -> None:
+        async with fake_api(text_model=chat_tokenizer(QWEN), vocab_size=VOCAB_SIZE) as api:
+            plain = (await api.client.post("/tokenize", json={"messages": HELLO})).json()
+            tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+            body = {"messages": HELLO, "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+            answer = (await api.client.post("/tokenize", json=body)).json()
+            await api.post("chat/completions", max_tokens=1, **body)
+            assert answer["tokens"] == api.engine.added[0].prompt
+            assert answer["count"] > plain["count"]
 
     asyncio.run(scenario())
