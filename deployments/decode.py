@@ -23,9 +23,10 @@ class Decode(EngineDeployment):
         """prefill: the deployment that may compute prompts for this one."""
         pool = None if prefill is None else ServePrefillPool(prefill)
         async with self._starting():
-            await self._start_engine(config, spec, pool)
+            ready = await self._start_engine(config, spec, pool)
             if pool is not None:
-                await pair(self._engine, pool, ray.util.get_node_ip_address(), spec.startup_timeout_s)
+                host = ray.util.get_node_ip_address()
+                await pair(self._engine, pool, host, spec.startup_timeout_s, ready.max_model_len)
 
     async def generate(self, request: bytes) -> None:
         """A msgpack GenerateRequest; open until the request has ended in the engine."""

@@ -19,6 +19,7 @@ from deployments.tickets import TicketTaker
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
 from placement.console_log import log_to_console
+from placement.rank_actor import RankReady
 from placement.rank_group import RankGroup
 from placement.spec import GroupSpec
 
@@ -50,7 +51,9 @@ class EngineDeployment:
             raise
         logger.info("replica ready startup_s=%.1f", time.monotonic() - started)
 
-    async def _start_engine(self, config: EngineConfig, spec: GroupSpec, prefill: TicketTaker | None = None) -> None:
+    async def _start_engine(
+        self, config: EngineConfig, spec: GroupSpec, prefill: TicketTaker | None = None
+    ) -> RankReady:
         """Returns once the model is loaded. prefill: where its engine may have prompts computed.
 
         Raises StartupError, or EngineUnavailable.
@@ -63,6 +66,7 @@ class EngineDeployment:
         ready = await ranks.start(config, engine_id=engine_id, status_to=self._engine.status_to)
         self._engine.connect(ready.address)
         self._tasks = [asyncio.create_task(self._engine.run()), asyncio.create_task(self._exit_with_engine(ranks))]
+        return ready
 
     async def status(self) -> bytes:
         """The engine's newest EngineStatus, in msgpack. Raises EngineUnavailable if it hangs or is gone."""

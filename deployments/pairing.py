@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
@@ -20,16 +21,17 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.2
 TEST_TOKENS = 4  # the first is sampled by prefill, all others need the KV
 TEST_TIMEOUT_S = 60.0
+TRIES = 3
 GRACE_S = 5.0  # the engine ends a late request itself
 TEST_BLOCKS = 2.5  # whole ones and a part of one
 TOLERANCE = 0.5  # nats. Equal prompts differ by rounding, a few hundredths in bfloat16; wrong KV by several
 
 
-async def pair(engine: EngineReplica, pool: TicketTaker, host: str, timeout_s: float) -> None:
+async def pair(engine: EngineReplica, pool: TicketTaker, host: str, timeout_s: float, max_model_len: int) -> None:
     """Wait for a prefill engine that fits, and try it.
 
     With the prefill pool down, which was up once, the replica goes on without: it is needed all the more then.
-    Raises StartupError, which names both engines and the reason.
+    timeout_s: to wait for one. max_model_len: of this engine. Raises StartupError, which names both and the reason.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -39,7 +41,7 @@ async def pair(engine: EngineReplica, pool: TicketTaker, host: str, timeout_s: f
     if partner is None:
         logger.error("the prefill pool is down: prompts are computed here until it is up again")
     else:
-        await _try(engine, partner, host)
+        await _try(engine, partner, host, max_model_len)
 
 
 async def _find(engine: EngineReplica, pool: TicketTaker) -> EngineStatus | None:
@@ -72,17 +74,15 @@ def mismatch(decode: EngineStatus, prefill: EngineStatus) -> str:
     return f"{prefill.engine_id} cannot compute prompts for {decode.engine_id}: it has {has}, where {needs} is needed"
 
 
-async def _try(engine: EngineReplica, partner: EngineStatus, host: str) -> None:
+async def _try(engine: EngineReplica, partner: EngineStatus, host: str, max_model_len: int) -> None:
     """The same prompt, computed there and here: the answers must be the same. Raises StartupError."""
     own = engine.status()
     channel = TokenChannel(host)
     receiving = asyncio.create_task(channel.run())
+    test = _Test(engine, channel, own, min(int(TEST_BLOCKS * own.stats.block_size), max_model_len - TEST_TOKENS))
     try:
-        remote = await _answer(engine, channel, own, "remote")
-        local = await _answer(engine, channel, own, "local")
-    except EngineUnavailable as error:
-        reason = f"a test prompt did not get from {partner.engine_id} to {own.engine_id}: {error}"
-        raise StartupError(reason) from error
+        remote = await test.remote(partner.engine_id)
+        local = await test.answer("local")
     finally:
         receiving.cancel()
     if problem := difference(remote, local):
@@ -90,43 +90,60 @@ async def _try(engine: EngineReplica, partner: EngineStatus, host: str) -> None:
     logger.info("test prompt went from %s to %s", partner.engine_id, own.engine_id)
 
 
-async def _answer(
-    engine: EngineReplica, channel: TokenChannel, own: EngineStatus, prefill: Literal["local", "remote"]
-) -> list[TokenLogprob]:
-    """Of the test prompt. Raises EngineUnavailable if there is none."""
-    request_id = f"self-test-{prefill}-{own.engine_id}"
-    request = GenerateRequest(
-        request_id=request_id,
-        prompt=[1 + i % 64 for i in range(int(TEST_BLOCKS * own.stats.block_size))],
-        params=SamplingParams(temperature=0.0, max_tokens=TEST_TOKENS, ignore_eos=True, logprobs=0),
-        reply_to=channel.address,
-        timeout_s=TEST_TIMEOUT_S,
-        cache_salt=request_id,  # so that nobody's cache spares the work
-        prefill=prefill,
-    )
-    inbox = channel.open([request_id])
+@dataclass(frozen=True, slots=True)
+class _Test:
+    """prompt_tokens: of the test prompt."""
 
-    def wake(call: asyncio.Task[None]) -> None:  # if it failed: then no delta comes
-        if not call.cancelled() and call.exception() is not None:
-            inbox.put_nowait(None)
+    engine: EngineReplica
+    channel: TokenChannel
+    own: EngineStatus
+    prompt_tokens: int
 
-    call = asyncio.create_task(engine.generate(request))
-    call.add_done_callback(wake)
-    logprobs: list[TokenLogprob] = []
-    try:
-        async with asyncio.timeout(TEST_TIMEOUT_S + GRACE_S):
-            while (delta := await inbox.get()) is not None:
-                if delta.error is not None:
-                    raise EngineUnavailable(delta.error.message)
-                logprobs += delta.logprobs or []
-                if delta.finish_reason is not None:
-                    return logprobs
-        raise EngineUnavailable(str(call.exception()))
-    except TimeoutError:
-        raise EngineUnavailable(f"no answer within {TEST_TIMEOUT_S:.0f} s") from None
-    finally:
-        call.cancel()
-        channel.close([request_id])
+    async def remote(self, partner: str) -> list[TokenLogprob]:
+        """A busy pool may be too late once. Raises StartupError."""
+        for number in range(1, TRIES + 1):
+            try:
+                return await self.answer("remote", number)
+            except EngineUnavailable as error:
+                reason = f"a test prompt did not get from {partner} to {self.own.engine_id}: {error}"
+                logger.warning("%s (try %d of %d)", reason, number, TRIES)
+        raise StartupError(reason)
+
+    async def answer(self, prefill: Literal["local", "remote"], number: int = 1) -> list[TokenLogprob]:
+        """Raises EngineUnavailable if there is none."""
+        request_id = f"self-test-{prefill}-{number}-{self.own.engine_id}"
+        request = GenerateRequest(
+            request_id=request_id,
+            prompt=[1 + i % 64 for i in range(self.prompt_tokens)],
+            params=SamplingParams(temperature=0.0, max_tokens=TEST_TOKENS, ignore_eos=True, logprobs=0),
+            reply_to=self.channel.address,
+            timeout_s=TEST_TIMEOUT_S,
+            cache_salt=request_id,  # so that nobody's cache spares the work
+            prefill=prefill,
+        )
+        inbox = self.channel.open([request_id])
+
+        def wake(call: asyncio.Task[None]) -> None:  # if it failed: then no delta comes
+            if not call.cancelled() and call.exception() is not None:
+                inbox.put_nowait(None)
+
+        call = asyncio.create_task(self.engine.generate(request))
+        call.add_done_callback(wake)
+        logprobs: list[TokenLogprob] = []
+        try:
+            async with asyncio.timeout(TEST_TIMEOUT_S + GRACE_S):
+                while (delta := await inbox.get()) is not None:
+                    if delta.error is not None:
+                        raise EngineUnavailable(delta.error.message)
+                    logprobs += delta.logprobs or []
+                    if delta.finish_reason is not None:
+                        return logprobs
+            raise EngineUnavailable(str(call.exception()))
+        except TimeoutError:
+            raise EngineUnavailable(f"no answer within {TEST_TIMEOUT_S:.0f} s") from None
+        finally:
+            call.cancel()
+            self.channel.close([request_id])
 
 
 def difference(remote: list[TokenLogprob], local: list[TokenLogprob]) -> str | None:

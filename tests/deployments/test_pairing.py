@@ -20,7 +20,7 @@ def test_decode_waits_for_the_first_prefill_engine_and_tries_it(state):
     async def scenario() -> None:
         pool = FakePrefillPool(state=state)
         async with decode_with(pool) as (replica, engine):
-            pairing = asyncio.create_task(pair(replica, pool, "127.0.0.1", 30))
+            pairing = asyncio.create_task(pair(replica, pool, "127.0.0.1", 30, 2048))
             await until(lambda: engine.told)  # that there is nobody
             assert not engine.added
             pool.found = [status("p1")]
@@ -31,11 +31,22 @@ def test_decode_waits_for_the_first_prefill_engine_and_tries_it(state):
     run(scenario())
 
 
+def test_test_prompt_fits_the_model_and_covers_a_part_of_a_block():
+    async def scenario(max_model_len: int, length: int) -> None:
+        pool = FakePrefillPool(status("p1"))
+        async with decode_with(pool) as (replica, engine):
+            await pair(replica, pool, "127.0.0.1", 30, max_model_len)
+            assert [len(request.prompt) for request in engine.added] == [length, length]
+
+    run(scenario(2048, 40))
+    run(scenario(32, 28))
+
+
 def test_pool_that_is_down_does_not_keep_decode_down():
     async def scenario() -> None:
         pool = FakePrefillPool(state="down")
         async with decode_with(pool) as (replica, engine):
-            await pair(replica, pool, "127.0.0.1", 30)
+            await pair(replica, pool, "127.0.0.1", 30, 2048)
             assert not engine.added
 
     run(scenario())
@@ -48,7 +59,7 @@ def test_prefill_engine_of_another_model_is_an_error_that_names_both():
             engine.fingerprint = "kv=1 dtype=float32 layers=2"
             message = "p1 cannot compute prompts for fake: it has dtype=bfloat16, where dtype=float32 is needed"
             with pytest.raises(StartupError, match=message):
-                await pair(replica, pool, "127.0.0.1", 30)
+                await pair(replica, pool, "127.0.0.1", 30, 2048)
 
     run(scenario())
 
@@ -57,7 +68,7 @@ def test_during_an_update_decode_waits_for_a_prefill_engine_of_its_own_version()
     async def scenario() -> None:
         pool = FakePrefillPool(status("old", fingerprint="g"), state="deploying")
         async with decode_with(pool) as (replica, engine):
-            pairing = asyncio.create_task(pair(replica, pool, "127.0.0.1", 30))
+            pairing = asyncio.create_task(pair(replica, pool, "127.0.0.1", 30, 2048))
             await until(lambda: engine.told)
             assert not pairing.done()
             pool.found.append(status("new"))
@@ -71,7 +82,7 @@ def test_pool_that_does_not_come_in_time_is_an_error():
         pool = FakePrefillPool(state="deploying")
         async with decode_with(pool) as (replica, _):
             with pytest.raises(StartupError, match="startup_timeout_s=0"):
-                await pair(replica, pool, "127.0.0.1", 0.05)
+                await pair(replica, pool, "127.0.0.1", 0.05, 2048)
 
     run(scenario())
 
@@ -82,7 +93,7 @@ def test_test_prompt_that_does_not_get_across_is_an_error_that_names_both():
         async with decode_with(pool) as (replica, engine):
             engine.refusal = ErrorInfo.of(EngineUnavailable("rank 0 could not read"))
             with pytest.raises(StartupError, match="did not get from p1 to fake: rank 0 could not read"):
-                await pair(replica, pool, "127.0.0.1", 30)
+                await pair(replica, pool, "127.0.0.1", 30, 2048)
 
     run(scenario())
 
@@ -93,7 +104,7 @@ def test_test_prompt_that_goes_on_otherwise_than_here_is_an_error():
         async with decode_with(pool) as (replica, engine):
             engine.logprobs["remote"] = -4.0
             with pytest.raises(StartupError, match=r"computed by p1 for fake is wrong: token 0 has logprob -4\.00"):
-                await pair(replica, pool, "127.0.0.1", 30)
+                await pair(replica, pool, "127.0.0.1", 30, 2048)
 
     run(scenario())
 
