@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
-
 from deployments.admission import Admission
 from deployments.engine_pool import EnginePool
 from deployments.ingress_stats import ModelStats
+from deployments.replay import Journal, TokensLost
 from deployments.sequence_record import Reason, SequenceRecord
 from deployments.telemetry import current_request
 from deployments.token_channel import TokenChannel
@@ -21,6 +21,8 @@ from engine.detokenizer import TokenBytes
 from engine.errors import EngineError, Overloaded, RequestTimeout, ServingError
 from engine.messages import ErrorInfo, GenerateRequest, TokenDelta
 from engine.text_stream import TextChunk, TextStream
+
+logger = logging.getLogger(__name__)
 
 FINAL_DELTA_S = 2.0  # tokens come beside the call that reports the end, so they may be a little later than it
 TIMEOUT_GRACE_S = 10.0  # engine and replica end a late request themselves; this is for when both are lost
@@ -53,6 +55,10 @@ class ReportedError(ServingError):
     def __str__(self) -> str:
         return self.info.message
 
+    @property
+    def code(self) -> str:
+        return self.info.code
+
 
 class Aborted(EngineError):
     """The call of this request was cancelled: by Serve, when the client is gone, sometimes before it tells us so."""
@@ -63,16 +69,19 @@ class Aborted(EngineError):
 
 @dataclass(slots=True)
 class _Sequence:
+    """call: of the present attempt, once it is sent. overdue: it has ended, and the final delta should have come."""
+
     index: int
-    request: GenerateRequest
+    journal: Journal
     text: TextStream
     record: SequenceRecord
-    call: asyncio.Task[None] | None = None  # set once it is sent
+    call: asyncio.Task[None] | None = None
+    overdue: bool = False
     finished: bool = False
 
 
 class Generation:
-    """Runs the sequences of one HTTP request, once."""
+    """Runs the sequences of one HTTP request, once. One whose engine is lost goes on in another (replay.py)."""
 
     def __init__(
         self,
@@ -86,14 +95,21 @@ class Generation:
         stats: ModelStats,
         admission: Admission,
         client: str,
+        max_replays: int,
     ):
-        """client: whose turn it takes in `admission`."""
+        """client: whose turn it takes in `admission`. max_replays: of each sequence."""
         self.usage = Usage(prompt_tokens=sum(len(r.prompt) for r in requests[::samples_per_prompt]))
-        http = current_request()
-        self._sequences = {
-            r.request_id: _Sequence(i, r, TextStream(r.params, tokenizer), SequenceRecord(r, http, model, stats))
+        http, now = current_request(), time.monotonic()
+        self._sequences = {  # by the request id of the present attempt
+            r.request_id: _Sequence(
+                i,
+                Journal(r, max_replays, now),
+                TextStream(r.params, tokenizer),
+                SequenceRecord(r, http, model, stats),
+            )
             for i, r in enumerate(requests)
         }
+        self._stats = stats
         for _ in requests[::samples_per_prompt]:
             stats.histograms["request_params_n"].observe(samples_per_prompt)
         self._samples_per_prompt = samples_per_prompt
@@ -107,15 +123,12 @@ class Generation:
 
         Raises the first error of any sequence, and drops the others. Time spent waiting for admission counts.
         """
-        asked_at, timeout_s = time.monotonic(), self._timeout_s()
         first, size = next(iter(self._sequences)), len(self._sequences)
         left: Reason = "abort"  # how those ended that have not come to their own end
         failure: Exception | None = None
         try:
-            async with self._admission.enter(first, self._client, size, self.usage.prompt_tokens, timeout_s) as ticket:
-                waited_s = time.monotonic() - asked_at
-                for sequence in self._sequences.values():
-                    sequence.request = _started_late(sequence.request, waited_s)
+            left_s = self._left_s()
+            async with self._admission.enter(first, self._client, size, self.usage.prompt_tokens, left_s) as ticket:
                 async with aclosing(self._run()) as parts:
                     async for part in parts:
                         self._admission.charge(ticket, len(part.chunk.token_ids))
@@ -134,13 +147,17 @@ class Generation:
         alarm = self._set_alarm(inbox)
         try:
             for sequence in self._sequences.values():
-                sequence.call = asyncio.create_task(self._pool.generate(sequence.request))
-                sequence.call.add_done_callback(partial(_wake, inbox))
+                self._call(sequence, self._pool.generate(sequence.journal.attempt(time.monotonic())), inbox)
             while not all(s.finished for s in self._sequences.values()):
                 delta = await inbox.get()
                 if delta is None:
-                    self._raise_if_lost()
-                elif not (sequence := self._sequences[delta.request_id]).finished:
+                    self._look(inbox)
+                elif (sequence := self._sequences.get(delta.request_id)) is None or sequence.finished:
+                    continue  # of an attempt that was given up
+                elif delta.finish_reason in ("error", "abort"):
+                    error = Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error)
+                    self._go_on(sequence, error, inbox)
+                else:
                     yield self._take(sequence, delta)
         finally:
             if alarm is not None:
@@ -151,9 +168,7 @@ class Generation:
                     sequence.call.cancel()
 
     def _take(self, sequence: _Sequence, delta: TokenDelta) -> Part:
-        if delta.finish_reason in ("error", "abort"):
-            sequence.finished = True
-            raise Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error)
+        delta = sequence.journal.add(delta)
         chunk = sequence.text.add(delta)
         if chunk.finish_reason is not None:
             sequence.finished = True
@@ -167,18 +182,35 @@ class Generation:
             self.usage.cached_tokens += delta.num_cached_tokens
         return Part(sequence.index, chunk)
 
-    def _raise_if_lost(self) -> None:
+    def _look(self, inbox: Inbox) -> None:
         """Woken without a delta: some call ended without its final delta, or the time is over."""
-        for sequence in self._sequences.values():
-            if sequence.finished:
-                continue
+        for sequence in [s for s in self._sequences.values() if not s.finished]:
             if self._timed_out:
-                raise RequestTimeout(sequence.request.request_id, sequence.request.timeout_s or 0.0)
-            if sequence.call is not None and sequence.call.done():
-                if (error := sequence.call.exception()) is not None:
-                    raise error
-                raise EngineError(sequence.request.request_id, "its last tokens were lost")
+                raise self._late(sequence)
+            if sequence.overdue and sequence.call is not None:
+                lost = TokensLost(sequence.journal.request_id)
+                self._go_on(sequence, sequence.call.exception() or lost, inbox)
 
+    def _go_on(self, sequence: _Sequence, error: BaseException, inbox: Inbox) -> None:
+        """An attempt has failed: try another. Raises the error if that is of no use."""
+        journal = sequence.journal
+        given_up = journal.request_id
+        reason = journal.replay(error)
+        if reason is None:
+            sequence.finished = not isinstance(error, RequestTimeout)
+            raise self._late(sequence) if is_timeout(error) else error
+        self._stats.replays[reason] += 1
+        logger.warning(
+            "request replayed request_id=%s replay=%d received_tokens=%d reason=%s error=%s",
+            journal.request.request_id,
+            journal.num_replays,
+            len(journal.output),
+            reason,
+            error,
+        )
+        self._sequences[journal.request_id] = self._sequences.pop(given_up)
+        self._channel.move(given_up, journal.request_id)
+        self._call(sequence, self._replay(journal), inbox)
     def _timeout_s(self) -> float | None:
         """Of the sequence that may take longest; None without a limit."""
         return max((s.request.timeout_s for s in self._sequences.values() if s.request.timeout_s), default=None)

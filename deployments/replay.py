@@ -9,27 +9,12 @@ from __future__ import annotations
 import msgspec
 
 from engine.errors import EngineError, ServingError
-from engine.messages import ErrorInfo, GenerateRequest, TokenDelta
+from engine.messages import GenerateRequest, TokenDelta
 from engine.request import seed_of
 
 BACK_OFF_S = 0.25  # before the first replay; a replica whose engine broke is gone by then
 MAX_BACK_OFF_S = 2.0
 LEAST_S = 0.001  # that an engine is given
-
-
-class ReportedError(ServingError):
-    """An error that the engine reported in a request's final delta."""
-
-    def __init__(self, info: ErrorInfo):
-        super().__init__(info)
-        self.info = info
-
-    def __str__(self) -> str:
-        return self.info.message
-
-    @property
-    def code(self) -> str:
-        return self.info.code
 
 
 class TokensLost(EngineError):

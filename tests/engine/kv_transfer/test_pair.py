@@ -16,6 +16,7 @@ from engine.kv_transfer.config import HandoffConfig
 from engine.messages import Abort, GenerateRequest, PrefillPool, PrefillReplica
 from engine.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair
+from tests.models import make_model
 from tests.rank_pool import RankPool
 
 BLOCK = 16
@@ -278,6 +279,24 @@ def test_small_pools_on_both_sides_only_make_it_slower(ranks, alone):
             assert pair.ingress.tokens(f"r{i}") == alone(prompt(length, i), max_tokens=40)
         pair.settle()
         assert results(pair) == len(lengths)
+
+
+def test_a_prompt_of_16k_tokens_comes_in_small_chunks(ranks, tmp_path):
+    model = make_model(tmp_path, "llama", max_position_embeddings=16_500)
+    options = {"model": str(model), "num_blocks": 1040}
+    core = EngineCore(make_config(None, **options))
+    tokens = random.Random(16).choices(range(3, 90), k=16_384)
+    core.add(GenerateRequest(request_id="a", prompt=tokens, params=SamplingParams(temperature=0.0, max_tokens=4)))
+    expected = [token for token_ids in steps(core) for token in token_ids]
+    core.close()
+    with Pair(
+        make_config("decode", **options), make_config("prefill", **options, max_num_batched_tokens=256), ranks
+    ) as pair:
+        pair.ingress.add("long", tokens, max_tokens=4)
+        assert pair.ingress.tokens("long") == expected
+        pair.settle()
+        assert results(pair) == 1
+        assert pair.decode.status.handoffs.bytes_overlapped > 0
 
 
 def test_when_prefill_ends_decode_goes_on_alone(ranks, alone):
