@@ -166,6 +166,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
             max_waiting=ingress.max_waiting,
             max_waiting_tokens=ingress.max_waiting_tokens,
         ),
+        max_replays=ingress.max_replays,
         has_priorities=model.engine_config().scheduling_policy == "priority",
         tool_call_parser=model.tool_call_parser,
         reasoning_parser=model.reasoning_parser,

@@ -15,6 +15,8 @@ from engine.errors import RequestError, ServingError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Manta: serve and run large language models.")
 app.add_typer(bench, name="bench")
+k8s = typer.Typer(no_args_is_help=True, help="Manifests for Kubernetes (k8s/README.md).")
+app.add_typer(k8s, name="k8s")
 
 ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a Hugging Face model folder, or a Hub id.")]
 
@@ -92,6 +94,27 @@ def print_key_line(
     if generate:
         print(f"the key of {name}, shown only now: {key}", file=sys.stderr)
     print(line)
+
+
+@k8s.command(name="lint")
+def lint_manifests(
+    path: Annotated[Path, typer.Argument(exists=True, help="A folder for kustomize, or a YAML file.")],
+) -> None:
+    """Say what is wrong with manifests that Kubernetes would accept; exit code 1 if anything is.
+
+    Holds the Serve configuration in a RayService against its pods: whether replicas fit, whether ports, labels and
+    deadlines agree, who may reach which port, and what pods are allowed to do.
+
+    Example: manta k8s lint k8s/overlays/single-gpu
+    """
+    from cluster.k8s_lint.lint import lint  # ray takes seconds
+
+    found = lint(path)
+    for finding in found:
+        print(finding)
+    if found:
+        raise typer.Exit(1)
+    print(f"{path} is fine", file=sys.stderr)
 
 
 def main() -> None:

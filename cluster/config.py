@@ -82,6 +82,7 @@ class IngressSection(Section):
     """The HTTP API (docs/http_api.md).
 
     request_timeout_s: a request that takes longer is ended with an error, wherever it is; it may ask for less.
+    max_replays: a sequence whose replica dies goes on in another one, at most so often; 0 ends it with an error.
     max_waiting, max_waiting_tokens: sequences of one model, and tokens of their prompts, that may wait in one replica
         for the engines; more are refused with 429.
     api_keys_file: who may come in, on every node that runs an ingress; without it, everybody.
@@ -93,6 +94,7 @@ class IngressSection(Section):
     max_ongoing_requests: int = Field(default=4096, ge=1)
     request_timeout_s: float = Field(default=600.0, gt=0)
     drain_s: float = Field(default=60.0, ge=0)
+    max_replays: int = Field(default=3, ge=0)
     max_waiting: int = Field(default=1024, ge=1)
     max_waiting_tokens: int = Field(default=2**22, ge=1)
     api_keys_file: str | None = Field(default=None, min_length=1)

@@ -21,7 +21,10 @@ STATUS_TIMEOUT_S = 3.0
 
 class EnginePool(Protocol):
     async def generate(self, request: GenerateRequest) -> None:
-        """Returns when the request has ended in its engine. Cancelling it aborts the request there."""
+        """Returns when the request has ended in its engine. Cancelling it aborts the request there.
+
+        Waits for a replica if there is none. Raises ServingError; EngineUnavailable if the replica is lost meanwhile.
+        """
 
     async def statuses(self) -> list[EngineStatus]:
         """One per healthy replica. Raises EngineUnavailable if there is none."""

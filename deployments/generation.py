@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from deployments.admission import Admission
 from deployments.engine_pool import EnginePool
@@ -18,11 +19,13 @@ from deployments.sequence_record import Reason, SequenceRecord
 from deployments.telemetry import current_request
 from deployments.token_channel import TokenChannel
 from engine.detokenizer import TokenBytes
-from engine.errors import EngineError, Overloaded, RequestTimeout, ServingError
+from engine.errors import EngineError, Overloaded, ServingError
 from engine.messages import ErrorInfo, GenerateRequest, TokenDelta
 from engine.text_stream import TextChunk, TextStream
 
 logger = logging.getLogger(__name__)
+
+Inbox = asyncio.Queue[TokenDelta | None]
 
 FINAL_DELTA_S = 2.0  # tokens come beside the call that reports the end, so they may be a little later than it
 TIMEOUT_GRACE_S = 10.0  # engine and replica end a late request themselves; this is for when both are lost
@@ -128,11 +131,13 @@ class Generation:
         failure: Exception | None = None
         try:
             left_s = self._left_s()
-            async with self._admission.enter(first, self._client, size, self.usage.prompt_tokens, left_s) as ticket:
-                async with aclosing(self._run()) as parts:
-                    async for part in parts:
-                        self._admission.charge(ticket, len(part.chunk.token_ids))
-                        yield part
+            async with (
+                self._admission.enter(first, self._client, size, self.usage.prompt_tokens, left_s) as ticket,
+                aclosing(self._run()) as parts,
+            ):
+                async for part in parts:
+                    self._admission.charge(ticket, len(part.chunk.token_ids))
+                    yield part
         except Aborted:
             raise  # counts as `abort`
         except Exception as error:
@@ -152,13 +157,15 @@ class Generation:
                 delta = await inbox.get()
                 if delta is None:
                     self._look(inbox)
-                elif (sequence := self._sequences.get(delta.request_id)) is None or sequence.finished:
+                    continue
+                live = self._sequences.get(delta.request_id)
+                if live is None or live.finished:
                     continue  # of an attempt that was given up
-                elif delta.finish_reason in ("error", "abort"):
+                if delta.finish_reason in ("error", "abort"):
                     error = Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error)
-                    self._go_on(sequence, error, inbox)
+                    self._go_on(live, error, inbox)
                 else:
-                    yield self._take(sequence, delta)
+                    yield self._take(live, delta)
         finally:
             if alarm is not None:
                 alarm.cancel()
@@ -186,19 +193,18 @@ class Generation:
         """Woken without a delta: some call ended without its final delta, or the time is over."""
         for sequence in [s for s in self._sequences.values() if not s.finished]:
             if self._timed_out:
-                raise self._late(sequence)
+                raise sequence.journal.timeout()
             if sequence.overdue and sequence.call is not None:
-                lost = TokensLost(sequence.journal.request_id)
-                self._go_on(sequence, sequence.call.exception() or lost, inbox)
+                error = sequence.call.exception() or TokensLost(sequence.journal.request_id)
+                self._go_on(sequence, error, inbox)
 
     def _go_on(self, sequence: _Sequence, error: BaseException, inbox: Inbox) -> None:
-        """An attempt has failed: try another. Raises the error if that is of no use."""
-        journal = sequence.journal
-        given_up = journal.request_id
+        """An attempt has failed: begin another. Raises the error if that is of no use."""
+        journal, failed = sequence.journal, sequence.journal.request_id
         reason = journal.replay(error)
         if reason is None:
-            sequence.finished = not isinstance(error, RequestTimeout)
-            raise self._late(sequence) if is_timeout(error) else error
+            sequence.finished = True
+            raise journal.failure(error)
         self._stats.replays[reason] += 1
         logger.warning(
             "request replayed request_id=%s replay=%d received_tokens=%d reason=%s error=%s",
@@ -208,35 +214,49 @@ class Generation:
             reason,
             error,
         )
-        self._sequences[journal.request_id] = self._sequences.pop(given_up)
-        self._channel.move(given_up, journal.request_id)
+        self._sequences[journal.request_id] = self._sequences.pop(failed)
+        self._channel.move(failed, journal.request_id)
+        if sequence.call is not None:
+            sequence.call.cancel()
         self._call(sequence, self._replay(journal), inbox)
-    def _timeout_s(self) -> float | None:
-        """Of the sequence that may take longest; None without a limit."""
-        return max((s.request.timeout_s for s in self._sequences.values() if s.request.timeout_s), default=None)
 
-    def _set_alarm(self, inbox: asyncio.Queue[TokenDelta | None]) -> asyncio.TimerHandle | None:
-        timeout_s = self._timeout_s()
-        if timeout_s is None:
+    async def _replay(self, journal: Journal) -> None:
+        """Returns when the new attempt has ended in its engine. The pool waits for a replica if there is none."""
+        await asyncio.sleep(journal.back_off_s(time.monotonic()))
+        if journal.left_s(time.monotonic()) == 0.0:
+            raise journal.timeout()
+        await self._pool.generate(journal.attempt(time.monotonic()))
+
+    def _call(self, sequence: _Sequence, generate: Coroutine[Any, Any, None], inbox: Inbox) -> None:
+        sequence.call, sequence.overdue = asyncio.create_task(generate), False
+        sequence.call.add_done_callback(partial(_wake, sequence, inbox))
+
+    def _left_s(self) -> float | None:
+        """Of the sequence that may take longest; None without a limit."""
+        times = [s.journal.left_s(time.monotonic()) for s in self._sequences.values()]
+        return max((left_s for left_s in times if left_s is not None), default=None)
+
+    def _set_alarm(self, inbox: Inbox) -> asyncio.TimerHandle | None:
+        left_s = self._left_s()
+        if left_s is None:
             return None
 
         def ring() -> None:
             self._timed_out = True
             inbox.put_nowait(None)
 
-        return asyncio.get_running_loop().call_later(timeout_s + TIMEOUT_GRACE_S, ring)
+        return asyncio.get_running_loop().call_later(left_s + TIMEOUT_GRACE_S, ring)
 
 
-def _started_late(request: GenerateRequest, waited_s: float) -> GenerateRequest:
-    """With what is left of its time, at least a millisecond."""
-    if request.timeout_s is None:
-        return request
-    return msgspec.structs.replace(request, timeout_s=max(request.timeout_s - waited_s, 0.001))
-
-
-def _wake(inbox: asyncio.Queue[TokenDelta | None], call: asyncio.Task[None]) -> None:
+def _wake(sequence: _Sequence, inbox: Inbox, call: asyncio.Task[None]) -> None:
     """A call has ended: look at it, at once if it failed, or when its final delta has had time to come."""
     if call.cancelled():
         return
+
+    def look() -> None:
+        if sequence.call is call:
+            sequence.overdue = True
+            inbox.put_nowait(None)
+
     delay_s = 0.0 if call.exception() is not None else FINAL_DELTA_S
-    asyncio.get_running_loop().call_later(delay_s, inbox.put_nowait, None)
+    asyncio.get_running_loop().call_later(delay_s, look)

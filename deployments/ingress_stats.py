@@ -6,6 +6,7 @@ import msgspec
 
 from engine.histogram import SECONDS, TOKENS, Histogram
 
+REPLAY_REASONS = ("engine_unavailable", "tokens_lost", "overloaded")
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -15,12 +16,14 @@ class ModelStats(msgspec.Struct):
     finished: how many ended, by reason, as their clients saw it: `stop` also for a stop string, which no engine knows
         of; `abort` if the client left; `error` if it was told of one.
     histograms: by vLLM's names.
+    replays: attempts to go on in another engine, by the error that the attempt before it ended with.
     refused: HTTP requests that were not admitted. waiting: sequences that wait for admission now.
     """
 
     refused: int = 0
     waiting: int = 0
     finished: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FINISHED_REASONS, 0))
+    replays: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REPLAY_REASONS, 0))
     histograms: dict[str, Histogram] = msgspec.field(
         default_factory=lambda: {
             "time_to_first_token_seconds": Histogram.over(SECONDS),

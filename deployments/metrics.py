@@ -167,6 +167,13 @@ class _Snapshot(Collector):
             waiting.add_metric(labels, stats.waiting)
         yield refused
         yield waiting
+        replays = CounterMetricFamily(
+            "manta_request_replays", "Attempts to go on in another engine.", labels=[*OF_MODEL, "reason"]
+        )
+        for labels, stats in self._models():
+            for reason, count in stats.replays.items():
+                replays.add_metric([*labels, reason], count)
+        yield replays
         dropped = CounterMetricFamily(
             "manta_dropped_deltas", "Token deltas that came for no open request.", labels=["ingress"]
         )

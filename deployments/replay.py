@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.errors import EngineError, ServingError
+from deployments.ingress_stats import REPLAY_REASONS
+from engine.errors import EngineError, RequestTimeout, ServingError
 from engine.messages import GenerateRequest, TokenDelta
 from engine.request import seed_of
 
@@ -27,10 +28,10 @@ class TokensLost(EngineError):
         return f"the last tokens of request {self.args[0]} were lost"
 
 
-# Errors by their codes: the engine is gone, or what it said. None of them is due to the request, unless it is the
-# request that kills its engines: then the bound on replays saves the others.
+# Codes of errors that no request is to blame for, unless it is the one that kills its engines: hence the bound on
+# replays.
 ENGINE_GONE = ("engine_unavailable", "tokens_lost")
-REPLAY_REASONS = (*ENGINE_GONE, "overloaded")
+TIMEOUT = "request_timeout"
 
 
 class Journal:
@@ -52,17 +53,18 @@ class Journal:
         """Of the present attempt."""
         return f"{self.request.request_id}.{self.num_replays}" if self.num_replays else self.request.request_id
 
-    @property
-    def back_off_s(self) -> float:
-        """Before the present attempt."""
-        return min(BACK_OFF_S * 2 ** (self.num_replays - 1), MAX_BACK_OFF_S) if self.num_replays else 0.0
+    def back_off_s(self, now: float) -> float:
+        """To wait before the present attempt, never beyond the deadline."""
+        back_off_s = min(BACK_OFF_S * 2 ** (self.num_replays - 1), MAX_BACK_OFF_S) if self.num_replays else 0.0
+        left_s = self.left_s(now)
+        return back_off_s if left_s is None else min(back_off_s, left_s)
 
     def left_s(self, now: float) -> float | None:
         """Until the deadline, never below 0. None without one."""
         return None if self._deadline_at is None else max(0.0, self._deadline_at - now)
 
     def attempt(self, now: float) -> GenerateRequest:
-        """What the present attempt asks of an engine: a prompt that ends with the output so far, which counts as output.
+        """What the present attempt asks of an engine: the output so far ends its prompt, and counts as output there.
 
         The engine derives a missing seed from the request id, so later attempts are given the first one's.
         """
@@ -88,7 +90,7 @@ class Journal:
         self.output += delta.token_ids
         return delta
 
-    def replay(self, error: Exception) -> str | None:
+    def replay(self, error: BaseException) -> str | None:
         """The present attempt has failed: begin another, and return the reason for it. None if that is of no use.
 
         A full queue is an answer to a new request, but no reason to break one off that was running.
@@ -100,6 +102,14 @@ class Journal:
             return None
         self.num_replays += 1
         return reason
+
+    def failure(self, error: BaseException) -> BaseException:
+        """What the client is told when an attempt failed for good."""
+        return self.timeout() if isinstance(error, ServingError) and error.code == TIMEOUT else error
+
+    def timeout(self) -> RequestTimeout:
+        """With the deadline that the client knows: an attempt has only what is left of it."""
+        return RequestTimeout(self.request.request_id, self.request.timeout_s or 0.0)
 
 
 def _signed(seed: int) -> int:

@@ -51,9 +51,21 @@ class TokenChannel:
             self._inboxes.pop(request_id, None)
             self._commands_to.pop(request_id, None)
 
+    def move(self, old: str, new: str) -> None:
+        """The request goes on under another id, in another engine: what still comes for the old one is dropped.
+
+        Its engine is told, since it may still be alive, or only pause.
+        """
+        self._inboxes[new] = self._inboxes.pop(old)
+        if old in self._commands_to:
+            self._send(self._commands_to.pop(old), Abort(old))
+
     def stop(self, request_id: str) -> None:
         """Tell its engine that the text has reached a stop string. Only for a request that has had a delta."""
-        address, now = self._commands_to[request_id], time.monotonic()
+        self._send(self._commands_to[request_id], Abort(request_id, "stop"))
+
+    def _send(self, address: str, command: Abort) -> None:
+        now = time.monotonic()
         for unused in [a for a, (used_at, _) in self._engines.items() if now - used_at > FORGET_ENGINE_S]:
             self._engines.pop(unused)[1].close(linger=0)
         if address in self._engines:
@@ -63,7 +75,7 @@ class TokenChannel:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.connect(address)
         self._engines[address] = (now, socket)
-        socket.send(msgspec.msgpack.encode(Abort(request_id, "stop")), zmq.NOBLOCK)
+        socket.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)
 
     async def run(self) -> None:
         """Dispatch until cancelled, then close the socket."""

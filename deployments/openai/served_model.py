@@ -42,6 +42,7 @@ class ModelInfo:
     default_sampling: by SamplingParams' names.
     request_timeout_s: after which a request is ended, wherever it is; a request may ask for less.
     admission: how many requests the engines get, and how many may wait for them.
+    max_replays: how often a sequence may go on in another engine when its own is lost.
     has_priorities: whether the engines look at the priority of a request.
     tool_call_parser, reasoning_parser: how it writes tool calls and reasoning.
     """
@@ -54,6 +55,7 @@ class ModelInfo:
     default_sampling: dict[str, Any]
     request_timeout_s: float
     admission: AdmissionLimits
+    max_replays: int = 3
     has_priorities: bool = False
     tool_call_parser: ToolCallParser = "auto"
     reasoning_parser: ReasoningParser = "auto"
@@ -207,4 +209,5 @@ class ServedModel:
             stats=self._stats,
             admission=self.admission,
             client=caller.client,
+            max_replays=self.info.max_replays,
         )

@@ -157,7 +157,7 @@ def test_a_prompt_that_another_engine_computes_counts_once(folder):
 
 def test_a_request_that_its_engine_fails_counts_as_an_error():
     async def scenario() -> None:
-        async with fake_api(says("abc")) as api:
+        async with fake_api(says("abc"), max_replays=0) as api:
             api.engine.paused.set()
             asking = asyncio.create_task(api.post("completions", prompt="a"))
             async with asyncio.timeout(5):

@@ -163,7 +163,7 @@ def test_refusal_by_the_engine_has_its_own_status(stream):
 
 def test_loss_of_the_replica_ends_a_stream_with_an_error_event():
     async def scenario() -> None:
-        async with fake_api() as api:
+        async with fake_api(max_replays=0) as api:
             body = ChatBody.model_validate({"messages": HELLO, "stream": True})
             answer = await api.model.chat(body, Header("chatcmpl-1", 0, "fake"), Caller("test"))
             response = await stream(answer.chunks())

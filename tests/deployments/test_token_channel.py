@@ -61,3 +61,35 @@ def test_a_stop_goes_to_the_engine_that_works_for_the_request_and_unused_sockets
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_request_that_moves_keeps_its_inbox_and_its_old_engine_is_told_to_drop_it():
+    async def scenario() -> None:
+        channel = TokenChannel("127.0.0.1")
+        task = asyncio.create_task(channel.run())
+        inbox = channel.open(["a", "b"])
+        with zmq.Context() as context, context.socket(zmq.PUSH) as tokens, context.socket(zmq.PULL) as engine:
+            tokens.connect(channel.address)
+            address = f"tcp://127.0.0.1:{engine.bind_to_random_port('tcp://127.0.0.1')}"
+
+            def say(name: str) -> None:
+                delta = TokenDelta(request_id=name, token_ids=[1])
+                batch = TokenBatch(engine_id="fake", commands_to=address, step=1, deltas=[delta])
+                tokens.send(msgspec.msgpack.encode(batch))
+
+            async with asyncio.timeout(5):
+                say("a")
+                await inbox.get()
+                channel.move("a", "a.1")
+                channel.move("b", "b.1")  # no engine is known to work for it
+                assert await asyncio.to_thread(engine.poll, 5000)
+                assert msgspec.msgpack.decode(engine.recv(), type=Command) == Abort("a", "abort")
+                for name in ("a", "b", "b.1", "a.1"):
+                    say(name)
+                got = [await inbox.get(), await inbox.get()]
+            assert [delta and delta.request_id for delta in got] == ["b.1", "a.1"]
+            assert channel.dropped == 2
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))

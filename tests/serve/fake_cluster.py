@@ -26,13 +26,13 @@ NOTICE_NODE_DEATH = {  # Ray's defaults take more than 15 s
 class FakeCluster:
     """Started by the constructor."""
 
-    def __init__(self, nodes: list[dict[str, Any]]):
-        """nodes: arguments of Cluster.add_node; the first is the head."""
+    def __init__(self, nodes: list[dict[str, Any]], environment: dict[str, str] | None = None):
+        """nodes: arguments of Cluster.add_node; the first is the head. environment: of all nodes."""
         self._folder = tempfile.TemporaryDirectory(prefix="manta", dir="/tmp")  # socket paths must be short
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, json.dumps(nodes)],
             cwd=Path(__file__).parents[2],
-            env={**ray_environment(self._folder.name), **NOTICE_NODE_DEATH},
+            env={**ray_environment(self._folder.name), **NOTICE_NODE_DEATH, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -177,9 +177,8 @@ def serving(tmp_path_factory, folder) -> Iterator[Serving]:
     # where no test kills the node
     ingress = {"name": "ingress", "ray_actor_options": {"num_cpus": 0.1, "label_selector": {"pool": "!decode"}}}
     cluster = FakeCluster(NODES)
-    server = ServeRun(
-        tmp_path_factory.mktemp("serve"), {"models": models}, address=cluster.address, deployments=[ingress]
-    )
+    args = {"models": models, "ingress": {"max_replays": 0}}  # so that the end of a replica shows
+    server = ServeRun(tmp_path_factory.mktemp("serve"), args, address=cluster.address, deployments=[ingress])
     serving = Serving(cluster, server)
     try:
         serving.wait_for_all()

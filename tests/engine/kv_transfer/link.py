@@ -51,10 +51,18 @@ class Link:
             self._limit = None
             self._changed.notify_all()
 
+    @property
+    def is_held(self) -> bool:
+        """All that may pass has passed."""
+        return self._passed == self._limit
+
     def wait_held(self) -> None:
-        """Until all that may pass has passed."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._passed == self._limit, TIMEOUT_S), "not so much came"
+            assert self._changed.wait_for(lambda: self.is_held, TIMEOUT_S), "not so much came"
+
+    def lead_to(self, host: str, port: int) -> None:
+        """Where new connections go from now on."""
+        self._target = (host, port)
 
     def corrupt(self, after: int) -> None:
         """Flip a bit of the byte that comes when `after` more have passed."""
@@ -112,6 +120,8 @@ class Link:
             while data := near.recv(CHUNK):
                 with self._changed:
                     self._changed.wait_for(lambda: self._cut or self._limit is None or self._passed < self._limit)
+                    if self._cut:
+                        raise OSError("cut")
                 far.sendall(data)
         self._end(near, far)
 

@@ -103,7 +103,9 @@ class Pair:
             assert self._changed.wait_for(condition, LIMIT_MS / 1000), "it did not come to that"
 
     def settle(self) -> None:
-        """Wait until neither engine holds anything; then the books must balance."""
+        """Wait until neither engine holds anything; then the books must balance. Older statuses do not count."""
+        with self._changed:
+            self.decode.status = self.prefill.status = None
         self.wait_for(lambda: all(is_empty(e.status) for e in (self.decode, self.prefill) if e.thread.is_alive()))
         for engine in (self.decode, self.prefill):
             if engine.thread.is_alive():

@@ -1,0 +1,116 @@
+"""Two decode replicas under eight running streams, one of which is killed: all streams end as if nothing had happened.
+
+`pytest -s` shows how long the streams paused.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.scrape import Scrape
+from tests.serve.serve_run import ServeRun, wait_until
+
+pytestmark = pytest.mark.serve
+
+WORDS = ["ocean", "lamp", "winter", "dog", "music", "river", "stone", "letter"]
+LONG = {"max_tokens": 300, "ignore_eos": True}
+GREEDY = {"temperature": 0, **LONG}
+SAMPLED = {"temperature": 1.0, "presence_penalty": 0.5, **LONG}
+OF_A_FORM = {"temperature": 0, "max_tokens": 400, "structured_outputs": {"regex": "[a-z]{2,9}( [a-z]{2,9}){60}"}}
+ASKED: list[dict[str, Any]] = [
+    *({"prompt": f"The {word} is", **GREEDY} for word in WORDS[:4]),
+    *({"prompt": f"The {word} is", "seed": seed, **SAMPLED} for seed, word in enumerate(WORDS[4:7])),
+    {"prompt": f"The {WORDS[7]} is", **OF_A_FORM},
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[ServeRun]:
+    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1}
+    model = {"name": "pocket", "model": "pocket", "engine": engine, "decode": {"num_cpus": 0.2, "num_replicas": 2}}
+    server = ServeRun(tmp_path_factory.mktemp("serve"), {"models": [model]})
+    try:
+        for _ in range(2):
+            server.wait_for_line("replica ready", timeout_s=240)
+        wait_until(lambda: httpx.get(f"{server.url}/health", timeout=5).status_code == 200)
+        yield server
+    finally:
+        server.stop()
+
+
+def scrape(server: ServeRun) -> Scrape:
+    answer = httpx.get(f"{server.url}/metrics", timeout=10)
+    assert answer.status_code == 200
+    return Scrape(answer.text)
+
+
+def replicas(server: ServeRun) -> float:
+    return scrape(server).sum("manta_up")
+
+
+def stream(server: ServeRun, body: dict[str, Any], running: Barrier | None = None) -> tuple[str, str, float]:
+    """The text, why it ended, and the longest pause between two events. running: met after the first event."""
+    text, reason, pause_s, last_at = "", "", 0.0, time.monotonic()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=90) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            choice = event["choices"][0]
+            text, reason = text + choice["text"], choice["finish_reason"]
+            if running is not None:
+                running.wait(30)
+                running = None
+                last_at = time.monotonic()
+            pause_s, last_at = max(pause_s, time.monotonic() - last_at), time.monotonic()
+    return text, reason, pause_s
+
+
+def processes(server: ServeRun, title: str) -> list[psutil.Process]:
+    return [p for p in server.processes() if p.cmdline() and p.cmdline()[0].startswith(title)]
+
+
+@pytest.mark.parametrize("victim", ["ray::RankActor", "ray::ServeReplica:manta:decode-pocket"])
+def test_streams_go_on_unchanged_when_a_process_of_a_decode_replica_is_killed(server, victim):
+    with ThreadPoolExecutor(len(ASKED)) as pool:
+        expected = list(pool.map(lambda body: stream(server, body)[:2], ASKED))
+        assert len({text for text, _ in expected}) == len(ASKED)
+        before = scrape(server).sum("manta_request_replays_total")
+        running = Barrier(len(ASKED) + 1)
+        streams = [pool.submit(stream, server, body, running) for body in ASKED]
+        first, _ = processes(server, victim)
+        running.wait(30)
+        first.kill()
+        found = [one.result(timeout=120) for one in streams]
+    assert [one[:2] for one in found] == expected
+    replayed = scrape(server).sum("manta_request_replays_total") - before
+    assert replayed > 0
+    assert scrape(server).sum("vllm:request_success_total", finished_reason="error") == 0
+    pauses = ", ".join(f"{pause_s:.2f}" for _, _, pause_s in found)
+    print(f"\nSIGKILL of {victim}: {replayed:.0f} replays, longest pause of each stream in s: {pauses}")
+    wait_until(lambda: replicas(server) == 2, timeout_s=60)
+
+
+def test_requests_whose_clients_leave_are_not_replayed(server):
+    before = scrape(server).sum("manta_request_replays_total")
+    left = scrape(server).sum("vllm:request_success_total", finished_reason="abort")
+    for body in ASKED:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=30
+        ) as response:
+            next(response.iter_lines())
+    aborted = left + len(ASKED)
+    wait_until(lambda: scrape(server).sum("vllm:request_success_total", finished_reason="abort") == aborted)
+    wait_until(lambda: scrape(server).sum("vllm:num_requests_running") == 0)
+    assert scrape(server).sum("manta_request_replays_total") == before
