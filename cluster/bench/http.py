@@ -146,14 +146,16 @@ async def _load(url: str, streams: int, tokens: int) -> int:
     async def receive(session: aiohttp.ClientSession) -> int:
         async with session.post(url, json=body) as answer:
             text = await answer.read()
-            return text.count(b"data: {")
+            received = text.count(b"data: {")
+            if received < tokens:
+                raise EngineUnavailable(
+                    f"a stream brought {received} of {tokens} tokens: {answer.status} {text[-200:]!r}"
+                )
+            return received
 
     timeout = aiohttp.ClientTimeout(total=START_TIMEOUT_S)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        counts = await asyncio.gather(*(receive(session) for _ in range(streams)))
-    if min(counts) < tokens:
-        raise EngineUnavailable(f"a stream brought {min(counts)} of {tokens} tokens")
-    return streams * tokens
+        return sum(await asyncio.gather(*(receive(session) for _ in range(streams))))
 
 
 def _cpu_seconds(server: psutil.Process) -> float:

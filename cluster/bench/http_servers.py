@@ -69,22 +69,15 @@ class Backend:
             yield chunk
 
 
-front = FastAPI()
-
-
-@serve.ingress(front)
 class Frontend:
     def __init__(self, backend: DeploymentHandle):
         self._backend = backend.options(stream=True)
 
-    @front.post("/v1/completions")
-    async def complete(self, request: Request) -> StreamingResponse:
+    async def __call__(self, request: Request) -> StreamingResponse | str:
+        if request.method == "GET":
+            return "healthy"
         chunks = self._backend.stream.remote((await request.json())["max_tokens"])
         return StreamingResponse(chunks, media_type="text/event-stream")
-
-    @front.get("/health")
-    async def health(self) -> dict[str, str]:
-        return {}
 
 
 def plain(args: dict[str, Any]) -> Application:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -41,7 +40,7 @@ POLL_MS = 20
 
 @dataclass
 class Asked:
-    """What a client wants, and what it has got. engine: the name of the one that has it. ended_at: on time.monotonic."""
+    """What a client wants, and what it has got. engine: who has it. ended_at: on time.monotonic."""
 
     request: GenerateRequest
     engine: str
@@ -87,6 +86,7 @@ class FaultyPair:
     """One thread: the control actors and the ingress act only while the test waits with `until`.
 
     links: `to decode` and `to prefill` carry messages between the engines, `data` what decode reads from prefill.
+    is_settled: nothing was asked since `settle`.
     """
 
     def __init__(self, decode: EngineConfig, prefill: EngineConfig):
@@ -95,16 +95,14 @@ class FaultyPair:
         self.links: dict[str, Link] = {}
         self.members: dict[str, Member] = {}
         self.asked: dict[str, Asked] = {}
+        self.is_settled = True
         self._open: set[str] = set()  # handoffs whose tickets prefill has
         self._looks = 0
         self._spares = [EngineProcess(), EngineProcess()]
         for name in self._configs:
             self.start(name)
 
-    def __enter__(self) -> FaultyPair:
-        return self
-
-    def __exit__(self, *_: tuple[type[BaseException], BaseException, TracebackType]) -> None:
+    def close(self) -> None:
         for member in self.members.values():
             member.kill()
         for spare in self._spares:
@@ -161,6 +159,7 @@ class FaultyPair:
         settings = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
         request = GenerateRequest(request_id=name, prompt=prompt, params=SamplingParams(**settings))
         self.asked[name] = Asked(request, to)
+        self.is_settled = False
         self._send(self.asked[name])
         return self.asked[name]
 
@@ -185,6 +184,7 @@ class FaultyPair:
             assert (stats.blocks_reserved, stats.blocks_leased, stats.blocks_used) == (0, 0, 0)
             assert stats.blocks_total == stats.blocks_free + stats.blocks_cached
             member.process.check()
+        self.is_settled = True
 
     def look(self, member: Member) -> EngineStatus:
         """How it is now, not some time ago: a request that is refused ends at once, and its end is told in a status."""
@@ -245,7 +245,7 @@ class FaultyPair:
                 if member.name == "prefill":
                     self._open -= member.ended
             case WantPrefill(ticket):
-                if "prefill" in self.members:
+                if "prefill" in self.members and self.prefill.is_ready:
                     self._open.add(ticket.handoff_id)
                     self.prefill.send(Prefill(ticket))
                 else:

@@ -1,7 +1,7 @@
 """What becomes of a request when a process or the link between two engines fails, in every state of its handoff.
 
-Always: its tokens are those of an engine alone, both engines give back all blocks, and the next handoff works. Each case
-prints a line of the table in docs/handoff.md (`pytest -s`).
+Always: its tokens are those of an engine alone, both engines give back all blocks, and the next handoff works. Each
+case prints a line of the table in docs/handoff.md (`pytest -s`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.stats import HandoffInfo, HandoffStats
-from engine.messages import Abort, GenerateRequest
-from engine.sampling_params import SamplingParams
+from engine.messages import Abort
 from tests.engine.kv_transfer.faulty_pair import Asked, FaultyPair, Member
 
 BLOCK = 16
 CHUNK = 64  # prompt tokens that prefill computes in one step
 LENGTH = 700  # of prompts: ten chunks and a part of one
-LEASE_S = 2.0
+LEASE_S = 1.2
+ATTEMPTS = 5  # to bring a request into a state
 STATES = ["queued", "computing", "reading", "releasing", "decoding"]
 BLOCK_BYTES = 4 * 2 * 4 * BLOCK * 32 * 4  # layers, K and V, heads, tokens, head_dim, float32
 
@@ -32,7 +32,7 @@ BLOCK_BYTES = 4 * 2 * 4 * BLOCK * 32 * 4  # layers, K and V, heads, tokens, head
 def make_config(role: str | None, **options: int) -> EngineConfig:
     handoff = None
     if role is not None:
-        times = {"lease_s": LEASE_S, "heartbeat_s": 0.2, "progress_s": 2.0, "accept_s": 2.0, "rest_s": 0.5}
+        times = {"lease_s": LEASE_S, "heartbeat_s": 0.2, "progress_s": 1.2, "accept_s": 2.0, "rest_s": 0.3}
         handoff = HandoffConfig(role=role, policy="always", transport="tcp", **times)
     defaults = {"dtype": "float32", "block_size": BLOCK, "num_blocks": 128, "num_threads": 1}
     return EngineConfig(**{**defaults, **options}, handoff=handoff)
@@ -60,26 +60,62 @@ def alone() -> Iterator[Callable[[Asked], list[int]]]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[FaultyPair]:
+def make_pair() -> FaultyPair:
     prefill = make_config("prefill", max_num_batched_tokens=CHUNK, max_num_seqs=1)
-    with FaultyPair(make_config("decode"), prefill) as pair:
-        yield pair
+    return FaultyPair(make_config("decode"), prefill)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[list[FaultyPair]]:
+    pairs: list[FaultyPair] = []
+    yield pairs
+    for pair in pairs:
+        pair.close()
+
+
+@pytest.fixture
+def pair(pairs: list[FaultyPair]) -> Iterator[FaultyPair]:
+    """The same for all tests, as long as none fails."""
+    pair = pairs.pop() if pairs else make_pair()
+    yield pair
+    if pair.is_settled:
+        pairs.append(pair)
+    else:
+        pair.close()
 
 
 # -- states ------------------------------------------------------------------------------------------------
+
+
+class MissedError(Exception):
+    """The handoff has failed before the request came into the state that was wanted."""
 
 
 class Case:
     """One request, brought into a state in which it stays until `leave`."""
 
     def __init__(self, pair: FaultyPair, state: str, fault: str):
-        self.pair, self.state, self.fault, self.name = pair, state, fault, f"{state}, {fault}"
-        pair.settle()
+        self.pair, self.state, self.fault = pair, state, fault
         self.members = dict(pair.members)
-        self.before = {name: stats(member) for name, member in self.members.items()}
-        getattr(self, f"_{state}")()
+        for attempt in range(ATTEMPTS):
+            self.name = f"{state}, {fault}, {attempt}"
+            pair.settle()
+            self.before = {name: stats(member) for name, member in self.members.items()}
+            if self._reach():
+                break
+            self.leave()
+            pair.end_of(self.name)
+        else:
+            pytest.fail(f"no request stayed {state}: this machine is too slow for a lease of {LEASE_S} s")
         self.faulted_at = time.monotonic()
+
+    def _reach(self) -> bool:
+        """False if the handoff failed before, for instance because the machine stood still for a lease."""
+        try:
+            getattr(self, f"_{self.state}")()
+        except MissedError:
+            return False
+        return not self.has_failed
 
     def leave(self) -> None:
         """Nothing holds the request any more."""
@@ -107,14 +143,14 @@ class Case:
         before = pair.ask(f"before {self.name}", prompt("before", 20), to="prefill", max_tokens=2000)
         pair.until(lambda: bool(before.tokens), "prefill is busy")
         self._ask()
-        pair.until(lambda: self._is("decode", "reading") and pair.prefill.status.stats.waiting == 1, "queued")
+        self._until(lambda: self._is("decode", "reading") and pair.prefill.status.stats.waiting == 1, "queued")
 
     def _computing(self) -> None:
         """Prefill has computed three chunks, and decode is in the middle of reading them."""
         self._pace("prefill", 3)
         self.pair.links["data"].hold(after=BLOCK_BYTES * 5 // 2)
         self._ask()
-        self.pair.until(lambda: self.pair.links["data"].is_held, "in the middle of a read")
+        self._until(lambda: self.pair.links["data"].is_held, "in the middle of a read")
 
     def _reading(self) -> None:
         """Prefill has computed all, and decode is in the middle of the last read, and knows the first token."""
@@ -122,24 +158,29 @@ class Case:
         self._pace("prefill", LENGTH // CHUNK)
         self._ask()
         all_but_one = LENGTH // CHUNK * CHUNK // BLOCK
-        pair.until(lambda: self._is("decode", "reading", all_but_one * BLOCK_BYTES), "all but one chunk is read")
+        self._until(lambda: self._is("decode", "reading", all_but_one * BLOCK_BYTES), "all but one chunk is read")
         pair.links["data"].hold(after=BLOCK_BYTES * 3 // 2)
         self._pace("prefill", None)
-        pair.until(lambda: self._is("prefill", "leased") and pair.links["data"].is_held, "in the last read")
-        pair.until(lambda: firsts(pair) == firsts_of(self.before["decode"]) + 1, "the first token is known")
+        self._until(lambda: self._is("prefill", "leased") and pair.links["data"].is_held, "in the last read")
+        self._until(lambda: firsts(pair) == firsts_of(self.before["decode"]) + 1, "the first token is known")
 
     def _releasing(self) -> None:
         """Prefill has given up the blocks, and its answer to decode is on the way."""
         self._reading()
         self.pair.links["to decode"].hold()
         self.pair.links["data"].release()
-        self.pair.until(lambda: self._is("decode", "releasing") and not live(self.pair.prefill), "released")
+        self._until(lambda: self._is("decode", "releasing") and not live(self.pair.prefill), "released")
 
     def _decoding(self) -> None:
         """Four tokens are out, and decode is in a step."""
         self._pace("decode", 3)
         self._ask()
-        self.pair.until(lambda: len(self.asked.tokens) == 4, "decoding")
+        self._until(lambda: len(self.asked.tokens) == 4, "decoding")
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        self.pair.until(lambda: condition() or self.has_failed, what)
+        if not condition():
+            raise MissedError
 
     def _is(self, engine: str, state: str, num_bytes: int | None = None) -> bool:
         return any(
@@ -324,8 +365,9 @@ def test_the_link_swallows_all(pair, alone, state):
     ends_well(case, alone)
 
 
-@pytest.mark.parametrize(("state", "blocks"), [("computing", LENGTH / BLOCK), ("reading", 4)])
+@pytest.mark.parametrize(("state", "blocks"), [("computing", LENGTH / BLOCK - 2.5), ("reading", 2.5)])
 def test_a_slow_link_is_waited_for_beyond_the_lease(pair, alone, state, blocks):
+    """blocks: that are still to come."""
     case = Case(pair, state, "link slow")
     pair.links["data"].throttle(blocks * BLOCK_BYTES / (1.5 * LEASE_S))
     case.leave()
