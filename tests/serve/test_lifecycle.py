@@ -30,14 +30,13 @@ def test_ctrl_c_ends_serve_run_and_all_its_processes(tmp_path, model_folder):
     ("model", "message"),
     [
         ({"engine": {"block_sise": 16}}, "models[0].engine.block_sise must be one of the known keys"),
-        ({"model": "/no/such/folder"}, "model '/no/such/folder'"),
         ({"engine": {"kv_cache_memory_gib": 1e-6}}, "raise kv_cache_memory_gib"),
     ],
 )
 def test_mistake_in_the_configuration_ends_serve_run_with_one_clear_line(tmp_path, model_folder, model, message):
     server = ServeRun(tmp_path, {"models": [{"name": "tiny", "model": str(model_folder), **model}]})
     try:
-        server.wait_for_line("manta cannot start. ", timeout_s=60)
+        server.wait_for_line("manta cannot start. ", timeout_s=120)
         assert server.wait(timeout_s=30) != 0
         assert message in "".join(server.log)
         assert "Traceback" not in "".join(server.log)

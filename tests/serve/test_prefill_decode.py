@@ -154,26 +154,15 @@ def test_sigkill_of_a_prefill_rank_under_load_fails_no_request_and_changes_no_te
     serving.wait_until_idle()
 
 
-@pytest.mark.parametrize(
-    ("prefill", "messages"),
-    [
-        ({"block_size": 32}, ["models[0].prefill.engine.block_size must be that of the decode pool (16)", "got 32"]),
-        (
-            {"dtype": "bfloat16"},
-            ["prefill-tiny-", "cannot compute prompts for decode-tiny-", "dtype=bfloat16, where dtype=float32"],
-        ),
-    ],
-)
-def test_pools_that_do_not_fit_each_other_end_serve_run_with_one_clear_line(
-    tmp_path: Path, folder, prefill: dict[str, Any], messages: list[str]
-):
-    pools = {"prefill": {"num_cpus": 0.2, "engine": prefill}, "decode": {"num_cpus": 0.2}}
+def test_pools_that_do_not_fit_each_other_end_serve_run_with_one_clear_line(tmp_path: Path, folder):
+    pools = {"prefill": {"num_cpus": 0.2, "engine": {"dtype": "bfloat16"}}, "decode": {"num_cpus": 0.2}}
     server = ServeRun(
         tmp_path, {"models": [{"name": "tiny", "model": str(folder), "engine": {"device": "cpu"}, **pools}]}
     )
     try:
         line = server.wait_for_line("manta cannot start. ")
         assert server.wait(timeout_s=30) != 0
+        messages = ["prefill-tiny-", "cannot compute prompts for decode-tiny-", "dtype=bfloat16, where dtype=float32"]
         assert all(message in line for message in messages), line
         assert "Traceback" not in "".join(server.log)
     finally:
