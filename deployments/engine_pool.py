@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Protocol
 
 import msgspec
-from ray.exceptions import RayError, RayTaskError, TaskCancelledError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.exceptions import RayTaskError, TaskCancelledError
+from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from deployments import ray_compat
@@ -15,6 +16,8 @@ from deployments.tickets import PoolState
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.kv_transfer.ticket import PrefillTicket
 from engine.messages import EngineStatus, GenerateRequest
+
+logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 3.0
 
@@ -76,7 +79,7 @@ async def _answer(response: DeploymentResponse) -> None:
     except asyncio.CancelledError:
         response.cancel()
         raise
-    except (RayError, BackPressureError, DeploymentUnavailableError) as error:
+    except Exception as error:  # Ray's, Serve's or gRPC's: whatever it is, the call is lost
         raise _translate(error) from error
 
 
@@ -91,8 +94,11 @@ async def _statuses(handle: DeploymentHandle) -> list[EngineStatus]:
 def _translate(error: Exception) -> ServingError:
     if isinstance(error, RayTaskError) and isinstance(error.cause, ServingError):
         return error.cause
+    if isinstance(error, ServingError):
+        return error
     if isinstance(error, BackPressureError):
         return Overloaded("all replicas are busy and their queues are full")
     if isinstance(error, TaskCancelledError):
         return EngineUnavailable("the replica is shutting down")
+    logger.warning("call to a replica failed: %r", error)
     return EngineUnavailable(f"the replica died: {type(error).__name__}")
