@@ -1,5 +1,6 @@
 # make serve   install into .venv, then serve the bundled model on http://127.0.0.1:8000
-# make test    install into .venv, then run all tests
+# make test    install into .venv, then run the tests
+# make test-all  also those marked slow: every fault in every state, every Kubernetes overlay
 # make check   lint, format and types
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ serve: export RAY_SERVE_THROUGHPUT_OPTIMIZED = 1
 serve: export RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S = 0
 endif
 
-.PHONY: serve test check install clean
+.PHONY: serve test test-all check install clean
 
 serve: $(INSTALLED)
 	@$(BIN)/manta check serve_config.yaml
@@ -23,6 +24,9 @@ serve: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/pytest
+
+test-all: $(INSTALLED)
+	$(BIN)/pytest -m ''
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

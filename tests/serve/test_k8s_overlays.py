@@ -22,6 +22,7 @@ from tests.serve.serve_run import free_port, wait_until
 
 pytestmark = [
     pytest.mark.serve,
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAProxy for Linux only"),
 ]
 

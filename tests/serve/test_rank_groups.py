@@ -35,8 +35,8 @@ RANKS = {"one": 1, "packed": 2, "spread": 2, "gpus": 4}
 REPLICAS = {"one": 1, "packed": 2, "spread": 1, "gpus": 1}
 PROMPTS = ["The", "A cache keeps what was computed, so that", "user", "1 2 3"]
 CONTEXT = 4096  # long enough for a request to be still running when something is killed
-NOTICED_S = 15.0
-SERVED_S = 10.0
+NOTICED_S = 30.0
+SERVED_S = 30.0
 
 STARTED = re.compile(
     r"(decode-(\w+)-\w+)/rank(\d+) placement\.rank_actor rank starts pid=(\d+) node=(\w+) .*CUDA_VISIBLE_DEVICES=(\S+)"

@@ -81,7 +81,9 @@ def processes(server: ServeRun, title: str) -> list[psutil.Process]:
     return [p for p in server.processes() if p.cmdline() and p.cmdline()[0].startswith(title)]
 
 
-@pytest.mark.parametrize("victim", ["ray::RankActor", "ray::ServeReplica:manta:decode-pocket"])
+@pytest.mark.parametrize(
+    "victim", ["ray::RankActor", pytest.param("ray::ServeReplica:manta:decode-pocket", marks=pytest.mark.slow)]
+)
 def test_streams_go_on_unchanged_when_a_process_of_a_decode_replica_is_killed(server, victim):
     with ThreadPoolExecutor(len(ASKED)) as pool:
         expected = list(pool.map(lambda body: stream(server, body)[:2], ASKED))

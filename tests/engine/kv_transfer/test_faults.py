@@ -1,7 +1,7 @@
 """What becomes of a request when a process or the link between two engines fails, in every state of its handoff.
 
 Always: its tokens are those of an engine alone, both engines give back all blocks, and the next handoff works. Each
-case prints a line of the table in docs/handoff.md (`pytest -s`).
+case prints a line of the table in docs/handoff.md (`pytest -s -m ""`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,11 @@ LEASE_S = 1.2
 ATTEMPTS = 5  # to bring a request into a state
 STATES = ["queued", "computing", "reading", "releasing", "decoding"]
 BLOCK_BYTES = 4 * 2 * 4 * BLOCK * 32 * 4  # layers, K and V, heads, tokens, head_dim, float32
+
+
+def each_state(fast: str) -> list[Any]:
+    """All states; those beside `fast` only with `make test-all`."""
+    return [state if state == fast else pytest.param(state, marks=pytest.mark.slow) for state in STATES]
 
 
 def make_config(role: str | None, **options: int) -> EngineConfig:
@@ -275,7 +281,7 @@ def news(before: HandoffStats, after: HandoffStats) -> Iterator[str]:
 # -- processes ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", each_state("computing"))
 def test_prefill_is_killed(pair, alone, state):
     case = Case(pair, state, "prefill killed")
     pair.kill("prefill")
@@ -285,7 +291,7 @@ def test_prefill_is_killed(pair, alone, state):
     ends_well(case, alone)
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", each_state("reading"))
 def test_decode_is_killed(pair, alone, state):
     """Nobody tells prefill: its lease is what ends."""
     case = Case(pair, state, "decode killed")
@@ -295,7 +301,7 @@ def test_decode_is_killed(pair, alone, state):
     ends_well(case, alone)
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", each_state("reading"))
 def test_prefill_stops_for_longer_than_the_lease(pair, alone, state):
     case = Case(pair, state, "prefill stopped")
     pair.prefill.process.stop()
@@ -306,7 +312,7 @@ def test_prefill_stops_for_longer_than_the_lease(pair, alone, state):
     ends_well(case, alone)
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", each_state("computing"))
 def test_decode_stops_until_prefill_has_given_its_blocks_to_others(pair, alone, state):
     case = Case(pair, state, "decode stopped")
     pair.decode.process.stop()
@@ -322,7 +328,7 @@ def test_decode_stops_until_prefill_has_given_its_blocks_to_others(pair, alone, 
     ends_well(case, alone)
 
 
-@pytest.mark.parametrize("victim", ["prefill", "decode"])
+@pytest.mark.parametrize("victim", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
 def test_many_requests_outlive_a_process(pair, alone, victim):
     """In whatever states they are."""
     pair.settle()
@@ -338,7 +344,7 @@ def test_many_requests_outlive_a_process(pair, alone, victim):
 # -- the link ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", each_state("computing"))
 def test_the_link_is_cut(pair, alone, state):
     """Connections end, and no new ones come about."""
     case = Case(pair, state, "link cut")
@@ -352,7 +358,7 @@ def test_the_link_is_cut(pair, alone, state):
     ends_well(case, alone)
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", each_state("releasing"))
 def test_the_link_swallows_all(pair, alone, state):
     """Connections stay, but nothing comes; later it does."""
     case = Case(pair, state, "link silent")
@@ -377,7 +383,7 @@ def test_a_slow_link_is_waited_for_beyond_the_lease(pair, alone, state, blocks):
     assert not case.has_failed
 
 
-@pytest.mark.parametrize("state", ["computing", "reading"])
+@pytest.mark.parametrize("state", [pytest.param("computing", marks=pytest.mark.slow), "reading"])
 def test_a_damaged_chunk_is_not_used(pair, alone, state):
     case = Case(pair, state, "chunk damaged")
     pair.links["data"].corrupt(after=BLOCK_BYTES // 3)
@@ -389,7 +395,7 @@ def test_a_damaged_chunk_is_not_used(pair, alone, state):
 # -- the client --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", each_state("queued"))
 def test_the_client_leaves(pair, alone, state):
     case = Case(pair, state, "client gone")
     pair.decode.send(Abort(case.name))
