@@ -22,11 +22,14 @@ serve: $(INSTALLED)
 	@$(BIN)/manta check serve_config.yaml
 	$(BIN)/serve run serve_config.yaml
 
+# two processes, since half of the time of a test is waiting for others to start; a file's fixtures stay together
+TEST := $(BIN)/pytest -n 2 --dist loadfile
+
 test: $(INSTALLED)
-	$(BIN)/pytest
+	$(TEST)
 
 test-all: $(INSTALLED)
-	$(BIN)/pytest -m ''
+	$(TEST) -m ''
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

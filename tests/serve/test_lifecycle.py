@@ -29,7 +29,11 @@ def test_ctrl_c_ends_serve_run_and_all_its_processes(tmp_path, model_folder):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"engine": {"block_sise": 16}}, "models[0].engine.block_sise must be one of the known keys"),
+        pytest.param(
+            {"engine": {"block_sise": 16}},
+            "models[0].engine.block_sise must be one of the known keys",
+            marks=pytest.mark.slow,
+        ),
         ({"engine": {"kv_cache_memory_gib": 1e-6}}, "raise kv_cache_memory_gib"),
     ],
 )

@@ -136,7 +136,7 @@ def test_stopped_prefill_process_delays_the_first_token_only_and_shows_as_a_live
     serving.wait_until_idle()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_sigkill_of_a_prefill_rank_under_load_fails_no_request_and_changes_no_text(serving, expected, rank):
     with ThreadPoolExecutor(16) as pool:
         prompts = PROMPTS * 6

@@ -250,7 +250,9 @@ def streams(
     return running
 
 
-@pytest.mark.parametrize("victim", ["rank 1", "rank 0", "replica actor"])
+@pytest.mark.parametrize(
+    "victim", ["rank 1", *(pytest.param(victim, marks=pytest.mark.slow) for victim in ("rank 0", "replica actor"))]
+)
 def test_killed_process_ends_its_replica_and_a_new_one_serves(serving, victim):
     def kill(replica: Replica) -> None:
         pids = {"rank 1": replica.ranks[1].pid, "rank 0": replica.ranks[0].pid, "replica actor": replica.pid}
@@ -259,7 +261,7 @@ def test_killed_process_ends_its_replica_and_a_new_one_serves(serving, victim):
     strike(serving, "spread", f"SIGKILL of {victim}", kill)
 
 
-@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 0])
 def test_stopped_rank_is_noticed_and_replaced(serving, rank):
     strike(
         serving, "spread", f"SIGSTOP of rank {rank}", lambda replica: os.kill(replica.ranks[rank].pid, signal.SIGSTOP)
