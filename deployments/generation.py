@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from deployments.admission import Admission
+from deployments.backlog import take_backlog
 from deployments.engine_pool import EnginePool
 from deployments.ingress_stats import ModelStats
 from deployments.replay import Journal, TokensLost
@@ -154,18 +155,19 @@ class Generation:
             for sequence in self._sequences.values():
                 self._call(sequence, self._pool.generate(sequence.journal.attempt(time.monotonic())), inbox)
             while not all(s.finished for s in self._sequences.values()):
-                delta = await inbox.get()
-                if delta is None:
-                    self._look(inbox)
-                    continue
-                live = self._sequences.get(delta.request_id)
-                if live is None or live.finished:
-                    continue  # of an attempt that was given up
-                if delta.finish_reason in ("error", "abort"):
-                    error = Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error)
-                    self._go_on(live, error, inbox)
-                else:
-                    yield self._take(live, delta)
+                news = await inbox.get()
+                for delta in [None] if news is None else take_backlog(news, inbox):
+                    if delta is None:
+                        self._look(inbox)
+                        continue
+                    live = self._sequences.get(delta.request_id)
+                    if live is None or live.finished:
+                        continue  # of an attempt that was given up
+                    if delta.finish_reason in ("error", "abort"):
+                        error = Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error)
+                        self._go_on(live, error, inbox)
+                    else:
+                        yield self._take(live, delta)
         finally:
             if alarm is not None:
                 alarm.cancel()
