@@ -48,6 +48,7 @@ def test_mistake_in_the_configuration_ends_serve_run_with_one_clear_line(tmp_pat
         server.stop()
 
 
+@pytest.mark.slow
 def test_request_waits_for_a_new_replica_when_its_only_one_dies(tmp_path, model_folder):
     server = ServeRun(tmp_path, {"models": [{"name": "tiny", "model": str(model_folder)}]})
     try:

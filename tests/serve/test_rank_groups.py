@@ -268,6 +268,7 @@ def test_stopped_rank_is_noticed_and_replaced(serving, rank):
     )
 
 
+@pytest.mark.slow
 def test_two_replicas_do_not_disturb_each_other(serving):
     """Also when one of them dies."""
     victim, witness = serving.replicas("packed")
@@ -290,6 +291,7 @@ def test_two_replicas_do_not_disturb_each_other(serving):
     )
 
 
+@pytest.mark.slow
 def test_lost_node_ends_its_replicas_and_new_ones_serve_elsewhere(serving):
     """Up to nine ranks of other replicas start at the same time, on the same machine."""
 
@@ -314,7 +316,7 @@ def mistake(tmp_path: Path, model: dict[str, Any], message: str) -> None:
     try:
         server.wait_for_line("Submitted deploy config")
         submitted_at = time.monotonic()
-        server.wait_for_line("manta cannot start. ", timeout_s=30)
+        server.wait_for_line("manta cannot start. ", timeout_s=120)
         assert time.monotonic() - submitted_at < SERVED_S
         assert server.wait(timeout_s=30) != 0
         assert message in "".join(server.log)
@@ -329,6 +331,7 @@ def test_spec_that_no_node_can_satisfy_is_refused_within_seconds(tmp_path, folde
     mistake(tmp_path, {"model": str(folder), "engine": {"tensor_parallel": 2}, "decode": decode}, message)
 
 
+@pytest.mark.slow
 def test_reason_of_a_rank_that_cannot_start_is_on_the_console(tmp_path):
     model = make_model(tmp_path, "llama", tokenizer=True, intermediate_size=81)
     message = "tensor_parallel must be a divisor of the model's"
