@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,7 +92,7 @@ class Detokenizer:
             self.stopped_by, start = match
             self._held = ""
             return text[: start + len(self.stopped_by)] if self._include_stop else text[:start]
-        keep = self._start_of_possible_stop(text)
+        keep = start_of_possible(self._stop, text)
         self._held = text[keep:]
         return text[:keep]
 
@@ -103,9 +104,11 @@ class Detokenizer:
         _, start, stop = min(found)
         return stop, start
 
-    def _start_of_possible_stop(self, text: str) -> int:
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for start in range(max(0, len(text) - longest), len(text)):
-            if any(stop.startswith(text[start:]) for stop in self._stop):
-                return start
-        return len(text)
+
+def start_of_possible(markers: Sequence[str], text: str) -> int:
+    """Where the end of `text` that may be the beginning of one of `markers` starts; len(text) if there is none."""
+    longest = max((len(marker) for marker in markers), default=1) - 1
+    for start in range(max(0, len(text) - longest), len(text)):
+        if any(marker.startswith(text[start:]) for marker in markers):
+            return start
+    return len(text)

@@ -72,11 +72,3 @@ class BufferedParser(ABC):
         while (state := self._state(out, final)) is not None:
             self._state = state
         return out
-
-
-def start_of_possible(marker: str, text: str) -> int:
-    """Where the end of `text` that may be the beginning of `marker` starts; len(text) if there is none."""
-    for start in range(max(0, len(text) - len(marker) + 1), len(text)):
-        if marker.startswith(text[start:]):
-            return start
-    return len(text)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 
-from deployments.openai.pieces import BufferedParser, Content, Piece, Reasoning, State, start_of_possible
+from deployments.openai.pieces import BufferedParser, Content, Piece, Reasoning, State
+from engine.detokenizer import start_of_possible
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -68,7 +69,7 @@ class ThinkParser(BufferedParser):
             self._emit(out, self._take(end).rstrip("\n"))
             self._take(len(CLOSE))
             return self._first_answer
-        possible = len(self._buffer) if final else start_of_possible(CLOSE, self._buffer)
+        possible = len(self._buffer) if final else start_of_possible([CLOSE], self._buffer)
         self._emit(out, self._take(len(self._buffer[:possible].rstrip("\n"))))
         return None
 

@@ -35,16 +35,12 @@ class CallReader:
         self._end: int | None = None
         self._sent = 0
 
-    def add(self, text: str) -> tuple[list[Piece], str]:
-        """The pieces that are certain now, and the text behind the object."""
+    def add(self, text: str, final: bool) -> tuple[list[Piece], str]:
+        """The pieces that are certain now, and the text behind the object. final: no more text will come."""
         taken = self._scan(text)
         self.raw += text[:taken]
+        self.ended = self.ended or final
         return self._pieces(), text[taken:]
-
-    def finish(self) -> list[Piece]:
-        """There is no more text."""
-        self.ended = True
-        return self._pieces()
 
     def _scan(self, text: str) -> int:
         """Number of characters that belong to the object. `<` ends it: outside of strings, JSON has none."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from deployments.openai.pieces import BufferedParser, Content, Piece, State, start_of_possible
+from deployments.openai.pieces import BufferedParser, Content, Piece, State
 from deployments.openai.tool_parsers.call_reader import CallReader
+from engine.detokenizer import start_of_possible
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -32,7 +33,7 @@ class HermesParser(BufferedParser):
                 out.append(Content(before))
             return self._in_call
         if not final:
-            ready = len(self._buffer[: start_of_possible(OPEN, self._buffer)].rstrip())
+            ready = len(self._buffer[: start_of_possible([OPEN], self._buffer)].rstrip())
         else:
             ready = len(self._buffer.rstrip()) if self._called else len(self._buffer)
         if ready:
@@ -41,9 +42,7 @@ class HermesParser(BufferedParser):
         return None
 
     def _in_call(self, out: list[Piece], final: bool) -> State | None:
-        pieces, self._buffer = self._call.add(self._buffer)
-        if final and not self._call.ended:
-            pieces += self._call.finish()
+        pieces, self._buffer = self._call.add(self._buffer, final)
         out += pieces
         if not self._call.ended:
             return None

@@ -36,9 +36,7 @@ class JsonCallsParser(BufferedParser):
         return None
 
     def _in_call(self, out: list[Piece], final: bool) -> State | None:
-        pieces, self._buffer = self._call.add(self._buffer)
-        if final and not self._call.ended:
-            pieces += self._call.finish()
+        pieces, self._buffer = self._call.add(self._buffer, final)
         out += pieces
         if not self._call.ended:
             return None
