@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 
+from deployments.token_channel import Inbox
 from engine.messages import TokenDelta
 
 MANY = 32  # deltas; below, each is sent as it came
 
 
-def take_backlog(delta: TokenDelta, inbox: asyncio.Queue[TokenDelta | None]) -> list[TokenDelta | None]:
-    """`delta`, which was taken out of `inbox`; and where many more wait there, all of them, with those that follow each
+def take_backlog(first: TokenDelta | None, inbox: Inbox) -> list[TokenDelta | None]:
+    """`first`, which was taken out of `inbox`; and where many more wait there, all of them, with those that follow each
     other in one sequence made one. So a slow client gets fewer and larger chunks, and no older state than it could.
 
     None, which wakes the reader, comes last. An end with an error stays by itself.
     """
     if inbox.qsize() < MANY:
-        return [delta]
-    merged: list[TokenDelta | None] = [delta]
-    newest = {delta.request_id: 0}  # where in `merged`
-    wakes = False
-    while not inbox.empty():
-        later = inbox.get_nowait()
-        if later is None:
-            wakes = True
+        return [first]
+    waiting = [first, *(inbox.get_nowait() for _ in range(inbox.qsize()))]
+    merged: list[TokenDelta] = []
+    newest: dict[str, int] = {}  # where in `merged`
+    for delta in waiting:
+        if delta is None:
             continue
-        at = newest.get(later.request_id)
-        before = None if at is None else merged[at]
-        if at is None or before is None or later.finish_reason in ("error", "abort"):
-            newest[later.request_id] = len(merged)
-            merged.append(later)
+        at = newest.get(delta.request_id)
+        if at is None or delta.finish_reason in ("error", "abort"):
+            newest[delta.request_id] = len(merged)
+            merged.append(delta)
         else:
-            merged[at] = _join(before, later)
-    return [*merged, None] if wakes else merged
+            merged[at] = _join(merged[at], delta)
+    return [*merged, None] if None in waiting else [*merged]
 
 
 def _join(first: TokenDelta, later: TokenDelta) -> TokenDelta:

@@ -18,15 +18,13 @@ from deployments.ingress_stats import ModelStats
 from deployments.replay import Journal, TokensLost
 from deployments.sequence_record import Reason, SequenceRecord
 from deployments.telemetry import current_request
-from deployments.token_channel import TokenChannel
+from deployments.token_channel import Inbox, TokenChannel
 from engine.detokenizer import TokenBytes
 from engine.errors import EngineError, Overloaded, ServingError
 from engine.messages import ErrorInfo, GenerateRequest, TokenDelta
 from engine.text_stream import TextChunk, TextStream
 
 logger = logging.getLogger(__name__)
-
-Inbox = asyncio.Queue[TokenDelta | None]
 
 FINAL_DELTA_S = 2.0  # tokens come beside the call that reports the end, so they may be a little later than it
 TIMEOUT_GRACE_S = 10.0  # engine and replica end a late request themselves; this is for when both are lost
@@ -155,8 +153,7 @@ class Generation:
             for sequence in self._sequences.values():
                 self._call(sequence, self._pool.generate(sequence.journal.attempt(time.monotonic())), inbox)
             while not all(s.finished for s in self._sequences.values()):
-                news = await inbox.get()
-                for delta in [None] if news is None else take_backlog(news, inbox):
+                for delta in take_backlog(await inbox.get(), inbox):
                     if delta is None:
                         self._look(inbox)
                         continue

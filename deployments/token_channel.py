@@ -15,6 +15,8 @@ from engine.messages import Abort, TokenBatch, TokenDelta
 
 logger = logging.getLogger(__name__)
 
+Inbox = asyncio.Queue[TokenDelta | None]  # None never comes from an engine: a reader may use it to wake up
+
 FORGET_ENGINE_S = 60.0  # an engine that was told nothing for so long loses its socket
 
 
@@ -27,7 +29,7 @@ class TokenChannel:
 
     def __init__(self, host: str):
         self.dropped = 0
-        self._inboxes: dict[str, asyncio.Queue[TokenDelta | None]] = {}
+        self._inboxes: dict[str, Inbox] = {}
         self._commands_to: dict[str, str] = {}  # by request: the address of the engine that works for it
         self._engines: dict[str, tuple[float, zmq.Socket[bytes]]] = {}  # by address: when last used, socket
         self._context = zmq.asyncio.Context()
@@ -38,9 +40,9 @@ class TokenChannel:
         self.address = f"tcp://{host}:{port}"
         self._decode = msgspec.msgpack.Decoder(TokenBatch).decode
 
-    def open(self, request_ids: Iterable[str]) -> asyncio.Queue[TokenDelta | None]:
-        """One inbox for all these requests. None never comes from an engine: the caller may use it to wake up."""
-        inbox: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
+    def open(self, request_ids: Iterable[str]) -> Inbox:
+        """One inbox for all these requests."""
+        inbox: Inbox = asyncio.Queue()
         for request_id in request_ids:
             assert request_id not in self._inboxes, request_id
             self._inboxes[request_id] = inbox
