@@ -16,7 +16,7 @@ from deployments.token_channel import TokenChannel
 from deployments.tracing import RequestTrace, Tracing
 
 NOT_COUNTED = frozenset({"/health", "/load", "/metrics", "/ping", "/version"})  # machines ask them; as vLLM does
-CLIENT_LEFT = 499  # what proxies write into their logs for it
+CLIENT_LEFT = 499  # as a status: nobody reads it, but proxies write it into their logs, and metrics count it
 NO_ROUTE, NO_METHOD = "none", "other"
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 

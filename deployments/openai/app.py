@@ -17,6 +17,8 @@ from deployments.api_keys import ApiKeys
 from deployments.metrics import CONTENT_TYPE, render_metrics
 from deployments.openai.answers import ModelCard, ModelList
 from deployments.openai.caller import Caller
+from deployments.openai.chat import ChatAnswer
+from deployments.openai.completion import CompletionAnswer
 from deployments.openai.connection import while_connected
 from deployments.openai.error_body import error_response
 from deployments.openai.gate import Gate, GateConfig
@@ -54,18 +56,14 @@ def openai_app(
         body = parse(ChatBody, await json_of(request))
         model = find(body.model)
         answer = await model.chat(body, header(request, body, "chatcmpl", model), Caller.of(request, body))
-        if body.stream:
-            return await while_connected(request, stream(answer.chunks()))
-        return _json(await while_connected(request, answer.whole()))
+        return await _answered(request, body, answer)
 
     @app.post("/v1/completions")
     async def completion(request: Request) -> Response:
         body = parse(CompletionBody, await json_of(request))
         model = find(body.model)
         answer = await model.completion(body, header(request, body, "cmpl", model), Caller.of(request, body))
-        if body.stream:
-            return await while_connected(request, stream(answer.chunks()))
-        return _json(await while_connected(request, answer.whole()))
+        return await _answered(request, body, answer)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -151,6 +149,12 @@ async def json_of(request: Request) -> bytes:
     ):
         raise UnsupportedMediaType(content_type)
     return await request.body()
+
+
+async def _answered(request: Request, body: GenerationBody, answer: ChatAnswer | CompletionAnswer) -> Response:
+    if body.stream:
+        return await while_connected(request, stream(answer.chunks()))
+    return _json(await while_connected(request, answer.whole()))
 
 
 def _json(body: msgspec.Struct) -> Response:

@@ -13,11 +13,10 @@ from starlette.responses import Response
 
 from deployments.generation import ReportedError
 from deployments.openai.answers import ErrorBody, ErrorDetail
+from deployments.telemetry import CLIENT_LEFT
 from engine.errors import Overloaded, ServingError
 
 logger = logging.getLogger(__name__)
-
-CLIENT_LEFT = 499  # nobody reads it; logs and metrics do
 
 
 def describe(error: Exception) -> tuple[int, ErrorBody]:

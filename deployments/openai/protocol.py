@@ -248,9 +248,6 @@ class ChatBody(GenerationBody):
         if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
             raise InvalidParameter("max_completion_tokens", self.max_completion_tokens, "at least 1")
         self.template.check()
-        for i, message in enumerate(self.messages):
-            if (call := (message.model_extra or {}).get("function_call")) is not None:
-                raise InvalidParameter(f"messages[{i}].function_call", call, "left out: calls stand in tool_calls")
         check_tools(self.tools, self.tool_choice)
 
     @property

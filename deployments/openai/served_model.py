@@ -144,12 +144,10 @@ class ServedModel:
     def _params(self, body: GenerationBody) -> SamplingParams:
         params = body.sampling_params(self.info.default_sampling)
         params.check_vocabulary(self.info.vocab_size)
-        if params.max_tokens is not None and params.max_tokens > self.info.max_model_len:
-            limit = f"at most the model's context of {self.info.max_model_len} tokens"
-            raise InvalidParameter("max_tokens", params.max_tokens, limit)
-        if params.min_tokens > self.info.max_model_len:
-            limit = f"at most the model's context of {self.info.max_model_len} tokens"
-            raise InvalidParameter("min_tokens", params.min_tokens, limit)
+        for field in ("max_tokens", "min_tokens"):
+            if (getattr(params, field) or 0) > self.info.max_model_len:
+                limit = f"at most the model's context of {self.info.max_model_len} tokens"
+                raise InvalidParameter(field, getattr(params, field), limit)
         if body.priority and not self.info.has_priorities:
             raise InvalidParameter("priority", body.priority, "0, since this server runs requests as they come")
         return msgspec.structs.replace(
