@@ -36,6 +36,18 @@ class EnginePool(Protocol):
         """One per healthy replica of those that compute prompts for these; none where there are no such."""
 
 
+async def found_statuses(pool: EnginePool) -> tuple[list[EngineStatus], list[EngineStatus]]:
+    """Of all replicas that answer: those that decode, and those that compute prompts for them."""
+
+    async def decode() -> list[EngineStatus]:
+        try:
+            return await pool.statuses()
+        except EngineUnavailable:
+            return []
+
+    return await asyncio.gather(decode(), pool.prefill_statuses())
+
+
 class ServePool:
     """Replicas of a `Decode` deployment, and of its `Prefill` deployment if it has one."""
 
@@ -47,13 +59,13 @@ class ServePool:
         await _answer(self._handle.generate.remote(msgspec.msgpack.encode(request)))
 
     async def statuses(self) -> list[EngineStatus]:
-        return await _statuses(self._handle)
+        statuses = await _statuses(self._handle)
+        if not statuses:
+            raise EngineUnavailable("no replica is up and healthy")
+        return statuses
 
     async def prefill_statuses(self) -> list[EngineStatus]:
-        try:
-            return [] if self._prefill is None else await self._prefill.statuses()
-        except EngineUnavailable:
-            return []
+        return [] if self._prefill is None else await self._prefill.statuses()
 
 
 class ServePrefillPool:
@@ -85,10 +97,7 @@ async def _answer(response: DeploymentResponse) -> None:
 
 async def _statuses(handle: DeploymentHandle) -> list[EngineStatus]:
     answers = await ray_compat.broadcast(handle, "status", STATUS_TIMEOUT_S)
-    statuses = [msgspec.msgpack.decode(answer, type=EngineStatus) for answer in answers if isinstance(answer, bytes)]
-    if not statuses:
-        raise EngineUnavailable("no replica is up and healthy")
-    return statuses
+    return [msgspec.msgpack.decode(answer, type=EngineStatus) for answer in answers if isinstance(answer, bytes)]
 
 
 def _translate(error: Exception) -> ServingError:

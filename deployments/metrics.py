@@ -22,11 +22,10 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from deployments.engine_pool import EnginePool
+from deployments.engine_pool import EnginePool, found_statuses
 from deployments.handoff_metrics import handoff_metrics
 from deployments.ingress_stats import IngressStats, ModelStats, RouteStats
 from deployments.telemetry import Telemetry
-from engine.errors import EngineUnavailable
 from engine.histogram import Histogram
 from engine.messages import EngineStatus
 
@@ -84,10 +83,7 @@ class _Replicas:
 
     @classmethod
     async def of(cls, model: str, pool: EnginePool) -> _Replicas:
-        try:
-            return cls(model, *await asyncio.gather(pool.statuses(), pool.prefill_statuses()))
-        except EngineUnavailable:
-            return cls(model, [], await pool.prefill_statuses())
+        return cls(model, *await found_statuses(pool))
 
 
 class _Snapshot(Collector):

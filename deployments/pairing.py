@@ -52,10 +52,7 @@ async def _find(engine: EngineReplica, pool: TicketTaker) -> EngineStatus | None
         except EngineUnavailable:  # it has just started
             await asyncio.sleep(LOOK_S)
             continue
-        try:
-            found = await pool.statuses()
-        except EngineUnavailable:
-            found = []
+        found = await pool.statuses()
         fitting = [status for status in found if status.fingerprint == own.fingerprint]
         if fitting:
             return fitting[0]

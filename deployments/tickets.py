@@ -27,7 +27,7 @@ class TicketTaker(Protocol):
         there. avoid: ids of engines that should not get it, if there are others. Raises ServingError."""
 
     async def statuses(self) -> list[EngineStatus]:
-        """One per healthy replica. Raises EngineUnavailable if there is none."""
+        """One per healthy replica."""
 
     async def state(self) -> PoolState:
         """What Serve says of them, which may be ahead of `statuses`."""
@@ -84,10 +84,7 @@ class Tickets:
             status = own()
         except EngineUnavailable:
             return  # it takes nothing in, and is about to be replaced
-        try:
-            found = await self.taker.statuses()
-        except EngineUnavailable:
-            found = []
+        found = await self.taker.statuses()
         others = [other.engine_id for other in found if other.fingerprint != status.fingerprint]
         self._avoid = [*others, *(status.handoffs.resting if status.handoffs else [])]
         fitting = [PrefillReplica.of(other) for other in found if other.engine_id not in others]

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from deployments.engine_pool import EnginePool
-from engine.errors import EngineUnavailable
+from deployments.engine_pool import EnginePool, found_statuses
 from engine.kv_transfer.stats import HandoffInfo
-from engine.messages import EngineStatus
 
 
 class LiveHandoff(msgspec.Struct):
@@ -29,19 +27,11 @@ class LiveHandoffs(msgspec.Struct):
 
 async def live_handoffs(pools: Mapping[str, EnginePool]) -> LiveHandoffs:
     """pools: by model name. Replicas that do not answer are left out."""
-    found = await asyncio.gather(*map(_statuses, pools.values()))
+    found = await asyncio.gather(*map(found_statuses, pools.values()))
     handoffs = [
         LiveHandoff(model, status.engine_id, handoff)
-        for model, statuses in zip(pools, found, strict=True)
-        for status in statuses
+        for model, (decode, prefill) in zip(pools, found, strict=True)
+        for status in decode + prefill
         for handoff in status.live_handoffs
     ]
     return LiveHandoffs(sorted(handoffs, key=lambda live: -live.handoff.age_s))
-
-
-async def _statuses(pool: EnginePool) -> list[EngineStatus]:
-    try:
-        decode = await pool.statuses()
-    except EngineUnavailable:
-        decode = []
-    return decode + await pool.prefill_statuses()
