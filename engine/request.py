@@ -140,6 +140,11 @@ class Request:
         return len(self.tokens) + self.in_flight - self.computed
 
     @property
+    def queued_tokens(self) -> int:
+        """Of `pending`, those before the one whose step samples the next token."""
+        return max(0, self.pending - 1)
+
+    @property
     def held_back(self) -> bool:
         """It cannot be planned yet: what may come next depends on a token in flight, or is still being worked out."""
         return self.grammar is not None and (self.in_flight > 0 or not self.grammar.ready())

@@ -554,7 +554,7 @@ class Scheduler:
             blocks_leased=pool.exclusive(r.blocks for r in self.handoffs.leased.values()),
             receiving=len(self.handoffs.receiving),
             leased=len(self.handoffs.leased),
-            queued_tokens=sum(max(0, r.pending - 1) for r in [*self.waiting, *self.running]),
+            queued_tokens=sum(r.queued_tokens for r in [*self.waiting, *self.running]),
             prefill_decisions=self.handoffs.decisions(),
         )
 

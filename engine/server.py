@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
-from contextlib import suppress
 
 import msgspec
 import zmq
@@ -31,6 +29,7 @@ from engine.messages import (
 )
 from engine.scheduler import Event
 from engine.tp_group import TPGroup
+from engine.waker import Waker
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +58,8 @@ class EngineServer:
     ):
         """group: as for EngineCore."""
         self.engine_id = engine_id
-        self._waker, self._woken = socket.socketpair()
-        self._waker.setblocking(False)
-        self._woken.setblocking(False)
-        self._core = EngineCore(config, group, engine_id=engine_id, host=host, wake=self._wake)
+        self._waker = Waker()
+        self._core = EngineCore(config, group, engine_id=engine_id, host=host, wake=self._waker.wake)
         self.model_config = self._core.model_config
         self.max_model_len = self._core.max_model_len
         self._context = zmq.Context()
@@ -72,7 +69,7 @@ class EngineServer:
         self.address = f"tcp://{host}:{port}"
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
-        self._poller.register(self._woken, zmq.POLLIN)
+        self._poller.register(self._waker, zmq.POLLIN)
         self._peers: dict[str, Peer] = {}
         self._status = Peer(self._context, status_to)
         self._decode = msgspec.msgpack.Decoder(Command).decode
@@ -95,15 +92,10 @@ class EngineServer:
             self._core.close()
             self._context.destroy(linger=0)
             self._waker.close()
-            self._woken.close()
 
     def stop(self) -> None:
         self._stopping.set()
-
-    def _wake(self) -> None:
-        """Let the loop look at its handoffs; from any thread."""
-        with suppress(OSError):  # full: it is about to wake; or closed
-            self._waker.send(b"\0")
+        self._waker.wake()
 
     def _receive(self) -> dict[str, list[TokenDelta]]:
         """Handle all commands that have come; wait for one if there is nothing to compute.
@@ -111,8 +103,8 @@ class EngineServer:
         Returns final deltas of requests that were refused or aborted, by reply address.
         """
         answers: dict[str, list[TokenDelta]] = {}
-        if self._core.idle and self._woken.fileno() in dict(self._poller.poll(POLL_MS)):
-            self._woken.recv(4096)
+        if self._core.idle and self._waker.fileno() in dict(self._poller.poll(POLL_MS)):
+            self._waker.clear()
         while True:
             try:
                 command = self._decode(self._inbox.recv(zmq.NOBLOCK))

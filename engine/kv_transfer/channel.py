@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -23,6 +21,7 @@ from engine.kv_transfer.messages import Attach, Envelope, FirstToken, ReadEnded
 from engine.kv_transfer.protocol import HandoffProtocol
 from engine.kv_transfer.stats import HandoffInfo, HandoffStats
 from engine.kv_transfer.ticket import Party, PrefillTicket
+from engine.waker import Waker
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +70,7 @@ class HandoffChannel:
         self._events: deque[HandoffEvent] = deque()
         self._broken: str | None = None
         self._close_at: float | None = None  # at the latest, once `close` is called
-        self._waker, self._woken = socket.socketpair()
-        self._waker.setblocking(False)
-        self._woken.setblocking(False)
+        self._waker = Waker()
         self._thread = threading.Thread(target=self._run, name=f"handoff-channel {engine_id}", daemon=True)
         self._thread.start()
 
@@ -149,8 +146,7 @@ class HandoffChannel:
 
     def _call(self, call: Callable[[float], None]) -> None:
         self._calls.append(call)
-        with suppress(OSError):  # full: the thread is about to wake; or closed
-            self._waker.send(b"\0")
+        self._waker.wake()
 
     def _run(self) -> None:
         try:
@@ -162,11 +158,10 @@ class HandoffChannel:
         finally:
             self._context.destroy(linger=LINGER_MS)
             self._waker.close()
-            self._woken.close()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for source in (self._inbox, self._answers, self._woken):
+        for source in (self._inbox, self._answers, self._waker):
             poller.register(source, zmq.POLLIN)
         self._flush(time.monotonic())
         while self._close_at is None or (self._protocol.inbound and time.monotonic() < self._close_at):
@@ -176,8 +171,8 @@ class HandoffChannel:
                 wait_s = min(wait_s, max(0.0, self._close_at - time.monotonic()))
             ready = dict(poller.poll(int(1000 * wait_s) + 1))  # + 1: never just before the time
             now = time.monotonic()
-            if self._woken.fileno() in ready:
-                self._woken.recv(4096)
+            if self._waker.fileno() in ready:
+                self._waker.clear()
             with self._lock:
                 # messages before timers: what came while this process was stopped counts
                 self._receive(now)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from engine.kv_transfer.events import Received
@@ -91,7 +90,7 @@ class HandoffLedger:
         if self._placing is None or request.ticket is not None:
             return Decision(False, "")
         load = Load(
-            queued=sum(max(0, r.pending - 1) for r in running),
+            queued=sum(r.queued_tokens for r in running),
             receiving=sum(len(r.tokens) for r in self.receiving.values()),
             decoding=sum(r.pending <= 1 for r in running),
         )
@@ -124,10 +123,9 @@ class HandoffLedger:
     def decisions(self) -> dict[str, dict[str, int]]:
         """How often prompts were computed where, and why."""
         found: dict[str, dict[str, int]] = {}
-        for (where, reason), count in (
-            self._placing.decisions if self._placing else Counter[tuple[str, str]]()
-        ).items():
-            found.setdefault(where, {})[reason] = count
+        if self._placing is not None:
+            for (where, reason), count in self._placing.decisions.items():
+                found.setdefault(where, {})[reason] = count
         return found
 
     def open(self, request: Request, cached: int, now: float, block_size: int) -> None:

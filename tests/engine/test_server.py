@@ -236,7 +236,6 @@ def test_an_engine_that_waits_for_kv_sleeps_until_its_handoffs_wake_it(folder, c
     assert attempts == [1, 2]
     assert len(ingress.tokens("a")) == 8
     server.stop()
-    server._wake()
     thread.stop()
     assert thread.error is None
 
