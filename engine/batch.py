@@ -32,6 +32,12 @@ class Batch:
     single:       [n] int32, the sequences that compute one token; attention wants them apart from the others
     chunks:       the sequences that compute more, known on the host
     tiles:        what an attention kernel makes of the two, once for all layers; None until it does
+    kv_scales:    [layers, 2 (K, V)] float32 for a cache in float8_e4m3fn, else None: a value is what is stored times
+                  its scale. The tensor stays where it is for as long as the cache does
+
+    In a batch that only decodes, rows may be padding, so that batches of a few sizes are enough (cuda_graphs.py): such
+    a row is a sequence of its own, with slot_mapping -1, position 0 and kv_len 0. Nothing is written or read for it,
+    and attention gives zeros.
     """
 
     positions: Tensor
@@ -43,10 +49,11 @@ class Batch:
     single: Tensor
     chunks: list[Chunk]
     tiles: Tensor | None = None
+    kv_scales: Tensor | None = None
 
 
 def split(counts: list[int], kv_lens: list[int]) -> tuple[Tensor, list[Chunk]]:
-    """`single` and `chunks` of a Batch, from each sequence's tokens in this step and in all."""
+    """`single`, on the host, and `chunks` of a Batch, from each sequence's tokens in this step and in all."""
     single, chunks, row = [], [], 0
     for seq, (count, kv_len) in enumerate(zip(counts, kv_lens, strict=True)):
         if count == 1:

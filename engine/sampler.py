@@ -7,17 +7,26 @@ is batched with, after preemption, and when it is run again elsewhere; and no no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import logits_processors
 from engine.messages import TokenLogprob
+from engine.ops import versions
 from engine.sampling_params import SamplingParams
 
 CANDIDATES = 1024
+AHEAD = 32  # positions
+MAX_SEEDS = 4096  # whose numbers are kept: far more than sequences that run
+WORDS = 4  # that the generator makes of one counter; the first is used
+
+Put = Callable[[NDArray[Any]], Tensor]
 
 
 class UniformSource:
@@ -25,15 +34,28 @@ class UniformSource:
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(0)
+        self._ahead: dict[int, tuple[int, list[float]]] = {}  # seed -> numbers of AHEAD positions, from the first on
 
     def draw(self, seed: int, position: int) -> float:
         """24 random bits as a float32 in [0, 1): key (seed, 0), counter (position, 0, 0, 0)."""
+        first, numbers = self._ahead.get(seed, (0, []))
+        if not 0 <= position - first < len(numbers):
+            first, numbers = position, self._draw(seed, position)
+            if len(self._ahead) >= MAX_SEEDS:
+                self._ahead.clear()
+            self._ahead[seed] = first, numbers
+        return numbers[position - first]
+
+    def _draw(self, seed: int, position: int) -> list[float]:
+        """Numbers of AHEAD positions: setting the generator takes 5 us, too long for every token of a large batch."""
         state = self._philox.state
         state["state"]["key"][:] = (seed, 0)
         state["state"]["counter"][:] = (position, 0, 0, 0)
-        state["buffer_pos"] = 4  # nothing left over from the draw before
+        state["buffer_pos"] = WORDS  # nothing left over from the draw before
         self._philox.state = state
-        return float(int(self._philox.random_raw()) >> 40) * 2.0**-24
+        words = self._philox.random_raw(WORDS * AHEAD)[::WORDS]
+        numbers: list[float] = ((words >> np.uint64(40)) * 2.0**-24).tolist()
+        return numbers
 
 
 @dataclass(slots=True)
@@ -108,9 +130,12 @@ class SampledRow:
 
 
 def prepare_sampling(
-    sequences: list[SampledRow], vocab_size: int, uniform: UniformSource, device: torch.device | str = "cpu"
+    sequences: list[SampledRow], vocab_size: int, uniform: UniformSource, put: Put = torch.from_numpy
 ) -> SamplingInputs:
-    """Sort the rows by what has to be done to them. Greedy rows without extras cost nothing later."""
+    """Sort the rows by what has to be done to them. Greedy rows without extras cost nothing later.
+
+    put: brings an array to where the logits are.
+    """
     groups: dict[int, list[int]] = {}
     edited = []
     for row, sequence in enumerate(sequences):
@@ -121,14 +146,14 @@ def prepare_sampling(
             edited.append(EditedRow(row, sequence.slot, sequence.num_prompt, sequence.position, params))
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+        return put(np.array(values, dtype=np.float32)).unsqueeze(1)
 
     random = []
     for width, rows in groups.items():
         chosen = [sequences[row] for row in rows]
         random.append(
             RandomRows(
-                rows=torch.tensor(rows, device=device),
+                rows=put(np.array(rows, dtype=np.int64)),
                 temperature=column([s.params.temperature for s in chosen]),
                 uniform=column([uniform.draw(s.seed, s.position) for s in chosen]),
                 top_p=column([s.params.top_p for s in chosen]),
@@ -176,12 +201,20 @@ def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
 
     logits: [rows, vocab], already divided by the temperature. Sorting a whole vocabulary takes milliseconds per row,
     so the CANDIDATES most likely tokens are tried first; a row whose nucleus reaches past them is sorted after all.
+    On a GPU nothing is sorted (ops/gpu/sampling.py), or without Triton every row: to look which ones must be would make
+    the host wait for the step.
     """
     vocab_size = logits.shape[-1]
+    if logits.is_cuda and versions.triton_found():
+        from engine.ops.gpu import sampling
+
+        return sampling.draw_filtered(logits, group.uniform, group.top_p, group.min_p, group.width)
     if group.width < vocab_size:  # top_k: what is beyond it does not count
         values, ids = logits.topk(group.width, dim=-1)
         weights = relative_weights(values, values[:, :1], group.min_p)
         return draw_nucleus(weights, ids, weights.sum(-1, keepdim=True), group)
+    if logits.is_cuda:
+        return draw_sorted(logits, group)
     values, ids = logits.topk(min(CANDIDATES, vocab_size), dim=-1)
     weights = relative_weights(values, values[:, :1], group.min_p)
     total = relative_weights(logits, values[:, :1], group.min_p).sum(-1, keepdim=True)
@@ -225,15 +258,44 @@ def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor, eos: f
         logits_processors.process(logits[edit.row], edit.params, prompt, output, eos)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprob]:
-    """Log-probabilities of `tokens` [rows] under logits [rows, vocab], with counts[row] alternatives each."""
+@dataclass(frozen=True, slots=True)
+class LogprobTable:
+    """What is to be told of chosen tokens, still as tensors, one row per token.
+
+    tokens, ranks: [rows] int64; own: [rows] float32, of the tokens themselves; ids [rows, width] int64 and values
+    [rows, width] float32: of the most likely ones.
+    """
+
+    tokens: Tensor
+    own: Tensor
+    ranks: Tensor
+    ids: Tensor
+    values: Tensor
+
+    def fetched(self, fetch: Callable[[Tensor], Tensor]) -> LogprobTable:
+        return LogprobTable(*map(fetch, (self.tokens, self.own, self.ranks, self.ids, self.values)))
+
+    def rows(self, counts: list[int]) -> list[TokenLogprob]:
+        """With counts[row] alternatives each."""
+        columns = (self.tokens, self.own, self.ranks, self.ids, self.values)
+        return [
+            TokenLogprob(token, logprob, rank, list(zip(top_ids, top_values, strict=True))[:count])
+            for (token, logprob, rank, top_ids, top_values), count in zip(
+                zip(*(column.tolist() for column in columns), strict=True), counts, strict=True
+            )
+        ]
+
+
+def logprob_table(logits: Tensor, tokens: Tensor, width: int) -> LogprobTable:
+    """Log-probabilities of `tokens` [rows] and of the `width` most likely ones, under logits [rows, vocab]."""
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, tokens.unsqueeze(1))
     ranks = (logprobs > own).sum(-1) + 1
-    width = min(max(counts), logits.shape[-1])
+    width = min(width, logits.shape[-1])
     values, ids = logprobs.topk(width, dim=-1) if width else (logprobs[:, :0], tokens.unsqueeze(1)[:, :0])
-    rows = zip(tokens.tolist(), own.squeeze(1).tolist(), ranks.tolist(), ids.tolist(), values.tolist(), strict=True)
-    return [
-        TokenLogprob(token, logprob, rank, list(zip(top_ids, top_values, strict=True))[:count])
-        for (token, logprob, rank, top_ids, top_values), count in zip(rows, counts, strict=True)
-    ]
+    return LogprobTable(tokens, own.squeeze(1), ranks, ids, values)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprob]:
+    """Log-probabilities of `tokens` [rows] under logits [rows, vocab], with counts[row] alternatives each."""
+    return logprob_table(logits, tokens, max(counts)).rows(counts)

@@ -22,6 +22,7 @@ class ByHand:
         # NaN where nothing was written: whatever reads it shows
         shape = (num_blocks, cfg.num_layers, 2, heads, block_size, cfg.head_dim)
         self.kv_cache = torch.full(shape, torch.nan, dtype=next(model.parameters()).dtype)
+        self.kv_scales: Tensor | None = None
         self.free = list(range(num_blocks))
         random.Random(0).shuffle(self.free)
         self.blocks: dict[int, list[int]] = {}
@@ -52,6 +53,7 @@ class ByHand:
             kv_cache=self.kv_cache,
             single=single,
             chunks=chunks,
+            kv_scales=self.kv_scales,
         )
         with torch.inference_mode():
             hidden = self.model(torch.tensor([t for ids in tokens.values() for t in ids]), batch)

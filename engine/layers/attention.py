@@ -1,18 +1,21 @@
-"""Attention of one layer over the paged KV cache."""
+"""Attention of one layer over the paged KV cache, with rotary positions."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from engine.batch import Batch
+from engine.layers.rope import layer_table
 from engine.model_config import ModelConfig
 from engine.ops import attention
 
 
 class Attention(nn.Module):
-    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim].
+    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim]; the memory of q
+    and k may be used.
 
-    Writes K and V of this step's tokens first, so that a token also sees itself and its neighbours.
+    Turns q and k by their positions, and writes K and V of this step's tokens first, so that a token also sees itself
+    and its neighbours.
     """
 
     def __init__(self, cfg: ModelConfig, layer: int):
@@ -20,8 +23,9 @@ class Attention(nn.Module):
         self.layer = layer
         self.scale = cfg.attention_scale
         self.window = cfg.window[layer]
+        self.table = layer_table(cfg, layer)
         self.ops = attention.choose()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        self.ops.write_kv(k, v, batch, self.layer)
+        q = self.ops.rotate_and_write(q, k, v, self.table, batch, self.layer)
         return self.ops.paged_attention(q, batch, self.layer, self.scale, self.window).flatten(1)

@@ -20,10 +20,14 @@ class RMSNorm(Sharded):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.rms_norm = norm.choose()
+        self.rms_norm, self.add_rms_norm = norm.choose(), norm.choose_add()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rms_norm(x, self.weight, self.eps, self.shift)
+
+    def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + y, its norm), which a GPU computes at once."""
+        return self.add_rms_norm(x, y, self.weight, self.eps, self.shift)
 
     def shards(self) -> dict[str, Shard]:
         return {"weight": replicated(self.weight)}

@@ -9,29 +9,15 @@ import math
 from functools import lru_cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.model_config import ModelConfig, RopeConfig
-from engine.ops import rope
 
 
-class RotaryEmbedding(nn.Module):
-    """Turns q [tokens, heads, head_dim] and k [tokens, kv_heads, head_dim] by their tokens' positions [tokens]; their
-    memory may be used for the result."""
-
-    def __init__(self, cfg: ModelConfig, layer: int):
-        super().__init__()
-        self.table = rope_table(
-            cfg.rope[layer],
-            cfg.head_dim,
-            cfg.max_position_embeddings,
-            torch.get_default_dtype(),
-            torch.get_default_device(),
-        )
-        self.rotate = rope.choose()
-
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rotate(q, self.table, positions), self.rotate(k, self.table, positions)
+def layer_table(cfg: ModelConfig, layer: int) -> Tensor:
+    """The table of one layer, in the dtype and on the device that the model under construction has set as defaults."""
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    return rope_table(cfg.rope[layer], cfg.head_dim, cfg.max_position_embeddings, dtype, device)
 
 
 @lru_cache(maxsize=8)  # layers share a table, as do models of one kind

@@ -28,8 +28,7 @@ class Gemma3Attention(LlamaAttention):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v = self.qkv_proj(x)
-        q, k = self.rope(self.q_norm(q), self.k_norm(k), batch.positions)
-        return self.o_proj(self.attend(q, k, v, batch))
+        return self.o_proj(self.attend(self.q_norm(q), self.k_norm(k), v, batch))
 
 
 class Gemma3Layer(nn.Module):
@@ -41,12 +40,13 @@ class Gemma3Layer(nn.Module):
         self.self_attn = Gemma3Attention(cfg, tp, layer)
         self.post_attention_layernorm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.pre_feedforward_layernorm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.mlp = GatedMLP(cfg, tp)
+        self.mlp = GatedMLP(cfg, tp, f"layers.{layer}.mlp")
         self.post_feedforward_layernorm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), batch))
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        attended = self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), batch))
+        x, normed = self.pre_feedforward_layernorm.add(x, attended)
+        return x + self.post_feedforward_layernorm(self.mlp(normed))
 
 
 class Gemma3ForCausalLM(LlamaForCausalLM):

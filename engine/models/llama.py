@@ -12,7 +12,6 @@ from engine.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
 from engine.layers.linear import QKVLinear, RowParallelLinear
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
-from engine.layers.rope import RotaryEmbedding
 from engine.model_config import ModelConfig
 from engine.tp_group import TPGroup
 
@@ -31,14 +30,15 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
-        self.qkv_proj = QKVLinear(cfg, tp)
-        self.rope = RotaryEmbedding(cfg, layer)
+        where = f"layers.{layer}.self_attn"
+        self.qkv_proj = QKVLinear(cfg, tp, where)
         self.attend = Attention(cfg, layer)
-        self.o_proj = RowParallelLinear(cfg.num_heads * cfg.head_dim, cfg.hidden_size, tp, cfg.output_bias)
+        self.o_proj = RowParallelLinear(
+            cfg.num_heads * cfg.head_dim, cfg.hidden_size, tp, cfg.output_bias, cfg.weight_format(where, "o_proj")
+        )
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v = self.qkv_proj(x)
-        q, k = self.rope(q, k, batch.positions)
         return self.o_proj(self.attend(q, k, v, batch))
 
 
@@ -55,11 +55,11 @@ class LlamaLayer(nn.Module):
         self.mlp = self.make_mlp(cfg, tp, layer)
 
     def make_mlp(self, cfg: ModelConfig, tp: TPGroup, layer: int) -> nn.Module:
-        return GatedMLP(cfg, tp)
+        return GatedMLP(cfg, tp, f"layers.{layer}.mlp")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), batch)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x, normed = self.post_attention_layernorm.add(x, self.self_attn(self.input_layernorm(x), batch))
+        return x + self.mlp(normed)
 
 
 class LlamaForCausalLM(nn.Module):

@@ -19,8 +19,7 @@ class Qwen3Attention(LlamaAttention):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v = self.qkv_proj(x)
-        q, k = self.rope(self.q_norm(q), self.k_norm(k), batch.positions)
-        return self.o_proj(self.attend(q, k, v, batch))
+        return self.o_proj(self.attend(self.q_norm(q), self.k_norm(k), v, batch))
 
 
 class Qwen3Layer(LlamaLayer):

@@ -29,4 +29,8 @@ def choose(name: str) -> Callable[[Tensor], Tensor]:
         from engine.ops.cpu import activation
 
         return activation.silu_mul
+    if versions.gpu_kernels():
+        from engine.ops.gpu.activation import GATED
+
+        return GATED[name]
     return PLAIN[name]

@@ -7,11 +7,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.ops.rope import rotate_plain
+
+
+def rotate_and_write(q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: Batch, layer: int) -> Tensor:
+    write_kv(rotate_plain(k, table, batch.positions), v, batch, layer)
+    return rotate_plain(q, table, batch.positions)
 
 
 def write_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
     block_size = batch.kv_cache.shape[4]
-    blocks, offsets = batch.slot_mapping // block_size, batch.slot_mapping % block_size
+    real = batch.slot_mapping >= 0
+    k, v, slots = k[real], v[real], batch.slot_mapping[real]
+    if batch.kv_scales is not None:
+        k, v = (to_fp8(values, scale) for values, scale in zip((k, v), batch.kv_scales[layer], strict=True))
+    blocks, offsets = slots // block_size, slots % block_size
     batch.kv_cache[blocks, layer, 0, :, offsets] = k
     batch.kv_cache[blocks, layer, 1, :, offsets] = v
 
@@ -20,10 +30,20 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: i
     out = torch.empty_like(q)
     starts = batch.query_start.tolist()
     for seq, kv_len in enumerate(batch.kv_len.tolist()):
-        k, v = gather_kv(batch, seq, layer, kv_len)
         rows = slice(starts[seq], starts[seq + 1])
+        if kv_len == 0:  # padding
+            out[rows] = 0
+            continue
+        k, v = gather_kv(batch, seq, layer, kv_len)
+        if batch.kv_scales is not None:
+            k, v = ((x.float() * scale).to(q.dtype) for x, scale in zip((k, v), batch.kv_scales[layer], strict=True))
         out[rows] = attend(q[rows].transpose(0, 1), k, v, scale, window).transpose(0, 1)
     return out
+
+
+def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
+    """float8_e4m3fn, saturating: the cast alone would make NaN of what is too large."""
+    return (values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
 def gather_kv(batch: Batch, seq: int, layer: int, kv_len: int) -> tuple[Tensor, Tensor]:

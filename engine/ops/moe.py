@@ -24,6 +24,23 @@ def mix_experts(
     down:             [num_experts, hidden, intermediate]
     experts, weights: [tokens, k]
     """
+    if x.is_cuda:
+        from engine.ops.gpu import moe
+
+        if moe.fits(x, down):
+            return moe.mix_experts(x, gate_up, down, activation, experts, weights)
+    return mix_experts_plain(x, gate_up, down, activation, experts, weights)
+
+
+def mix_experts_plain(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    experts: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """One expert after the other, over the tokens that were routed to it."""
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)  # one expert's tokens together, so that each expert runs once
     counts = experts.flatten().bincount(minlength=gate_up.shape[0]).tolist()

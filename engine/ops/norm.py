@@ -3,6 +3,8 @@
 rms_norm(x, weight, eps, shift) -> like x, contiguous
     x / sqrt(mean(x^2) + eps) * (shift + weight) over the last dimension, computed in float32
     x: [tokens, size] or [tokens, heads, size], each token's values contiguous; weight: [size]
+add_rms_norm(x, y, weight, eps, shift) -> (x + y, its norm)
+    x, y: [tokens, size]
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor
 from engine.ops import versions
 
 RMSNormOp = Callable[[Tensor, Tensor, float, float], Tensor]
+AddRMSNormOp = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
 
 
 def choose() -> RMSNormOp:
@@ -22,7 +25,25 @@ def choose() -> RMSNormOp:
         from engine.ops.cpu.norm import rms_norm
 
         return rms_norm
+    if versions.gpu_kernels():
+        from engine.ops.gpu import norm
+
+        return norm.rms_norm
     return rms_norm_plain
+
+
+def choose_add() -> AddRMSNormOp:
+    if versions.gpu_kernels():
+        from engine.ops.gpu import norm
+
+        return norm.add_rms_norm
+    rms_norm = choose()
+
+    def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float) -> tuple[Tensor, Tensor]:
+        total = x + y
+        return total, rms_norm(total, weight, eps, shift)
+
+    return add_rms_norm
 
 
 def rms_norm_plain(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotary embedding of one tensor.
+"""Rotary embedding of one tensor. Models turn q and k as they write K: see `rotate_and_write` in attention.py.
 
 rotate(x, table, positions) -> like x, possibly x itself
     Turns the pairs (x[i], x[i + head_dim / 2]), as in Hugging Face checkpoints.
@@ -8,20 +8,8 @@ rotate(x, table, positions) -> like x, possibly x itself
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-
-from engine.ops import versions
-
-
-def choose() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    if versions.cpu_kernels():
-        from engine.ops.cpu.rope import rotate
-
-        return rotate
-    return rotate_plain
 
 
 def rotate_plain(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:

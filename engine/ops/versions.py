@@ -11,6 +11,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 CPU_DTYPES = (torch.bfloat16, torch.float32)  # that fast CPU ops take
+GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def cpu_kernels() -> bool:
@@ -23,4 +24,19 @@ def numba_found() -> bool:
     found = importlib.util.find_spec("numba") is not None
     if not found:
         logger.warning("numba is not installed: plain torch runs in its place, several times slower on a CPU")
+    return found
+
+
+def gpu_kernels() -> bool:
+    """Whether engine/ops/gpu serves the device and dtype that the model under construction has set as defaults."""
+    return torch.get_default_device().type == "cuda" and torch.get_default_dtype() in GPU_DTYPES and triton_found()
+
+
+@cache
+def triton_found() -> bool:
+    found = importlib.util.find_spec("triton") is not None
+    if found:
+        logger.info("ops: Triton kernels")
+    else:
+        logger.warning("triton is not installed: plain torch runs in its place, many times slower on a GPU")
     return found

@@ -28,6 +28,7 @@ from engine.ops.cpu.kernel import (
     store,
     take,
 )
+from engine.ops.cpu.rope import rotate
 from engine.ops.cpu.vector import LANES, add_weighted, dot_rows, exp_of_difference, highest, prefetch
 
 TOKENS = 8  # whose KV a thread writes at a time
@@ -74,8 +75,16 @@ def write_f32(args: Any) -> None:
 WRITE = Kernel({torch.bfloat16: write_bf16, torch.float32: write_f32})
 
 
+def rotate_and_write(q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: Batch, layer: int) -> Tensor:
+    write_kv(rotate(k, table, batch.positions), v, batch, layer)
+    return rotate(q, table, batch.positions)
+
+
 def write_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
     cache = batch.kv_cache
+    if batch.kv_scales is not None:
+        attention_plain.write_kv(k, v, batch, layer)
+        return
     _, _, _, kv_heads, block_size, head_dim = cache.shape
     items = -(-k.shape[0] // TOKENS)
     WRITE.launch(
@@ -180,7 +189,7 @@ ATTEND = Kernel({torch.bfloat16: attend_bf16, torch.float32: attend_f32})
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None) -> Tensor:
     cache = batch.kv_cache
     _, _, _, kv_heads, block_size, head_dim = cache.shape
-    if head_dim % LANES:
+    if head_dim % LANES or batch.kv_scales is not None:
         return attention_plain.paged_attention(q, batch, layer, scale, window)
     out = torch.empty(q.shape, dtype=q.dtype)
     if batch.tiles is None:

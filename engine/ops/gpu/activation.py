@@ -1,0 +1,47 @@
+"""Gated activations on a GPU, in Triton: one pass over both halves. See ops/activation.py.
+
+Checked under Triton's interpreter and compiled for sm_90; has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit
+def gated_kernel(x, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (tokens, size / BLOCK): act(x[:, :size]) * x[:, size:]."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    x += token * 2 * size
+    gate = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + size + i, mask=inside, other=0.0).to(tl.float32)
+    # (1 + tanh(u)) / 2 is the sigmoid of 2u; u = sqrt(2 / pi) (gate + 0.044715 gate^3) for GELU
+    steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    tl.store(out + token * size + i, (gate * tl.sigmoid(steep) * value).to(out.dtype.element_ty), mask=inside)
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    return gated(x, gelu=False)
+
+
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    return gated(x, gelu=True)
+
+
+def gated(x: Tensor, *, gelu: bool) -> Tensor:
+    tokens, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
+    gated_kernel[tokens, triton.cdiv(size, BLOCK)](x, out, size, GELU=gelu, BLOCK=BLOCK)
+    return out
+
+
+GATED: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}

@@ -1,0 +1,67 @@
+"""RMSNorm on a GPU, in Triton: each row is read once. See ops/norm.py.
+
+Checked under Triton's interpreter and compiled for sm_90; has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAM_VALUES = 2048  # of short rows, such as heads, a program takes several
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm_kernel(
+    x, y, weight, total, out, rows, stride, y_stride, eps, shift,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr, SHIFTED: tl.constexpr,
+    ROWS: tl.constexpr, SIZE_PAD: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows / ROWS); row r is head r % HEADS of token r // HEADS, whose values start at x + token * stride. With
+    ADD of x + y, which is left in `total`."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, SIZE_PAD)
+    inside = (row < rows)[:, None] & (i < SIZE)[None, :]
+    source = (row // HEADS).to(tl.int64) * stride + row % HEADS * SIZE
+    values = tl.load(x + source[:, None] + i[None, :], mask=inside, other=0.0)
+    target = row.to(tl.int64)[:, None] * SIZE + i[None, :]
+    if ADD:
+        more = tl.load(y + row.to(tl.int64)[:, None] * y_stride + i[None, :], mask=inside, other=0.0)
+        values = (values.to(tl.float32) + more.to(tl.float32)).to(values.dtype)
+        tl.store(total + target, values, mask=inside)
+    wide = values.to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + eps)[:, None]
+    factor = tl.load(weight + i, mask=i < SIZE, other=0.0).to(tl.float32)[None, :]
+    # without a shift rounded before the weight as well, as in the checkpoints' own code
+    result = wide * (shift + factor) if SHIFTED else wide.to(values.dtype).to(tl.float32) * factor
+    tl.store(out + target, result.to(values.dtype), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
+    heads, size = (x.shape[1] if x.dim() == 3 else 1), x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, size_pad = x.shape[0] * heads, triton.next_power_of_2(size)
+    per_program = max(1, PROGRAM_VALUES // size_pad) if heads > 1 else 1
+    rms_norm_kernel[triton.cdiv(rows, per_program),](
+        x, x, weight, out, out, rows, x.stride(0), 0, eps, shift,
+        HEADS=heads, SIZE=size, ADD=False, SHIFTED=shift != 0.0, ROWS=per_program, SIZE_PAD=size_pad,
+        num_warps=num_warps(size_pad),
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float) -> tuple[Tensor, Tensor]:
+    tokens, size = x.shape
+    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    size_pad = triton.next_power_of_2(size)
+    rms_norm_kernel[tokens,](
+        x, y, weight, total, out, tokens, x.stride(0), y.stride(0), eps, shift,
+        HEADS=1, SIZE=size, ADD=True, SHIFTED=shift != 0.0, ROWS=1, SIZE_PAD=size_pad, num_warps=num_warps(size_pad),
+    )  # fmt: skip
+    return total, out
+
+
+def num_warps(size_pad: int) -> int:
+    return min(16, max(4, size_pad // 1024))

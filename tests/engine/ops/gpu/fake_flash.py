@@ -1,0 +1,115 @@
+"""What the flash-attn packages and torch say of their functions, computed slowly; the kernels themselves need a GPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attend(q: Tensor, pages: tuple[Tensor, Tensor], table: Tensor, length: int, scale: float, window: Any) -> Tensor:
+    """q [rows, heads, head_dim] at the end of `length` tokens whose pages [block_size, kv_heads, head_dim] `table`
+    names. Row i at position p sees the keys from p - window[0] to p + window[1]; -1 is no bound."""
+    if length == 0:
+        return torch.zeros_like(q)
+    k, v = (cache[table.long()].flatten(0, 1)[:length].transpose(0, 1) for cache in pages)
+    position = torch.arange(length - len(q), length)[:, None]
+    key = torch.arange(length)[None]
+    left, right = window
+    visible = torch.ones(len(q), length, dtype=torch.bool)
+    if left >= 0:
+        visible &= key >= position - left
+    if right >= 0:
+        visible &= key <= position + right
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
+
+
+def attend_all(
+    q: Tensor, pages: tuple[Tensor, Tensor], starts: Tensor, lengths: Tensor, table: Tensor, scale: float, window: Any
+) -> Tensor:
+    rows = zip(starts.tolist(), starts.tolist()[1:], lengths.tolist(), table, strict=False)
+    return torch.cat([attend(q[a:b], pages, blocks, length, scale, window) for a, b, length, blocks in rows])
+
+
+def causal_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
+    return (window_size[0], 0) if causal else window_size
+
+
+def flash_attn_2() -> ModuleType:
+    """flash_attn 2.8: flash_attn_with_kvcache and flash_attn_varlen_func."""
+    module = ModuleType("flash_attn")
+
+    def flash_attn_with_kvcache(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, softmax_scale: float, causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1), block_table: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        check(k_cache, v_cache, block_table, multiple=256)
+        assert q.shape[1] == 1
+        starts = torch.arange(len(q) + 1)
+        window = causal_window(causal, window_size)
+        pages = (k_cache, v_cache)
+        return attend_all(q[:, 0], pages, starts, cache_seqlens, block_table, softmax_scale, window)[:, None]
+
+    def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, softmax_scale: float, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+        block_table: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        check(k, v, block_table, multiple=256)
+        assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        window = causal_window(causal, window_size)
+        return attend_all(q, (k, v), cu_seqlens_q, cu_seqlens_k.diff(), block_table, softmax_scale, window)
+
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    return module
+
+
+def flash_attn_3() -> ModuleType:
+    """hopper/flash_attn_interface.py: flash_attn_with_kvcache."""
+    module = ModuleType("flash_attn_interface")
+
+    def flash_attn_with_kvcache(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, page_table: Tensor, cu_seqlens_q: Tensor,
+        max_seqlen_q: int, softmax_scale: float, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:  # fmt: skip
+        check(k_cache, v_cache, page_table, multiple=1)
+        assert max_seqlen_q >= cu_seqlens_q.diff().max() and cu_seqlens_q.dtype == torch.int32
+        window = causal_window(causal, window_size)
+        pages = (k_cache, v_cache)
+        return attend_all(q, pages, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window)
+
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    return module
+
+
+def torch_varlen() -> ModuleType:
+    """torch.nn.attention.varlen of torch 2.12."""
+    module = ModuleType("torch.nn.attention.varlen")
+
+    def varlen_attn(
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+        scale: float, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False, seqused_k: Tensor,
+        block_table: Tensor,
+    ) -> Tensor:  # fmt: skip
+        check(key, value, block_table, multiple=256)
+        assert enable_gqa and torch.equal(cu_seq_k.diff(), seqused_k)
+        assert max_q >= cu_seq_q.diff().max() and max_k >= seqused_k.max()
+        return attend_all(query, (key, value), cu_seq_q, seqused_k, block_table, scale, window_size)
+
+    module.varlen_attn = varlen_attn
+    return module
+
+
+def check(k: Tensor, v: Tensor, table: Tensor, multiple: int) -> None:
+    if k.shape[1] % multiple:
+        raise RuntimeError(f"Paged KV cache block size must be divisible by {multiple}")
+    assert k.stride(-1) == v.stride(-1) == table.stride(-1) == 1
+    assert table.dtype == torch.int32

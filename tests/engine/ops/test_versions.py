@@ -1,0 +1,57 @@
+"""Which version of the ops a model gets."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+
+import pytest
+import torch
+
+from engine.ops import activation, attention, attention_plain, norm, versions
+
+
+@pytest.fixture
+def on_cuda():
+    """As while a model for a GPU is built. No tensor is made."""
+    torch.set_default_device("cuda:0")
+    yield
+    torch.set_default_device("cpu")
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
+    versions.triton_found.cache_clear()
+    yield
+    versions.triton_found.cache_clear()
+
+
+def test_a_gpu_without_triton_gets_plain_torch_and_one_warning(on_cuda, without_triton, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert attention.choose() is attention_plain
+        assert norm.choose() is norm.rms_norm_plain
+        assert activation.choose("silu") is activation.silu_mul
+        assert attention.default_block_size(torch.device("cuda")) == attention.GPU_BLOCK_SIZE
+    assert [record.message for record in caplog.records] == [
+        "triton is not installed: plain torch runs in its place, many times slower on a GPU"
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is made for Linux only")
+def test_a_gpu_gets_the_triton_kernels(on_cuda, monkeypatch):
+    from engine.ops.gpu import flash
+
+    monkeypatch.setattr(flash, "choose", lambda device: None)
+    modules = {op.__module__ for op in (norm.choose(), activation.choose("silu"))}
+    modules |= {activation.choose("gelu_pytorch_tanh").__module__, attention.choose().__name__}
+    assert modules == {f"engine.ops.gpu.{name}" for name in ("norm", "activation", "flash")}
+
+
+def test_a_cpu_gets_no_kernel_of_the_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert not versions.gpu_kernels()
+    assert attention.choose().__name__ != "engine.ops.gpu.flash"
+    assert attention.default_block_size(torch.device("cpu")) == 16
