@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError, OutOfMemory
+from engine.errors import ConfigError, ModelFolderError, OutOfMemory
+from engine.loader import tensors_by_file
 from engine.model_config import ModelConfig
 from engine.tp_group import TPGroup
 
@@ -18,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 CPU_DEFAULT_GIB = 2.0
+SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_scale$")
 
 
 def block_shape(config: ModelConfig, block_size: int, tp: TPGroup) -> tuple[int, int, int, int, int]:
@@ -84,6 +89,32 @@ def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> tu
     if device.type == "cuda":
         return free_bytes, f"gpu_memory_utilization ({config.gpu_memory_utilization})"
     return min(int(CPU_DEFAULT_GIB * GIB), free_bytes // 2), f"the default on a CPU ({CPU_DEFAULT_GIB} GiB)"
+
+
+def cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """dtype: of the model's activations."""
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if device.type == "cpu":
+        logger.warning("kv cache in FP8 on a CPU: attention runs in plain torch, several times slower; meant for tests")
+    return torch.float8_e4m3fn
+
+
+def read_scales(folder: Path, num_layers: int, device: torch.device) -> Tensor:
+    """[layers, 2 (K, V)] float32: what the stored values of an FP8 cache are multiplied by. 1 where the checkpoint
+    names none; `self_attn.k_scale`, or with `k_proj.` or `attn.` in between, as different tools write it."""
+    scales = torch.ones(num_layers, 2)
+    found = 0
+    for file, names in tensors_by_file(folder).items():
+        with safe_open(file, framework="pt") as tensors:
+            for name in names:
+                if match := SCALE.search(name):
+                    scales[int(match[1]), "kv".index(match[2])] = tensors.get_tensor(name).float().item()
+                    found += 1
+    if not (scales > 0).all():
+        raise ModelFolderError(str(folder), "a k_scale or v_scale is not above 0")
+    logger.info("kv cache in FP8: %s", f"{found} scales from the checkpoint" if found else "no scales, all are 1")
+    return scales.to(device)
 
 
 def free_host_bytes() -> int:

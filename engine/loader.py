@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
@@ -25,6 +27,13 @@ from engine.tp_group import TPGroup
 logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
+# Tensors that a checkpoint may hold and that are known without: rotary frequencies and a copy of a tied head; of
+# quantized weights their shape and a trivial order of columns; scales of activations that were fixed beforehand, since
+# here inputs are scaled as they come. Those of an FP8 KV cache are read by engine/kv_cache.py.
+UNUSED = (
+    ".inv_freq", "lm_head.weight", ".weight_shape", ".g_idx",
+    ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".prob_scale",
+)  # fmt: skip
 
 
 def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
@@ -35,7 +44,8 @@ def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
     started = time.monotonic()
     shards = checkpoint_shards(model)
     files = tensors_by_file(folder)
-    check_names(folder, set(shards), [name for names in files.values() for name in names])
+    unused = zero_biases(files, set(shards))
+    check_names(folder, set(shards), [name for names in files.values() for name in names if name not in unused])
     quiet = tp.rank > 0 or not sys.stderr.isatty()
     with Progress(console=Console(stderr=True), disable=quiet) as progress:
         bar = progress.add_task("loading weights", total=len(shards))
@@ -56,11 +66,30 @@ def pack_weights(model: Model) -> None:
             layer.pack()
 
 
+def count_parameters(model: Model) -> int:
+    """Of this rank, before they are packed."""
+    quantized = sum(layer.quantized_parameters for layer in model.modules() if isinstance(layer, Sharded))
+    return quantized + sum(parameter.numel() for parameter in model.parameters())
+
+
 def load_tensor(shard: Shard, source: TensorSlice, name: str, folder: Path) -> None:
-    if tuple(source.get_shape()) != shard.shape:
+    if (tuple(source.get_shape()) or (1,)) != shard.shape:
         problem = f"{name} has shape {source.get_shape()}, config.json asks for {list(shard.shape)}"
         raise ModelFolderError(str(folder), problem)
     shard.load(source)
+
+
+def fill_with_noise(model: Model) -> None:
+    """Random weights in place of a checkpoint's, to measure. Tensors that every rank holds are the same on all."""
+    for name, shard in checkpoint_shards(model).items():
+        target = shard.target
+        generator = torch.Generator(target.device).manual_seed(zlib.crc32(name.encode()))
+        if not target.dtype.is_floating_point:  # of quantized weights: values, or the groups of columns
+            target.zero_() if target.dim() == 1 else target.random_(generator=generator)
+            continue
+        noise = torch.randn(target.shape, generator=generator, dtype=torch.float32, device=target.device)
+        # as models start out: small, and norms near one, so that hidden states neither vanish nor overflow
+        target.copy_(noise.mul_(0.02).add_(1.0) if target.dim() == 1 else noise.mul_(0.02))
 
 
 def checkpoint_shards(model: Model) -> dict[str, Shard]:
@@ -80,11 +109,20 @@ def checkpoint_name(name: str, packed: dict[str, tuple[str, str]]) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
+def zero_biases(files: dict[Path, list[str]], wanted: set[str]) -> set[str]:
+    """Biases that the model does not have and that are 0: older GPTQ checkpoints hold one for every layer."""
+    found = set()
+    for file, names in files.items():
+        if biases := [name for name in names if name.endswith(".bias") and name not in wanted]:
+            with safe_open(file, framework="pt") as tensors:
+                found |= {name for name in biases if not tensors.get_tensor(name).any()}
+    return found
+
+
 def check_names(folder: Path, wanted: set[str], found: list[str]) -> None:
     """Raise ModelFolderError unless `found` is `wanted`, once each."""
     twice = {name for name, count in Counter(found).items() if count > 1}
-    # Older checkpoints hold the rotary frequencies, and some a copy of a tied head; both are known without.
-    extra = {name for name in set(found) - wanted if not name.endswith((".inv_freq", "lm_head.weight"))}
+    extra = {name for name in set(found) - wanted if not name.endswith(UNUSED)}
     for problem, names in (("missing", wanted - set(found)), ("unexpected", extra), ("duplicate", twice)):
         if names:
             shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -4,7 +4,7 @@ is an error at start, never ignored."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -12,6 +12,8 @@ import torch
 
 from engine.errors import ConfigError, ModelFolderError, UnsupportedArchitecture
 from engine.model_folder import eos_token_ids, read_json
+from engine.quantization import scheme
+from engine.quantization.format import UnsupportedScheme, WeightFormat
 
 Fields = dict[str, Any]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
@@ -37,7 +39,6 @@ FAMILIES: dict[str, Fields] = {
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 # Each changes the output when it is set.
 UNSUPPORTED = (
-    "quantization_config",
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "use_bidirectional_attention",
@@ -81,7 +82,8 @@ class ModelConfig:
     rope, window: one entry per layer; a window w lets a token see itself and the w - 1 before it, None sees all.
     attention_scale: factor on q @ k.
     max_position_embeddings: longest sequence the rotary embedding is made for, context extension included.
-    dtype: that of the stored weights.
+    dtype: that of the stored weights, where they are not quantized.
+    quantization: which linear layers of the checkpoint are quantized, and how.
     eos_token_ids: tokens that end a generation; empty where the model names none.
     """
 
@@ -106,20 +108,47 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: frozenset[int]
     moe: MoEConfig | None
+    quantization: scheme.Scheme | None = None
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ModelConfig:
-        """Raise UnsupportedArchitecture, or ModelFolderError that names the field of config.json."""
+    def from_folder(cls, folder: Path, quantization: str | None = None) -> ModelConfig:
+        """quantization: `fp8` for weights that are to be rounded when they are loaded.
+
+        Raise UnsupportedArchitecture, ModelFolderError that names the field of config.json, or ConfigError."""
         raw = read_json(folder, "config.json")
         architecture = (raw.get("architectures") or ["none"])[0]
         if architecture not in FAMILIES:
             raise UnsupportedArchitecture(architecture, sorted(FAMILIES))
         try:
-            return _parse(architecture, FAMILIES[architecture] | raw, eos_token_ids(folder))
+            cfg = _parse(architecture, FAMILIES[architecture] | raw, eos_token_ids(folder))
         except KeyError as e:
             raise ModelFolderError(str(folder), f"config.json has no {e.args[0]!r}") from e
         except _Unsupported as e:
             raise ModelFolderError(str(folder), f"config.json: {e.field} = {e.value!r} is not supported") from e
+        except UnsupportedScheme as e:
+            problem = f"config.json: quantization_config.{e.key} = {e.value!r} is not supported: must be {e.limit}"
+            raise ModelFolderError(str(folder), problem) from e
+
+        return cfg.rounded() if quantization == "fp8" else cfg
+
+    def rounded(self) -> ModelConfig:
+        """The same model with weights in FP8, whether they are stored so or not. Raises ConfigError."""
+        if self.quantization is None:
+            return replace(self, quantization=scheme.ONLINE_FP8)
+        if self.quantization.method != "fp8":
+            raise ConfigError("quantization", "fp8", f"left out: the model is quantized ({self.quantization.method})")
+        return self
+
+    def weight_format(self, where: str, *names: str) -> WeightFormat | None:
+        """How the checkpoint stores the weights of linear layers that are merged into one; None: as they are.
+
+        Raises ConfigError if they are stored in different ways."""
+        if self.quantization is None:
+            return None
+        try:
+            return self.quantization.format_of([f"model.{where}.{name}" for name in names])
+        except UnsupportedScheme as e:
+            raise ConfigError(f"quantization_config.{e.key}", e.value, e.limit) from e
 
     def kv_heads_per_rank(self, tp_size: int = 1) -> int:
         """With more ranks than KV heads, every head is held by several ranks.
@@ -176,6 +205,7 @@ def _parse(architecture: str, raw: Fields, eos: frozenset[int]) -> ModelConfig:
         tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
         eos_token_ids=eos,
         moe=_moe(raw, num_layers),
+        quantization=_quantization(raw),
     )
 
 
@@ -184,6 +214,16 @@ def _dtype(raw: Fields) -> torch.dtype:
     if name not in ("float32", "bfloat16", "float16"):
         raise _Unsupported("dtype", name)
     return cast(torch.dtype, getattr(torch, name))
+
+
+def _quantization(raw: Fields) -> scheme.Scheme | None:
+    config = raw.get("quantization_config") or raw.get("compression_config")
+    if not config:
+        return None
+    found = scheme.parse(config)
+    if not raw.get("tie_word_embeddings") and found.format_of(["lm_head"]) is not None:
+        raise UnsupportedScheme("ignore", config.get("ignore"), "a list with lm_head, which is not quantized here")
+    return found
 
 
 def _activation(raw: Fields) -> str:

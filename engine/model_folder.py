@@ -18,10 +18,11 @@ HUB_IGNORED = ["*/*", "consolidated*"]
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def resolve(model: str) -> Path:
+def resolve(model: str, weights: bool = True) -> Path:
     """Folder of `pocket` (bundled), of a local path, or of a Hub id "org/name", which is downloaded if need be.
 
-    Raises ModelFolderError where there is none, or where it lacks config.json or safetensors weights.
+    weights: False where none are needed. Raises ModelFolderError where there is none, or where it lacks config.json or
+    safetensors weights.
     """
     if model == "pocket":
         folder = pocket.PATH
@@ -31,7 +32,7 @@ def resolve(model: str) -> Path:
         folder = _download(model)
     else:
         raise ModelFolderError(model, "no such folder, and it does not look like a Hub id (org/name) either")
-    _check(folder)
+    _check(folder, weights)
     return folder
 
 
@@ -82,10 +83,10 @@ def _download(model: str) -> Path:
         raise ModelFolderError(model, problem) from e
 
 
-def _check(folder: Path) -> None:
+def _check(folder: Path, weights: bool) -> None:
     if not (folder / "config.json").is_file():
         raise ModelFolderError(str(folder), "has no config.json")
-    if not any(folder.glob("*.safetensors")):
+    if weights and not any(folder.glob("*.safetensors")):
         others = sorted(p.name for pattern in ("*.bin", "*.pth", "*.gguf") for p in folder.glob(pattern))
         found = f"only {', '.join(others)}; convert them first" if others else "and no other weights either"
         raise ModelFolderError(str(folder), f"has no *.safetensors, {found}")

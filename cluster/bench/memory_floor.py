@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engine.layers.embedding import VocabEmbedding
+from engine.layers.linear import Linear
 from engine.layers.moe import Experts
 from engine.model_config import ModelConfig
 from engine.models.registry import build_model
@@ -25,9 +26,12 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, batch_size: int) -> fl
     for layer in model.modules():
         if isinstance(layer, VocabEmbedding) and layer.weight is not model.lm_head.weight:
             total -= layer.weight.nbytes * max(0.0, 1 - batch_size / len(layer.weight))
+        elif isinstance(layer, Linear) and layer.stored is not None:
+            total += layer.stored.nbytes
         elif isinstance(layer, Experts) and config.moe is not None:
             idle = (1 - config.moe.experts_per_token / config.moe.num_experts) ** batch_size
             total -= idle * sum(p.nbytes for p in layer.parameters())
+            total += (1 - idle) * layer.quantized_parameters * dtype.itemsize  # they are dequantized when loaded
     return total
 
 

@@ -12,14 +12,14 @@ import torch
 from engine.errors import ModelFolderError
 from engine.loader import tensors_by_file
 from engine.model_config import ModelConfig
+from engine.model_identity import sample_weights, short
 
 LAYOUT_VERSION = 1  # of a block: [layers, 2, kv_heads, block_size, head_dim], rotated keys
-PAGE = 4096  # bytes
-PAGES = 64  # read of every file of weights
 
 
-def fingerprint(config: ModelConfig, folder: Path, dtype: torch.dtype, block_size: int) -> str:
+def fingerprint(config: ModelConfig, folder: Path, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> str:
     """Equal for engines that compute the same KV in the same layout. Readable, so that a mismatch explains itself.
+    dtype: of activations. How weights are quantized is in the configuration; scales of an FP8 cache are weights.
 
     Of the weights it takes names, sizes and headers of the files and a sample of their pages, which tells models and
     their versions apart in milliseconds; it is no proof against somebody who changes a few bytes in between.
@@ -28,19 +28,16 @@ def fingerprint(config: ModelConfig, folder: Path, dtype: torch.dtype, block_siz
     fields = {
         "kv": LAYOUT_VERSION,
         "dtype": str(dtype).removeprefix("torch."),
+        "kv_dtype": str(kv_dtype).removeprefix("torch."),
         "block_size": block_size,
         "layers": config.num_layers,
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "rope": _short(hashlib.sha256(repr(config.rope).encode())),
-        "config": _short(_hash_config(config)),
-        "weights": _short(_hash_weights(folder)),
+        "rope": short(hashlib.sha256(repr(config.rope).encode())),
+        "config": short(_hash_config(config)),
+        "weights": short(_hash_weights(folder)),
     }
     return " ".join(f"{name}={value}" for name, value in fields.items())
-
-
-def _short(total: hashlib._Hash) -> str:
-    return total.hexdigest()[:16]
 
 
 def _hash_config(config: ModelConfig) -> hashlib._Hash:
@@ -52,15 +49,8 @@ def _hash_config(config: ModelConfig) -> hashlib._Hash:
 
 def _hash_weights(folder: Path) -> hashlib._Hash:
     total = hashlib.sha256()
-    for path in sorted(tensors_by_file(folder)):
-        try:
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                length = file.read(8)  # of the header, which follows
-                total.update(f"{path.name} {size} ".encode() + length + file.read(int.from_bytes(length, "little")))
-                for page in range(PAGES):
-                    file.seek(page * max(0, size - PAGE) // max(1, PAGES - 1))
-                    total.update(file.read(PAGE))
-        except OSError as e:
-            raise ModelFolderError(str(folder), f"cannot read {path.name}: {e}") from e
+    try:
+        sample_weights(total, sorted(tensors_by_file(folder)))
+    except OSError as e:
+        raise ModelFolderError(str(folder), f"cannot be read: {e}") from e
     return total

@@ -35,13 +35,18 @@ class Shard:
         """Copy this rank's part, converted to the parameter's dtype and device."""
         if self.target.numel() == 0:  # a rank past the end of an odd vocabulary
             return
+        if not source.get_shape():  # one number, which some write without a dimension
+            self.target.fill_(source[()])
+            return
         index = [slice(None)] * len(self.shape)
         index[self.dim] = slice(self.start, self.start + self.target.shape[self.dim])
         self.target.copy_(source[tuple(index)])
 
 
 class Sharded(nn.Module):
-    """A layer that owns parameters."""
+    """A layer that owns parameters. quantized_parameters: how many, of those that are not nn.Parameters."""
+
+    quantized_parameters = 0
 
     def shards(self) -> dict[str, Shard]:
         """Name of each checkpoint tensor that this layer reads, relative to the layer; together they fill it."""

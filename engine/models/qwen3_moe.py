@@ -13,7 +13,7 @@ from engine.tp_group import TPGroup
 class Qwen3MoeLayer(Qwen3Layer):
     def make_mlp(self, cfg: ModelConfig, tp: TPGroup, layer: int) -> nn.Module:
         if cfg.moe is not None and layer in cfg.moe.layers:
-            return MixtureOfExperts(cfg, cfg.moe, tp)
+            return MixtureOfExperts(cfg, cfg.moe, tp, f"layers.{layer}.mlp")
         return super().make_mlp(cfg, tp, layer)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.errors import ModelFolderError
-from engine.loader import load_weights
+from engine.loader import fill_with_noise, load_weights
 from engine.model_config import ModelConfig
 from engine.models import build_model
 from engine.models.llama import LlamaForCausalLM
@@ -139,3 +139,15 @@ def test_one_log_line_says_how_much_was_loaded(tmp_path, caplog, capfd):
     assert len(lines) == 1
     assert re.fullmatch(r"weights loaded folder=.* gb=0\.00 seconds=\d+\.\d", lines[0])
     assert "loading weights" not in capfd.readouterr().err, "no progress bar without a terminal"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_need_no_files_and_fill_every_parameter(family, tmp_path):
+    cfg = ModelConfig.from_folder(make_model(tmp_path, family))
+    models = [build_model(cfg, TPGroup.single(), torch.float32, "cpu") for _ in range(2)]
+    for model in models:
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)
+        fill_with_noise(model)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert one.isfinite().all() and torch.equal(one, other), "the same noise for the same tensor"

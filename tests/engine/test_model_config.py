@@ -188,7 +188,7 @@ def test_end_tokens_of_the_generation_config_come_first(read):
 @pytest.mark.parametrize(
     ("field", "value", "shown"),
     [
-        ("quantization_config", {"quant_method": "fp8"}, "quantization_config"),
+        ("quantization_config", {"quant_method": "exl2"}, r"quantization_config.quant_method = 'exl2'"),
         ("rope_scaling", {"type": "longrope", "long_factor": [1.0]}, "rope_type = 'longrope'"),
         ("rope_scaling", {"type": "dynamic", "factor": 2.0}, "rope_type = 'dynamic'"),
         ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),

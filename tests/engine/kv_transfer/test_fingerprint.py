@@ -19,8 +19,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "qwen3")
 
 
-def of(folder: Path, dtype: torch.dtype = torch.float32, block_size: int = 16) -> str:
-    return fingerprint(ModelConfig.from_folder(folder), folder, dtype, block_size)
+def of(
+    folder: Path, dtype: torch.dtype = torch.float32, block_size: int = 16, *,
+    kv_dtype: torch.dtype = torch.float32, quantization: str | None = None,
+) -> str:  # fmt: skip
+    return fingerprint(ModelConfig.from_folder(folder, quantization), folder, dtype, kv_dtype, block_size)
 
 
 def test_a_copy_of_a_model_has_the_same_fingerprint(model: Path, tmp_path: Path) -> None:
@@ -30,8 +33,10 @@ def test_a_copy_of_a_model_has_the_same_fingerprint(model: Path, tmp_path: Path)
 
 
 def test_it_says_what_the_kv_looks_like(model: Path) -> None:
-    found = of(model, torch.bfloat16, 32)
-    assert found.startswith("kv=1 dtype=bfloat16 block_size=32 layers=3 kv_heads=2 head_dim=16 rope=")
+    found = of(model, torch.bfloat16, 32, kv_dtype=torch.float8_e4m3fn)
+    assert found.startswith(
+        "kv=1 dtype=bfloat16 kv_dtype=float8_e4m3fn block_size=32 layers=3 kv_heads=2 head_dim=16 rope="
+    )
 
 
 def differing(a: str, b: str) -> set[str]:
@@ -42,6 +47,11 @@ def differing(a: str, b: str) -> set[str]:
 def test_dtype_and_block_size_are_part_of_it(model: Path) -> None:
     assert differing(of(model), of(model, dtype=torch.bfloat16)) == {"dtype"}
     assert differing(of(model), of(model, block_size=8)) == {"block_size"}
+    assert differing(of(model), of(model, kv_dtype=torch.float8_e4m3fn)) == {"kv_dtype"}
+
+
+def test_weights_that_are_rounded_when_loaded_change_it(model: Path) -> None:
+    assert differing(of(model), of(model, quantization="fp8")) == {"config"}
 
 
 def flip_a_weight(folder: Path) -> None:

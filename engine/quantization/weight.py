@@ -1,0 +1,73 @@
+"""What every format of quantized weights comes down to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX, INT8_MAX = 448.0, 127.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A weight [outputs, inputs]: (value - zero) * scale.
+
+    values: [outputs, inputs] float8_e4m3fn, or int8; with 4 bits from -8 to 7
+    scale:  [outputs, groups] float32; each is for `inputs / groups` neighbouring columns
+    zero:   [outputs, groups] float32, or None where all are 0
+    bits:   of one value
+    activations: what the checkpoint is made to have its inputs rounded to as well (float8_e4m3fn or int8), or None
+    """
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    bits: int
+    activations: torch.dtype | None
+
+    @property
+    def group_size(self) -> int:
+        """Columns that share a scale."""
+        return self.values.shape[1] // self.scale.shape[1]
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[outputs, inputs], computed in float32 and rounded once: the oracle of everything that multiplies it."""
+        values = self.values.float().unflatten(1, (-1, self.group_size))
+        if self.zero is not None:
+            values = values - self.zero[..., None]
+        return (values * self.scale[..., None]).flatten(1).to(dtype)
+
+    @staticmethod
+    def cat(weights: list[QuantizedWeight]) -> QuantizedWeight:
+        """Weights of one format and with the same inputs, one below the other."""
+        if len(weights) == 1:
+            return weights[0]
+        groups = max(w.scale.shape[1] for w in weights)
+        scale = torch.cat([_widen(w.scale, groups) for w in weights])
+        zero = None
+        if any(w.zero is not None for w in weights):
+            zeros = [torch.zeros_like(w.scale) if w.zero is None else w.zero for w in weights]
+            zero = torch.cat([_widen(z, groups) for z in zeros])
+        values = torch.cat([w.values.view(torch.int8) for w in weights]).view(weights[0].values.dtype)
+        return QuantizedWeight(values, scale, zero, weights[0].bits, weights[0].activations)
+
+
+def _widen(of_groups: Tensor, groups: int) -> Tensor:
+    return of_groups.repeat_interleave(groups // of_groups.shape[1], dim=1)
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype, group_size: int | None = None) -> tuple[Tensor, Tensor]:
+    """x [rows, columns] -> values [rows, columns] of `dtype` (float8_e4m3fn or int8), scale [rows, groups] float32.
+
+    The largest number of each group of columns (None: of each row) becomes the largest one of `dtype`.
+    """
+    groups = x.float().unflatten(1, (-1, group_size or x.shape[1]))
+    largest = FP8_MAX if dtype == FP8 else INT8_MAX
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / largest
+    values = (groups / scale).clamp(-largest, largest)  # the cast to float8 would make NaN of what is too large
+    if dtype == torch.int8:
+        values = values.round()
+    return values.to(dtype).flatten(1), scale.squeeze(-1)
