@@ -2,25 +2,17 @@
 # make test    install into .venv, then run the tests
 # make test-all  also those marked slow: every fault in every state, every Kubernetes overlay
 # make check   lint, format and types
+# make test-gpu, make bench-gpu  on a machine with a GPU; they install nothing (docs/gpu.md)
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-# On Linux Serve's own HAProxy stands in front, and each ingress replica answers HTTP itself: a streamed token costs a
-# fraction of what it costs through Serve's Python proxy (docs/performance.md). Elsewhere that proxy is used.
-ifeq ($(shell uname -s),Linux)
-serve: export RAY_SERVE_ENABLE_HA_PROXY = 1
-serve: export RAY_SERVE_THROUGHPUT_OPTIMIZED = 1
-serve: export RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S = 0
-endif
-
-.PHONY: serve test test-all check install clean
+.PHONY: serve test test-all test-gpu bench-gpu check install clean
 
 serve: $(INSTALLED)
-	@$(BIN)/manta check serve_config.yaml
-	$(BIN)/serve run serve_config.yaml
+	$(BIN)/manta serve serve_config.yaml
 
 # two processes, since half of the time of a test is waiting for others to start; a file's fixtures stay together
 TEST := $(BIN)/pytest -n 2 --dist loadfile
@@ -30,6 +22,19 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(TEST) -m ''
+
+# With the environment of `make install` where there is one, else with the machine's own Python, as in a CUDA image
+# without a network: neither Ray nor anything else of Serve is needed.
+GPU_PYTHON ?= $(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON))
+GPU_TESTS := tests/gpu tests/engine/ops/gpu
+GPU_OUT ?= build/gpu
+
+test-gpu:
+	$(GPU_PYTHON) -m tests.gpu.requirements
+	$(GPU_PYTHON) -m pytest $(GPU_TESTS) -o timeout_method=thread -rs $(PYTEST_ARGS)
+
+bench-gpu:
+	$(GPU_PYTHON) -m cluster.bench.gpu --out $(GPU_OUT) $(BENCH_ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -46,4 +51,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

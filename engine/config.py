@@ -9,6 +9,7 @@ from engine.errors import ConfigError
 from engine.kv_transfer.config import HandoffConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,28 +17,44 @@ class EngineConfig:
     """Options of one engine; the names are vLLM's where the meaning is the same.
 
     model: `pocket` (bundled), a local Hugging Face model folder, or a Hub id.
-    dtype: of weights and KV cache; `auto` takes the model's own.
+    dtype: of weights, activations and KV cache; `auto` takes the model's own. Quantized weights are what they are.
+    quantization: `fp8` rounds the weights of a model that is not quantized to FP8 as they are loaded.
+    kv_cache_dtype: `fp8` (the same as `fp8_e4m3`) stores K and V in one byte each; `auto` takes `dtype`.
+    device: `auto` takes a GPU where torch finds one.
     block_size: tokens per KV block.
-    kv_cache_memory_gib: size of the KV cache; None means 1 GiB on a CPU, and on a GPU what is left of
+    kv_cache_memory_gib: size of the KV cache; None means 2 GiB on a CPU, and on a GPU what is left of
         `gpu_memory_utilization` after a profiling run.
+    gpu_memory_utilization: share of a GPU's memory that weights, KV cache and activations may fill together.
     num_blocks: KV blocks, in place of a size in memory.
+    enforce_eager: on a GPU, launch every kernel from the host also where a step only decodes: the plain twin of CUDA
+        graphs, slower and with the same tokens.
+    cuda_graph_memory_gib: GPU memory kept free for CUDA graphs; batch sizes that do not fit run without.
+    load_format: `auto` reads the model's weights; `dummy` takes random ones of the same shapes, to measure.
     max_model_len: longest prompt + answer, in tokens; None takes the model's own context.
     max_num_batched_tokens, max_num_seqs: tokens and sequences that one step may compute.
     max_waiting: requests that may queue before new ones are refused with Overloaded.
+    scheduling_policy: `priority` looks at the priority of a request first, `fcfs` at its arrival only.
+    enable_prefix_caching: keep the KV of what was computed, and take it for prompts that begin alike.
     overlap: plan step n+1 while step n computes; False is the plain loop. None means True on a GPU, where planning
         hides behind the device, and False on a CPU, where both want the same cores (docs/performance.md).
     num_threads: CPU threads of each rank; None means one per core that the process may use, shared out over the ranks
         of one machine.
     tensor_parallel: ranks that share the model, each with a part of every layer.
+    seed: of requests that bring none, in the offline `LLM`; a server's depend on their ids.
     handoff: for an engine that computes prompts for others, or has its prompts computed by others.
     """
 
     model: str = "pocket"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["fp8"] | None = None
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: int = 16
     kv_cache_memory_gib: float | None = None
     gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    cuda_graph_memory_gib: float = 1.0
+    load_format: Literal["auto", "dummy"] = "auto"
     num_blocks: int | None = None
     max_model_len: int | None = None
     max_num_batched_tokens: int = 2048
@@ -51,6 +68,11 @@ class EngineConfig:
     seed: int = 0
     handoff: HandoffConfig | None = None
 
+    @property
+    def shared_block_size(self) -> int | None:
+        """Of blocks that requests with a common prefix share; None where they share none."""
+        return self.block_size if self.enable_prefix_caching else None
+
     def __post_init__(self) -> None:
         for key in ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_waiting", "tensor_parallel"):
             if getattr(self, key) < 1:
@@ -61,10 +83,18 @@ class EngineConfig:
                 raise ConfigError(key, value, "at least 1, or left out")
         if self.dtype not in DTYPES:
             raise ConfigError("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        if self.quantization not in (None, "fp8"):
+            raise ConfigError("quantization", self.quantization, "fp8, or left out")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError("kv_cache_dtype", self.kv_cache_dtype, f"one of {', '.join(KV_CACHE_DTYPES)}")
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ConfigError("scheduling_policy", self.scheduling_policy, "fcfs or priority")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
+        if self.cuda_graph_memory_gib < 0:
+            raise ConfigError("cuda_graph_memory_gib", self.cuda_graph_memory_gib, "0 or more")
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError("load_format", self.load_format, "auto or dummy")
         if self.kv_cache_memory_gib is not None and self.kv_cache_memory_gib <= 0:
             raise ConfigError("kv_cache_memory_gib", self.kv_cache_memory_gib, "above 0, or left out")
         if self.max_num_seqs > self.max_num_batched_tokens:

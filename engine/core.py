@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -17,32 +17,35 @@ from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineUnavailable, RequestTimeout, ServingError
 from engine.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
-from engine.kv_transfer.endpoint import HandoffEndpoint
+from engine.journal import Journal
 from engine.kv_transfer.fingerprint import fingerprint
-from engine.kv_transfer.ranks import start_agent
 from engine.kv_transfer.ticket import PrefillTicket
-from engine.lockstep import Leader
 from engine.messages import EngineStats, GenerateRequest
 from engine.model_config import ModelConfig
 from engine.model_folder import resolve
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, State
-from engine.runner import ModelRunner
+from engine.runner import Launched, ModelRunner
 from engine.scheduler import Event, Scheduler
+from engine.step_cost import StepTimes, StepWork
 from engine.tp_group import TPGroup
+
+if TYPE_CHECKING:  # both need pyzmq, which an engine of one rank without handoffs does without
+    from engine.kv_transfer.endpoint import HandoffEndpoint
+    from engine.lockstep import Leader
 
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.005  # between looks whether something can be computed now
-WARM_UP_STEPS = 4  # that compile kernels and touch memory for the first time: they say nothing of what a step costs
 LOOK_S = 1.0  # how often a step that takes long is asked whether all ranks are there
 
 
 class EngineCore:
     """Scheduler and runner of one engine, without any socket.
 
-    With `overlap` the model computes in a thread of its own, and step n+1 is planned and prepared while step n
-    computes; without, everything happens in turn. Both give the same tokens.
+    With `overlap` step n+1 is planned and prepared while step n computes: on a CPU in a thread of its own, on a GPU
+    beside the host in any case, and there step n+1 also lies ready in the GPU's queue before step n has ended. Without,
+    everything happens in turn. Both give the same tokens.
 
     idle: the last step found nothing to compute, and nor will the next before something has come from outside: a
     command, or what `wake` tells of.
@@ -67,25 +70,39 @@ class EngineCore:
         if self._group.size != config.tensor_parallel:
             raise ConfigError("tensor_parallel", config.tensor_parallel, f"the size of the group ({self._group.size})")
         with self._group.starting():
-            folder = resolve(config.model)
-            self.model_config = ModelConfig.from_folder(folder)
+            folder = resolve(config.model, weights=config.load_format == "auto")
+            self.model_config = ModelConfig.from_folder(folder, config.quantization)
             self.runner = ModelRunner(config, self.model_config, folder, self._group)
             if config.handoff is not None:
+                from engine.kv_transfer.ranks import start_agent
+
                 agent, ranks = start_agent(
                     config.handoff, self.runner.kv_cache, self.model_config.num_kv_heads, self._group, host
                 )
-            self._lockstep = Leader(self._group) if self._group.size > 1 else None
+            self._lockstep: Leader | None = None
+            if self._group.size > 1:
+                from engine.lockstep import Leader
+
+                self._lockstep = Leader(self._group)
+        self.journal = Journal()
+        self.step_times = StepTimes()
         self.handoffs: HandoffEndpoint | None = None
         if config.handoff is not None:
+            from engine.kv_transfer.endpoint import HandoffEndpoint
+
             self.handoffs = HandoffEndpoint(
                 config.handoff,
                 agent,
                 ranks,
                 engine_id=engine_id,
                 host=host,
-                fingerprint=fingerprint(self.model_config, folder, self.runner.dtype, config.block_size),
+                fingerprint=fingerprint(
+                    self.model_config, folder, self.runner.dtype, self.runner.kv_dtype, config.block_size
+                ),
                 block_size=config.block_size,
+                step_cost=self.step_times.by_tokens,
                 wake=wake,
+                journal=self.journal,
             )
         self.max_model_len = self.runner.max_model_len
         self.scheduler = Scheduler(
@@ -95,15 +112,17 @@ class EngineCore:
             vocab_size=self.model_config.vocab_size,
             eos_token_ids=frozenset(self.model_config.eos_token_ids),
             handoffs=self.handoffs.ledger if self.handoffs else None,
+            journal=self.journal,
         )
         self._grammars = GrammarCompiler(folder, self.model_config.vocab_size, self.scheduler.eos_token_ids)
         self._compiling: dict[Request, Compilation] = {}
         self._doorbell = threading.Event()  # rung when a grammar is compiled
-        self._in_flight: deque[Future[StepResult]] = deque()
-        self._submitted: deque[tuple[float, int]] = deque()  # of each of them: when, and how many tokens
-        # with other ranks also without overlap, so that one that hangs can be noticed while a step waits for it
-        threaded = self.runner.overlap or self._lockstep is not None
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="model") if threaded else None
+        self._in_flight: deque[Future[Launched]] = deque()
+        self._submitted: deque[tuple[float, StepWork]] = deque()  # of each of them: when, and what it computes
+        # with other ranks also without overlap, so that one that hangs can be noticed while a step waits for it; what
+        # returns before it has computed needs no thread
+        threaded = self._lockstep is not None or (self.runner.overlap and not self.runner.on.asynchronous)
+        self._executor = ThreadPoolExecutor(1, "model", self.runner.on.bind) if threaded else None
         self._deadlines: list[tuple[float, int, Request]] = []  # heap of (when, number of arrival, request)
         self.last_step_at = time.monotonic()
         self.idle = True
@@ -165,14 +184,17 @@ class EngineCore:
         self.idle = False
         events = self._expire() + self._take_compiled() + self._take_handoffs()
         plan = self.scheduler.schedule(time.monotonic())
-        self._forward()
+        # A block that has just been reserved for KV from elsewhere may have belonged to a sequence that the step under
+        # way still writes for, past its end. That step ends before anybody hears of the reservation.
+        if not self._in_flight:
+            self._forward()
         if plan is not None:
             self._submit(plan)
             if self.runner.overlap and len(self._in_flight) == 1:
                 return events  # there may be more to plan while it computes
         if self._in_flight:
-            result = self._result(self._in_flight.popleft())
-            self._measure(result.step)
+            result = self._collect(self._in_flight.popleft())
+            self._measure()
             events += self.scheduler.commit(result, self.last_step_at)
             self._forward()
             if self._lockstep:
@@ -190,12 +212,11 @@ class EngineCore:
             self.idle = True
         self.last_step_at = time.monotonic()  # no step is late
 
-    def _measure(self, step: int) -> None:
+    def _measure(self) -> None:
         """A step has ended. It began when it was submitted, or when the one before it ended."""
-        submitted_at, tokens = self._submitted.popleft()
+        submitted_at, work = self._submitted.popleft()
         began_at, self.last_step_at = max(submitted_at, self.last_step_at), time.monotonic()
-        if self.handoffs is not None and step > WARM_UP_STEPS:
-            self.handoffs.step_cost.stepped(tokens, self.last_step_at - began_at)
+        self.step_times.stepped(work, self.last_step_at - began_at)
 
     # -- handoffs ------------------------------------------------------------------------------------------
 
@@ -237,22 +258,25 @@ class EngineCore:
                 events += [event] if event else []
         return events
 
-    def _result(self, step: Future[StepResult]) -> StepResult:
+    def _collect(self, step: Future[Launched]) -> StepResult:
         """Raises EngineUnavailable if a rank dies meanwhile, or falls silent."""
         while self._lockstep and not wait([step], LOOK_S).done:
             self._lockstep.check()
-        return step.result()
+        launched = step.result()
+        while self._lockstep and not launched.ready(LOOK_S):
+            self._lockstep.check()
+        return self.runner.collect(launched)
 
     def _submit(self, plan: StepPlan) -> None:
-        self._submitted.append((time.monotonic(), plan.num_tokens))
+        self._submitted.append((time.monotonic(), StepWork.of(plan)))
         if self._lockstep:
             self._lockstep.send(plan)
         inputs = self.runner.prepare(plan)
         if self._executor:
-            self._in_flight.append(self._executor.submit(self.runner.execute, inputs))
+            self._in_flight.append(self._executor.submit(self.runner.launch, inputs))
         else:
-            done: Future[StepResult] = Future()
-            done.set_result(self.runner.execute(inputs))
+            done: Future[Launched] = Future()
+            done.set_result(self.runner.launch(inputs))
             self._in_flight.append(done)
 
     def _took(self, request: Request, now: float) -> None:
@@ -276,11 +300,19 @@ class EngineCore:
         return events
 
     def stats(self) -> EngineStats:
-        stats = self.scheduler.stats()
-        if self.handoffs is None:
-            return stats
-        per_step, per_token = self.handoffs.step_cost.parts
-        return msgspec.structs.replace(stats, seconds_per_step=per_step, seconds_per_token=per_token)
+        times = self.step_times
+        per_step, per_token = times.by_tokens.parts
+        decode_per_step, decode_per_sequence = times.by_sequences.parts
+        return msgspec.structs.replace(
+            self.scheduler.stats(),
+            seconds_per_step=per_step,
+            seconds_per_token=per_token,
+            decode_seconds_per_step=decode_per_step,
+            decode_seconds_per_sequence=decode_per_sequence,
+            prompt_seconds_per_token=times.prompt_token_s,
+            prefill_tokens=times.prefill_tokens,
+            prefills=times.prefills,
+        )
 
     @property
     def last_step_age_s(self) -> float:

@@ -14,20 +14,21 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.errors import InvalidParameter, Overloaded
 from engine.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits
 
 CACHED = 128  # compiled grammars that are kept
 COMPILE_TIMEOUT_S = 10.0
 PATIENCE_S = 0.005  # that a step waits for a mask, once per mask; most take 10 to 100 us, new states of a lexer longer
 THREADS = 4
-# lexer states: 1 to 2 kB each, per request
-LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+MAX_LEXER_STATES = 20_000  # 1 to 2 kB each, per request
 # At most one space, or a new line and its indentation, as llama.cpp allows: a weak model that may put any number of
 # blanks between two tokens of JSON puts nothing else.
 WHITESPACE = "( |\n[ \t]{0,20})?"
@@ -116,7 +117,8 @@ class Compilation:
 class GrammarCompiler:
     """Compiles in threads of its own, and keeps what was compiled.
 
-    Where the model has no tokenizer that llguidance can read, the engine works, and requests for a grammar are refused.
+    Where llguidance is not installed, or cannot read the model's tokenizer, the engine works, and requests for a
+    grammar are refused.
     """
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]):
@@ -128,8 +130,12 @@ class GrammarCompiler:
         self._cache: OrderedDict[tuple[str, str], Future[Prototype]] = OrderedDict()
         self._problem = ""
         try:
+            from llguidance import LLTokenizer
+
             text = (folder / "tokenizer.json").read_text(encoding="utf-8")
             self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+        except ModuleNotFoundError as error:
+            self._problem = f"left out: {error.name} is not installed where the engine runs"
         except Exception as error:  # noqa: BLE001 - whatever it is, the model can be served without grammars
             self._problem = f"left out: this model's tokenizer cannot be used for it ({one_line(str(error))})"
 
@@ -163,8 +169,10 @@ class GrammarCompiler:
     def _compile(self, params: StructuredOutputsParams) -> Prototype:
         if self._problem:
             raise params.invalid(self._problem)
+        from llguidance import LLMatcher
+
         try:
-            matcher = LLMatcher(self._tokenizer, source(params), log_level=0, limits=LIMITS)
+            matcher = LLMatcher(self._tokenizer, source(params), log_level=0, limits=limits())
             # what the lexer learns here is in every copy
             mask = b"" if matcher.is_error() else compute_mask(matcher, self._num_bytes)
         except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception, and concerns this grammar only
@@ -176,6 +184,12 @@ class GrammarCompiler:
         return Prototype(matcher, mask)
 
 
+def limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+
+
 def compute_mask(matcher: LLMatcher, num_bytes: int) -> bytes:
     """Which tokens may come next, one bit per token of the model's vocabulary: lowest first, in whole 32-bit words."""
     mask = np.empty(num_bytes, dtype=np.uint8)
@@ -185,6 +199,9 @@ def compute_mask(matcher: LLMatcher, num_bytes: int) -> bytes:
 
 def source(params: StructuredOutputsParams) -> str:
     """The grammar as llguidance takes it. Raises whatever its translator of GBNF runs into, RecursionError too."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
     match params.kind:
         case "json" | "json_object":
             return LLMatcher.grammar_from_json_schema(params.text, overrides={"whitespace_pattern": WHITESPACE})

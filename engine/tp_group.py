@@ -291,7 +291,9 @@ class ProcessGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        self._run(lambda: self._group.allreduce([x]))
+        options = dist.AllreduceOptions()
+        options.asyncOp = False  # NCCL: in the stream of the layers, without events to and from one of its own
+        self._run(lambda: self._group.allreduce([x], options))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -307,9 +309,11 @@ class ProcessGroup:
     def close(self) -> None:
         """Connections close with the last reference."""
 
-    def _run(self, collective: Callable[[], dist.Work]) -> None:
+    def _run(self, collective: Callable[[], dist.Work | None]) -> None:
         try:
-            collective().wait()
+            work = collective()
+            if work is not None:  # what runs in the caller's stream may have nothing to wait for
+                work.wait()
         except RuntimeError as error:
             raise EngineUnavailable(f"a collective failed, as when another rank has died: {error}") from error
 

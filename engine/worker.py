@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from engine.kv_transfer.ranks import start_agent
 from engine.lockstep import Follower, Frame, checksum
 from engine.model_config import ModelConfig
 from engine.model_folder import resolve
-from engine.runner import ModelRunner, StepInputs
+from engine.runner import Launched, ModelRunner, StepInputs
 from engine.tp_group import TPGroup
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,8 @@ class Worker:
     def __init__(self, config: EngineConfig, group: TPGroup):
         self._group = group
         with group.starting():
-            folder: Path = resolve(config.model)
-            model_config = ModelConfig.from_folder(folder)
+            folder: Path = resolve(config.model, weights=config.load_format == "auto")
+            model_config = ModelConfig.from_folder(folder, config.quantization)
             self._runner = ModelRunner(config, model_config, folder, group)
             self._agent: KVAgent | None = None
             if config.handoff is not None:
@@ -45,6 +46,8 @@ class Worker:
     def run(self) -> None:
         """Compute what rank 0 plans, until it ends the group. Raises EngineUnavailable when it or a rank dies."""
         sampled: dict[int, int] = {}  # step -> checksum, until rank 0 has told its own
+        launched: deque[Launched] = deque()
+        ahead = self._runner.overlap and self._runner.on.asynchronous  # as rank 0: a step behind the one that computes
         try:
             for frame, inputs in self._ahead() if self._runner.overlap else self._prepared():
                 if frame.checked in sampled and sampled[frame.checked] != frame.checksum:
@@ -52,8 +55,10 @@ class Worker:
                         f"rank {self._group.rank} sampled other tokens than rank 0 in step {frame.checked}"
                     )
                 sampled = {step: value for step, value in sampled.items() if step > frame.checked}
-                result = self._runner.execute(inputs)
-                sampled[result.step] = checksum(result)
+                launched.append(self._runner.launch(inputs))
+                if len(launched) > ahead:
+                    result = self._runner.collect(launched.popleft())
+                    sampled[result.step] = checksum(result)
         finally:
             self._stopping.set()
             if self._agent is not None:
@@ -83,6 +88,7 @@ class Worker:
 
         def receive() -> None:
             try:
+                self._runner.on.bind()
                 for item in self._prepared():
                     ready.put(item)
                 ready.put(None)

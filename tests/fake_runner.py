@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
+from engine.journal import Journal
 from engine.kv_transfer.ledger import HandoffLedger
 from engine.messages import GenerateRequest
 from engine.plan import NewSequence, StepPlan, StepResult
@@ -117,7 +118,14 @@ class Harness:
     """Scheduler, pool and fake runner, driven like EngineCore does, with up to `depth` steps planned ahead."""
 
     def __init__(
-        self, *, num_blocks: int, max_model_len: int, depth: int = 1, handoffs: HandoffLedger | None = None, **options
+        self,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        depth: int = 1,
+        handoffs: HandoffLedger | None = None,
+        journal: Journal | None = None,
+        **options,
     ):
         self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, **options})
         self.pool = BlockPool(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
@@ -128,6 +136,7 @@ class Harness:
             vocab_size=VOCAB,
             eos_token_ids=frozenset({EOS}),
             handoffs=handoffs,
+            journal=journal,
         )
         self.runner = FakeRunner(self.config, max_model_len)
         self.depth = depth

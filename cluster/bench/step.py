@@ -230,6 +230,7 @@ def config_for(
         max_num_seqs=batch_size,
         num_blocks=batch_size * (-(-longest // block_size) + 1),
         overlap=False,
+        enforce_eager=True,  # a clock cannot look into a graph, nor stop while one is recorded
         **options,
     )
 
@@ -240,7 +241,8 @@ def timed_methods(core: EngineCore) -> Iterator[tuple[Any, str, str]]:
     yield core.scheduler, "schedule", "schedule"
     yield core.scheduler, "commit", "commit"
     yield core.runner, "prepare", "prepare"
-    yield core.runner, "execute", "rest"
+    yield core.runner, "launch", "rest"
+    yield core.runner, "collect", "rest"
     yield core.runner.model, "forward", "forward"
     yield core.runner.model, "logits", "logits"
     yield core.runner.model, "best", "logits"

@@ -19,7 +19,7 @@ from deployments.openai.parser_names import ToolCallParser
 from deployments.openai.tool_parsers import hermes
 from deployments.openai.tools import NamedToolChoice, Tool, ToolChoice, schema_of_calls
 from engine.errors import InvalidParameter
-from engine.grammar import LIMITS, WHITESPACE, one_line
+from engine.grammar import WHITESPACE, limits, one_line
 from engine.structured_outputs import StructuredOutputsParams
 
 Thinking = Literal["never", "maybe", "begun"]
@@ -141,7 +141,7 @@ def _regex_rule(regex: str) -> str:
 def check_schema(schema: dict[str, Any], field: str) -> None:
     """Raise InvalidParameter for a JSON schema that cannot be enforced."""
     try:
-        problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema), None, limits=LIMITS)
+        problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema), None, limits=limits())
     except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception, and concerns this schema only
         problem = str(error) or type(error).__name__
     if problem:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ from torch import Tensor
 from engine.kv_transfer.transport import Layout, runs
 
 Bytes = NDArray[np.uint8]
+POLL_S = 100e-6
 
 
 class BlockMemory:
@@ -31,6 +35,29 @@ class BlockMemory:
             self._array: Bytes = self.tensor.numpy()
             self._flat = self._array.reshape(-1).data
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What a thread puts into a GPU's queue inside, it puts into this memory's own; tensors that it makes there are
+        safe for others than torch to write to as soon as they exist. Outside it would be the queue of the model's
+        steps: these would wait for a peer, and a copy for the steps."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._stream):
+                yield
+
+    def settle(self, limit_s: float) -> None:
+        """Wait for all that was put into the memory's own queue. Raises RuntimeError when that takes too long."""
+        if self._stream is None:
+            return
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        deadline = time.monotonic() + limit_s
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the GPU has not moved KV for {limit_s:g} s")
+            time.sleep(POLL_S)
+
     def direct(self, count: int) -> bool:
         """Whether `count` heads of a block are one piece of host memory, so that sockets can read and write them."""
         return self._stream is None and count == self.layout.heads
@@ -43,7 +70,10 @@ class BlockMemory:
     def gather(self, blocks: list[int], start: int, count: int) -> Bytes:
         """A copy in host memory of heads [start, start + count) of the blocks, flat, block after block."""
         if self._stream is not None:
-            found: Bytes = self.gather_tensor(blocks, start, count).cpu().numpy()
+            with self.apart():
+                there = self.gather_tensor(blocks, start, count).to("cpu", non_blocking=True)  # into pinned memory
+                self._stream.synchronize()
+            found: Bytes = there.numpy()
             return found
         out = np.empty((len(blocks), self.layout.slabs, count, self.layout.head_bytes), np.uint8)
         for i, n in runs(blocks):
@@ -54,7 +84,7 @@ class BlockMemory:
         """As `gather`, but where the cache is."""
         if self._stream is None:
             return torch.from_numpy(self.gather(blocks, start, count))
-        with torch.cuda.stream(self._stream):
+        with self.apart():
             index = torch.tensor(blocks, device=self.device)
             found = self.tensor[index, :, start : start + count].reshape(-1)
         self._stream.synchronize()
@@ -69,7 +99,7 @@ class BlockMemory:
             for i, n in runs(blocks):
                 self._array[blocks[i] : blocks[i] + n, :, heads] = source[i : i + n]
             return
-        with torch.cuda.stream(self._stream):
+        with self.apart():
             index = torch.tensor(blocks, device=self.device)
             self.tensor[index, :, heads] = torch.as_tensor(data, device=self.device).view(shape)
         self._stream.synchronize()

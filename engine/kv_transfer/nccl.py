@@ -142,8 +142,10 @@ class NcclTransport:
                         remote.host, remote.store_port, number, READER, self._host, remote.device, limit
                     )
                 for blocks in frames:
-                    tensor = torch.empty(size * len(blocks), dtype=torch.uint8, device=self._memory.device)
-                    pair.group.recv([tensor], SOURCE, 0).wait(limit)
+                    with self._memory.apart():
+                        tensor = torch.empty(size * len(blocks), dtype=torch.uint8, device=self._memory.device)
+                        pair.group.recv([tensor], SOURCE, 0).wait(limit)  # NCCL: only the queue may wait here
+                    self._memory.settle(self._progress_s)
                     came.put(tensor)
             except Exception as error:  # noqa: BLE001 - raised where it is taken out
                 came.put(error)
@@ -190,7 +192,9 @@ class NcclSource(TcpSource):
                 group = make_group(self._host, self.store_port, number, SOURCE, self._host, kind, self._limit)
                 self._groups[connection] = group
             for some in cut(blocks, self._memory.layout.piece_bytes(count)):
-                group.send([self._memory.gather_tensor(some, start, count)], READER, 0).wait(self._limit)
+                with self._memory.apart():
+                    group.send([self._memory.gather_tensor(some, start, count)], READER, 0).wait(self._limit)
+                self._memory.settle(self._limit.total_seconds())
         except RuntimeError as error:  # of torch.distributed
             raise TransportError(f"the reader takes nothing: {error}") from error
 

@@ -160,7 +160,8 @@ class NixlTransport:
 
     def _new_buffer(self) -> Tensor:
         size = max(PIECE_BYTES, self._memory.layout.piece_bytes(self._memory.layout.heads))
-        buffer = torch.empty(size, dtype=torch.uint8, device=self._memory.device)
+        with self._memory.apart():
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._memory.device)
         self._registered.append(self._register(buffer))
         return buffer
 

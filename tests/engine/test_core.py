@@ -236,10 +236,10 @@ def test_a_model_that_computes_nan_fails_its_requests_and_the_engine_lives_on(en
 
 
 def test_after_a_step_that_raised_the_engine_says_so_and_computes_no_more(engine, monkeypatch):
-    def execute(inputs):
+    def launch(inputs):
         raise ValueError("out of order")
 
-    monkeypatch.setattr(engine.core.runner, "execute", execute)
+    monkeypatch.setattr(engine.core.runner, "launch", launch)
     engine.add("one")
     with pytest.raises(ValueError, match="out of order"):
         engine.go()
@@ -453,15 +453,51 @@ def test_an_engine_learns_what_its_steps_cost(make_engine):
     engine.add("first", max_tokens=4)
     engine.go()
     assert engine.core.stats().seconds_per_step == 0.0, "the first steps count for nothing"
-    execute = engine.core.runner.execute
+    launch = engine.core.runner.launch
 
     def slow(inputs):
         engine.clock.now += 0.5 + 0.25 * inputs.plan.num_tokens
-        return execute(inputs)
+        return launch(inputs)
 
-    engine.core.runner.execute = slow
+    engine.core.runner.launch = slow
     for i in range(3):
         engine.add(f"long {i}", [(7 * i + j) % 97 for j in range(20 + i)], max_tokens=3)
         engine.go()
     stats = engine.core.stats()
     assert (stats.seconds_per_step, stats.seconds_per_token) == pytest.approx((0.5, 0.25), rel=0.01)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_nobody_hears_of_blocks_that_a_step_under_way_may_still_write_into(make_engine, monkeypatch, overlap):
+    """That step may compute one token too many for a sequence that has just ended and given its blocks back; if they
+    are to receive KV from elsewhere, the other engine is asked only once the step has ended."""
+    engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"), overlap=overlap)
+    core, runner, endpoint = engine.core, engine.core.runner, engine.core.handoffs
+    launched: list[int] = []
+    planned_during: list[int] = []  # steps that had not ended when the newest plan was made
+    schedule, launch, collect, forward = core.scheduler.schedule, runner.launch, runner.collect, endpoint.forward
+
+    def note_schedule(now):
+        planned_during[:] = launched
+        return schedule(now)
+
+    def note_launch(inputs):
+        launched.append(inputs.plan.step)
+        return launch(inputs)
+
+    def note_collect(step):
+        launched.remove(step.inputs.plan.step)
+        return collect(step)
+
+    def note_forward():
+        assert not set(planned_during) & set(launched)
+        forward()
+
+    monkeypatch.setattr(core.scheduler, "schedule", note_schedule)
+    monkeypatch.setattr(runner, "launch", note_launch)
+    monkeypatch.setattr(runner, "collect", note_collect)
+    monkeypatch.setattr(endpoint, "forward", note_forward)
+    for i in range(3):
+        engine.add(f"request {i}", max_tokens=3 + i)
+    engine.go()
+    assert not launched

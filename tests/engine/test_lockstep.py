@@ -168,7 +168,7 @@ def test_all_ranks_have_as_many_blocks_as_the_one_with_the_fewest(folder):
 def test_a_rank_that_samples_other_tokens_than_rank_0_stops_the_engine(folder, overlap):
     config = make_config(folder, overlap=overlap)
     core, worker = start(config, connect(2), config)
-    worker._runner._uniform.draw = lambda seed, position: 0.999
+    worker._runner._inputs._uniform.draw = lambda seed, position: 0.999
     thread, errors = in_thread(worker.run)
     params = SamplingParams(temperature=2.0, seed=1, max_tokens=200, ignore_eos=True)
     core.add(GenerateRequest(request_id="a", prompt=[5, 6, 7], params=params))

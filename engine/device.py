@@ -1,0 +1,175 @@
+"""What the runner needs of the device that a model runs on: arrays travel there, results come back, graphs replay.
+
+A CPU computes at once, so there is nothing to wait for. A GPU works through a queue: the host puts copies and kernels
+into it and goes on, and asks later whether the queue has reached a mark. Everything here uses the thread's current
+stream, which is the device's default stream in every thread; so the order of the calls is the order of the work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+CHUNK_BYTES = 1 << 16
+ALIGN = 16  # bytes: of the start of every array in a parcel, so that it can be seen as any dtype
+POLL_S = 20e-6
+
+Run = Callable[[], Tensor]
+
+
+class Parcel:
+    """Small arrays on their way to the device. `add` gives a tensor at once; it holds the values after `send`."""
+
+    def add(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array)
+
+    def send(self) -> None:
+        """Put the copies into the device's queue. Once per parcel."""
+
+
+class Mark:
+    """A place in the device's queue of work: the place it had when the mark was made."""
+
+    def wait(self) -> None:
+        """Return when the device has got there."""
+
+    def reached(self, timeout_s: float) -> bool:
+        """Whether the device gets there in time."""
+        return True
+
+
+class Device:
+    """A CPU."""
+
+    asynchronous = False  # whether calls return before their work is done
+
+    def __init__(self, place: torch.device):
+        self.place = place
+
+    def bind(self) -> None:
+        """Every thread that launches work calls it first."""
+
+    def parcel(self) -> Parcel:
+        return Parcel()
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """`tensor` in host memory: its values are there when a mark that is made later has been reached."""
+        return tensor
+
+    def mark(self) -> Mark:
+        return Mark()
+
+    def record(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
+        """What `run` returns, and a function that does again what `run` did, on the same memory, into that tensor.
+
+        `run` has run before, on the same tensors. Whether it is also computed now is left open.
+        """
+        raise NotImplementedError("a CPU has no graphs")
+
+    def used_bytes(self) -> int:
+        """Memory of the device that is taken, by anybody."""
+        return 0
+
+
+class PinnedParcel(Parcel):
+    """Arrays laid out side by side in pinned memory, from where one copy takes them all.
+
+    The pinned memory must stay until the copy has ended: hold the parcel until a later mark has been reached. (Torch's
+    allocator waits for such copies too before it gives the memory to another; we do not rely on it.)
+    """
+
+    def __init__(self, place: torch.device):
+        self._place = place
+        self._chunks: list[tuple[Tensor, Tensor]] = []  # host, device
+        self._used: list[int] = []  # bytes of each chunk
+
+    def add(self, array: NDArray[Any]) -> Tensor:
+        array = np.ascontiguousarray(array)
+        start = -(-self._used[-1] // ALIGN) * ALIGN if self._used else 0
+        if not self._chunks or start + array.nbytes > self._chunks[-1][0].numel():
+            self._open(max(CHUNK_BYTES, array.nbytes))
+            start = 0
+        host, there = self._chunks[-1]
+        end = self._used[-1] = start + array.nbytes
+        host.numpy()[start:end] = array.reshape(-1).view(np.uint8)
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        return there[start:end].view(dtype).view(array.shape)
+
+    def send(self) -> None:
+        for (host, there), used in zip(self._chunks, self._used, strict=True):
+            there[:used].copy_(host[:used], non_blocking=True)
+
+    def _open(self, size: int) -> None:
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=self._place.type == "cuda")
+        self._chunks.append((host, torch.empty(size, dtype=torch.uint8, device=self._place)))
+        self._used.append(0)
+
+
+class CudaMark(Mark):
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def reached(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not self._event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+
+class CudaDevice(Device):
+    """One GPU: the thread's current one when this is made."""
+
+    asynchronous = True
+
+    def __init__(self) -> None:
+        # with its index: "cuda" alone means another device in a thread that has not chosen one
+        super().__init__(torch.device("cuda", torch.cuda.current_device()))
+        self._pool: Any = None  # of memory that all graphs share, since only one of them runs at a time
+        self._stream: Any = None
+
+    def bind(self) -> None:
+        torch.cuda.set_device(self.place)
+
+    def parcel(self) -> Parcel:
+        return PinnedParcel(self.place)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", non_blocking=True)  # into pinned memory, since it does not block
+
+    def mark(self) -> Mark:
+        return CudaMark()
+
+    def record(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.place)  # the default stream cannot be captured
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads, which move KV or watch over NCCL, may call CUDA meanwhile without harm
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            output = run()
+        return output, graph.replay
+
+    def used_bytes(self) -> int:
+        torch.cuda.synchronize(self.place)
+        torch.cuda.empty_cache()  # what torch only keeps for later is not taken
+        free, total = torch.cuda.mem_get_info(self.place)
+        return total - free
+
+
+def open_device(name: str) -> Device:
+    """name: `auto`, `cpu` or `cuda`, as in EngineConfig."""
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        return CudaDevice()
+    return Device(torch.device(name if name != "auto" else "cpu"))

@@ -1,0 +1,80 @@
+"""Engines on a GPU and their reference on the CPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.messages import GenerateRequest, TokenLogprob
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def margins(self) -> list[float]:
+        """How much likelier the chosen token was than the next, at every position; needs logprobs=2 and greedy."""
+        return [entry.top[0][1] - entry.top[1][1] for entry in self.logprobs]
+
+
+def requests(count: int, vocab_size: int, **params: Any) -> list[GenerateRequest]:
+    rng = random.Random(count)
+    settings = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 24, **params}
+    return [
+        GenerateRequest(
+            request_id=str(i),
+            prompt=[rng.randrange(3, vocab_size) for _ in range(rng.randrange(1, 90))],
+            params=SamplingParams(**{**settings, "seed": i}),
+        )
+        for i in range(count)
+    ]
+
+
+def make_core(folder: Path, device: str, **options: Any) -> EngineCore:
+    defaults = {"num_blocks": 256, "max_num_seqs": 16, "dtype": "float32", "max_num_batched_tokens": 256}
+    return EngineCore(EngineConfig(model=str(folder), device=device, **{**defaults, **options}))
+
+
+def run(core: EngineCore, wanted: list[GenerateRequest]) -> dict[str, Answer]:
+    answers = {request.request_id: Answer() for request in wanted}
+    for request in wanted:
+        core.add(request)
+    while core.has_work:
+        for event in core.step():
+            assert event.delta.error is None, event.delta.error
+            answer = answers[event.delta.request_id]
+            answer.tokens += event.delta.token_ids
+            answer.logprobs += event.delta.logprobs or []
+    core.scheduler.check()
+    return answers
+
+
+def generate(folder: Path, device: str, wanted: list[GenerateRequest], **options: Any) -> dict[str, Answer]:
+    core = make_core(folder, device, **options)
+    try:
+        return run(core, wanted)
+    finally:
+        core.close()
+
+
+def check_same(found: dict[str, Answer], expected: dict[str, Answer], tolerance: float) -> None:
+    """Each answer follows the expected one until a token was chosen there by less than `tolerance` (in logarithms of
+    probabilities); from there on, both may be right. Fails too where that leaves less than half of all tokens."""
+    compared = 0
+    for name, answer in expected.items():
+        for position, margin in enumerate(answer.margins()):
+            got, want = found[name].tokens[position], answer.tokens[position]
+            if got != want:
+                assert margin < tolerance, (
+                    f"request {name}, token {position}: {got}, expected {want}, margin {margin:.4f}"
+                )
+                break
+            compared += 1
+    total = sum(len(answer.tokens) for answer in expected.values())
+    assert compared >= total / 2, f"only {compared} of {total} tokens could be compared"

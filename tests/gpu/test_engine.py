@@ -1,0 +1,135 @@
+"""The whole engine on a GPU: against the CPU, with and without graphs, with and without overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import pocket
+from engine.core import EngineCore
+from tests.gpu.engines import Answer, check_same, generate, make_core, requests, run
+from tests.models import FAMILIES, make_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+VOCAB = 97
+EXACT = 2e-3  # of float32, where sums run in another order
+ROUNDED = 0.15  # of bfloat16 against float32
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory) -> Callable[[str], Path]:
+    folders: dict[str, Path] = {}
+
+    def find(family: str) -> Path:
+        if family not in folders:
+            folders[family] = make_model(tmp_path_factory.mktemp(family), family)
+        return folders[family]
+
+    return find
+
+
+@pytest.fixture
+def core(folder_of) -> Iterator[EngineCore]:
+    core = make_core(folder_of("qwen3"), "cuda")
+    yield core
+    core.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_the_cpus(family, folder_of):
+    wanted = requests(12, VOCAB, logprobs=2)
+    expected = generate(folder_of(family), "cpu", wanted)
+    core = make_core(folder_of(family), "cuda")
+    check_same(run(core, wanted), expected, EXACT)
+    if family != "qwen3_moe":  # its routing is looked at on the host
+        assert core.runner.graphs is not None and core.runner.graphs.recorded, "decode steps were replayed"
+    core.close()
+
+
+def test_the_bundled_model_in_bfloat16_says_what_it_says_in_float32_on_the_cpu():
+    if not (pocket.PATH / "config.json").is_file():
+        pytest.skip("the bundled model is not in the tree")
+    wanted = requests(8, 400, logprobs=2)
+    expected = generate(pocket.PATH, "cpu", wanted)
+    check_same(generate(pocket.PATH, "cuda", wanted, dtype="bfloat16"), expected, ROUNDED)
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+def test_the_block_size_changes_no_token(block_size, folder_of):
+    wanted = requests(8, VOCAB, logprobs=2)
+    expected = generate(folder_of("llama"), "cpu", wanted)
+    check_same(generate(folder_of("llama"), "cuda", wanted, block_size=block_size), expected, EXACT)
+
+
+def test_graphs_change_no_token(folder_of):
+    wanted = requests(16, VOCAB, logprobs=2)
+    eager = generate(folder_of("llama"), "cuda", wanted, enforce_eager=True)
+    check_same(generate(folder_of("llama"), "cuda", wanted), eager, EXACT)
+
+
+def test_overlap_changes_nothing_at_all(folder_of):
+    wanted = requests(16, VOCAB, temperature=0.8, top_p=0.9, logprobs=2)
+    runs = [generate(folder_of("llama"), "cuda", wanted, overlap=overlap) for overlap in (True, False)]
+    assert tokens(runs[0]) == tokens(runs[1])
+
+
+def test_sampled_tokens_are_the_same_in_every_run(folder_of):
+    wanted = requests(16, VOCAB, temperature=1.0, top_k=20)
+    runs = [generate(folder_of("qwen3"), "cuda", wanted) for _ in range(2)]
+    assert tokens(runs[0]) == tokens(runs[1])
+
+
+def test_penalties_and_grammar_free_extras_work_on_the_card(folder_of):
+    wanted = requests(6, VOCAB, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={5: 2.0}, logprobs=2)
+    expected = generate(folder_of("llama"), "cpu", wanted)
+    found = generate(folder_of("llama"), "cuda", wanted)
+    first = [(found[name].tokens[0], answer.tokens[0]) for name, answer in expected.items()]
+    assert all(got == want for got, want in first)
+
+
+def test_sequences_that_are_preempted_and_resumed_say_the_same(folder_of):
+    wanted = requests(16, VOCAB, logprobs=2)
+    tight = {"num_blocks": 40, "max_num_seqs": 6, "max_model_len": 130}
+    expected = generate(folder_of("llama"), "cpu", wanted, **tight)
+    check_same(generate(folder_of("llama"), "cuda", wanted, **tight), expected, EXACT)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 5}])
+def test_the_host_never_waits_for_the_card_between_launch_and_collect(sampling, core):
+    """Once graphs are recorded and kernels compiled, whatever makes the host wait raises."""
+    run(core, requests(8, VOCAB, **sampling))
+    launch, prepare = core.runner.launch, core.runner.prepare
+    steps = 0
+
+    def strictly(call):
+        def strict(argument):
+            nonlocal steps
+            steps += 1
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return call(argument)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return strict
+
+    core.runner.launch, core.runner.prepare = strictly(launch), strictly(prepare)
+    run(core, requests(8, VOCAB, **sampling))
+    assert steps > 20
+
+
+def test_graphs_stay_within_their_budget(folder_of):
+    core = make_core(folder_of("llama"), "cuda", cuda_graph_memory_gib=0.25)
+    run(core, requests(16, VOCAB))
+    assert core.runner.graphs is not None
+    assert set(core.runner.graphs.recorded) <= set(core.runner.graphs.sizes)
+    assert core.runner.graphs.used_bytes <= 2**28
+    core.close()
+
+
+def tokens(answers: dict[str, Answer]) -> dict[str, list[int]]:
+    return {name: answer.tokens for name, answer in answers.items()}

@@ -1,0 +1,40 @@
+"""Several GPUs that share a model, over NCCL, with the collectives inside the graphs."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+
+import pytest
+import torch
+
+from engine import LLM, SamplingParams
+from tests.models import make_model
+
+GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, here are {GPUS}"),
+    pytest.mark.skipif(importlib.util.find_spec("zmq") is None, reason="ranks need pyzmq"),
+]
+
+
+@pytest.mark.parametrize("ranks", [n for n in (2, 4, 8) if n <= max(GPUS, 2)])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_ranks_say_what_one_says(ranks, enforce_eager, tmp_path):
+    folder = make_model(tmp_path, "llama", num_attention_heads=8, num_key_value_heads=8, intermediate_size=128)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 97) for _ in range(rng.randrange(1, 60))] for _ in range(12)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
+    options = {"dtype": "float32", "num_blocks": 256, "max_num_seqs": 16, "device": "cuda"}
+    outputs = []
+    for size in (1, ranks):
+        with LLM(str(folder), tensor_parallel=size, enforce_eager=enforce_eager, **options) as llm:
+            results = llm.generate(prompts, params, progress=False)
+            outputs.append([result.outputs[0] for result in results])
+    for one, several in zip(*outputs, strict=True):
+        for position, entry in enumerate(one.logprobs):
+            if one.token_ids[position] != several.token_ids[position]:
+                assert entry.top[0][1] - entry.top[1][1] < 2e-3
+                break

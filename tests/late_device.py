@@ -1,0 +1,74 @@
+"""A device that works through a queue, as a GPU does, on a CPU: whatever is looked at too early is wrong.
+
+Arrays of a parcel are noise until it is sent; results are noise until a mark behind them has been waited for. A graph
+is the call that was recorded, made again on the tensors that it was recorded with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.device import Device, Mark, Parcel, PinnedParcel, Run
+
+NOISE = 0x55  # in every byte: in any integer type a number that is far out of range
+MIB = 2**20
+
+
+class LateParcel(PinnedParcel):
+    def _open(self, size: int) -> None:
+        super()._open(size)
+        self._chunks[-1][1].fill_(NOISE)
+
+
+class LateMark(Mark):
+    def __init__(self, device: LateDevice):
+        self._device, self._before = device, len(device.results)
+
+    @torch.inference_mode()
+    def wait(self) -> None:
+        for there, here in self._device.results[: self._before]:
+            there.copy_(here)
+
+    def reached(self, timeout_s: float) -> bool:
+        self.wait()
+        return True
+
+
+class LateDevice(Device):
+    """replays: the batch size of every replay. graph_mib: what each recording takes."""
+
+    asynchronous = True
+
+    def __init__(self, graph_mib: float = 1.0):
+        super().__init__(torch.device("cpu"))
+        self.results: list[tuple[Tensor, Tensor]] = []
+        self.replays: list[int] = []
+        self._graph_bytes, self._taken = int(graph_mib * MIB), 0
+
+    def parcel(self) -> Parcel:
+        return LateParcel(self.place)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        there = torch.empty_like(tensor)
+        there.view(torch.uint8).fill_(NOISE)
+        self.results.append((there, tensor.clone()))
+        return there
+
+    def mark(self) -> Mark:
+        return LateMark(self)
+
+    def record(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
+        output = run().clone().fill_(torch.nan)  # recording computes nothing
+        self._taken += self._graph_bytes
+
+        def replay() -> None:
+            self.replays.append(len(output))
+            output.copy_(run())
+
+        return output, replay
+
+    def used_bytes(self) -> int:
+        return self._taken
