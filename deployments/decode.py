@@ -9,7 +9,9 @@ from ray.serve.handle import DeploymentHandle
 from deployments.engine_deployment import EngineDeployment
 from deployments.engine_pool import ServePrefillPool
 from deployments.pairing import pair
+from deployments.routing.routed_call import RoutedCall
 from engine.config import EngineConfig
+from engine.errors import OtherModel
 from engine.messages import GenerateRequest
 from placement.spec import GroupSpec
 
@@ -21,13 +23,17 @@ class Decode(EngineDeployment):
         self, config: EngineConfig, spec: GroupSpec, prefill: DeploymentHandle | None = None
     ):
         """prefill: the deployment that may compute prompts for this one."""
-        pool = None if prefill is None else ServePrefillPool(prefill)
+        pool = None if prefill is None else ServePrefillPool(prefill, config.shared_block_size)
         async with self._starting():
             ready = await self._start_engine(config, spec, pool)
             if pool is not None:
                 host = ray.util.get_node_ip_address()
                 await pair(self._engine, pool, host, spec.startup_timeout_s, ready.max_model_len)
 
-    async def generate(self, request: bytes) -> None:
-        """A msgpack GenerateRequest; open until the request has ended in the engine."""
-        await self._engine.generate(msgspec.msgpack.decode(request, type=GenerateRequest))
+    async def generate(self, request: bytes, _: RoutedCall) -> None:
+        """A msgpack GenerateRequest, and what this deployment's router wants to know of it; open until the request has
+        ended in the engine. Raises OtherModel, and what EngineReplica.generate does."""
+        wanted = msgspec.msgpack.decode(request, type=GenerateRequest)
+        if wanted.model not in (None, self._model):
+            raise OtherModel(wanted.request_id, self._model.weights, self._model.vocabulary)
+        await self._engine.generate(wanted)

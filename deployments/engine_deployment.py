@@ -15,9 +15,12 @@ from ray import serve
 
 from deployments import ray_compat
 from deployments.engine_replica import EngineReplica
+from deployments.scaling_report import ReplicaReport
 from deployments.tickets import TicketTaker
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
+from engine.model_folder import resolve
+from engine.model_identity import ModelIdentity
 from placement.console_log import log_to_console
 from placement.rank_actor import RankReady
 from placement.rank_group import RankGroup
@@ -33,6 +36,8 @@ class EngineDeployment:
 
     _engine: EngineReplica
     _ranks: RankGroup | None = None  # until the constructor has got there
+    _commands_to: str
+    _model: ModelIdentity
     _tasks: Sequence[asyncio.Task[None]] = ()
 
     @asynccontextmanager
@@ -65,12 +70,29 @@ class EngineDeployment:
         self._ranks = ranks = RankGroup(spec)
         ready = await ranks.start(config, engine_id=engine_id, status_to=self._engine.status_to)
         self._engine.connect(ready.address)
+        self._commands_to = ready.address
+        self._model = await asyncio.to_thread(lambda: ModelIdentity.of(resolve(config.model)))
         self._tasks = [asyncio.create_task(self._engine.run()), asyncio.create_task(self._exit_with_engine(ranks))]
         return ready
+
+    async def record_replica_metadata(self) -> dict[str, str]:
+        """Called by Serve once, for all routers (engine_router.py). commands_to: where the engine takes commands."""
+        return {"commands_to": self._commands_to, "weights": self._model.weights, "vocabulary": self._model.vocabulary}
 
     async def status(self) -> bytes:
         """The engine's newest EngineStatus, in msgpack. Raises EngineUnavailable if it hangs or is gone."""
         return msgspec.msgpack.encode(self._engine.status())
+
+    async def journal(self, request_ids: list[str]) -> bytes:
+        """What the engine has noted of these requests: EngineJournal, in msgpack. Raises EngineUnavailable."""
+        return msgspec.msgpack.encode(await self._engine.journal(request_ids))
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve once a second where the model is autoscaled."""
+        try:
+            return ReplicaReport.of(self._engine.status()).numbers()
+        except EngineUnavailable:
+            return {}
 
     async def check_health(self) -> None:
         """Called by Serve, which replaces the replica after three failures."""

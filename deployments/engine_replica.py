@@ -16,9 +16,11 @@ from engine.kv_transfer.ticket import PrefillTicket
 from engine.messages import (
     Abort,
     Add,
+    AskJournal,
     CancelPrefill,
     Command,
     DropPrefill,
+    EngineJournal,
     EngineStatus,
     GenerateRequest,
     Notice,
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # how often `until_unhealthy` looks
 LOOKS = 3  # unhealthy as often in a row: after a pause of this very process, statuses are still to be read
+JOURNAL_TIMEOUT_S = 2.0  # a step may take as long
 TIMEOUT_GRACE_S = 5.0  # the engine ends a late request itself; this is for one that does not
 
 
@@ -47,6 +50,8 @@ class EngineReplica:
         self._stall_timeout_s = stall_timeout_s
         self._tickets = None if prefill is None else Tickets(prefill, self._send)
         self._calls: dict[str, asyncio.Future[None]] = {}
+        self._questions: dict[int, asyncio.Future[EngineJournal]] = {}
+        self._num_questions = 0
         self._broken: str | None = None
         self._status: EngineStatus | None = None
         self._status_at = time.monotonic()
@@ -110,6 +115,22 @@ class EngineReplica:
         finally:
             self._calls.pop(name)
 
+    async def journal(self, request_ids: list[str]) -> EngineJournal:
+        """What the engine has noted of these requests. Raises EngineUnavailable if it is gone, or does not say."""
+        if self._broken is not None:
+            raise EngineUnavailable(self._broken)
+        self._num_questions += 1
+        question = self._num_questions
+        told = self._questions[question] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(AskJournal(question, request_ids))
+            async with asyncio.timeout(JOURNAL_TIMEOUT_S):
+                return await told
+        except TimeoutError:
+            raise EngineUnavailable(f"the engine told nothing of its requests for {JOURNAL_TIMEOUT_S:.0f} s") from None
+        finally:
+            del self._questions[question]
+
     def fail(self, reason: str) -> None:
         """The engine is gone: end all open calls with EngineUnavailable, and refuse new ones."""
         self._broken = reason
@@ -153,6 +174,10 @@ class EngineReplica:
         match notice:
             case EngineStatus():
                 self._update(notice)
+            case EngineJournal(_, question):
+                told = self._questions.get(question)
+                if told is not None and not told.done():  # it may have been given up
+                    told.set_result(notice)
             case WantPrefill(ticket):
                 assert self._tickets is not None, "the engine has no prefill pool"
                 self._tickets.bring(ticket)

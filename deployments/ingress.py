@@ -14,10 +14,11 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.engine_pool import ServePool
-from deployments.ingress_peers import stats_of_all_ingresses
+from deployments.ingress_peers import IngressPeers
 from deployments.openai.app import openai_app
 from deployments.openai.gate import GateConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.scaling_report import QueueReport
 from deployments.telemetry import Telemetry
 from deployments.token_channel import TokenChannel
 from deployments.tracing import Tracing, TracingConfig
@@ -46,17 +47,23 @@ class Ingress:
         self._channel = TokenChannel(ray.util.get_node_ip_address())
         spans = None if tracing is None else Tracing(tracing)
         self._gate = gate
-        self._telemetry = Telemetry(ingress_id, self._channel, spans, stats_of_all_ingresses)
+        self._telemetry = Telemetry(ingress_id, self._channel, spans, IngressPeers())
+        engines = [
+            ServePool(*handles, info.block_size, info.may_sleep, self._telemetry.stories.note)
+            for info, handles in zip(infos, pools, strict=True)
+        ]
         self._models = {
             info.name: ServedModel(
                 info,
                 Tokenizer.from_folder(Path(info.folder)),
-                ServePool(*handles),
+                pool,
                 self._channel,
                 self._telemetry,
             )
-            for info, handles in zip(infos, pools, strict=True)
+            for info, pool in zip(infos, engines, strict=True)
         }
+        for info, pool in zip(infos, engines, strict=True):
+            self._telemetry.routed(info.name, pool.routing)
         self._task = asyncio.create_task(self._channel.run())
         logger.info("ingress ready startup_s=%.1f", time.monotonic() - started)
 
@@ -66,6 +73,15 @@ class Ingress:
     async def stats(self) -> bytes:
         """What this ingress counts: IngressStats, in msgpack."""
         return msgspec.msgpack.encode(self._telemetry.stats)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve once a second where some model is autoscaled."""
+        reports = (QueueReport.of(model.admission).numbers(name) for name, model in self._models.items())
+        return {key: value for report in reports for key, value in report.items()}
+
+    async def stories(self, name: str) -> bytes:
+        """What this ingress knows of a request: list[SequenceStory], in msgpack. name: see SequenceStory.is_of."""
+        return msgspec.msgpack.encode(self._telemetry.stories.of(name))
 
     async def __del__(self) -> None:
         """Serve calls this after the last request, when it removes the replica."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from deployments.engine_deployment import EngineDeployment
+from deployments.routing.routed_call import RoutedCall
 from engine.config import EngineConfig
 from engine.kv_transfer.ticket import PrefillTicket
 from placement.spec import GroupSpec
@@ -17,9 +18,7 @@ class Prefill(EngineDeployment):
         async with self._starting():
             await self._start_engine(config, spec)
 
-    async def prefill(self, ticket: bytes, avoid: list[str]) -> None:
-        """A msgpack PrefillTicket; open until the handoff is over, so that a replica that is to stop waits for it.
-
-        avoid: for the router of this deployment.
-        """
+    async def prefill(self, ticket: bytes, _: RoutedCall) -> None:
+        """A msgpack PrefillTicket, and what the router of this deployment wants to know of it; open until the handoff
+        is over, so that a replica that is to stop waits for it."""
         await self._engine.prefill(msgspec.msgpack.decode(ticket, type=PrefillTicket))

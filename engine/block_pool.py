@@ -27,6 +27,7 @@ class BlockPool:
         self._hash: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._changes: dict[bytes, bool] | None = None  # since they were taken last: can it be matched now?
 
     @property
     def num_free(self) -> int:
@@ -126,6 +127,8 @@ class BlockPool:
         if twin is None:
             self._by_hash[name] = block
             self._hash[block] = name
+            if self._changes is not None:
+                self._changes[name] = True
             return block
         if twin != block:
             if self._refs[twin] == 0:
@@ -133,6 +136,23 @@ class BlockPool:
             self._refs[twin] += 1
             self.release([block])
         return twin
+
+    def names(self) -> list[bytes]:
+        """Of all blocks that can be matched."""
+        return list(self._by_hash)
+
+    def track(self, on: bool) -> None:
+        """Record from now on which names come and go; or stop it."""
+        self._changes = {} if on else None
+
+    @property
+    def has_changes(self) -> bool:
+        return bool(self._changes)
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Names that have come, and that have gone, since the last call. What came and went is among those gone."""
+        changes, self._changes = self._changes or {}, {}
+        return [n for n, there in changes.items() if there], [n for n, there in changes.items() if not there]
 
     def clear_cache(self) -> int:
         """Forget all cached content; blocks in use keep theirs. Returns how many were freed."""
@@ -148,6 +168,8 @@ class BlockPool:
         del self._by_hash[name]
         self._hash[block] = None
         self._free.append(block)
+        if self._changes is not None:
+            self._changes[name] = False
 
     def check(self) -> None:
         """Raise AssertionError unless every block is free, cached or used, exactly once."""

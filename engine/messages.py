@@ -1,10 +1,11 @@
 """What travels between an engine and the processes that use it (msgspec over ZMQ).
 
-To the engine:      Add, Abort; Prefill, CancelPrefill (to one that computes prompts for others);
+To the engine:      Add, Abort, AskJournal, Follow; Prefill, CancelPrefill (to one that computes prompts for others);
                     TicketFailed, PrefillPool (to one that has its prompts computed)         (`Command`)
 From the engine:    TokenBatch to each ingress that has requests there, one per step;
-                    to the replica's control actor (`Notice`) EngineStatus, at least once a second, and from one that
-                    has its prompts computed WantPrefill and DropPrefill.
+                    EngineNews to each router that follows it;
+                    to the replica's control actor (`Notice`) EngineStatus, at least once a second, EngineJournal when
+                    asked, and from one that has its prompts computed WantPrefill and DropPrefill.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from engine.errors import ServingError
 from engine.histogram import Histogram
 from engine.kv_transfer.stats import HandoffInfo, HandoffStats
 from engine.kv_transfer.ticket import PrefillTicket
+from engine.model_identity import ModelIdentity
 from engine.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LIVE_HANDOFFS = 200  # in one status
+FOLLOW_S = 30.0
+NAME_BYTES = 16  # of a KV block
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -32,8 +36,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     priority: smaller runs first, used by the `priority` policy only.
     cache_salt: requests share cached prefixes only with requests of the same salt.
     prefill: where the prompt is computed; with `remote` the request fails where it would else be computed here.
+    model: a replica of another one refuses the request; None goes anywhere.
     num_prompt: tokens of `prompt` from here on are output that another replica has given already; they count as output
         for penalties, min_tokens and max_tokens. None for all of it.
+    session_id: requests of one session should meet in one engine; for routers, engines ignore it.
     """
 
     request_id: str
@@ -45,6 +51,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     cache_salt: str = ""
     prefill: Literal["auto", "local", "remote"] = "auto"
     num_prompt: int | None = None
+    model: ModelIdentity | None = None
+    session_id: str = ""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -89,6 +97,7 @@ class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step brought for one request. The delta with a `finish_reason` is the last.
 
+    position: in the sequence's output, of the first token here; also without a token, but not with an error.
     stop_reason: the stop token id that ended it, if it was one of `stop_token_ids`.
     num_cached_tokens: prompt tokens that came from the prefix cache; given with the first token.
     prompt_logprobs: one per prompt token, the first None; given with the first token if asked for.
@@ -97,6 +106,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     request_id: str
+    position: int = 0
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -129,6 +139,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_leased: that only computed prompts hold, which another engine may still read.
     receiving, leased: such requests. queued_tokens: prompt tokens that are still to be computed.
     seconds_per_step, seconds_per_token: what a step costs here, fitted as it runs; 0 where not known yet.
+    decode_seconds_per_step, decode_seconds_per_sequence: the same of steps that only decode.
+    prompt_seconds_per_token: of computing prompts, all told, beside the decoding of others in the same step.
+    prefill_tokens, prefills: prompt tokens that steps computed here, and prompts that they computed to their end.
     prefill_decisions: where prompts were sent to be computed, and why: {"local": {"short_prompt": 3}, "remote": ...}.
     """
 
@@ -153,6 +166,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = 0
     seconds_per_step: float = 0.0
     seconds_per_token: float = 0.0
+    decode_seconds_per_step: float = 0.0
+    decode_seconds_per_sequence: float = 0.0
+    prompt_seconds_per_token: float = 0.0
+    prefill_tokens: int = 0
+    prefills: int = 0
     prefill_decisions: dict[str, dict[str, int]] = {}
     histograms: dict[str, Histogram] = {}  # by the names of engine/request_metrics.py
 
@@ -175,6 +193,42 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     fingerprint: str = ""
 
 
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What one engine has to do, for whoever chooses between engines.
+
+    sequences: that run, wait, or wait for their KV; each needs one of `slots` to run.
+    queued_tokens: prompt tokens that are still to be computed. blocks_used: of `blocks_total` KV blocks.
+    slots, blocks_total: 0 where nothing is known of the engine.
+    """
+
+    sequences: int = 0
+    queued_tokens: int = 0
+    blocks_used: int = 0
+    slots: int = 0
+    blocks_total: int = 0
+
+
+class EngineNews(msgspec.Struct, frozen=True, kw_only=True):
+    """To a router that follows this engine: its load, and what has changed since the message before.
+
+    number: one more than that of the message before, so that a lost one is noticed.
+    snapshot: `stored` and `taken` are complete, not changes.
+    stored, removed: names of KV blocks that can be matched now, and of such that cannot any more; NAME_BYTES each.
+    taken: requests and tickets that have come; `load` has them in it.
+    settled: of those, the ones whose prompt is computed, or that have ended; each with the prompt tokens that were
+        cached, or -1 if it never ran.
+    """
+
+    engine_id: str
+    number: int
+    snapshot: bool
+    load: EngineLoad
+    stored: bytes
+    removed: bytes
+    taken: list[str]
+    settled: list[tuple[str, int]]
+
+
 class WantPrefill(msgspec.Struct, frozen=True, tag=True):
     """To the control actor: have some prefill engine take this ticket (Prefill); tell TicketFailed if none does, or if
     the call fails before the engine has taken it."""
@@ -188,7 +242,18 @@ class DropPrefill(msgspec.Struct, frozen=True, tag=True):
     handoff_id: str
 
 
-Notice = EngineStatus | WantPrefill | DropPrefill
+class EngineJournal(msgspec.Struct, frozen=True, tag=True):
+    """To the control actor: the answer to an AskJournal of the same number.
+
+    lines: by request id, (seconds since 1970, what happened), oldest first; nothing of requests that are not known.
+    """
+
+    engine_id: str
+    question: int
+    lines: dict[str, list[tuple[float, str]]]
+
+
+Notice = EngineStatus | EngineJournal | WantPrefill | DropPrefill
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -205,6 +270,16 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     reason: Literal["abort", "stop"] = "abort"
+
+
+class Follow(msgspec.Struct, frozen=True, tag=True):
+    """Send EngineNews to `address` for FOLLOW_S from now on, beginning with a snapshot unless that has been sent.
+
+    again: with a snapshot in any case, since a message was lost.
+    """
+
+    address: str
+    again: bool = False
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):
@@ -252,4 +327,11 @@ class PrefillPool(msgspec.Struct, frozen=True, tag=True):
     replicas: list[PrefillReplica]
 
 
-Command = Add | Abort | Prefill | CancelPrefill | TicketFailed | PrefillPool
+class AskJournal(msgspec.Struct, frozen=True, tag=True):
+    """Tell what happened to these requests (EngineJournal)."""
+
+    question: int
+    request_ids: list[str]
+
+
+Command = Add | Abort | AskJournal | Follow | Prefill | CancelPrefill | TicketFailed | PrefillPool

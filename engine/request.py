@@ -192,6 +192,17 @@ def block_hash(parent: bytes, tokens: list[int]) -> bytes:
     return hashlib.blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
 
 
+def block_names(tokens: list[int], block_size: int, cache_salt: str = "") -> bytes:
+    """Names of all full blocks of these tokens, one after the other, as `Request.hashes` gives them."""
+    content, name = array("i", tokens).tobytes(), root_hash((cache_salt,))
+    size = block_size * array("i").itemsize
+    names = []
+    for start in range(0, len(content) - size + 1, size):
+        name = hashlib.blake2b(name + content[start : start + size], digest_size=16).digest()
+        names.append(name)
+    return b"".join(names)
+
+
 def seed_of(request_id: str) -> int:
     """64-bit seed for a request that brought none; equal wherever the request is run again."""
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")

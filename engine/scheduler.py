@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,10 +13,12 @@ import msgspec
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong, ServingError
+from engine.journal import Journal
 from engine.kv_transfer.events import Closed, Failed, HandoffEvent, Received
 from engine.kv_transfer.ledger import HandoffLedger
 from engine.kv_transfer.ticket import PrefillTicket
 from engine.messages import (
+    EngineLoad,
     EngineStats,
     ErrorInfo,
     FinishReason,
@@ -79,7 +82,9 @@ class Scheduler:
         vocab_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
         handoffs: HandoffLedger | None = None,
+        journal: Journal | None = None,
     ):
+        """journal: where it writes down what becomes of each request."""
         assert max_model_len <= pool.num_blocks * pool.block_size, "one request alone must fit the pool"
         self.config = config
         self.pool = pool
@@ -87,6 +92,7 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.handoffs = handoffs or HandoffLedger()
+        self._journal = journal or Journal()
         self.compiling: set[Request] = set()
         self.waiting: list[Request] = []  # in order
         self.running: list[Request] = []  # in order
@@ -123,6 +129,8 @@ class Scheduler:
         self._arrivals += 1
         self._live[request.request_id] = request
         logger.debug("request queued request_id=%s prompt_tokens=%d", request.request_id, request.num_prompt)
+        given = f" and {request.num_output} output tokens" if request.num_output else ""
+        self._note(request, f"queued behind {self.num_waiting} others, with {request.num_prompt} prompt tokens{given}")
         if request.params.structured_outputs is None:
             self._queue(request)
         else:
@@ -135,6 +143,10 @@ class Scheduler:
         self.compiling.remove(request)
         request.grammar = grammar
         self._queue(request)
+
+    def _note(self, request: Request, line: str) -> None:
+        """For the journal, where what is computed for another engine stands under the request's id there."""
+        self._journal.add(request.request_id if request.ticket is None else request.ticket.request_id, line)
 
     def _queue(self, request: Request) -> None:
         request.state = State.WAITING
@@ -230,6 +242,9 @@ class Scheduler:
                     return
                 self.handoffs.count(place)
                 self._count_scheduled(request, cached, now)
+                why = f": {place.reason}" if place.reason else ""
+                where = "by a prefill engine" if place.remote else "here"
+                self._note(request, f"to be computed {where}{why}; {cached} of {len(request.tokens)} tokens are cached")
                 if place.remote:
                     self.waiting.remove(request)
                     request.state = State.RECEIVING
@@ -334,6 +349,7 @@ class Scheduler:
             self.pool.private(request.blocks),
             request.num_preemptions + 1,
         )
+        self._note(request, f"preempted, since blocks ran out; {request.computed} computed tokens are given up")
         self._leave(request)
         self._release(request)
         self._queue(request)
@@ -454,6 +470,7 @@ class Scheduler:
         first = request.first_token_at is None
         if first:
             request.first_token_at = now
+            self._note(request, "first token")
         request.tokens.append(token)
         if request.grammar is not None:
             request.grammar.accept(token)
@@ -461,6 +478,7 @@ class Scheduler:
         self.metrics.token(request, now)
         delta = TokenDelta(
             request_id=request.request_id,
+            position=request.num_output - 1,
             token_ids=[token],
             logprobs=None if logprob is None else [logprob],
             num_cached_tokens=request.num_cached if first else 0,
@@ -503,11 +521,15 @@ class Scheduler:
         del self._live[request.request_id]
         self.totals.finished[reason] += 1
         self.metrics.ended(request, reason, now)
+        if request.ticket is None:
+            why = f" ({error})" if error else ""
+            self._note(request, f"ended: {reason}{why}, {request.num_output} output tokens")
         logger.debug(
             "request ended request_id=%s reason=%s output_tokens=%d", request.request_id, reason, request.num_output
         )
         last = TokenDelta(
             request_id=request.request_id,
+            position=delta.position if delta else request.num_output,
             token_ids=delta.token_ids if delta else [],
             logprobs=delta.logprobs if delta else None,
             prompt_logprobs=delta.prompt_logprobs if delta else None,
@@ -530,6 +552,20 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.compiling)
+
+    @property
+    def live_ids(self) -> Iterable[str]:
+        """Of all requests and tickets that have not ended."""
+        return self._live.keys()
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            sequences=len(self.running) + self.num_waiting + len(self.handoffs.receiving),
+            queued_tokens=sum(r.queued_tokens for r in [*self.waiting, *self.running]),
+            blocks_used=self.pool.num_used,
+            slots=self.config.max_num_seqs,
+            blocks_total=self.pool.num_blocks,
+        )
 
     def stats(self) -> EngineStats:
         totals, pool = self.totals, self.pool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 
@@ -16,10 +17,13 @@ from engine.messages import (
     MAX_LIVE_HANDOFFS,
     Abort,
     Add,
+    AskJournal,
     CancelPrefill,
     Command,
+    EngineJournal,
     EngineStatus,
     ErrorInfo,
+    Follow,
     GenerateRequest,
     Prefill,
     PrefillPool,
@@ -27,6 +31,7 @@ from engine.messages import (
     TokenBatch,
     TokenDelta,
 )
+from engine.news import News
 from engine.scheduler import Event
 from engine.tp_group import TPGroup
 from engine.waker import Waker
@@ -43,7 +48,8 @@ class EngineServer:
 
     Receives `Command`s on a PULL socket at `address`. Pushes one `TokenBatch` per step to each ingress that has
     requests in it, and an `EngineStatus` to the control actor whenever requests ended, at least once a second; tickets
-    for other engines go there too. While there is nothing to compute, the loop waits for commands and for its handoffs.
+    for other engines go there too. Routers that ask for them get `EngineNews`. While there is nothing to compute, the
+    loop waits for commands and for its handoffs.
     Sending never blocks the step loop: what a vanished peer does not take is dropped with its socket.
     """
 
@@ -74,6 +80,7 @@ class EngineServer:
         self._status = Peer(self._context, status_to)
         self._decode = msgspec.msgpack.Decoder(Command).decode
         self._encode = msgspec.msgpack.Encoder().encode
+        self._news = News(engine_id, self._core.scheduler)
         self._ended: list[str] = []
         self._status_due = time.monotonic()
         self._stopping = threading.Event()
@@ -103,7 +110,9 @@ class EngineServer:
         Returns final deltas of requests that were refused or aborted, by reply address.
         """
         answers: dict[str, list[TokenDelta]] = {}
-        if self._core.idle and self._waker.fileno() in dict(self._poller.poll(POLL_MS)):
+        news_in_s = self._news.wait_s(time.monotonic())
+        wait_ms = POLL_MS if news_in_s is None else min(POLL_MS, math.ceil(news_in_s * 1000))
+        if self._core.idle and self._waker.fileno() in dict(self._poller.poll(wait_ms)):
             self._waker.clear()
         while True:
             try:
@@ -118,10 +127,16 @@ class EngineServer:
                     self._add(command.request, answers)
                 case Abort():
                     self._abort(command, answers)
+                case AskJournal(question, request_ids):
+                    journal = EngineJournal(self.engine_id, question, self._core.journal.of(request_ids))
+                    self._status.send(self._encode(journal), time.monotonic())
+                case Follow():
+                    self._follow(command)
                 case _:
                     self._hand_over(command)
 
     def _add(self, request: GenerateRequest, answers: dict[str, list[TokenDelta]]) -> None:
+        self._news.took(request.request_id)
         try:
             self._peer(request.reply_to)
         except zmq.ZMQError as error:
@@ -141,6 +156,14 @@ class EngineServer:
         if event is not None:
             answers.setdefault(event.request.reply_to, []).append(event.delta)
 
+    def _follow(self, command: Follow) -> None:
+        try:
+            self._peer(command.address)
+        except zmq.ZMQError as error:
+            logger.error("no news can be sent to %r: %s", command.address, error)
+        else:
+            self._news.follow(command, time.monotonic())
+
     def _hand_over(self, command: Prefill | CancelPrefill | TicketFailed | PrefillPool) -> None:
         handoffs = self._core.handoffs
         if handoffs is None:
@@ -148,6 +171,7 @@ class EngineServer:
             return
         match command:
             case Prefill(ticket):
+                self._news.took(ticket.handoff_id)
                 if not self._core.prefill(ticket):
                     self._ended.append(ticket.handoff_id)
             case CancelPrefill(handoff_id):
@@ -159,6 +183,7 @@ class EngineServer:
 
     def _send(self, events: list[Event], answers: dict[str, list[TokenDelta]]) -> None:
         for event in events:
+            self._news.told(event)
             if event.request.ticket is None:
                 answers.setdefault(event.request.reply_to, []).append(event.delta)
             else:  # a prompt for another engine, which has heard of its end
@@ -172,6 +197,12 @@ class EngineServer:
             batch = TokenBatch(engine_id=self.engine_id, commands_to=self.address, step=steps, deltas=deltas)
             self._peer(address).send(self._encode(batch), now)
             self._ended += [delta.request_id for delta in deltas if delta.finish_reason]
+        for request_id in self._ended:
+            self._news.ended(request_id)
+        for news, addresses in self._news.messages(now):
+            message = self._encode(news)
+            for address in addresses:
+                self._peer(address).send(message, now)
         if self._ended or now >= self._status_due:
             self._send_status(now)
 

@@ -134,3 +134,20 @@ def test_releasing_twice_is_our_own_error():
     pool.release(blocks)
     with pytest.raises(AssertionError, match="released more often"):
         pool.release(blocks)
+
+
+def test_changes_are_names_that_came_and_went_since_they_were_asked_for():
+    pool = BlockPool(2, 2)
+    cache(pool, chain([1, 2]))
+    assert not pool.has_changes, "nobody wants to know"
+    pool.track(True)
+    first, second, third = chain([1, 2]) + chain([3, 4]) + chain([5, 6])
+    cache(pool, [second])
+    assert pool.has_changes
+    assert pool.take_changes() == ([second], [])
+    cache(pool, [third])
+    pool.clear_cache()
+    stored, removed = pool.take_changes()
+    assert (stored, sorted(removed)) == ([], sorted([first, second, third])), "what came and went is gone"
+    assert not pool.has_changes
+    assert pool.names() == []

@@ -12,13 +12,17 @@ from engine.kv_transfer.ticket import Party, PrefillTicket
 from engine.messages import (
     Abort,
     CancelPrefill,
+    EngineLoad,
+    EngineNews,
     EngineStatus,
+    Follow,
     Notice,
     Prefill,
     PrefillPool,
     TicketFailed,
     WantPrefill,
 )
+from engine.request import block_names
 from engine.sampling_params import SamplingParams
 from engine.server import EngineServer
 from tests.engine_sockets import Inbox, Ingress, ServerThread
@@ -200,6 +204,30 @@ def test_status_messages_report_what_ended_and_the_state_of_the_engine(ingress, 
     assert status.stats.blocks_total == 64
     assert (status.stats.running, status.stats.waiting, status.stats.blocks_used) == (0, 0, 0)
     assert status.last_step_age_s == 0.0
+
+
+def test_a_router_that_follows_hears_of_load_and_blocks(context, server, ingress):
+    router = Inbox(context, EngineNews)
+    ingress.send(Follow(router.address))
+    first = router.receive()
+    assert first.snapshot and first.engine_id == "engine-7"
+    assert first.load == EngineLoad(slots=4, blocks_total=64)
+    ingress.add("a", list(range(1, 11)))
+    ingress.tokens("a")
+    heard = [router.receive()]
+    while heard[-1].load.sequences or not any(news.settled for news in heard):
+        heard.append(router.receive())
+    assert [news.number for news in heard] == [first.number + 1 + i for i in range(len(heard))]
+    assert [request_id for news in heard for request_id in news.taken] == ["a"]
+    assert [settled for news in heard for settled in news.settled] == [("a", 0)]
+    names = b"".join(news.stored for news in heard)
+    assert names.startswith(block_names(list(range(1, 11)), 4))
+
+
+def test_an_address_that_is_none_cannot_be_followed_and_harms_nobody(ingress):
+    ingress.send(Follow("nowhere"))
+    ingress.add("a")
+    assert len(ingress.tokens("a")) == 8
 
 
 def test_status_messages_come_although_nothing_ends(control, server, monkeypatch):

@@ -1,0 +1,309 @@
+"""Where requests go, with engines that say what they do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from deployments.routing.balancer import Balancer
+from deployments.routing.config import PolicyName, RoutingConfig
+from deployments.routing.cost import Prompt
+from engine.messages import EngineLoad, EngineNews
+from tests.deployments.routing.pools import BLOCK, PoolEngine, prompt
+
+ENGINES = ["decode-m-a", "decode-m-b", "decode-m-c", "decode-m-d"]
+
+
+def balancer(policy: PolicyName = "prefix_aware", **weights: float) -> Balancer:
+    return Balancer(RoutingConfig(policy=policy, **weights), "decode", BLOCK, random.Random(0))
+
+
+def report(engine: str, number: int = 0, *, snapshot: bool = True, stored: bytes = b"", **load: int) -> EngineNews:
+    return EngineNews(
+        engine_id=engine,
+        number=number,
+        snapshot=snapshot,
+        load=EngineLoad(**{"slots": 128, "blocks_total": 10_000, **load}),
+        stored=stored,
+        removed=b"",
+        taken=[],
+        settled=[],
+    )
+
+
+def plain(number: int, tokens: int = 40) -> Prompt:
+    """A prompt that has nothing in common with others."""
+    return prompt(f"r{number}", [number * 1000 + i for i in range(tokens)])
+
+
+# the three bugs that other routers had
+
+
+@pytest.mark.parametrize("policy", ["prefix_aware", "power_of_two"])
+def test_448_requests_at_once_do_not_all_go_to_one_engine(policy):
+    """Nothing has been reported since the first: what was placed just now has to count."""
+    router = balancer(policy)
+    for engine in ENGINES:
+        router.news(report(engine))
+    placed = [router.choose(plain(number), ENGINES).engines[0] for number in range(448)]
+    assert all(abs(placed.count(engine) - 112) <= 8 for engine in ENGINES)
+
+
+def test_448_requests_of_one_prefix_do_not_all_go_to_the_engine_that_has_it():
+    router, prefix = balancer(), list(range(400))
+    first = router.choose(prompt("first", prefix), ENGINES).engines[0]
+    placed = [router.choose(prompt(f"r{n}", [*prefix, n, n, n]), ENGINES).engines[0] for n in range(448)]
+    assert placed[0] == first
+    assert all(placed.count(engine) > 50 for engine in ENGINES)
+
+
+@pytest.mark.parametrize(
+    ("weights", "chosen"),
+    [
+        ({"prefix_weight": 1.0, "running_weight": 0.1}, "decode-m-a"),
+        ({"prefix_weight": 0.0, "running_weight": 0.1}, "decode-m-b"),
+        ({"prefix_weight": 1.0, "running_weight": 2.0}, "decode-m-b"),
+        ({"prefix_weight": 9.0, "running_weight": 2.0}, "decode-m-a"),
+    ],
+)
+def test_each_weight_changes_where_a_request_goes(weights, chosen):
+    """10 blocks of the prompt are at `a`, where 20 blocks are in use."""
+    router = balancer(**weights)
+    tokens = list(range(10 * BLOCK + 1))
+    a, b = PoolEngine("decode-m-a"), PoolEngine("decode-m-b")
+    a.take("before", tokens)
+    assert a.compute("before", tokens)
+    a.take("other", list(range(500, 500 + 9 * BLOCK)))
+    assert a.compute("other", list(range(500, 500 + 9 * BLOCK)))
+    assert a.pool.num_used == 20
+    for engine in (a, b):
+        router.news(engine.snapshot())
+    assert router.choose(prompt("r", tokens), [a.name, b.name]).engines[0] == chosen
+
+
+def test_an_estimate_does_not_drift_from_what_engines_report():
+    """Requests end, are lost, are cancelled, and never reach their engine; and after each report the book says what the
+    report says."""
+    router, rng = balancer(), random.Random(1)
+    for number in range(2000):
+        request = plain(number % 50, 20)
+        request = Prompt(f"r{number}", request.num_tokens, request.keys)
+        router.choose(request, ENGINES)
+        if rng.random() < 0.9:
+            router.end(request.request_id, confirmed=rng.random() < 0.5)
+        if number % 100 == 99:
+            charged = [name for engine in ENGINES for name in router.book.charged(engine)]
+            for engine in ENGINES:
+                load = EngineLoad(number % 7, number % 11, number % 13, 128, 10_000)
+                taken = router.book.charged(engine)
+                router.book.report(engine, load, taken)
+                assert router.book.load(engine) == load
+            assert charged, "something was under way"
+        router.book.check()
+
+
+# prefixes
+
+
+def test_a_prompt_goes_where_its_prefix_is_and_the_estimate_is_right():
+    router, tokens = balancer(), list(range(41))
+    engines = {name: PoolEngine(name) for name in ENGINES}
+    for engine in engines.values():
+        router.news(engine.snapshot())
+    first = router.choose(prompt("1", tokens), ENGINES)
+    assert (first.reason, first.cached_tokens) == ("no_prefix", 0)
+    engine = engines[first.engines[0]]
+    engine.take("1", tokens)
+    assert engine.compute("1", tokens)
+    router.news(engine.news())
+    router.end("1", confirmed=True)
+    again = router.choose(prompt("2", [*tokens, 99]), ENGINES)
+    assert (again.engines[0], again.reason, again.cached_tokens) == (engine.name, "longest_prefix", 40)
+    assert (router.stats.estimated_tokens, router.stats.cached_tokens, router.stats.drift_tokens) == (0, 0, 0)
+    engine.take("2", [*tokens, 99])
+    assert engine.compute("2", [*tokens, 99])
+    router.news(engine.news())
+    assert (router.stats.estimated_tokens, router.stats.cached_tokens, router.stats.drift_tokens) == (40, 40, 0)
+
+
+def test_a_prompt_that_was_just_sent_counts_as_there_before_the_engine_says_so():
+    router, tokens = balancer(), list(range(40))
+    first = router.choose(prompt("1", tokens), ENGINES)
+    assert router.choose(prompt("2", tokens), ENGINES).engines[0] == first.engines[0]
+
+
+def test_blocks_of_a_request_that_has_ended_are_expected_until_its_engine_has_spoken():
+    router, tokens = balancer(), list(range(40))
+    engines = {name: PoolEngine(name) for name in ENGINES}
+    for engine in engines.values():
+        router.news(engine.snapshot())
+    engine = engines[router.choose(prompt("1", tokens), ENGINES).engines[0]]
+    router.end("1", confirmed=True)
+    assert router.index.match(engine.name, prompt("", tokens).keys) == 10
+    engine.take("1", tokens)
+    engine.end("1")  # it was aborted before it ran
+    router.news(engine.news())
+    assert router.index.match(engine.name, prompt("", tokens).keys) == 0
+
+
+def test_blocks_of_a_request_that_never_got_there_are_not_expected():
+    router, tokens = balancer(), list(range(40))
+    engine = router.choose(prompt("1", tokens), ENGINES).engines[0]
+    router.end("1", confirmed=False)
+    assert router.index.match(engine, prompt("", tokens).keys) == 0
+    assert router.book.load(engine) == EngineLoad()
+
+
+def test_lost_news_are_noticed_and_a_snapshot_puts_everything_right():
+    router, engine = balancer(), PoolEngine("decode-m-a")
+    assert not router.news(engine.news()), "there was no snapshot before"
+    assert router.news(engine.snapshot())
+    router.choose(prompt("1", list(range(8))), ["decode-m-a"])
+    engine.take("1", list(range(8)))
+    assert engine.compute("1", list(range(8)))
+    engine.news()  # is lost
+    router.end("1", confirmed=True)
+    assert not router.news(engine.news())
+    assert router.news(engine.snapshot())
+    assert router.index.stored("decode-m-a") == set(prompt("", list(range(8))).keys)
+    engine.end("1")
+    engine.pool.clear_cache()
+    assert router.news(engine.news())
+    assert router.index.match("decode-m-a", prompt("", list(range(8))).keys) == 0, "nothing of the lost message is left"
+
+
+# load
+
+
+def test_a_request_goes_where_it_need_not_wait_rather_than_to_its_prefix():
+    router, tokens = balancer(), list(range(400))
+    full, free = PoolEngine("decode-m-a", 256, slots=1), PoolEngine("decode-m-b", 256)
+    full.take("1", tokens)
+    assert full.compute("1", tokens)
+    for engine in (full, free):
+        router.news(engine.snapshot())
+    decision = router.choose(prompt("2", tokens), [full.name, free.name])
+    assert (decision.engines, decision.reason) == ([free.name, full.name], "shorter_prefix")
+
+
+def test_a_request_goes_where_its_blocks_fit():
+    router, tokens = balancer(running_weight=0.0), list(range(100))
+    small, large = PoolEngine("decode-m-a", 24), PoolEngine("decode-m-b", 256)
+    for engine in (small, large):
+        router.news(engine.snapshot())
+    assert router.choose(prompt("1", tokens), [small.name, large.name]).engines[0] == large.name
+
+
+def test_prefill_looks_at_queues_and_not_at_blocks_that_wait_to_be_read():
+    router = Balancer(RoutingConfig(), "prefill", BLOCK)
+    router.news(report("p-a", blocks_used=9000))
+    router.news(report("p-b", queued_tokens=40))
+    assert router.choose(plain(1), ["p-a", "p-b"]).engines[0] == "p-a"
+    router.news(report("p-a", blocks_used=9000, queued_tokens=80))
+    assert router.choose(plain(2), ["p-a", "p-b"]).engines[0] == "p-b"
+
+
+# replicas come and go
+
+
+def test_an_engine_that_lost_a_request_comes_last_until_it_speaks_again():
+    router = balancer()
+    for engine in ENGINES[1:]:
+        router.news(report(engine, queued_tokens=1000))
+    router.news(report(ENGINES[0]))
+    assert router.choose(plain(1), ENGINES).engines[0] == ENGINES[0]
+    router.end("r1", confirmed=False)
+    router.suspect(ENGINES[0])
+    decision = router.choose(plain(1), ENGINES)
+    assert decision.engines[0] != ENGINES[0] and decision.engines[-1] == ENGINES[0]
+    router.end("r1", confirmed=False)
+    assert router.choose(plain(1), ENGINES[:1]).engines == ENGINES[:1], "it is better than none"
+    router.news(report(ENGINES[0], 1, snapshot=False))
+    assert router.choose(plain(2), ENGINES).engines[0] == ENGINES[0]
+
+
+def test_nothing_is_left_of_an_engine_that_is_gone():
+    router, engine = balancer(), PoolEngine("decode-m-a")
+    tokens = list(range(8))
+    engine.take("0", tokens)
+    assert engine.compute("0", tokens)
+    router.news(engine.snapshot())
+    router.choose(prompt("1", tokens), [engine.name])
+    router.choose(prompt("2", tokens), [engine.name])
+    router.end("2", confirmed=True)
+    router.suspect(engine.name)
+    router.keep(["decode-m-b"])
+    assert router.index.match(engine.name, prompt("", tokens).keys) == 0
+    assert router.book.load(engine.name) == EngineLoad()
+    assert not router.book.engines
+    router.end("1", confirmed=True)
+    router.book.check()
+    assert router.choose(prompt("3", tokens), [engine.name, "decode-m-b"]).reason == "no_prefix"
+
+
+def test_a_request_that_its_first_engine_did_not_take_is_charged_to_the_second_alone():
+    router = balancer()
+    first = router.choose(plain(1), ENGINES).engines[0]
+    second = router.choose(plain(1), [e for e in ENGINES if e != first]).engines[0]
+    assert router.book.load(first) == EngineLoad()
+    assert router.book.load(second).sequences == 1
+    assert router.index.match(first, plain(1).keys) == 0
+    assert sum(router.stats.routed.values()) == 1
+
+
+# sessions
+
+
+def chosen_for(router: Balancer, session: str, number: int, engines: list[str]) -> tuple[str, str]:
+    decision = router.choose(prompt(f"{session}-{number}", [number] * 40, session), engines)
+    router.end(f"{session}-{number}", confirmed=False)
+    return decision.engines[0], decision.reason
+
+
+@pytest.mark.parametrize("policy", ["prefix_aware", "power_of_two", "round_robin"])
+def test_a_session_stays_with_its_engine_whatever_the_policy(policy):
+    router = balancer(policy)
+    assert len({chosen_for(router, "s", number, ENGINES) for number in range(20)}) == 1
+
+
+def test_sessions_spread_over_engines_and_two_routers_agree():
+    homes = [chosen_for(balancer(), f"s{number}", 0, ENGINES)[0] for number in range(200)]
+    assert homes == [chosen_for(balancer(), f"s{number}", 1, ENGINES)[0] for number in range(200)]
+    assert all(homes.count(engine) > 25 for engine in ENGINES)
+
+
+def test_only_the_sessions_of_an_engine_that_goes_move_and_they_come_back_with_it():
+    router = balancer()
+    homes = {f"s{number}": chosen_for(router, f"s{number}", 0, ENGINES)[0] for number in range(100)}
+    later = {session: chosen_for(router, session, 1, ENGINES[1:])[0] for session in homes}
+    assert all(later[session] == home for session, home in homes.items() if home != ENGINES[0])
+    assert len({later[session] for session, home in homes.items() if home == ENGINES[0]}) == 3, "they spread"
+    assert {session: chosen_for(router, session, 2, ENGINES)[0] for session in homes} == homes
+
+
+def test_a_session_leaves_its_engine_only_where_even_a_full_cache_would_not_be_worth_the_load_and_always_for_the_same():
+    router = balancer()
+    home, _ = chosen_for(router, "s", 0, ENGINES)
+    for engine in ENGINES:
+        router.news(report(engine))
+    router.news(report(home, queued_tokens=80))
+    assert chosen_for(router, "s", 1, ENGINES) == (home, "session"), "its prompt alone counts as much"
+    router.news(report(home, queued_tokens=84))
+    moved = {chosen_for(router, "s", number, ENGINES) for number in range(2, 12)}
+    assert len(moved) == 1 and (home, "session") not in moved
+    assert moved.pop()[1] == "session_moved"
+    router.news(report(home))
+    assert chosen_for(router, "s", 12, ENGINES) == (home, "session")
+
+
+def test_a_session_leaves_its_engine_where_it_would_have_to_wait_for_a_slot_and_others_have_one():
+    router = balancer()
+    home, _ = chosen_for(router, "s", 0, ENGINES)
+    for engine in ENGINES:
+        router.news(report(engine))
+    router.news(report(home, sequences=128))
+    assert chosen_for(router, "s", 1, ENGINES)[1] == "session_moved"
+    for engine in ENGINES:
+        router.news(report(engine, sequences=128))
+    assert chosen_for(router, "s", 2, ENGINES) == (home, "session"), "it would have to wait everywhere"

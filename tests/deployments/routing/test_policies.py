@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from deployments.routing.cost import Candidate, Cost, Prompt
+from deployments.routing.policies import PowerOfTwo, PrefixAware, RoundRobin
+from deployments.routing.prompts import PromptReader
+from deployments.routing.rendezvous import in_order_of
+from engine.messages import EngineLoad
+from tests.deployments.routing.pools import BLOCK, names, prompt
+
+NAMES = ["a", "b", "c", "d"]
+COST = Cost(block_size=4, prefix_weight=2.0, running_weight=0.25)
+
+
+def candidates(**sequences: int) -> list[Candidate]:
+    return [Candidate(name, EngineLoad(sequences=count), 0) for name, count in sequences.items()]
+
+
+def request(number: int = 0) -> Prompt:
+    return Prompt(f"r{number}", 10, ())
+
+
+def test_round_robin_takes_each_in_turn_and_keeps_its_place_when_replicas_come_and_go():
+    policy = RoundRobin()
+
+    def turn(**there: int) -> str:
+        ranked = policy.rank(request(), candidates(**there))
+        assert sorted(c.engine for c in ranked) == sorted(there)
+        return ranked[0].engine
+
+    assert [turn(b=0, a=0, c=0) for _ in range(4)] == ["a", "b", "c", "a"]
+    assert turn(a=0, c=0, d=0) == "c"
+    assert turn(a=0, b=0, d=0) == "d"
+    assert turn(b=0) == "b"
+
+
+def test_power_of_two_takes_the_less_busy_of_two_so_never_the_busiest_of_all():
+    policy, there = PowerOfTwo(random.Random(0)), candidates(a=0, b=1, c=2, d=3)
+    first = Counter(policy.rank(request(), there)[0].engine for _ in range(6000))
+    assert sorted(first) == ["a", "b", "c"]
+    # of the six pairs `a` is in three, `b` is the better one in two, `c` in one
+    assert [round(first[name] / 1000) for name in "abc"] == [3, 2, 1]
+    assert all(len(policy.rank(request(), there)) == 4 for _ in range(9))
+    assert [c.engine for c in policy.rank(request(), candidates(a=1))] == ["a"]
+
+
+def test_costs_are_in_blocks_of_prompt():
+    """30 tokens of which 3 blocks are cached, behind 8 tokens, beside 12 blocks in use."""
+    asked = Prompt("r", 30, range(7))
+    candidate = Candidate("a", EngineLoad(sequences=1, queued_tokens=8, blocks_used=12), cached=3)
+    assert COST.uncached(asked, candidate) == 4.5
+    assert COST.total(asked, candidate) == 2 * 4.5 + 8 / 4 + 0.25 * 12
+    assert COST.new_blocks(asked, candidate) == 5
+
+
+def test_the_last_token_of_a_prompt_is_never_taken_to_be_cached():
+    asked = Prompt("r", 16, range(4))
+    assert COST.cached_tokens(asked, Candidate("a", EngineLoad(), cached=4)) == 12
+
+
+def test_equal_prompts_go_to_the_same_of_equal_engines_from_every_router():
+    tokens = list(range(20))
+    first = {PrefixAware(COST).rank(prompt(f"r{n}", tokens), candidates(a=0, b=0, c=0))[0].engine for n in range(9)}
+    assert len(first) == 1
+    others = {
+        PrefixAware(COST).rank(prompt("r", [n, *tokens]), candidates(a=0, b=0, c=0))[0].engine for n in range(20, 40)
+    }
+    assert others == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("key", ["s1", "s2", "s3"])
+def test_rendezvous_order_of_the_others_stays_when_one_goes(key):
+    order = in_order_of(key, NAMES)
+    assert sorted(order) == NAMES
+    for gone in NAMES:
+        assert in_order_of(key, [n for n in NAMES if n != gone]) == [n for n in order if n != gone]
+
+
+def test_a_prompt_is_read_once_for_all_its_answers_and_names_blocks_as_engines_do():
+    tokens = list(range(11))
+    reader = PromptReader(BLOCK)
+    first, second = reader.read("a", tokens, "salt"), reader.read("b", tokens, "salt", "session")
+    assert first.keys is second.keys
+    assert (second.request_id, second.num_tokens, second.session) == ("b", 11, "session")
+    assert reader.read("c", tokens, "").keys == prompt("c", tokens).keys != first.keys
+    assert len(first.keys) == len(names(tokens)) == 2
+    assert PromptReader(None).read("a", tokens, "").keys == ()
