@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,20 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from cluster.config import AppConfig, IngressSection, ModelSection, PoolSection, Role
+from cluster.autoscaling.settings import autoscaling_config
+from cluster.config import AppConfig, IngressSection, ModelSection
 from deployments import ray_compat
 from deployments.admission import AdmissionLimits
 from deployments.decode import Decode
+from deployments.engine_router import EngineRouter
 from deployments.ingress import Ingress
 from deployments.openai.served_model import ModelInfo
 from deployments.prefill import Prefill
-from deployments.ticket_router import TicketRouter
+from deployments.routing.config import Role
 from engine import model_folder
-from engine.config import EngineConfig
 from engine.errors import ConfigError, StartupError
 from engine.model_config import ModelConfig
+from engine.model_identity import ModelIdentity
 from engine.tokenizer import Tokenizer
 from placement import capacity
 from placement.console_log import LogConfig
@@ -51,15 +53,20 @@ def check(path: Path) -> list[str]:
 
     Raises StartupError for whatever can be seen without loading weights or starting Ray.
     """
+    configs = read(path)
+    for config in configs:
+        config.ingress.gate()
+    return [model_info(model, config.ingress).name for config in configs for model in config.models]
+
+
+def read(path: Path) -> list[AppConfig]:
+    """Manta's applications in a Serve configuration file. Raises StartupError."""
     try:
         applications = yaml.safe_load(path.read_text())["applications"]
         ours = [app for app in applications if app["import_path"] == f"{build.__module__}:{build.__name__}"]
     except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
         raise ConfigError(str(path), f"{type(error).__name__}: {error}", "a Serve configuration file") from None
-    configs = [AppConfig.parse(app.get("args") or {}) for app in ours]
-    for config in configs:
-        config.ingress.gate()
-    return [model_info(model, config.ingress).name for config in configs for model in config.models]
+    return [AppConfig.of(app) for app in ours]
 
 
 def _build(config: AppConfig) -> Application:
@@ -75,14 +82,15 @@ def ingress(
     deployment = serve.deployment(
         Ingress,
         name=ray_compat.INGRESS,
-        num_replicas=config.ingress.num_replicas,
         max_ongoing_requests=config.ingress.max_ongoing_requests,
         ray_actor_options={"num_cpus": config.ingress.num_cpus},
         graceful_shutdown_timeout_s=config.ingress.drain_s,
+        max_surge_percent=100,  # a new one is up before an old one goes: there is always one that takes connections
         graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_constructor_retry_count=CONSTRUCTOR_TRIES,
+        **_ingress_replicas(config),
     )
     return deployment.bind(infos, pools, config.log, config.tracing_config(), config.ingress.gate())
 
@@ -107,9 +115,8 @@ def _pools(model: ModelSection, log: LogConfig) -> tuple[Application, Applicatio
     engine, spec = model.engine_config("decode"), replace(model.group_spec("decode"), log=log)
     if model.prefill is None:
         return _deployment(Decode, model, "decode").bind(engine, spec), None
-    router = RequestRouterConfig(request_router_class=TicketRouter)
-    deployment = _deployment(Prefill, model, "prefill").options(request_router_config=router)
-    prefill = deployment.bind(model.engine_config("prefill"), replace(model.group_spec("prefill"), log=log))
+    spec_of_prefill = replace(model.group_spec("prefill"), log=log)
+    prefill = _deployment(Prefill, model, "prefill").bind(model.engine_config("prefill"), spec_of_prefill)
     return _deployment(Decode, model, "decode").bind(engine, spec, prefill), prefill
 
 
@@ -119,6 +126,7 @@ def _deployment(kind: type[Decode] | type[Prefill], model: ModelSection, role: R
         kind,
         name=f"{role}-{model.name}",
         max_ongoing_requests=section.max_ongoing_requests or engine.max_num_seqs + engine.max_waiting,
+        request_router_config=_router(model, role),
         ray_actor_options={"num_cpus": spec.control_cpus},
         placement_group_bundles=spec.bundles,
         placement_group_strategy=spec.strategy,
@@ -127,21 +135,32 @@ def _deployment(kind: type[Decode] | type[Prefill], model: ModelSection, role: R
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         max_constructor_retry_count=CONSTRUCTOR_TRIES,
-        **_replicas(section, engine),
+        **_replicas(model, role),
         **({"placement_group_bundle_label_selector": spec.label_selectors} if spec.label_selectors else {}),
     )
 
 
-def _replicas(section: PoolSection, engine: EngineConfig) -> dict[str, Any]:
-    """Options of a Serve deployment."""
-    if section.max_replicas is None:
-        return {"num_replicas": section.num_replicas}
-    autoscaling = {
-        "min_replicas": section.min_replicas or 1,
-        "max_replicas": section.max_replicas,
-        "target_ongoing_requests": section.target_ongoing_requests or engine.max_num_seqs / 2,
-    }
-    return {"autoscaling_config": autoscaling}
+def _router(model: ModelSection, role: Role) -> RequestRouterConfig:
+    keys = {"role": role, "block_size": model.engine_config(role).block_size}
+    routing = asdict(model.pools[role].routing_config())
+    return RequestRouterConfig(request_router_class=EngineRouter, request_router_kwargs={**keys, **routing})
+
+
+def _replicas(model: ModelSection, role: Role) -> dict[str, Any]:
+    """Options of a Serve deployment. What does not scale reports its load all the same if others of the model do."""
+    low, high = model.pools[role].bounds
+    if not model.autoscales:
+        return {"num_replicas": low}
+    settings = model.pool_settings(role)
+    return {"autoscaling_config": autoscaling_config(low, high, settings.limits.max_num_seqs, settings)}
+
+
+def _ingress_replicas(config: AppConfig) -> dict[str, Any]:
+    """Options of a Serve deployment. What waits in ingresses counts for the pools behind them."""
+    num = config.ingress.num_replicas
+    if not config.autoscales:
+        return {"num_replicas": num}
+    return {"autoscaling_config": autoscaling_config(num, num, config.ingress.max_ongoing_requests)}
 
 
 def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
@@ -155,17 +174,20 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         name=model.name,
         root=model.model,
         folder=str(folder),
+        identity=ModelIdentity.of(folder),
         max_model_len=model.engine_config().max_model_len or config.max_position_embeddings,
         vocab_size=config.vocab_size,
         default_sampling=model_folder.default_sampling(folder),
         request_timeout_s=ingress.request_timeout_s,
         admission=AdmissionLimits(
             max_num_seqs=model.engine_config().max_num_seqs,
-            num_engines=model.decode.min_replicas or model.decode.num_replicas,
+            num_engines=max(1, model.decode.bounds[0]),
             num_ingresses=ingress.num_replicas,
             max_waiting=ingress.max_waiting,
             max_waiting_tokens=ingress.max_waiting_tokens,
         ),
+        block_size=model.engine_config().shared_block_size,
+        may_sleep=model.decode.bounds[0] == 0,
         max_replays=ingress.max_replays,
         has_priorities=model.engine_config().scheduling_policy == "priority",
         tool_call_parser=model.tool_call_parser,

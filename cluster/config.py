@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from cluster.autoscaling.settings import POLICY, PoolSettings
+from cluster.autoscaling.targets import Limits, Slo
 from deployments.api_keys import ApiKeys
 from deployments.openai.gate import GateConfig
 from deployments.openai.parser_names import ReasoningParser, ToolCallParser
+from deployments.routing.config import Role, RoutingConfig
 from deployments.tracing import TracingConfig
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -24,9 +27,6 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-Role = Literal["decode", "prefill"]
-
-
 def _section_of(config: type, without: set[str]) -> type[Section]:
     """One key per field of the dataclass, so that the two cannot drift apart."""
     hints = get_type_hints(config)
@@ -36,52 +36,77 @@ def _section_of(config: type, without: set[str]) -> type[Section]:
 
 EngineSection = _section_of(EngineConfig, without={"model", "handoff"})  # these stand one level higher
 HandoffSection = _section_of(HandoffConfig, without={"role"})
+RoutingSection = _section_of(RoutingConfig, without=set())
 
 
 class PoolSection(Section):
     """The replicas that run a model, or those that compute prompts for them.
 
     engine: keys of the model's `engine` section that are different in this pool.
-    num_replicas: fixed; or min_replicas and max_replicas, between which load decides.
+    routing: how a replica is chosen for a request, or for a prompt (docs/routing.md).
+    num_replicas: fixed; or min_replicas and max_replicas, between which load decides (docs/autoscaling.md).
+    upscale_delay_s, downscale_delay_s: for so long more, or fewer, replicas must have been wanted all the time.
+    scale_to_zero_delay_s: without any work until the last replica goes, where min_replicas is 0.
     num_cpus, num_gpus: of each rank of a replica; num_cpus is also its threads, unless `engine.num_threads` says more.
         A replica has `engine.tensor_parallel` ranks, and a rank uses one GPU at most.
     accelerator_type, label_selector: what a rank's node must have (`L4`; `{pool: decode}`).
     placement_strategy: Ray's. PACK takes as few nodes as it can, STRICT_PACK one, STRICT_SPREAD one per rank.
     max_ongoing_requests: sequences that one replica takes; None means all that its engine may run and queue.
-    target_ongoing_requests: per replica, what autoscaling aims at; None means half of what runs at once.
     stall_timeout_s: a replica whose engine ends no step for so long while work is queued is replaced. Longer than any
         of its steps: a large model on a CPU may need a minute for `max_num_batched_tokens` of a prompt.
     drain_s: how long a replica that is to stop may go on with its requests.
     """
 
     engine: EngineSection = EngineSection()  # type: ignore[valid-type]  # mypy cannot see into create_model
+    routing: RoutingSection = RoutingSection()  # type: ignore[valid-type]
     num_replicas: int = Field(default=1, ge=1)
-    min_replicas: int | None = Field(default=None, ge=1)
+    min_replicas: int | None = Field(default=None, ge=0)
     max_replicas: int | None = Field(default=None, ge=1)
+    upscale_delay_s: float = Field(default=3.0, ge=0)
+    downscale_delay_s: float = Field(default=300.0, ge=0)
+    scale_to_zero_delay_s: float = Field(default=600.0, ge=0)
     num_cpus: float = Field(default=1.0, ge=0)
     num_gpus: float = Field(default=0.0, ge=0, le=1)
     accelerator_type: str | None = Field(default=None, min_length=1)
     label_selector: dict[str, str] = Field(default_factory=dict)
     placement_strategy: Strategy = "PACK"
     max_ongoing_requests: int | None = Field(default=None, ge=1)
-    target_ongoing_requests: float | None = Field(default=None, gt=0)
     startup_timeout_s: float = Field(default=600.0, gt=0)
     stall_timeout_s: float = Field(default=10.0, gt=0)
     drain_s: float = Field(default=60.0, ge=0)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Fewest and most replicas."""
+        if self.max_replicas is None:
+            return self.num_replicas, self.num_replicas
+        return 1 if self.min_replicas is None else self.min_replicas, self.max_replicas
 
     def check(self, path: str) -> None:
         """Raises ConfigError for keys that do not go together."""
         low, high = self.min_replicas, self.max_replicas
         if low is not None and (high is None or high < low):
             raise ConfigError(f"{path}.max_replicas", high, f"at least min_replicas ({low})")
+        if high is not None and "num_replicas" in self.model_fields_set:
+            raise ConfigError(f"{path}.num_replicas", self.num_replicas, "left out where max_replicas is given")
         if not self.num_cpus and not self.num_gpus:
             raise ConfigError(f"{path}.num_cpus", 0, "above 0 where num_gpus is 0")
+        try:
+            self.routing_config()
+        except ConfigError as error:
+            key, value, limit = error.args
+            raise ConfigError(f"{path}.{key}", value, limit) from None
+
+    def routing_config(self) -> RoutingConfig:
+        return RoutingConfig(**dict(self.routing))
 
 
 class IngressSection(Section):
     """The HTTP API (docs/http_api.md).
 
     request_timeout_s: a request that takes longer is ended with an error, wherever it is; it may ask for less.
+    drain_s: how long an ingress that is to stop may go on with its requests, which end with it: by default as long as a
+        request may take.
     max_replays: a sequence whose replica dies goes on in another one, at most so often; 0 ends it with an error.
     max_waiting, max_waiting_tokens: sequences of one model, and tokens of their prompts, that may wait in one replica
         for the engines; more are refused with 429.
@@ -93,7 +118,7 @@ class IngressSection(Section):
     num_cpus: float = Field(default=0.1, ge=0)
     max_ongoing_requests: int = Field(default=4096, ge=1)
     request_timeout_s: float = Field(default=600.0, gt=0)
-    drain_s: float = Field(default=60.0, ge=0)
+    drain_s: float = Field(default=600.0, ge=0)
     max_replays: int = Field(default=3, ge=0)
     max_waiting: int = Field(default=1024, ge=1)
     max_waiting_tokens: int = Field(default=2**22, ge=1)
@@ -107,12 +132,21 @@ class IngressSection(Section):
         return GateConfig(api_keys_file=self.api_keys_file, max_body_bytes=self.max_body_bytes)
 
 
+class SloSection(Section):
+    """What autoscaling aims at (docs/autoscaling.md). ttft_ms: until an answer's first token, from when an engine could
+    begin with it. itl_ms: from token to token."""
+
+    ttft_ms: float = Field(default=Slo().ttft_ms, gt=0)
+    itl_ms: float = Field(default=Slo().itl_ms, gt=0)
+
+
 class ModelSection(Section):
     """name: under which the API serves it. model: `pocket`, a folder, or a Hub id.
 
     engine: of all its replicas. decode: the replicas that answer requests.
     prefill: if given, replicas of their own that compute prompts for the others; handoff: how the KV gets across
         (docs/handoff.md).
+    slo: what autoscaled pools aim at.
     tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning, where its chat template does not
         make that certain (docs/tool_calls.md).
     """
@@ -125,6 +159,12 @@ class ModelSection(Section):
     decode: PoolSection = PoolSection()
     prefill: PoolSection | None = None
     handoff: HandoffSection | None = None  # type: ignore[valid-type]
+    slo: SloSection = SloSection()
+
+    @property
+    def autoscales(self) -> bool:
+        """Whether any of its pools does."""
+        return any(pool.max_replicas is not None for pool in self.pools.values())
 
     @property
     def pools(self) -> dict[Role, PoolSection]:
@@ -165,6 +205,20 @@ class ModelSection(Section):
             stall_timeout_s=pool.stall_timeout_s,
         )
 
+    def pool_settings(self, role: Role) -> PoolSettings:
+        """For the autoscaling policy."""
+        pool = self.pools[role]
+        low, high = pool.bounds
+        limits = Limits(
+            min_replicas=low,
+            max_replicas=high,
+            max_num_seqs=self.engine_config(role).max_num_seqs,
+            upscale_delay_s=pool.upscale_delay_s,
+            downscale_delay_s=pool.downscale_delay_s,
+            scale_to_zero_delay_s=pool.scale_to_zero_delay_s,
+        )
+        return PoolSettings(self.name, role, Slo(**dict(self.slo)), limits)
+
     def _own(self, role: Role) -> dict[str, Any]:
         """Keys of `engine` that are different in this pool."""
         section: Section = self.pools[role].engine
@@ -204,6 +258,24 @@ class AppConfig(Section):
 
     def tracing_config(self) -> TracingConfig | None:
         return None if self.tracing is None else TracingConfig(**dict(self.tracing))
+
+    @classmethod
+    def of(cls, application: dict[str, Any]) -> AppConfig:
+        """Of an application in a Serve configuration, whose `args` alone do not tell whether there is a policy.
+
+        Raises as `parse` does.
+        """
+        config = cls.parse(application.get("args") or {})
+        policy = (application.get("autoscaling_policy") or {}).get("policy_function")
+        if config.autoscales and policy != POLICY:
+            limit = f"{POLICY}, beside `args`, since a pool has max_replicas"
+            raise ConfigError("autoscaling_policy.policy_function", policy, limit)
+        return config
+
+    @property
+    def autoscales(self) -> bool:
+        """Whether any pool does."""
+        return any(model.autoscales for model in self.models)
 
     @classmethod
     def parse(cls, args: dict[str, Any]) -> AppConfig:

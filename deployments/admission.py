@@ -59,6 +59,11 @@ class Admission:
         return self._queue.num_waiting
 
     @property
+    def waiting_tokens(self) -> int:
+        """Of the prompts of those sequences."""
+        return self._queue.waiting_tokens
+
+    @property
     def num_running(self) -> int:
         """Sequences of this ingress that are in the engines."""
         return self._queue.num_running

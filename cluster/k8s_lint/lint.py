@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from cluster import haproxy
 from cluster.k8s_lint import network, pods
 from cluster.k8s_lint.manifests import Manifest, Service, read, services, workloads
 from cluster.k8s_lint.placement import bundles_that_fit_no_pod, more_replicas_than_pods_can_hold
@@ -18,7 +19,6 @@ from engine.errors import StartupError
 
 RAY_DRAIN_S = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 HARD_STOP_S = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
-HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 UPGRADES = ("NewCluster", "NewClusterWithIncrementalUpgrade", "None")
 DEFAULT_GRACE_S, DEFAULT_RAY_DRAIN_S, DEFAULT_HARD_STOP_S, DEFAULT_DELETION_DELAY_S = 30.0, 30.0, 120.0, 60.0
 
@@ -112,7 +112,7 @@ def drain_shorter_than_requests(service: Service) -> Complaints:
 def haproxy_environment(service: Service) -> Complaints:
     longest_s = longest_request_s(service)
     for group in service.groups:
-        for name, value in HAPROXY.items():
+        for name, value in haproxy.FRONT.items():
             if group.env.get(name) != value:
                 yield group.where, f"{name} must be {value} on every node, got {group.env.get(name)}"
         stop_s = _seconds(group.env, HARD_STOP_S, DEFAULT_HARD_STOP_S)

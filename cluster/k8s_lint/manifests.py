@@ -183,7 +183,7 @@ class Service:
         ours = [app for app in self.serve["applications"] if app.get("import_path") == OUR_BUILDER]
         if not ours:
             raise StartupError(f"serveConfigV2 has no application with import_path {OUR_BUILDER}")
-        return [(app, AppConfig.parse(app.get("args") or {})) for app in ours]
+        return [(app, AppConfig.of(app)) for app in ours]
 
     def _group(self, where: str, spec: Manifest) -> Group:
         template = spec.get("template") or {}

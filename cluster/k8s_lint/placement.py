@@ -53,9 +53,7 @@ def deployments(service: Service) -> list[Deployment]:
         found.append(Deployment(INGRESS, spec, config.ingress.num_replicas))
         for model in config.models:
             for role, pool in model.pools.items():
-                found.append(
-                    Deployment(f"{role}-{model.name}", model.group_spec(role), pool.max_replicas or pool.num_replicas)
-                )
+                found.append(Deployment(f"{role}-{model.name}", model.group_spec(role), pool.bounds[1]))
     return sorted(found, key=lambda found: (found.spec.num_gpus, found.spec.num_cpus), reverse=True)
 
 

@@ -2,75 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from engine.kv_transfer.config import HandoffConfig
 from engine.messages import PrefillReplica
+from engine.step_cost import LinearCost, StepCost
 
 MIN_TOKENS = 32  # below, a prompt rides along with the decodes of one step
-STEP_MEMORY = 200_000.0  # tokens after which a step counts 1/e
 LINK_MEMORY = 100.0  # handoffs after which one counts 1/e
 FORGET = 0.02  # of what the link has cost, per prompt that stays here because of it: it will be tried again
 LINK_PRIOR_S = 0.01
 SWITCH_GAIN = 0.1  # the other place has to be better by this share, or the choice would flap
-
-
-class LinearCost:
-    """seconds = fixed + slope * units, by least squares over observations that fade. Neither part is ever negative."""
-
-    def __init__(self, memory: float, prior_s: float = 0.0):
-        """memory: weight of newer observations after which one counts 1/e. prior_s: what holds without any."""
-        self._memory, self._prior_s = memory, prior_s
-        self._n = self._w = self._x = self._y = self._xx = self._xy = 0.0
-
-    def observe(self, units: float, seconds: float, weight: float = 1.0) -> None:
-        self._fade(math.exp(-weight / self._memory))
-        self._n += 1.0
-        self._w += weight
-        self._x += weight * units
-        self._y += weight * seconds
-        self._xx += weight * units * units
-        self._xy += weight * units * seconds
-
-    def forget(self, share: float) -> None:
-        self._fade(1.0 - share)
-
-    @property
-    def parts(self) -> tuple[float, float]:
-        """(fixed, slope)"""
-        if self._n < 0.5:
-            return self._prior_s, 0.0
-        mean_x, mean_y = self._x / self._w, self._y / self._w
-        variance = self._xx / self._w - mean_x * mean_x
-        if variance <= 1e-9 * mean_x * mean_x:
-            return mean_y, 0.0
-        slope = max(0.0, (self._xy / self._w - mean_x * mean_y) / variance)
-        if slope * mean_x > mean_y:  # the line would meet zero on its way: it starts there
-            return 0.0, self._xy / self._xx
-        return mean_y - slope * mean_x, slope
-
-    def of(self, units: float) -> float:
-        fixed, slope = self.parts
-        return fixed + slope * units
-
-    def _fade(self, factor: float) -> None:
-        self._n, self._w = self._n * factor, self._w * factor
-        self._x, self._y = self._x * factor, self._y * factor
-        self._xx, self._xy = self._xx * factor, self._xy * factor
-
-
-class StepCost(LinearCost):
-    """What a step of this engine costs, by its tokens. Weighted by them: a long prompt chunk says more about the cost
-    of a token than many steps of a few decodes."""
-
-    def __init__(self) -> None:
-        super().__init__(STEP_MEMORY)
-
-    def stepped(self, tokens: int, seconds: float) -> None:
-        self.observe(tokens, seconds, weight=tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from cluster import cli
 from cluster.config import AppConfig, EngineSection, HandoffSection
 from deployments import tracing
+from deployments.routing.config import RoutingConfig
 from engine.config import EngineConfig
 from engine.errors import ConfigError, StartupError
 from engine.kv_transfer.config import HandoffConfig
@@ -69,6 +70,40 @@ def test_pools_share_the_engine_section_but_for_keys_of_their_own():
     assert model.group_spec("decode").bundles == [{"CPU": 1.1}]
 
 
+def test_pools_scale_between_their_bounds_for_the_targets_of_their_model():
+    decode = {"min_replicas": 0, "max_replicas": 3, "engine": {"max_num_seqs": 7}, "downscale_delay_s": 60}
+    args = {"models": [{**MODEL, "decode": decode, "prefill": {"num_replicas": 2}, "slo": {"itl_ms": 20}}]}
+    config = AppConfig.parse(args)
+    (model,) = config.models
+    assert config.autoscales
+    settings = model.pool_settings("decode")
+    assert (settings.limits.min_replicas, settings.limits.max_replicas, settings.limits.max_num_seqs) == (0, 3, 7)
+    assert settings.limits.downscale_delay_s == 60
+    assert (settings.slo.itl_ms, settings.slo.ttft_ms) == (20, 2000)
+    fixed = model.pool_settings("prefill").limits
+    assert (fixed.min_replicas, fixed.max_replicas) == (2, 2)
+    assert not AppConfig.parse({"models": [MODEL]}).autoscales
+
+
+@pytest.mark.parametrize("policy", [None, {}, {"policy_function": "mine:policy"}])
+def test_a_pool_with_max_replicas_wants_the_policy_in_its_application(policy):
+    application = {"args": {"models": [{**MODEL, "decode": {"max_replicas": 2}}]}, "autoscaling_policy": policy}
+    with pytest.raises(
+        ConfigError, match=r"autoscaling_policy.policy_function must be cluster.autoscaling.policy:Policy"
+    ):
+        AppConfig.of(application)
+    AppConfig.of({**application, "autoscaling_policy": {"policy_function": "cluster.autoscaling.policy:Policy"}})
+
+
+def test_each_pool_has_its_own_routing():
+    prefill = {"routing": {"policy": "round_robin", "prefix_weight": 3}}
+    (model,) = AppConfig.parse({"models": [{**MODEL, "prefill": prefill}]}).models
+    decode, prefill_routing = (model.pools[role].routing_config() for role in ("decode", "prefill"))
+    assert decode == RoutingConfig(policy="prefix_aware")
+    assert prefill_routing == RoutingConfig(policy="round_robin", prefix_weight=3)
+    assert decode.running_weight_of("decode") > prefill_routing.running_weight_of("prefill") == 0
+
+
 def test_without_a_prefill_section_an_engine_hands_nothing_over():
     (model,) = AppConfig.parse({"models": [{**MODEL, "decode": {"num_replicas": 2}}]}).models
     assert list(model.pools) == ["decode"]
@@ -87,7 +122,21 @@ def test_without_a_prefill_section_an_engine_hands_nothing_over():
         ({"models": [{**MODEL, "engine": {"dtype": "int3"}}]}, ["models[0].engine.dtype", "bfloat16", "'int3'"]),
         ({"models": [{**MODEL, "decode": {"num_replicas": 0}}]}, ["models[0].decode.num_replicas", "0"]),
         ({"models": [{**MODEL, "decode": {"min_replicas": 2}}]}, ["models[0].decode.max_replicas"]),
+        (
+            {"models": [{**MODEL, "prefill": {"num_replicas": 2, "max_replicas": 3}}]},
+            ["models[0].prefill.num_replicas", "left out where max_replicas is given", "2"],
+        ),
+        ({"models": [{**MODEL, "slo": {"itl_ms": 0}}]}, ["models[0].slo.itl_ms", "greater than 0"]),
+        ({"models": [{**MODEL, "slo": {"tpot_ms": 10}}]}, ["models[0].slo.tpot_ms", "itl_ms"]),
         ({"models": [{**MODEL, "decode": {"placement_strategy": "TIGHT"}}]}, ["placement_strategy", "STRICT_PACK"]),
+        (
+            {"models": [{**MODEL, "decode": {"routing": {"policy": "random"}}}]},
+            ["models[0].decode.routing.policy", "prefix_aware", "'random'"],
+        ),
+        (
+            {"models": [{**MODEL, "prefill": {"routing": {"prefix_weight": -1}}}]},
+            ["models[0].prefill.routing.prefix_weight", "at least 0", "-1"],
+        ),
         ({"models": [{**MODEL, "decode": {"num_gpus": 2}}]}, ["models[0].decode.num_gpus", "less than or equal to 1"]),
         ({"models": [{**MODEL, "decode": {"num_cpus": 0}}]}, ["models[0].decode.num_cpus", "above 0"]),
         ({"models": [{**MODEL, "prefill": {"num_replica": 1}}]}, ["models[0].prefill.num_replica", "num_replicas"]),

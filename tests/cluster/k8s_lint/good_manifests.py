@@ -23,6 +23,7 @@ class Deployed:
                 {
                     "name": "manta",
                     "import_path": "cluster.app:build",
+                    "autoscaling_policy": {"policy_function": "cluster.autoscaling.policy:Policy"},
                     "args": {
                         "models": [
                             {
@@ -55,6 +56,7 @@ class Deployed:
         }
         self.env = {
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
             "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
             "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "130",
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "110",

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from cluster import haproxy
 from cluster.cli import app
 from cluster.k8s_lint import network, pods
 from cluster.k8s_lint.lint import SERVICE_RULES, findings
@@ -119,7 +120,7 @@ def test_a_group_without_the_environment_of_the_others_is_found():
     deployed.put(f"decode.{CONTAINER}.envFrom", [])
     found = [finding for finding in findings(deployed.manifests()) if finding.rule == "haproxy-env"]
     assert {finding.where for finding in found} == {"RayService manta, group decode"}
-    assert len(found) == 2  # the default of HAProxy's hard stop (120 s) is long enough for these requests
+    assert len(found) == len(haproxy.FRONT)  # the default of its hard stop (120 s) is long enough for these requests
 
 
 def test_an_incremental_upgrade_needs_its_options_and_the_autoscaler():

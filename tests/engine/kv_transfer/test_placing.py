@@ -1,8 +1,9 @@
 import pytest
 
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.placing import MIN_TOKENS, LinearCost, Load, Placing, Prompt, StepCost
+from engine.kv_transfer.placing import MIN_TOKENS, Load, Placing, Prompt
 from engine.messages import PrefillReplica
+from engine.step_cost import StepCost
 
 TOKEN_S = 0.001
 LONG = Prompt(1000, 0)
@@ -22,60 +23,6 @@ def make(
     placing = Placing(HandoffConfig(role="decode", policy=policy), cost, lambda: resting or set())
     placing.replicas = replicas
     return placing
-
-
-# -- the cost of a step ------------------------------------------------------------------------------------
-
-
-def test_a_line_is_found_from_its_points():
-    cost = LinearCost(memory=1000.0)
-    for x in (1, 10, 100):
-        cost.observe(x, 0.5 + 0.25 * x)
-    assert cost.parts == pytest.approx((0.5, 0.25))
-    assert cost.of(40) == pytest.approx(10.5)
-
-
-def test_points_of_one_size_say_nothing_of_the_slope():
-    cost = LinearCost(memory=1000.0)
-    for seconds in (2.0, 4.0):
-        cost.observe(7, seconds)
-    assert cost.parts == pytest.approx((3.0, 0.0), rel=1e-3)
-
-
-def test_neither_part_is_ever_negative():
-    falling, steep = LinearCost(memory=1000.0), LinearCost(memory=1000.0)
-    falling.observe(1, 5.0)
-    falling.observe(10, 1.0)
-    assert falling.parts[1] == 0.0
-    steep.observe(10, 1.0)
-    steep.observe(20, 10.0)
-    assert steep.parts[0] == 0.0 and steep.parts[1] > 0.0
-
-
-def test_what_was_measured_long_ago_fades():
-    cost = LinearCost(memory=10.0)
-    for seconds_per_unit in [9.0] * 50 + [1.0] * 100:
-        for x in (1, 2):
-            cost.observe(x, seconds_per_unit * x)
-    assert cost.of(2) == pytest.approx(2.0, rel=1e-3)
-
-
-def test_many_decode_steps_do_not_wash_out_what_a_prompt_has_shown():
-    cost = StepCost()
-    cost.stepped(2000, 2.0)
-    for _ in range(500):
-        cost.stepped(4, 0.03)
-    assert cost.parts[1] == pytest.approx(0.001, rel=0.05)
-
-
-def test_without_observations_the_prior_holds_and_it_returns_when_all_is_forgotten():
-    cost = LinearCost(memory=100.0, prior_s=0.5)
-    assert cost.of(10) == 0.5
-    cost.observe(10, 7.0)
-    assert cost.of(10) == pytest.approx(7.0)
-    for _ in range(100):
-        cost.forget(0.02)
-    assert cost.of(10) == 0.5
 
 
 # -- where -------------------------------------------------------------------------------------------------

@@ -1,0 +1,118 @@
+"""How many replicas a load needs so that the targets are met. Pure Python; docs/autoscaling.md derives the formulas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.autoscaling.targets import Slo
+
+AIM = 0.9  # share of a limit that is planned with, since new replicas take time to come
+KV_AIM = 0.9  # share of the KV blocks that requests may hold; above, they preempt each other
+CALM = 0.9  # share of the same limits that fewer replicas must keep: between the two, all stays as it is
+LEAST_PREFILL_SHARE, MOST_PREFILL_SHARE = 0.3, 0.85  # of an engine's time, between which the TTFT target decides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What all replicas of a pool have to do together.
+
+    sequences: in the engines, and waiting for them. output_tokens_per_s: that they generate.
+    decode_step_s, decode_sequence_s: a step of n sequences takes their sum, the second times n.
+    prefill_share: engine-seconds per second that computing prompts takes. backlog_s: engine-seconds of prompts that
+    are queued. prompt_s: engine-seconds of a mean prompt.
+    kv_replicas: KV blocks in use, and soon to be by what waits, in replicas' worth of blocks.
+    """
+
+    sequences: float = 0.0
+    output_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    decode_sequence_s: float = 0.0
+    prefill_share: float = 0.0
+    backlog_s: float = 0.0
+    prompt_s: float = 0.0
+    kv_replicas: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """reason: the limit that one replica less would break; `least` for one replica."""
+
+    replicas: int
+    reason: str = "least"
+
+
+class Sizing:
+    """Of one pool. prompts: whether the TTFT target is this pool's business. decodes: whether the ITL target is."""
+
+    def __init__(self, slo: Slo, max_num_seqs: int, *, prompts: bool, decodes: bool):
+        self._ttft_s, self._itl_s = slo.ttft_ms / 1000, slo.itl_ms / 1000
+        self._max_num_seqs, self._prompts, self._decodes = max_num_seqs, prompts, decodes
+
+    def now(self, demand: Demand, most: int) -> Need:
+        """For the sequences that there are now, shared evenly."""
+        return self._least(demand, most, demand.sequences, 1.0)
+
+    def if_fewer(self, demand: Demand, most: int) -> Need:
+        """For the tokens per second that there are now.
+
+        Fewer replicas make slower steps, so the same stream of requests has more of them in flight at a time (Little's
+        law). What `now` says after taking a replica away may be the opposite of what it said before; this does not.
+        """
+        return self._least(demand, most, None, CALM)
+
+    def prefill_limit(self, prompt_s: float) -> float:
+        """Share of an engine's time up to which a prompt of `prompt_s` waits no longer than the TTFT target leaves.
+
+        Of an M/M/1 queue at load x, the wait is prompt_s * x / (1 - x).
+        """
+        if prompt_s <= 0:
+            return MOST_PREFILL_SHARE
+        room = max(0.0, self._ttft_s - prompt_s) / prompt_s
+        return min(max(room / (1 + room), LEAST_PREFILL_SHARE), MOST_PREFILL_SHARE)
+
+    def _least(self, demand: Demand, most: int, sequences: float | None, calm: float) -> Need:
+        reason = "least"
+        for replicas in range(1, most + 1):
+            broken = self._broken(demand, replicas, sequences, calm)
+            if not broken:
+                return Need(replicas, reason)
+            reason = broken
+        return Need(most, reason)
+
+    def _broken(self, demand: Demand, replicas: int, sequences: float | None, calm: float) -> str:
+        """The first limit that so many replicas would not keep; empty if they keep all. calm: of each limit."""
+        if self._prompts:
+            if demand.prefill_share / replicas > calm * self.prefill_limit(demand.prompt_s):
+                return "ttft"
+            if demand.backlog_s / replicas > calm * max(self._ttft_s - demand.prompt_s, self._ttft_s / 2):
+                return "queue"
+        if not self._decodes:
+            return "kv" if demand.kv_replicas / replicas > calm * KV_AIM else ""
+        if sequences is None:
+            in_flight, step_s = self._steady(demand, replicas)
+        else:
+            in_flight, step_s = sequences, self._step_s(demand, replicas, sequences)
+        if step_s > calm * AIM * self._itl_s and self._reachable(demand, calm):
+            return "itl"
+        if in_flight / replicas > calm * AIM * self._max_num_seqs:
+            return "slots"
+        growth = max(1.0, in_flight / demand.sequences) if demand.sequences else 1.0
+        return "kv" if growth * demand.kv_replicas / replicas > calm * KV_AIM else ""
+
+    def _reachable(self, demand: Demand, calm: float) -> bool:
+        """Whether a single sequence meets the ITL target at all. If not, more replicas would not help."""
+        return demand.decode_step_s + demand.decode_sequence_s <= calm * AIM * self._itl_s
+
+    def _step_s(self, demand: Demand, replicas: int, sequences: float) -> float:
+        """From token to token: decode steps, in the time that computing prompts leaves."""
+        at_once = min(sequences / replicas, self._max_num_seqs)
+        left = max(1 - demand.prefill_share / replicas, 1 - MOST_PREFILL_SHARE)
+        return (demand.decode_step_s + demand.decode_sequence_s * at_once) / left
+
+    def _steady(self, demand: Demand, replicas: int) -> tuple[float, float]:
+        """Sequences in flight and step time, once a stream of as many tokens per second has settled."""
+        load = (demand.prefill_share + demand.decode_sequence_s * demand.output_tokens_per_s) / replicas
+        if load >= 1:
+            return float("inf"), float("inf")
+        step_s = demand.decode_step_s / (1 - load)
+        return demand.output_tokens_per_s * step_s, step_s

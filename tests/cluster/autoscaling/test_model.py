@@ -1,0 +1,113 @@
+"""Two pools of one model: what each of them answers for."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.autoscaling.load import PoolLoad, ReplicaLoad, StepCosts
+from cluster.autoscaling.model import ModelScaler, PoolState
+from cluster.autoscaling.pool import Decision
+from cluster.autoscaling.targets import Limits, Slo
+from deployments.routing.config import Role
+
+COSTS = StepCosts(decode_step_s=0.005, decode_sequence_s=0.001, token_s=0.001)
+
+
+def limits(low: int = 1) -> Limits:
+    return Limits(
+        min_replicas=low,
+        max_replicas=8,
+        max_num_seqs=100,
+        upscale_delay_s=0.0,
+        downscale_delay_s=10.0,
+        scale_to_zero_delay_s=20.0,
+    )
+
+
+class Pools:
+    """Two pools that have what they are wished to have at once."""
+
+    def __init__(self, low: int = 1):
+        self.replicas: dict[Role, int] = {"decode": 1, "prefill": 1}
+        self.scaler = ModelScaler(Slo(ttft_ms=1000, itl_ms=50), {"decode": limits(low), "prefill": limits(low)})
+        self.now = 0.0
+
+    def decide(self, decode: ReplicaLoad, prefill: ReplicaLoad, seconds: int = 1) -> dict[Role, Decision]:
+        """Each replica has the given load."""
+        for _ in range(seconds):
+            self.now += 1.0
+            loads: dict[Role, ReplicaLoad] = {"decode": decode, "prefill": prefill}
+            pools = {
+                role: PoolState(
+                    load=PoolLoad(running_replicas=n, replicas=[loads[role]] * n), current=n
+                )
+                for role, n in self.replicas.items()
+            }  # fmt: skip
+            decisions = self.scaler.decide(pools, self.now)
+            self.replicas = {role: decision.replicas for role, decision in decisions.items()}
+        return decisions
+
+
+IDLE = ReplicaLoad(costs=COSTS)
+
+
+def test_prompts_scale_the_pool_that_computes_them():
+    busy = ReplicaLoad(prefill_tokens_per_s=900, prefills_per_s=9, queued_tokens=500, costs=COSTS)
+    decisions = Pools().decide(IDLE, busy)
+    assert (decisions["prefill"].replicas, decisions["prefill"].reason) == (2, "ttft")
+    assert decisions["decode"].replicas == 1
+
+
+def test_sequences_scale_the_pool_that_decodes_them():
+    busy = ReplicaLoad(running=60, output_tokens_per_s=900, costs=COSTS)
+    decisions = Pools().decide(busy, IDLE)
+    assert (decisions["decode"].replicas, decisions["decode"].reason) == (2, "itl")
+    assert decisions["prefill"].replicas == 1
+
+
+def test_prompts_that_the_prefill_pool_had_no_room_for_count_for_it():
+    spilling = ReplicaLoad(prefill_tokens_per_s=600, prefills_per_s=6, spilled_share=1.0, costs=COSTS)
+    busy = ReplicaLoad(prefill_tokens_per_s=600, prefills_per_s=6, costs=COSTS)
+    kept = ReplicaLoad(prefill_tokens_per_s=600, prefills_per_s=6, spilled_share=0.0, costs=COSTS)
+    assert Pools().decide(kept, busy)["prefill"].replicas == 1
+    decision = Pools().decide(spilling, busy)["prefill"]
+    assert (decision.replicas, decision.reason) == (2, "ttft")
+    assert decision.inputs["prefill_share"] == pytest.approx(1.2)
+
+
+def test_a_prefill_pool_asleep_wakes_for_what_decode_has_to_compute_itself():
+    pools = Pools(low=0)
+    busy = ReplicaLoad(running=3, output_tokens_per_s=100, costs=COSTS)
+    pools.decide(busy, IDLE, seconds=25)
+    assert pools.replicas == {"decode": 1, "prefill": 0}
+    few = ReplicaLoad(running=3, prefill_tokens_per_s=30, prefills_per_s=1, spilled_share=1.0, costs=COSTS)
+    pools.decide(few, IDLE, seconds=5)
+    assert pools.replicas["prefill"] == 0, "not worth a replica"
+    many = ReplicaLoad(running=3, prefill_tokens_per_s=300, prefills_per_s=3, spilled_share=1.0, costs=COSTS)
+    decision = pools.decide(many, IDLE)["prefill"]
+    assert (decision.replicas, decision.reason) == (1, "wake")
+
+
+def test_growth_at_once_is_at_most_to_twice_what_is_up():
+    flood = ReplicaLoad(running=100, waiting=5000, costs=COSTS)
+    pools = Pools()
+    assert [pools.decide(flood, IDLE)["decode"].replicas for _ in range(3)] == [2, 4, 8]
+
+
+def test_a_pool_of_which_nothing_is_up_yet_does_not_grow():
+    scaler = ModelScaler(Slo(), {"decode": limits()})
+    starting = PoolState(load=PoolLoad(running_replicas=0, replicas=[], waiting=5000), current=1)
+    assert [scaler.decide({"decode": starting}, float(now))["decode"].replicas for now in range(5)] == [1] * 5
+
+
+def test_what_steps_cost_is_remembered_while_nobody_reports():
+    pools = Pools()
+    pools.decide(ReplicaLoad(running=60, costs=COSTS), IDLE)
+    assert pools.decide(ReplicaLoad(running=60), IDLE)["decode"].inputs["decode_step_s"] == COSTS.decode_step_s
+
+
+def test_prompt_tokens_that_the_cache_spares_do_not_count_as_waiting():
+    spared = ReplicaLoad(
+        prefill_tokens_per_s=100, prefills_per_s=1, cached_tokens_per_s=300, queued_tokens=2000, costs=COSTS
+    )
+    assert Pools().decide(IDLE, spared)["prefill"].inputs["backlog_s"] == pytest.approx(0.5)

@@ -1,0 +1,165 @@
+"""The policy as Serve's controller has it: pickled by value, called with contexts, never raising."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve._private.common import DeploymentID, TimeStampedValue
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+from cluster.autoscaling import policy as policy_module
+from cluster.autoscaling.policy import PERIOD_S, Policy
+from cluster.autoscaling.settings import POLICY, PoolSettings, autoscaling_config
+from cluster.autoscaling.targets import Limits, Slo
+from deployments.scaling_report import QueueReport, ReplicaReport
+
+pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
+
+LIMITS = Limits(
+    min_replicas=1,
+    max_replicas=4,
+    max_num_seqs=10,
+    upscale_delay_s=0.0,
+    downscale_delay_s=5.0,
+    scale_to_zero_delay_s=5.0,
+)
+DECODE, INGRESS = DeploymentID("decode-m", "manta"), DeploymentID("ingress", "manta")
+IDLE = ReplicaReport(**dict.fromkeys(ReplicaReport.__dataclass_fields__, 0.0))
+
+
+def series(before: dict[str, float], after: dict[str, float]) -> dict[str, dict[str, list[TimeStampedValue]]]:
+    """What one replica reported, four seconds apart."""
+    return {
+        name: {"replica-1": [TimeStampedValue(10.0, before[name]), TimeStampedValue(14.0, after[name])]}
+        for name in after
+    }
+
+
+def context(reports: Any, settings: PoolSettings | None, target: int = 1, queued: float = 0.0) -> SimpleNamespace:
+    """Of Serve's AutoscalingContext, what the policy reads."""
+    return SimpleNamespace(
+        current_num_replicas=1,
+        target_num_replicas=target,
+        raw_metrics=reports,
+        total_queued_requests=queued,
+        config=AutoscalingConfig(**autoscaling_config(1, 4, 10, settings)),
+    )
+
+
+def contexts(waiting: float = 0.0, queued: float = 0.0, **now: float) -> dict[DeploymentID, SimpleNamespace]:
+    """now: what the decode replica reports in the end."""
+    replica = series(IDLE.numbers(), {**IDLE.numbers(), "blocks_total": 100.0, **now})
+    ingress = QueueReport(waiting, 7 * waiting).numbers("m")
+    settings = PoolSettings("m", "decode", Slo(), LIMITS)
+    return {
+        DECODE: context(replica, settings, queued=queued),
+        INGRESS: context(series(ingress, ingress), None),
+    }
+
+
+@pytest.fixture
+def policy(monkeypatch) -> Policy:
+    """Every call is a second after the one before."""
+    ticks = count(100.0, PERIOD_S)
+    monkeypatch.setattr(policy_module.time, "monotonic", lambda: next(ticks))
+    return Policy()
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """Lines of the policy."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ray.serve.manta.autoscaling")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+
+
+def test_serve_makes_the_policy_from_the_name_that_users_write():
+    made = AutoscalingPolicy(policy_function=POLICY).get_policy()()
+    decided, state = made(contexts())
+    assert decided == {DECODE: 1, INGRESS: 1}
+    assert state is None
+
+
+def test_settings_come_back_from_what_serve_carries():
+    settings = PoolSettings("m", "prefill", Slo(ttft_ms=7.0), LIMITS)
+    config = AutoscalingConfig(**autoscaling_config(1, 4, 10, settings))
+    assert PoolSettings.parse(config.policy.policy_kwargs) == settings
+    assert config.policy.is_default_policy_function(), "or Serve would warn of two policies"
+
+
+def test_what_waits_in_engines_in_ingresses_and_in_serve_counts(policy):
+    assert policy(contexts(running=5.0, waiting=2.0))[0][DECODE] == 1
+    assert policy(contexts(running=5.0, waiting=6.0))[0][DECODE] == 2
+    assert policy(contexts(waiting=6.0, running=5.0))[0][DECODE] == 2
+    assert policy(contexts(queued=5.2, running=5.0))[0][DECODE] == 2
+
+
+def test_rates_are_what_totals_rose_by_within_what_serve_has_kept(policy, log):
+    policy(
+        contexts(
+            running=20.0,
+            prefill_tokens_total=2000.0,
+            prefills_total=4.0,
+            output_tokens_total=400.0,
+            itl_s_total=2.0,
+            itl_total=100.0,
+            token_s=0.001,
+        )
+    )
+    (line,) = [line for line in log if line.startswith("autoscaling decode-m")]
+    inputs = dict(part.split("=") for part in line.split() if "=" in part)
+    assert line.startswith("autoscaling decode-m from 1 to 2 replicas: reason=slots wish=3 ")
+    assert float(inputs["output_tokens_per_s"]) == 100.0
+    assert float(inputs["prefill_share"]) == 0.5  # 500 tokens per second, each a millisecond
+    assert float(inputs["prompt_s"]) == 0.5
+    assert float(inputs["itl_s"]) == 0.02
+
+
+def test_a_decision_is_logged_once(policy, log):
+    for _ in range(3):
+        policy(contexts(running=15.0))
+    assert len(log) == 1
+
+
+def test_between_two_decisions_the_last_one_holds(monkeypatch):
+    monkeypatch.setattr(policy_module.time, "monotonic", lambda: 100.0)
+    policy = Policy()
+    assert policy(contexts(running=15.0))[0][DECODE] == 2
+    assert policy(contexts(running=1.0))[0][DECODE] == 2
+
+
+def test_a_replica_that_has_not_reported_counts_as_idle(policy):
+    given = contexts(running=5.0)
+    given[DECODE].raw_metrics = {}
+    assert policy(given)[0] == {DECODE: 1, INGRESS: 1}
+
+
+def test_reports_that_make_no_sense_leave_all_as_it_is(policy, log):
+    given = contexts()
+    del given[DECODE].raw_metrics["queued_tokens"]
+    given[DECODE].target_num_replicas = 3
+    assert policy(given)[0] == {DECODE: 3, INGRESS: 1}
+    assert policy(given)[0] == {DECODE: 3, INGRESS: 1}
+    assert len(log) == 1 and "cannot decide" in log[0], "once a minute is enough"
+
+
+def test_changed_settings_take_effect(policy):
+    assert policy(contexts(running=15.0))[0][DECODE] == 2
+    given = contexts(running=15.0)
+    roomier = {**asdict(LIMITS), "max_num_seqs": 100, "downscale_delay_s": 0.0}
+    settings = PoolSettings("m", "decode", Slo(), Limits(**roomier))
+    given[DECODE].config = AutoscalingConfig(**autoscaling_config(1, 4, 10, settings))
+    given[DECODE].target_num_replicas = 2
+    assert policy(given)[0][DECODE] == 1
