@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cluster.bench.commands import bench
+from cluster.serve_command import serve
+from cluster.simulator.commands import simulate
 from engine.errors import RequestError, ServingError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Manta: serve and run large language models.")
-app.add_typer(bench, name="bench")
-k8s = typer.Typer(no_args_is_help=True, help="Manifests for Kubernetes (k8s/README.md).")
-app.add_typer(k8s, name="k8s")
+HELP = """Manta: serve large language models on a Ray cluster, behind an OpenAI-compatible API.
 
+Try it in two terminals, without any model of your own:
+
+  manta serve
+
+  manta chat
+
+`manta COMMAND --help` explains each command, with an example.
+"""
+RUN, ASK, LOOK = "Run a server", "Ask a model", "Look inside, and measure"
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP)
+app.command(rich_help_panel=RUN)(serve)
+app.add_typer(bench, name="bench", rich_help_panel=LOOK)
+app.add_typer(simulate, name="simulate", rich_help_panel=LOOK)
+k8s = typer.Typer(no_args_is_help=True, help="Manifests for Kubernetes (k8s/README.md).")
+app.add_typer(k8s, name="k8s", rich_help_panel=RUN)
+
+UrlOption = Annotated[str, typer.Option(help="Of the server.")]
+ApiKeyOption = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
+URL = "http://127.0.0.1:8000"
 ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a Hugging Face model folder, or a Hub id.")]
 
 
@@ -26,7 +47,7 @@ def configure(verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Sho
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", stream=sys.stderr)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def check(
     config: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="As for `serve run`.")] = Path(
         "serve_config.yaml"
@@ -35,13 +56,93 @@ def check(
     """Say in one line what is wrong with a serve_config.yaml, before any cluster is started.
 
     Looks at every key, and at the model folders; exit code 1 if `serve run` would not get far.
+
+    Example: manta check serve_config_pd.yaml
     """
     from cluster.app import check as check_file  # ray takes seconds
 
     print(f"{config} is fine; models: {', '.join(check_file(config))}", file=sys.stderr)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A serve_config.yaml: do its models fit?")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Of a Ray cluster. Default: $RAY_ADDRESS, or the one here, if there is one.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, for programs.")] = False,
+) -> None:
+    """What this machine and its Ray cluster can run, and what is missing.
+
+    Packages, CPU, memory, GPUs, ports, the cluster's nodes; and for a configuration, whether its replicas find a place,
+    how large their weights are, and how much KV cache is left. Exit code 1 if there is a problem.
+
+    Example: manta doctor --config serve_config_pd.yaml
+    """
+    from rich.console import Console
+
+    from cluster.doctor.examine import examine
+    from cluster.doctor.finding import show
+
+    findings = list(examine(config, address))
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        show(findings, Console(highlight=False, emoji=False))
+    if any(finding.level == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command(rich_help_panel=ASK)
+def chat(
+    url: UrlOption = URL,
+    model: Annotated[str | None, typer.Option(help="Default: the first that the server names.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy. Default: the model's own.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For answers that can be repeated.")] = None,
+    api_key: ApiKeyOption = None,
+) -> None:
+    """Talk to a model in the terminal; works with any OpenAI-compatible server.
+
+    Ctrl-C stops an answer, Ctrl-D ends; /help names the commands. Reasoning is dimmed.
+    Where stdin is no terminal it is one question, and stdout gets the answer alone.
+
+    Example: echo "What is an ocean?" | manta chat --temperature 0
+    """
+    from cluster.chat import chat as talk
+
+    options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    talk(url, model, system, api_key, {name: value for name, value in options.items() if value is not None})
+
+
+@app.command(rich_help_panel=LOOK)
+def explain(
+    request_id: Annotated[str, typer.Argument(help="An answer's `id`, its X-Request-Id, or an id from a log line.")],
+    url: UrlOption = URL,
+    api_key: ApiKeyOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As the server tells it.")] = False,
+) -> None:
+    """What happened to a request: where it waited, which engines worked for it, and how it ended.
+
+    All ingresses and engines are asked. They remember their newest requests (docs/observability.md).
+
+    Example: manta explain chatcmpl-5f0d6a3e
+    """
+    from rich.console import Console
+
+    from cluster.explain import fetch, show
+
+    body = fetch(url, request_id, api_key)
+    if as_json:
+        print(body.decode())
+    else:
+        show(body, Console(highlight=False, markup=False, emoji=False))
+
+
+@app.command(rich_help_panel=ASK)
 def generate(
     input: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="JSON lines; see below.")],
     output: Annotated[Path, typer.Option(dir_okay=False, help="Answers; what is in it already is kept.")],
@@ -60,7 +161,9 @@ def generate(
     chat API; beside it an "id" of your choice and any sampling parameter. Line k of the output answers line k of the
     input.
 
-    Example of a line: {"messages": [{"role": "user", "content": "What is an ocean?"}], "temperature": 0}
+    A line: {"messages": [{"role": "user", "content": "What is an ocean?"}], "temperature": 0}
+
+    Example: manta generate --input in.jsonl --output out.jsonl
     """
     from cluster.batch_inference import generate_file  # torch takes seconds; `manta --help` should not
     from engine.llm import LLM
@@ -76,7 +179,7 @@ def generate(
     raise typer.Exit(1 if summary.failed else 0)
 
 
-@app.command(name="hash-key")
+@app.command(name="hash-key", rich_help_panel=RUN)
 def print_key_line(
     name: Annotated[str, typer.Argument(help="Whose key it is; shown in logs, and the unit of fair sharing.")],
     generate: Annotated[bool, typer.Option(help="Make a new key, and show it once.")] = False,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from deployments.routing.stats import RoutingStats
 from engine.histogram import SECONDS, TOKENS, Histogram
 
-REPLAY_REASONS = ("engine_unavailable", "tokens_lost", "overloaded")
+REPLAY_REASONS = ("engine_unavailable", "tokens_lost", "other_model", "overloaded")
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -18,10 +19,12 @@ class ModelStats(msgspec.Struct):
     histograms: by vLLM's names.
     replays: attempts to go on in another engine, by the error that the attempt before it ended with.
     refused: HTTP requests that were not admitted. waiting: sequences that wait for admission now.
+    routing: how sequences found their engines.
     """
 
     refused: int = 0
     waiting: int = 0
+    routing: RoutingStats = msgspec.field(default_factory=RoutingStats)
     finished: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FINISHED_REASONS, 0))
     replays: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REPLAY_REASONS, 0))
     histograms: dict[str, Histogram] = msgspec.field(

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 INGRESS = "ingress"  # name of that deployment
 DECODE = "decode-"  # what names of deployments that serve a model begin with
 DRIVER_EXIT_S = 30.0
+AT_REST = ("HEALTHY", "UPSCALING", "DOWNSCALING")
 
 
 def end_serve_run(reason: str) -> None:
@@ -58,28 +59,47 @@ def _some_model_is_up() -> bool:
     return any(status.replica_states.get("RUNNING") for name, status in deployments if name.startswith(DECODE))
 
 
-def pool_state(handle: DeploymentHandle) -> PoolState:
-    """Of a deployment. Blocks for a call to Serve's controller."""
+def _status(handle: DeploymentHandle) -> Any:
+    """DeploymentStatusOverview, or None while there is no such deployment. Blocks for a call to Serve's controller."""
     name = handle.deployment_id
     app = serve.status().applications.get(name.app_name)
-    deployment = app.deployments.get(name.name) if app is not None else None
+    return app.deployments.get(name.name) if app is not None else None
+
+
+def is_at_rest(handle: DeploymentHandle) -> bool:
+    """Whether a deployment that may have no replicas has none, and nothing is wrong with it. Blocks."""
+    deployment = _status(handle)
+    return deployment is not None and deployment.status in AT_REST and not deployment.replica_states.get("RUNNING")
+
+
+def pool_state(handle: DeploymentHandle) -> PoolState:
+    """Of a deployment. Blocks."""
+    deployment = _status(handle)
     if deployment is None or deployment.status == "UPDATING":
         return "deploying"
     return "up" if deployment.replica_states.get("RUNNING") else "down"
 
 
-async def broadcast(handle: DeploymentHandle, method: str, timeout_s: float) -> list[Any]:
+async def broadcast(handle: DeploymentHandle, method: str, timeout_s: float, *args: Any) -> list[Any]:
     """Answers of all replicas that give one in time; exceptions of the others.
 
     Ray's own `results_async` gives no answer at all if one replica hangs.
     """
     try:
-        response = handle.broadcast(method)
+        response = handle.broadcast(method, *args)
         results = await asyncio.wait_for(response._fetch_replica_results_async(), timeout_s)
     except (TimeoutError, RayError, DeploymentUnavailableError):
         return []
     answers = (asyncio.wait_for(result.get_async(), timeout_s) for result in results)
     return await asyncio.gather(*answers, return_exceptions=True)
+
+
+def haproxy_binary() -> str:
+    """Path of the HAProxy that Serve would start. Raises FileNotFoundError."""
+    from ray.serve._private.haproxy import get_haproxy_binary
+
+    path: str = get_haproxy_binary()
+    return path
 
 
 def _write_to_console_of(pid: int, text: str) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.admission import Admission
 from deployments.ingress_stats import IngressStats, ModelStats
+from deployments.routing.stats import RoutingStats
+from deployments.stories import SequenceStory, Stories
 from deployments.token_channel import TokenChannel
 from deployments.tracing import RequestTrace, Tracing
 
@@ -20,7 +22,15 @@ CLIENT_LEFT = 499  # as a status: nobody reads it, but proxies write it into the
 NO_ROUTE, NO_METHOD = "none", "other"
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 
-Peers = Callable[[], Awaitable[list[IngressStats]]]
+
+class Peers(Protocol):
+    """All ingresses of the application that answer, with or without the one that asks."""
+
+    async def stats(self) -> list[IngressStats]:
+        """What each of them counts."""
+
+    async def stories(self, name: str) -> list[SequenceStory]:
+        """See `Stories.of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +63,8 @@ class Telemetry:
     def __init__(
         self, ingress_id: str, channel: TokenChannel, tracing: Tracing | None = None, peers: Peers | None = None
     ):
-        """peers: gets the counts of all ingresses, with or without this one."""
         self.tracing = tracing
+        self.stories = Stories(ingress_id)
         self._stats = IngressStats(ingress_id)
         self._channel = channel
         self._peers = peers
@@ -64,6 +74,10 @@ class Telemetry:
         """Where the counts of this model go."""
         self._admissions[name] = admission
         return self._stats.models.setdefault(name, ModelStats())
+
+    def routed(self, name: str, routing: RoutingStats) -> None:
+        """The router of this model counts there."""
+        self._stats.models[name].routing = routing
 
     @property
     def stats(self) -> IngressStats:
@@ -85,8 +99,14 @@ class Telemetry:
 
     async def all_stats(self) -> list[IngressStats]:
         """Of every ingress that answers; its own counts always."""
-        others = await self._peers() if self._peers is not None else []
+        others = await self._peers.stats() if self._peers is not None else []
         return [self.stats, *(stats for stats in others if stats.ingress_id != self._stats.ingress_id)]
+
+    async def all_stories(self, name: str) -> list[SequenceStory]:
+        """Of every ingress that answers, oldest first; its own always. See `Stories.of`."""
+        others = await self._peers.stories(name) if self._peers is not None else []
+        found = {story.request_id: story for story in [*others, *self.stories.of(name)]}
+        return sorted(found.values(), key=lambda story: story.arrived_at)
 
 
 class Observed:

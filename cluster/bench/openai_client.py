@@ -1,4 +1,4 @@
-"""One streamed request to an OpenAI-compatible server, and when its tokens came.
+"""A client of OpenAI-compatible servers: streamed answers, and when their tokens came.
 
 aiohttp rather than httpx: it takes a fraction of the CPU time per chunk, and the load generator often shares the
 machine with what it measures.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
 
-from engine.errors import EngineUnavailable, RequestError
+from engine.errors import EngineUnavailable, InvalidApiKey, RequestError
 
 ERROR_CHARACTERS = 200
 
@@ -71,6 +72,7 @@ class Usage(msgspec.Struct):
 class Chunk(msgspec.Struct):
     """The fields of a stream's event that matter here."""
 
+    id: str = ""
     choices: list[Choice] = []
     usage: Usage | None = None
     error: msgspec.Raw | None = None
@@ -83,33 +85,50 @@ class StreamFailed(Exception):
 CHUNKS = msgspec.json.Decoder(Chunk)
 
 
+class Events:
+    """The data of server-sent events, whatever pieces they arrive in."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+def chunk_of(event: bytes) -> Chunk | None:
+    """None for the last event, [DONE]. Raises StreamFailed if the server reports an error, or sends no chunk."""
+    if event == b"[DONE]":
+        return None
+    try:
+        chunk = CHUNKS.decode(event)
+    except msgspec.DecodeError as e:
+        raise StreamFailed(f"not a chunk of a completion ({e}): {shorten(event)}") from e
+    if chunk.error is not None:
+        raise StreamFailed(error_message(b'{"error":' + bytes(chunk.error) + b"}"))
+    return chunk
+
+
 class Reception:
-    """Follows one stream of server-sent events, whatever pieces it arrives in."""
+    """Follows one stream, whatever pieces it arrives in."""
 
     def __init__(self, outcome: Outcome):
         self.ended = False
         self._outcome = outcome
-        self._rest = b""
+        self._events = Events()
         self._text_chunks = 0
         self._last_text_at = 0.0
 
     def feed(self, data: bytes, now: float) -> None:
         """Raises StreamFailed if the server reports an error, or sends what is not a chunk."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                self._event(line[5:].strip(), now)
+        for event in self._events.feed(data):
+            chunk = chunk_of(event)
+            if chunk is None:
+                self.ended = True
+            else:
+                self._chunk(chunk, now)
 
-    def _event(self, data: bytes, now: float) -> None:
-        if data == b"[DONE]":
-            self.ended = True
-            return
-        try:
-            chunk = CHUNKS.decode(data)
-        except msgspec.DecodeError as e:
-            raise StreamFailed(f"not a chunk of a completion ({e}): {shorten(data)}") from e
-        if chunk.error is not None:
-            raise StreamFailed(error_message(b'{"error":' + bytes(chunk.error) + b"}"))
+    def _chunk(self, chunk: Chunk, now: float) -> None:
         out = self._outcome
         if chunk.choices:
             out.e2el_s = now - out.sent_at
@@ -166,19 +185,46 @@ class OpenAIClient:
         await self._session.close()
 
     async def models(self) -> list[str]:
-        """Names that the server serves; none if it does not tell. Raises EngineUnavailable if there is no server."""
-        url = f"{self.base_url}/v1/models"
-        try:
-            async with self._session.get(url) as response:
-                body = await response.read()
-        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as e:
-            raise RequestError(f"base_url must be like http://127.0.0.1:8000, got {self.base_url!r}", "base_url") from e
-        except (aiohttp.ClientError, TimeoutError) as e:
-            raise EngineUnavailable(f"no server answers at {self.base_url}: {describe(e, self.timeout_s)}") from e
+        """Names that the server serves; none if it does not tell.
+
+        Raises EngineUnavailable if there is no server, or none that is ready, and InvalidApiKey.
+        """
+        status, body = await self.get("/v1/models")
+        if status >= 500:
+            raise EngineUnavailable(f"{self.base_url} is not ready: HTTP {status} {error_message(body)}")
+        if status == 401:
+            raise InvalidApiKey(f"{self.base_url}: {error_message(body)}")
         try:
             return [model["id"] for model in msgspec.json.decode(body)["data"]]
         except (msgspec.DecodeError, KeyError, TypeError):  # not every server has the endpoint
             return []
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body. Raises EngineUnavailable if there is no server."""
+        try:
+            async with self._session.get(self.base_url + path) as response:
+                return response.status, await response.read()
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as e:
+            raise RequestError(f"base_url must be like http://127.0.0.1:8000, got {self.base_url!r}", "base_url") from e
+        except (aiohttp.ClientError, TimeoutError) as e:
+            raise EngineUnavailable(f"no server answers at {self.base_url}: {describe(e, self.timeout_s)}") from e
+
+    async def chunks(self, path: str, body: bytes) -> AsyncGenerator[Chunk]:
+        """Stream one answer. Raises StreamFailed if it does not come to its end."""
+        try:
+            async with self._session.post(self.base_url + path, data=body) as response:
+                if response.status != 200:
+                    raise StreamFailed(f"HTTP {response.status}: {error_message(await response.read())}")
+                events = Events()
+                async for data in response.content.iter_any():
+                    for event in events.feed(data):
+                        chunk = chunk_of(event)
+                        if chunk is None:
+                            return
+                        yield chunk
+        except (aiohttp.ClientError, TimeoutError, OSError) as e:
+            raise StreamFailed(describe(e, self.timeout_s)) from e
+        raise StreamFailed("the stream broke off before its end")
 
     async def send(self, path: str, body: bytes) -> Outcome:
         """Stream one answer to its end; a failure is part of the outcome."""

@@ -26,6 +26,7 @@ from deployments.openai.header import Header
 from deployments.openai.live_handoffs import live_handoffs
 from deployments.openai.openapi import openapi_document
 from deployments.openai.protocol import ChatBody, CompletionBody, GenerationBody, parse
+from deployments.openai.request_stories import request_stories
 from deployments.openai.served_model import ServedModel
 from deployments.openai.sse import stream
 from deployments.openai.status import VERSION, Load, Version
@@ -94,8 +95,8 @@ def openai_app(
     @app.api_route("/health", methods=["GET", "HEAD"])
     @app.api_route("/ping", methods=["GET", "HEAD", "POST"])
     async def health() -> Response:
-        """200 if every model has a replica that makes progress."""
-        await asyncio.gather(*(model.pool.statuses() for model in models.values()))
+        """200 if every model has a replica that makes progress, or is scaled to zero."""
+        await asyncio.gather(*(model.check_health() for model in models.values()))
         return Response()
 
     @app.get("/metrics")
@@ -106,6 +107,10 @@ def openai_app(
     @app.get("/debug/handoffs")
     async def handoffs() -> Response:
         return _json(await live_handoffs({name: model.pool for name, model in models.items()}))
+
+    @app.get("/debug/requests/{name:path}")
+    async def explain(name: str) -> Response:
+        return _json(await request_stories(name, telemetry, {name: model.pool for name, model in models.items()}))
 
     @app.exception_handler(ServingError)
     @app.exception_handler(HTTPException)

@@ -13,6 +13,7 @@ from deployments.openai.live_handoffs import LiveHandoffs
 from deployments.openai.protocol import ChatBody, CompletionBody
 from deployments.openai.status import Load, Version
 from deployments.openai.tokenize import DetokenizeBody, Prompt, TokenizeBody, Tokens
+from deployments.stories import RequestStories
 
 REF = "#/components/schemas/{}"
 POSTS: dict[str, tuple[str, type[BaseModel], type[msgspec.Struct]]] = {
@@ -30,6 +31,7 @@ GETS: dict[str, tuple[str, type[msgspec.Struct] | str | None]] = {
     "/load": ("Requests in work at this ingress.", Load),
     "/metrics": ("Prometheus metrics.", "text/plain"),
     "/debug/handoffs": ("KV on its way between engines.", LiveHandoffs),
+    "/debug/requests/{name}": ("What happened to a request; never its text.", RequestStories),
 }
 STREAMING = {"/v1/chat/completions", "/v1/completions"}
 
@@ -62,7 +64,8 @@ def openapi_document(version: str, *, with_keys: bool) -> dict[str, Any]:
             ok["content"] = {kind: {"schema": {"type": "string"}}} if isinstance(kind, str) else _json(refs[kind])
         paths[path] = {"get": {"summary": summary, "responses": {"200": ok, "default": error}}}
     parameter = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    paths["/v1/models/{name}"]["get"]["parameters"] = [parameter]
+    for path in (path for path in GETS if "{name}" in path):
+        paths[path]["get"]["parameters"] = [parameter]
     if with_keys:
         paths["/health"]["get"]["security"] = []
     return {

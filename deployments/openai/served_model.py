@@ -24,8 +24,9 @@ from deployments.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from deployments.openai.tokenize import DetokenizeBody, Prompt, TokenizeBody, Tokens
 from deployments.telemetry import Telemetry
 from deployments.token_channel import TokenChannel
-from engine.errors import InvalidParameter, PromptTooLong
+from engine.errors import EngineUnavailable, InvalidParameter, PromptTooLong
 from engine.messages import GenerateRequest
+from engine.model_identity import ModelIdentity
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 
@@ -39,9 +40,12 @@ class ModelInfo:
     """What the API has to know of a model.
 
     name: under which it is served. folder: with its tokenizer. root: what the configuration calls it.
+    identity: of what is in the folder; None leaves open which model answers.
     default_sampling: by SamplingParams' names.
     request_timeout_s: after which a request is ended, wherever it is; a request may ask for less.
     admission: how many requests the engines get, and how many may wait for them.
+    block_size: of its engines' KV blocks; None where requests share no prefixes.
+    may_sleep: whether it may be scaled to zero.
     max_replays: how often a sequence may go on in another engine when its own is lost.
     has_priorities: whether the engines look at the priority of a request.
     tool_call_parser, reasoning_parser: how it writes tool calls and reasoning.
@@ -55,6 +59,9 @@ class ModelInfo:
     default_sampling: dict[str, Any]
     request_timeout_s: float
     admission: AdmissionLimits
+    identity: ModelIdentity | None = None
+    may_sleep: bool = False
+    block_size: int | None = None
     max_replays: int = 3
     has_priorities: bool = False
     tool_call_parser: ToolCallParser = "auto"
@@ -79,7 +86,15 @@ class ServedModel:
             self._format.shows_tools,
         )
         self._channel = channel
-        self._stats = telemetry.model(info.name, self.admission)
+        self._stats, self._stories = telemetry.model(info.name, self.admission), telemetry.stories
+
+    async def check_health(self) -> None:
+        """Raises EngineUnavailable if no replica is healthy, unless none is needed."""
+        try:
+            await self.pool.statuses()
+        except EngineUnavailable:
+            if not await self.pool.asleep():
+                raise
 
     async def chat(self, body: ChatBody, header: Header, caller: Caller) -> ChatAnswer:
         """Raises RequestError, and Overloaded before any work is done."""
@@ -193,6 +208,8 @@ class ServedModel:
                 timeout_s=timeout_s,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                session_id=caller.session_id,
+                model=self.info.identity,
             )
             for i, prompt in enumerate(prompts)
             for j in range(body.n)
@@ -205,6 +222,7 @@ class ServedModel:
             pool=self.pool,
             model=self.info.name,
             stats=self._stats,
+            stories=self._stories,
             admission=self.admission,
             client=caller.client,
             max_replays=self.info.max_replays,

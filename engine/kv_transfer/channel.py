@@ -14,9 +14,9 @@ import msgspec
 import zmq
 
 from engine.errors import EngineUnavailable
+from engine.journal import Journal
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.events import Closed, Failed, HandoffEvent
-from engine.kv_transfer.journal import Journal
 from engine.kv_transfer.messages import Attach, Envelope, FirstToken, ReadEnded
 from engine.kv_transfer.protocol import HandoffProtocol
 from engine.kv_transfer.stats import HandoffInfo, HandoffStats
@@ -48,9 +48,11 @@ class HandoffChannel:
         ranks: list[dict[str, bytes]],
         block_size: int,
         wake: Callable[[], None],
+        journal: Journal,
     ):
         """agent_addresses, ranks: address and description of the KVAgent of each rank, in rank order.
-        wake: called from the channel's thread when `events` has something new; must not block."""
+        wake: called from the channel's thread when `events` has something new; must not block.
+        journal: where it is told how the handoffs of each request get on."""
         self.fingerprint = fingerprint
         self._wake = wake
         self._context = zmq.Context()
@@ -64,8 +66,8 @@ class HandoffChannel:
         self._decode_answer = msgspec.msgpack.Decoder(ReadEnded).decode
         self._protocol = HandoffProtocol(config, self.party, ranks=ranks, block_size=block_size)
         self._protocol.out.commands.append(Attach(reply_to))
-        self._journal = Journal()
-        self._lock = threading.Lock()  # around _protocol and _journal
+        self._journal = journal
+        self._lock = threading.Lock()  # around _protocol
         self._calls: deque[Callable[[float], None]] = deque()
         self._events: deque[HandoffEvent] = deque()
         self._broken: str | None = None
@@ -131,11 +133,6 @@ class HandoffChannel:
     def stats(self) -> HandoffStats:
         with self._lock:
             return self._protocol.stats()
-
-    def journal(self, request_id: str) -> list[tuple[float, str]]:
-        """(seconds since 1970, what happened); of the newest few hundred requests."""
-        with self._lock:
-            return self._journal.of(request_id)
 
     def close(self) -> None:
         """Tell the peers, stop all reads, and end the thread; within about two seconds. Events are no longer told."""
@@ -211,7 +208,7 @@ class HandoffChannel:
         for to, message in out.messages:
             self._send(to.address, self._encode(Envelope(self.party, to.epoch, message)), now)
         for request_id, line in out.lines:
-            self._journal.add(request_id, time.time(), line)
+            self._journal.add(request_id, line)
         for event in out.events:
             _log(event)
         broken = self._protocol.broken

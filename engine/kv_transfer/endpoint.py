@@ -6,16 +6,18 @@ import logging
 from collections.abc import Callable
 
 from engine.errors import InvalidParameter
+from engine.journal import Journal
 from engine.kv_transfer.agent import KVAgent
 from engine.kv_transfer.channel import HandoffChannel
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.events import HandoffEvent
 from engine.kv_transfer.ledger import Cancel, Finish, Forget, HandoffLedger, Open, Refuse, Report
-from engine.kv_transfer.placing import Placing, StepCost
+from engine.kv_transfer.placing import Placing
 from engine.kv_transfer.ranks import RankAgent
 from engine.kv_transfer.stats import HandoffInfo, HandoffStats
 from engine.kv_transfer.ticket import PrefillTicket
 from engine.messages import DropPrefill, PrefillReplica, WantPrefill
+from engine.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +25,8 @@ logger = logging.getLogger(__name__)
 class HandoffEndpoint:
     """Between the scheduler's ledger and the channel. Of the step loop's thread, but for the channel's own.
 
-    ledger: for the scheduler. step_cost: to be told of every step. fingerprint: of what the KV depends on; engines
-    whose fingerprints differ cannot use each other's.
+    ledger: for the scheduler. fingerprint: of what the KV depends on; engines whose fingerprints differ cannot use each
+    other's.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class HandoffEndpoint:
         host: str,
         fingerprint: str,
         block_size: int,
+        step_cost: StepCost,
         wake: Callable[[], None],
+        journal: Journal,
     ):
-        """agent: rank 0's; closed by `close`. ranks: as of start_agent. wake: see HandoffChannel."""
+        """agent: rank 0's; closed by `close`. ranks: as of start_agent. step_cost: of this engine, as learned by its
+        owner. wake, journal: see HandoffChannel."""
         self.config, self.fingerprint = config, fingerprint
-        self.step_cost = StepCost()
         self._agent = agent
         self._channel = HandoffChannel(
             config,
@@ -52,8 +56,9 @@ class HandoffEndpoint:
             ranks=[rank.description for rank in ranks],
             block_size=block_size,
             wake=wake,
+            journal=journal,
         )
-        self._placing = Placing(config, self.step_cost, self._channel.resting) if config.role == "decode" else None
+        self._placing = Placing(config, step_cost, self._channel.resting) if config.role == "decode" else None
         self.ledger = HandoffLedger(self._placing, self._channel.party, fingerprint)
         self._notices: list[WantPrefill | DropPrefill] = []
         self._closed = False
@@ -116,9 +121,6 @@ class HandoffEndpoint:
 
     def live(self) -> list[HandoffInfo]:
         return self._channel.snapshot()
-
-    def journal(self, request_id: str) -> list[tuple[float, str]]:
-        return self._channel.journal(request_id)
 
     def close(self) -> None:
         """More than once does no harm."""

@@ -93,13 +93,13 @@ def serve(pipe: Connection) -> None:
     config, engine_id, status_to = pipe.recv()
     gate = Gate()
     be_reached_over_links(pipe)
-    compute = ModelRunner.execute
+    compute = ModelRunner.launch
 
-    def execute(self: ModelRunner, inputs: Any) -> Any:
+    def launch(self: ModelRunner, inputs: Any) -> Any:
         gate.pass_through()
         return compute(self, inputs)
 
-    ModelRunner.execute = execute  # type: ignore[method-assign]
+    ModelRunner.launch = launch  # type: ignore[method-assign]
     engine.server.STATUS_PERIOD_S = STATUS_PERIOD_S
     server = EngineServer(config, engine_id=engine_id, status_to=status_to)
     pipe.send(("ready", server.address))

@@ -10,6 +10,7 @@ import torch
 import zmq
 
 from engine.errors import EngineUnavailable
+from engine.journal import Journal
 from engine.kv_transfer.agent import KVAgent
 from engine.kv_transfer.channel import HandoffChannel
 from engine.kv_transfer.config import HandoffConfig
@@ -33,7 +34,7 @@ class Engine:
 
     def __init__(self, name, agents, config=CONFIG):
         self.agents, self.told = agents, []
-        self.woken = threading.Event()
+        self.woken, self.journal = threading.Event(), Journal()
         self.channel = HandoffChannel(
             config,
             engine_id=name,
@@ -43,6 +44,7 @@ class Engine:
             ranks=[agent.description for agent in agents],
             block_size=BLOCK,
             wake=self.woken.set,
+            journal=self.journal,
         )
 
     def wait_for_event(self):
@@ -142,11 +144,11 @@ def test_the_journals_of_both_sides_tell_the_story_of_a_request(engines):
     prefill.channel.refuse(ticket, "out of luck")
     decode.wait_for_event()
     prefill.wait_for_event()
-    lines = sorted(decode.channel.journal("r") + prefill.channel.journal("r"))
-    assert [line for _, line in lines if "accepted" in line or "refused" in line]
-    assert "h decode: failed: refused, 0 tokens kept of what was read" in [line for _, line in lines]
-    assert "h prefill: closed: cancelled" in [line for _, line in lines]
-    assert decode.channel.journal("another request") == []
+    lines = [line for engine in (decode, prefill) for _, line in engine.journal.of(["r"])["r"]]
+    assert "h prefill: refused: out of luck" in lines
+    assert "h decode: failed: refused, 0 tokens kept of what was read" in lines
+    assert "h prefill: closed: cancelled" in lines
+    assert decode.journal.of(["another request"]) == {}
 
 
 def test_a_cancelled_handoff_stops_its_reads_before_prefill_gives_up_its_blocks(engines):
