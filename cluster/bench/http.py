@@ -21,16 +21,12 @@ import psutil
 import yaml
 from rich.progress import Progress
 
+from cluster import haproxy
 from engine.errors import EngineUnavailable
 
 SERVERS = "cluster.bench.http_servers"
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
-HA_PROXY = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
-}
 PATH_PROCESSES = re.compile(r"ray::(ServeReplica|Proxy)|haproxy")  # Ray's own daemons cost the same whatever is sent
 
 
@@ -47,7 +43,7 @@ WAYS = [
     Way("uvicorn alone", "bare", {}),
     Way("Serve: proxy and streaming handle", "plain", {}),
     Way("Manta behind Serve's proxy", "manta", {}),
-    Way("Manta behind HAProxy (make serve)", "manta", HA_PROXY),
+    Way("Manta behind HAProxy (make serve)", "manta", haproxy.environment()),
 ]
 
 

@@ -123,7 +123,12 @@ class Clock:
             batches: dict[str, list[TokenDelta]] = {}
             for request_id, (message, left) in list(self._left.items()):
                 last = left == 1
-                delta = TokenDelta(request_id=request_id, token_ids=[TOKEN], finish_reason="length" if last else None)
+                delta = TokenDelta(
+                    request_id=request_id,
+                    position=(message.params.max_tokens or 1) - left,
+                    token_ids=[TOKEN],
+                    finish_reason="length" if last else None,
+                )
                 batches.setdefault(message.reply_to, []).append(delta)
                 self._left[request_id] = (message, left - 1)
                 if last:

