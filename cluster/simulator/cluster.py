@@ -1,0 +1,210 @@
+"""A cluster on the simulated clock: an ingress queue, routers, replicas, and handoffs between them."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+from cluster.simulator.events import EventLoop
+from cluster.simulator.gaps import Gaps
+from cluster.simulator.handoffs import HandoffTraffic
+from cluster.simulator.pool import Pool
+from cluster.simulator.records import Records, Report
+from cluster.simulator.replica import LEAP, Replica
+from cluster.simulator.requests import make_request
+from cluster.simulator.scaling import Scaling
+from cluster.simulator.spec import ClusterSpec, PoolSpec, Slo
+from cluster.simulator.trace import Trace
+from deployments.fair_queue import FairQueue, Ticket
+from deployments.routing.config import Role
+from engine.errors import PromptTooLong
+from engine.kv_transfer.config import HandoffConfig
+from engine.kv_transfer.ledger import HandoffAction, HandoffLedger
+from engine.kv_transfer.placing import Placing
+from engine.kv_transfer.ticket import Party
+from engine.messages import GenerateRequest, PrefillReplica
+from engine.news import PERIOD_S
+from engine.step_cost import StepTimes
+
+LOOK_S = 1.0  # how often engines are asked how they are, as in the real cluster
+NO_LIMIT = 10**12
+CLIENT = "everyone"
+
+Progress = Callable[[int], None]
+
+
+class Cluster:
+    """One run. What decides here is what decides in the real cluster; docs/simulator.md says what is left out."""
+
+    def __init__(self, spec: ClusterSpec, trace: Trace, *, leap: int = LEAP):
+        """leap: 0 takes every step of every engine by itself, which is slow, and is what tests compare to.
+
+        turns: of the event loop so far. Raises PromptTooLong."""
+        if trace.longest >= spec.max_model_len:
+            raise PromptTooLong(trace.longest, spec.max_model_len - 1)
+        self.spec, self.trace, self.records = spec, trace, Records(trace)
+        self._loop, self._leap = EventLoop(), leap
+        self._placings: list[Placing] = []
+        self.pools: dict[Role, Pool] = {"decode": Pool("decode", spec.decode, self._decode_replica, spec.seed)}
+        self.handoffs: HandoffTraffic | None = None
+        if spec.prefill is not None:
+            self.pools["prefill"] = prefill = Pool("prefill", spec.prefill, self._prefill_replica, spec.seed + 1)
+            self.handoffs = HandoffTraffic(spec.network, spec.kv_bytes, self._loop, prefill, self._after)
+        self._decode = self.pools["decode"]
+        most = NO_LIMIT if spec.max_waiting is None else spec.max_waiting
+        self._queue = FairQueue(self._decode.room, most, NO_LIMIT)
+        self.scaling = Scaling(spec.scaling, self.pools, self._queue, self._later) if spec.scaling else None
+        self._waiting: dict[Ticket, int] = {}
+        self._running: dict[str, Ticket] = {}
+        self._looked_at = 0.0
+        self.turns = 0
+
+    def run(self, progress: Progress = lambda done: None) -> None:
+        """Until the last request of the trace has ended. progress: is told now and then how many have."""
+        loop, arrivals = self._loop, self.trace.arrivals_s.tolist()
+        come, self._done = 0, 0
+        while self._done + self.records.refused < len(arrivals):
+            next_at = loop.next_at
+            if come < len(arrivals) and (next_at is None or arrivals[come] < next_at):
+                loop.now = arrivals[come]
+                self._arrive(come)
+                come += 1
+            else:
+                assert next_at is not None, "requests wait, and nothing is going on"
+                self.turns += 1
+                if (replica := loop.step()) is not None:
+                    self._after(replica)
+            if loop.now >= self._looked_at + LOOK_S:
+                self._look()
+                progress(self._done)
+        progress(self._done)
+
+    def report(self, slo: Slo, took_s: float) -> Report:
+        gaps, duration_s = Gaps(), self.records.duration_s
+        for pool in self.pools.values():
+            for replica in pool.replicas:
+                gaps += replica.gaps
+        uses = {str(role): pool.use(duration_s) for role, pool in self.pools.items()}
+        moved = self.handoffs.summary(duration_s) if self.handoffs else None
+        return self.records.report(slo, gaps, uses, moved, self.spec.gpus, took_s)
+
+    # -- a request -----------------------------------------------------------------------------------------
+
+    def _arrive(self, index: int) -> None:
+        ticket = Ticket(CLIENT, 1, int(self.trace.prompt_tokens[index]))
+        if self._queue.offer(ticket) is None:
+            self.records.refused += 1
+            return
+        self._waiting[ticket] = index
+        self._start()
+
+    def _start(self) -> None:
+        for ticket in self._queue.start():
+            request = make_request(self.trace, self._waiting.pop(ticket))
+            self._running[request.request_id] = ticket
+            replica = self._decode.choose(request.request_id, request.prompt)
+            self._loop.at(self._loop.now + self.spec.network.call_s, self._add, replica, request)
+
+    def _add(self, replica: Replica, request: GenerateRequest) -> None:
+        replica.add(request, self._loop.now)
+        self._after(replica)
+
+    def _after(self, replica: Replica) -> None:
+        """Something has happened to the replica."""
+        self._loop.watch(replica)
+        pool = self.pools[replica.role]
+        if pool.follows:
+            pool.publish(replica, self._loop.now)
+            if replica.due is None:  # what there is to say now it says a little later, since nothing else will happen
+                self._loop.at(self._loop.now + PERIOD_S, lambda: pool.publish(replica, self._loop.now))
+        if not replica.ended:
+            return
+        for request in replica.ended:
+            self._queue.leave(self._running.pop(request.request_id))
+            self._decode.ended(request.request_id)
+            self.records.ended(request, self.spec.network.token_s)
+            self._done += 1
+        replica.ended.clear()
+        self._start()
+
+    # -- replicas ------------------------------------------------------------------------------------------
+
+    def _decode_replica(self, name: str) -> Replica:
+        if self.spec.prefill is None:
+            return self._replica(name, "decode", self.spec.decode, None, StepTimes() if self.spec.scaling else None)
+        times = StepTimes()
+        placing = Placing(HandoffConfig(role="decode", policy=self.spec.handoff), times.by_tokens)
+        self._placings.append(placing)
+        party = Party(name, name, len(self._placings))
+        return self._replica(name, "decode", self.spec.decode, HandoffLedger(placing, party), times)
+
+    def _prefill_replica(self, name: str) -> Replica:
+        assert self.spec.prefill is not None
+        return self._replica(name, "prefill", self.spec.prefill, HandoffLedger(), StepTimes())
+
+    def _replica(
+        self,
+        name: str,
+        role: Role,
+        pool: PoolSpec,
+        handoffs: HandoffLedger | None,
+        times: StepTimes | None,
+    ) -> Replica:
+        def forward(actions: list[HandoffAction], now: float) -> None:
+            assert self.handoffs is not None
+            self.handoffs.act(replica, actions, now)
+
+        replica = Replica(
+            name,
+            role,
+            pool.config,
+            pool.cost,
+            num_blocks=pool.num_blocks,
+            max_model_len=self.spec.max_model_len,
+            handoffs=handoffs,
+            times=times,
+            leap=self._leap,
+            forward=forward,
+        )
+        return replica
+
+    def _look(self) -> None:
+        """What the real cluster does about once a second."""
+        self._looked_at = now = self._loop.now
+        for pool in self.pools.values():
+            pool.follow(now)
+            pool.forget_ended(now)
+        if "prefill" in self.pools and self.spec.handoff == "auto":
+            found = [self._prefill_state(replica) for replica in self.pools["prefill"].up.values()]
+            for placing in self._placings:
+                placing.replicas = found
+        if self.scaling is not None:
+            self.scaling.look(now)
+            self._queue.window = self._decode.room
+            self._start()
+
+    def _prefill_state(self, replica: Replica) -> PrefillReplica:
+        stats = replica.stats(self._loop.now)
+        return PrefillReplica(
+            engine_id=replica.name,
+            queued_tokens=stats.queued_tokens,
+            seconds_per_step=stats.seconds_per_step,
+            seconds_per_token=stats.seconds_per_token,
+        )
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        self._loop.at(self._loop.now + seconds, call)
+
+
+def simulate(spec: ClusterSpec, trace: Trace, slo: Slo, progress: Progress = lambda done: None) -> Report:
+    """Raises ServingError for what the cluster could not serve at all."""
+    started = time.perf_counter()
+    cluster = Cluster(spec, trace)
+    gc.collect()
+    gc.freeze()  # what there is now stays to the end: no need to look through it for garbage all the time
+    try:
+        cluster.run(progress)
+    finally:
+        gc.unfreeze()
+    return cluster.report(slo, time.perf_counter() - started)

@@ -1,0 +1,50 @@
+"""What happens next on the simulated clock."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from cluster.simulator.replica import Replica
+
+STEP, MESSAGE = 0, 1  # of what happens at the same moment, steps end first
+
+
+class EventLoop:
+    """now: seconds since the start of the simulation."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, int, Any, tuple[Any, ...]]] = []
+        self._count = 0
+        self._due: dict[Replica, float | None] = {}
+
+    def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
+        self._push(when, MESSAGE, call, args)
+
+    def watch(self, replica: Replica) -> None:
+        """Call whenever its `due` may have changed."""
+        if replica.due is not None and replica.due != self._due.get(replica):
+            self._push(replica.due, STEP, replica, ())
+        self._due[replica] = replica.due
+
+    @property
+    def next_at(self) -> float | None:
+        return self._heap[0][0] if self._heap else None
+
+    def step(self) -> Replica | None:
+        """Let the next thing happen. Returns the replica that was woken, if it was one."""
+        self.now, kind, _, target, args = heapq.heappop(self._heap)
+        if kind == MESSAGE:
+            target(*args)
+            return None
+        replica: Replica = target
+        if replica.due != self.now:
+            return None  # what it was in was cut short
+        replica.wake(self.now)
+        return replica
+
+    def _push(self, when: float, kind: int, target: Any, args: tuple[Any, ...]) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (when, kind, self._count, target, args))

@@ -1,0 +1,93 @@
+"""KV on its way from prefill to decode replicas. The schedulers' ledgers say what is to be done; here it takes time.
+
+Nothing is lost and nobody dies here, so leases and heartbeats (engine/kv_transfer/protocol.py) are left out but for the
+time that their messages take. Reading begins with the first chunk, while prefill computes the next, as it really does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.simulator.events import EventLoop
+from cluster.simulator.pool import Pool
+from cluster.simulator.records import Handoffs
+from cluster.simulator.replica import Replica
+from cluster.simulator.spec import Network
+from engine.errors import ServingError
+from engine.kv_transfer.events import Closed, Failed, Received
+from engine.kv_transfer.ledger import Finish, HandoffAction, Open, Report
+from engine.kv_transfer.ticket import PrefillTicket
+
+
+@dataclass(slots=True)
+class _Handoff:
+    """sent: tokens of the prompt whose KV is on its way or there; read_at: when the last of them is there."""
+
+    ticket: PrefillTicket
+    decode: Replica
+    prefill: Replica
+    sent: int
+    read_at: float = 0.0
+
+
+class HandoffTraffic:
+    """after: is told of a replica to which something has happened."""
+
+    def __init__(self, network: Network, kv_bytes: float, loop: EventLoop, prefill: Pool, after: Callable[..., None]):
+        self._network, self._kv_bytes, self._loop, self._pool, self._after = network, kv_bytes, loop, prefill, after
+        self._live: dict[str, _Handoff] = {}
+        self._link_free_at: dict[Replica, float] = {}
+        self.count = 0
+        self.bytes = self.link_s = 0.0
+
+    def act(self, replica: Replica, actions: Sequence[HandoffAction], now: float) -> None:
+        """What the replica's scheduler wants done."""
+        for action in actions:
+            match action:
+                case Open(ticket):
+                    self._loop.at(now + self._network.call_s, self._bring, ticket, replica)
+                case Report(handoff_id, upto):
+                    self._send(self._live[handoff_id], upto, now)
+                case Finish(handoff_id):
+                    handoff = self._live[handoff_id]
+                    self._loop.at(max(now, handoff.read_at) + self._network.handoff_s, self._finish, handoff, action)
+
+    def summary(self, duration_s: float) -> Handoffs:
+        senders = max(1, len(self._link_free_at))
+        return Handoffs(
+            count=self.count, gigabytes=self.bytes / 1e9, link_busy=self.link_s / (senders * max(duration_s, 1e-9))
+        )
+
+    def _bring(self, ticket: PrefillTicket, decode: Replica) -> None:
+        prefill = self._pool.choose(ticket.handoff_id, ticket.token_ids)
+        try:
+            # before the prefill engine has it, since it may be started at once and be reported on
+            self._live[ticket.handoff_id] = _Handoff(ticket, decode, prefill, ticket.skip)
+            prefill.add_ticket(ticket, self._loop.now)
+        except ServingError as error:  # Overloaded: decode computes it itself
+            del self._live[ticket.handoff_id]
+            self._pool.ended(ticket.handoff_id)
+            decode.tell(Failed(ticket.handoff_id, "ticket_failed", ticket.skip, False, str(error)), self._loop.now)
+            self._after(decode)
+            return
+        self.count += 1
+        self._after(prefill)
+
+    def _send(self, handoff: _Handoff, upto: int, now: float) -> None:
+        """What one replica sends goes one after another."""
+        num_bytes = (upto - handoff.sent) * self._kv_bytes
+        seconds = num_bytes / self._network.bytes_per_s
+        handoff.sent = upto
+        handoff.read_at = max(now, self._link_free_at.get(handoff.prefill, 0.0)) + seconds
+        self._link_free_at[handoff.prefill] = handoff.read_at
+        self.bytes += num_bytes
+        self.link_s += seconds
+
+    def _finish(self, handoff: _Handoff, finish: Finish) -> None:
+        del self._live[finish.handoff_id]
+        self._pool.ended(finish.handoff_id)
+        handoff.prefill.tell(Closed(finish.handoff_id, "released"), self._loop.now)
+        self._after(handoff.prefill)
+        handoff.decode.tell(Received(finish.handoff_id, finish.first), self._loop.now)
+        self._after(handoff.decode)

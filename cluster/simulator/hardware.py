@@ -1,0 +1,122 @@
+"""Cards and models by their data sheets, and the step cost that follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.simulator.step_cost import Roofline
+from engine.errors import InvalidParameter
+
+COMPUTE_SHARE = 0.6  # of the dense peak that large matrix products reach
+ATTENTION_SHARE = 0.4  # and attention over long prompts
+MEMORY_SHARE = 0.8  # of the memory's bandwidth that a step of decoding reaches
+TP_SHARE = 0.9  # what is left of it all for every doubling of the ranks: all-reduces take the rest
+STEP_S = 0.002  # of a step beside the model: planning, launching, sampling
+SEQUENCE_S = 5e-6
+USABLE = 0.9  # of the memory, as `gpu_memory_utilization`; activations take another share of it
+ACTIVATIONS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """From the maker's data sheet. flops: dense, bfloat16, per second. bandwidth: of its memory, bytes per second.
+    network: bytes per second that one card can send to another machine (a NIC of its own)."""
+
+    flops: float
+    bandwidth: float
+    memory: float
+    network: float
+
+
+CARDS = {
+    "a100": Card(312e12, 2.039e12, 80e9, 25e9),  # SXM 80 GB, 200 Gb/s
+    "h100": Card(989e12, 3.35e12, 80e9, 50e9),  # SXM, 400 Gb/s
+    "h200": Card(989e12, 4.8e12, 141e9, 50e9),
+    "l4": Card(121e12, 0.3e12, 24e9, 3.1e9),  # 25 Gb/s
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """parameters: all of them. active: that a token passes through; fewer in a mixture of experts, where a batch reads
+    all weights all the same. pair_flops: of a token that attends to one token, over all layers.
+    kv_bytes: of a token's keys and values, over all layers."""
+
+    parameters: float
+    active: float
+    pair_flops: float
+    kv_bytes: float
+    weight_bytes: float
+
+    @classmethod
+    def dense(cls, parameters: float, layers: int, heads: int, kv_heads: int, head_dim: int) -> ModelShape:
+        """In bfloat16."""
+        kv_bytes = 2 * 2 * layers * kv_heads * head_dim
+        return cls(parameters, parameters, 4.0 * layers * heads * head_dim, kv_bytes, 2 * parameters)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ModelShape:
+        """By the config.json in it. Raises ModelFolderError."""
+        from engine.model_config import ModelConfig  # torch takes seconds
+
+        cfg = ModelConfig.from_folder(folder)
+        attention = cfg.hidden_size * cfg.head_dim * (2 * cfg.num_heads + 2 * cfg.num_kv_heads)
+        total = active = float(cfg.vocab_size * cfg.hidden_size)  # the head; looking up an embedding costs nothing
+        for layer in range(cfg.num_layers):
+            mlp = mlp_active = 3.0 * cfg.hidden_size * cfg.intermediate_size
+            if cfg.moe is not None and layer in cfg.moe.layers:
+                expert = 3.0 * cfg.hidden_size * cfg.moe.intermediate_size
+                mlp, mlp_active = cfg.moe.num_experts * expert, cfg.moe.experts_per_token * expert
+            total, active = total + attention + mlp, active + attention + mlp_active
+        item = cfg.dtype.itemsize
+        pair_flops = 4.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim
+        return cls(total, active, pair_flops, cfg.kv_bytes_per_token(cfg.dtype), item * total)
+
+
+MODELS = {
+    "llama-3.1-8b": ModelShape.dense(8.03e9, 32, 32, 8, 128),
+    "llama-3.1-70b": ModelShape.dense(70.6e9, 80, 64, 8, 128),
+    "qwen3-0.6b": ModelShape.dense(0.6e9, 28, 16, 8, 128),
+    "qwen3-32b": ModelShape.dense(32.8e9, 64, 64, 8, 128),
+    "opt-13b": ModelShape.dense(12.85e9, 40, 40, 40, 128),  # no grouped heads: DistServe's first figure has it
+}
+
+
+def find_model(name: str) -> ModelShape:
+    """One of MODELS, or a model folder. Raises ServingError."""
+    if name in MODELS:
+        return MODELS[name]
+    if Path(name, "config.json").is_file():
+        return ModelShape.from_folder(Path(name))
+    raise InvalidParameter("model", name, f"a folder with a config.json, or one of {', '.join(MODELS)}")
+
+
+def find_card(name: str) -> Card:
+    if name not in CARDS:
+        raise InvalidParameter("card", name, f"one of {', '.join(CARDS)}")
+    return CARDS[name]
+
+
+def roofline(model: ModelShape, card: Card, tensor_parallel: int = 1) -> Roofline:
+    """The shares above are round numbers that fit published measurements within some tens of percent; a cost that was
+    fitted to the engine itself is better."""
+    ranks = tensor_parallel * TP_SHARE ** (tensor_parallel.bit_length() - 1)
+    return Roofline(
+        step_s=STEP_S,
+        sequence_s=SEQUENCE_S,
+        token_s=2 * model.active / (card.flops * COMPUTE_SHARE * ranks),
+        pair_s=model.pair_flops / (card.flops * ATTENTION_SHARE * ranks),
+        weights_s=model.weight_bytes / (card.bandwidth * MEMORY_SHARE * ranks),
+        context_s=model.kv_bytes / (card.bandwidth * MEMORY_SHARE * ranks),
+    )
+
+
+def kv_tokens(model: ModelShape, card: Card, tensor_parallel: int = 1) -> int:
+    """Tokens whose KV fits beside the weights. Raises InvalidParameter if not even they do."""
+    usable = tensor_parallel * card.memory * USABLE * (1 - ACTIVATIONS)
+    tokens = int((usable - model.weight_bytes) / model.kv_bytes)
+    if tokens < 1:
+        need = model.weight_bytes / 1e9
+        raise InvalidParameter("tensor_parallel", tensor_parallel, f"so many cards that {need:.0f} GB of weights fit")
+    return tokens

@@ -1,0 +1,114 @@
+"""The fewest GPUs that meet the SLO, by simulating one cluster after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from cluster.simulator.cluster import simulate
+from cluster.simulator.records import Report
+from cluster.simulator.spec import ClusterSpec, Slo
+from cluster.simulator.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """prefill: 0 for one pool that does both."""
+
+    decode: int
+    prefill: int
+    report: Report
+
+    @property
+    def gpus(self) -> int:
+        return self.report.gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """shared, split: the smallest cluster of each kind that meets the SLO; None if none of up to `most` GPUs does.
+    tried: all that were simulated."""
+
+    shared: Candidate | None
+    split: Candidate | None
+    tried: list[Candidate]
+
+    @property
+    def best(self) -> Candidate | None:
+        found = [candidate for candidate in (self.shared, self.split) if candidate is not None]
+        return min(found, key=lambda c: (c.gpus, -c.report.good), default=None)
+
+
+class Planner:
+    """More replicas of a pool never make the share of good requests smaller, but for chance: that is what the search
+    relies on."""
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        trace: Trace,
+        slo: Slo,
+        most: int,
+        told: Callable[[Candidate], None] = lambda candidate: None,
+    ):
+        """spec: its numbers of replicas are ignored; without a prefill pool there is no split. most: GPUs. told: is
+        given each candidate when it has been simulated."""
+        self._spec, self._trace, self._slo, self._most, self._told = spec, trace, slo, most, told
+        self._tried: dict[tuple[int, int], Candidate] = {}
+
+    def plan(self) -> Plan:
+        shared = self._fewest(lambda n: self._try(n, 0), 1, self._most // self._spec.decode.gpus)
+        split = self._split() if self._spec.prefill is not None else None
+        return Plan(shared, split, list(self._tried.values()))
+
+    def _split(self) -> Candidate | None:
+        """Whichever pool gains more by it is doubled, until both suffice; then each shrinks as far as it can."""
+        best = self._try(1, 1)
+        while not self._suffices(best):
+            larger = [(2 * best.decode, best.prefill), (best.decode, 2 * best.prefill)]
+            found = [self._try(*sizes) for sizes in larger if self._gpus(*sizes) <= self._most]
+            if not found:
+                return None
+            best = max(found, key=lambda c: (c.report.good, c.report.good_ttft + c.report.good_tpot, -c.gpus))
+        for _ in range(2):  # a smaller prefill pool may allow for fewer decode replicas, and the other way round
+            start = best
+            best = self._fewest(lambda n, d=best.decode: self._try(d, n), 1, best.prefill) or best  # type: ignore[misc]
+            best = self._fewest(lambda n, p=best.prefill: self._try(n, p), 1, best.decode) or best  # type: ignore[misc]
+            if (best.decode, best.prefill) == (start.decode, start.prefill):
+                break
+        return best
+
+    def _fewest(self, of: Callable[[int], Candidate], low: int, most: int) -> Candidate | None:
+        """The smallest n from `low` to `most` that suffices: doubled until one does, then by halves."""
+        high = low
+        while not self._suffices(found := of(high)):
+            if high >= most:
+                return None
+            low, high = high + 1, min(2 * high, most)
+        best = found
+        while low < high:
+            middle = (low + high) // 2
+            if self._suffices(found := of(middle)):
+                best, high = found, middle
+            else:
+                low = middle + 1
+        return best
+
+    def _suffices(self, candidate: Candidate) -> bool:
+        return candidate.report.good >= self._slo.share
+
+    def _gpus(self, decode: int, prefill: int) -> int:
+        return self._with(decode, prefill).gpus
+
+    def _with(self, decode: int, prefill: int) -> ClusterSpec:
+        spec = replace(self._spec, decode=replace(self._spec.decode, replicas=decode))
+        if not prefill or spec.prefill is None:
+            return replace(spec, prefill=None)
+        return replace(spec, prefill=replace(spec.prefill, replicas=prefill))
+
+    def _try(self, decode: int, prefill: int) -> Candidate:
+        if (decode, prefill) not in self._tried:
+            report = simulate(self._with(decode, prefill), self._trace, self._slo)
+            self._tried[decode, prefill] = candidate = Candidate(decode, prefill, report)
+            self._told(candidate)
+        return self._tried[decode, prefill]

@@ -1,0 +1,200 @@
+"""One engine on the simulated clock: the real scheduler and block pool, steps that take what a cost says."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+
+import msgspec
+
+from cluster.simulator.gaps import Gaps
+from cluster.simulator.leap import LeapingScheduler, token_of
+from cluster.simulator.step_cost import StepCost, Work
+from cluster.simulator.trace import VOCABULARY
+from deployments.routing.config import Role
+from engine.block_pool import BlockPool
+from engine.config import EngineConfig
+from engine.kv_transfer.events import HandoffEvent
+from engine.kv_transfer.ledger import HandoffAction, HandoffLedger
+from engine.kv_transfer.ticket import PrefillTicket
+from engine.messages import EngineNews, EngineStats, Follow, GenerateRequest
+from engine.news import News
+from engine.plan import StepPlan, StepResult
+from engine.request import Request
+from engine.scheduler import Event
+from engine.step_cost import StepTimes, StepWork
+
+LEAP = 64  # steps at most in one: the next arrival may cut it short, and the rest of it was in vain
+
+
+class Replica:
+    """As the step loop of engine/core.py without overlap: what comes while a step computes is planned for in the next.
+
+    due: when it has to be woken next, because the step or leap that it is in has ended; None: it has nothing to do.
+    ended: requests that are over, oldest first; the caller empties it.
+    gaps: times between tokens. busy_s: seconds in steps. times: what the engine itself learns of its steps.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        config: EngineConfig,
+        cost: StepCost,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        handoffs: HandoffLedger | None = None,
+        times: StepTimes | None = None,
+        leap: int = LEAP,
+        forward: Callable[[list[HandoffAction], float], None] | None = None,
+    ):
+        """times: to learn into; nothing is learned without. leap: 0 takes all steps one by one. forward: is given what
+        the scheduler wants done about handoffs, and when."""
+        self.name, self.role, self.times = name, role, times
+        self.due: float | None = None
+        self.ended: list[Request] = []
+        self.gaps = Gaps()
+        self.busy_s = 0.0
+        self.scheduler = LeapingScheduler(
+            config,
+            BlockPool(num_blocks, config.block_size, config.enable_prefix_caching),
+            max_model_len=max_model_len,
+            vocab_size=VOCABULARY,
+            handoffs=handoffs,
+        )
+        self._news = News(name, self.scheduler)
+        self._cost, self._leap, self._forward = cost, leap, forward
+        self._inbox: list[HandoffEvent] = []
+        self._plan: StepPlan | None = None  # the step that computes
+        self._ends: list[float] = []  # or of the steps of a leap that are not recorded yet
+        self._began = 0.0
+        self._settled = False  # whoever waits cannot start before anything but decoding happens
+
+    def add(self, message: GenerateRequest, now: float) -> None:
+        """Raises ServingError."""
+        self.scheduler.add(message, now)
+        self._news.took(message.request_id)
+        self._came(now)
+
+    def add_ticket(self, ticket: PrefillTicket, now: float) -> None:
+        """Raises ServingError."""
+        self.scheduler.add_ticket(ticket, now)
+        self._news.took(ticket.handoff_id)
+        self._came(now)
+
+    def tell(self, event: HandoffEvent, now: float) -> None:
+        """A handoff has got on; it is taken in between two steps."""
+        self._inbox.append(event)
+        self._came(now)
+
+    def wake(self, now: float) -> None:
+        """Call at `due`."""
+        assert now == self.due
+        if self._ends:
+            self._record(len(self._ends))
+        elif self._plan is not None:
+            self._commit(self._plan, now)
+        self._begin(now)
+
+    def catch_up(self, now: float) -> None:
+        """Record the steps of a leap that have ended by now, so that the scheduler can be looked at."""
+        if 0 < (steps := bisect_right(self._ends, now)) < len(self._ends):
+            self._record(steps)
+
+    def follow(self, now: float) -> None:
+        """The router wants news of this engine; call again within FOLLOW_S."""
+        self._news.follow(Follow("router"), now)
+
+    def news(self, now: float) -> list[EngineNews]:
+        """For the router, if it is time."""
+        return [news for news, _ in self._news.messages(now)]
+
+    def stats(self, now: float) -> EngineStats:
+        """As EngineCore.stats."""
+        self.catch_up(now)
+        stats = self.scheduler.stats()
+        if self.times is None:
+            return stats
+        per_step, per_token = self.times.by_tokens.parts
+        return msgspec.structs.replace(stats, seconds_per_step=per_step, seconds_per_token=per_token)
+
+    def _came(self, now: float) -> None:
+        self._settled = False
+        if self._ends:
+            del self._ends[bisect_right(self._ends, now) + 1 :]
+            self.due = self._ends[-1]
+        elif self.due is None:
+            self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        scheduler, self._began, self._plan = self.scheduler, now, None
+        for handoff in self._inbox:
+            self._tell(scheduler.handle(handoff, now))
+        self._inbox.clear()
+        if self._leap and (self._settled or not scheduler.waiting) and (steps := scheduler.most(self._leap, now)):
+            self._ends = self._step_ends(steps, now)
+            self.due = self._ends[-1]
+            return
+        preemptions = scheduler.totals.preemptions
+        self._plan = plan = scheduler.schedule(now)
+        self._act(now)
+        if plan is None:
+            self.due = None
+            return
+        self._settled = not plan.added and max(plan.counts) == 1 and scheduler.totals.preemptions == preemptions
+        self.due = now + self._cost.seconds(*Work.of(plan))
+
+    def _step_ends(self, steps: int, now: float) -> list[float]:
+        running = len(self.scheduler.running)
+        context = sum(len(request.tokens) for request in self.scheduler.running)
+        seconds, ends = self._cost.seconds, []
+        for _ in range(steps):
+            now += seconds(running, running, context, context)
+            ends.append(now)
+            context += running
+        return ends
+
+    def _record(self, steps: int) -> None:
+        """The first steps of the leap have ended."""
+        ends, self._ends = self._ends[:steps], self._ends[steps:]
+        running = len(self.scheduler.running)
+        self.gaps.add_steps([self._began, *ends], running)
+        if self.times is not None:
+            mean_s = (ends[-1] - self._began) / steps
+            self.times.by_tokens.observe(running, mean_s, weight=running * steps)
+            self.times.by_sequences.stepped(running, mean_s)
+        self.busy_s += ends[-1] - self._began
+        self._began = ends[-1]
+        if finished := self.scheduler.leap(ends):
+            self._settled = False
+            self._tell(finished)
+
+    def _commit(self, plan: StepPlan, now: float) -> None:
+        requests = self.scheduler.planned
+        tokens = [token_of(request) if asked else None for request, asked in zip(requests, plan.samples, strict=True)]
+        for request, token in zip(requests, tokens, strict=True):
+            if token is not None and request.last_token_at is not None:
+                self.gaps.add(now - request.last_token_at)
+        if self.times is not None:
+            self.times.stepped(StepWork.of(plan), now - self._began)
+        self.busy_s += now - self._began
+        result = StepResult(plan.step, tokens, [None] * len(tokens), [None] * len(tokens))
+        ended = len(self.ended)
+        self._tell(self.scheduler.commit(result, now))
+        self._settled = self._settled and len(self.ended) == ended
+        self._act(now)
+
+    def _tell(self, events: list[Event]) -> None:
+        for event in events:
+            self._news.told(event)
+            if event.delta.finish_reason is not None:
+                self._news.ended(event.request.request_id)
+                if event.request.ticket is None:
+                    self.ended.append(event.request)
+
+    def _act(self, now: float) -> None:
+        if (outbox := self.scheduler.handoffs.outbox) and self._forward is not None:
+            actions = list(outbox)
+            outbox.clear()
+            self._forward(actions, now)

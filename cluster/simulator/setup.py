@@ -1,0 +1,108 @@
+"""From what a user says to what is simulated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast, get_args
+
+from cluster.autoscaling.targets import Limits
+from cluster.autoscaling.targets import Slo as Targets
+from cluster.simulator.cost_file import read_cost
+from cluster.simulator.hardware import find_card, find_model, kv_tokens, roofline
+from cluster.simulator.routing import ROUTERS
+from cluster.simulator.spec import ClusterSpec, HandoffPolicy, Network, PoolSpec, ScalingSpec, Slo
+from cluster.simulator.trace import Trace
+from deployments.routing.config import Role
+from engine.config import EngineConfig
+from engine.errors import InvalidParameter
+
+NO_LIMIT = 10**9
+UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 3.0, 300.0  # as in serve_config.yaml where nothing else is said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """The options of `manta simulate`, by their names."""
+
+    replicas: int
+    prefill_replicas: int
+    router: str
+    handoff: str
+    network_gbit: float | None
+    model: str
+    card: str
+    tensor_parallel: int
+    cost: Path | None
+    num_blocks: int | None
+    block_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    prefix_caching: bool
+    autoscale: int | None
+    startup_s: float
+    seed: int
+
+
+def make_cluster(options: ClusterOptions, trace: Trace, slo: Slo) -> ClusterSpec:
+    """Raises ServingError."""
+    if options.router not in ROUTERS:
+        raise InvalidParameter("router", options.router, f"one of {', '.join(ROUTERS)}")
+    if options.handoff not in get_args(HandoffPolicy):
+        raise InvalidParameter("handoff", options.handoff, f"one of {', '.join(get_args(HandoffPolicy))}")
+    model, card = find_model(options.model), find_card(options.card)
+    config = EngineConfig(
+        block_size=options.block_size,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        max_waiting=NO_LIMIT,
+        enable_prefix_caching=options.prefix_caching,
+    )
+    blocks = options.num_blocks or kv_tokens(model, card, options.tensor_parallel) // options.block_size
+    max_model_len = blocks * options.block_size
+    if trace.longest >= max_model_len:
+        limit = f"more than the longest request has ({trace.longest} tokens)"
+        raise InvalidParameter("KV cache of a replica, in tokens", max_model_len, limit)
+    cost = read_cost(options.cost) if options.cost else roofline(model, card, options.tensor_parallel)
+
+    def pool(replicas: int) -> PoolSpec:
+        return PoolSpec(
+            replicas=replicas,
+            config=config,
+            cost=cost,
+            num_blocks=blocks,
+            gpus=options.tensor_parallel,
+            router=options.router,
+        )
+
+    gbit = options.network_gbit
+    bytes_per_s = card.network * options.tensor_parallel if gbit is None else gbit / 8 * 1e9
+    if not (bytes_per_s > 0 and math.isfinite(bytes_per_s)):
+        raise InvalidParameter("network_gbit", gbit, "above 0")
+    return ClusterSpec(
+        decode=pool(options.replicas),
+        prefill=pool(options.prefill_replicas) if options.prefill_replicas else None,
+        network=Network(bytes_per_s=bytes_per_s),
+        handoff=cast(HandoffPolicy, options.handoff),
+        kv_bytes=model.kv_bytes,
+        max_model_len=max_model_len,
+        scaling=_scaling(options, slo) if options.autoscale else None,
+        seed=options.seed,
+    )
+
+
+def _scaling(options: ClusterOptions, slo: Slo) -> ScalingSpec:
+    assert options.autoscale is not None
+    most = max(options.autoscale, options.replicas, options.prefill_replicas)
+    limits = Limits(
+        min_replicas=1,
+        max_replicas=most,
+        max_num_seqs=options.max_num_seqs,
+        upscale_delay_s=UPSCALE_DELAY_S,
+        downscale_delay_s=DOWNSCALE_DELAY_S,
+        scale_to_zero_delay_s=math.inf,
+    )
+    roles: tuple[Role, ...] = ("decode", "prefill") if options.prefill_replicas else ("decode",)
+    targets = Targets(ttft_ms=1000 * slo.ttft_s, itl_ms=1000 * slo.tpot_s)
+    return ScalingSpec(targets=targets, limits=dict.fromkeys(roles, limits), startup_s=options.startup_s)

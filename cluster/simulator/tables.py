@@ -1,0 +1,119 @@
+"""How simulations are shown to people."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+from rich.table import Table
+
+from cluster.bench.tables import figure, make_table, show
+from cluster.simulator.planner import Candidate, Plan
+from cluster.simulator.records import Report
+from cluster.simulator.spec import Slo
+from cluster.simulator.step_cost import Fit
+from cluster.simulator.trace import Trace
+
+NOISY = 0.3  # median error of a step from which a fit is good for nothing
+
+
+def show_report(report: Report, slo: Slo) -> None:
+    totals = make_table("", "")
+    rows: list[tuple[str, float | None, int]] = [
+        ("requests", report.requests, 0),
+        ("refused", report.refused, 0),
+        ("simulated time, s", report.duration_s, 1),
+        ("requests/s", report.requests_per_s, 2),
+        ("output tokens/s", report.output_tokens_per_s, 0),
+        ("goodput, requests/s", report.goodput, 2),
+        ("good requests, %", 100 * report.good, 1),
+        ("prompt tokens cached, %", 100 * report.hit_rate, 1),
+        ("GPUs at the start", report.gpus, 0),
+    ]
+    if report.handoffs is not None:
+        rows += [
+            ("prompts handed over", report.handoffs.count, 0),
+            ("KV sent, GB", report.handoffs.gigabytes, 1),
+            ("links busy, %", 100 * report.handoffs.link_busy, 1),
+        ]
+    for name, value, decimals in rows:
+        totals.add_row(name, figure(value, decimals))
+    title = f"{report.trace}, simulated in {report.took_s:.1f} s"
+    show(title, totals, _latencies(report), _pools(report), _said(slo))
+
+
+def show_plan(plan: Plan, slo: Slo) -> None:
+    table = make_table("cluster", "GPUs", "good, %", "TTFT p90, ms", "TPOT p90, ms", "busy, %")
+    for candidate in sorted(plan.tried, key=lambda c: (bool(c.prefill), c.gpus, c.prefill)):
+        report = candidate.report
+        busy = " / ".join(figure(100 * use.busy, 0) for use in report.pools.values())
+        table.add_row(
+            name(candidate),
+            str(report.gpus),
+            figure(100 * report.good),
+            figure(report.ttft_ms.p90 if report.ttft_ms else None),
+            figure(report.tpot_ms.p90 if report.tpot_ms else None, 2),
+            busy,
+        )
+    show("what was tried", table, _said(slo))
+    for kind, found in (("one pool", plan.shared), ("two pools", plan.split)):
+        show(f"{kind}: {name(found)}, {found.gpus} GPUs" if found else f"{kind}: none")
+    show(f"take {name(plan.best)}" if plan.best else "nothing within the GPUs allowed meets the SLO")
+
+
+def show_fit(found: Fit) -> None:
+    table = make_table("part", "µs")
+    for label, value in asdict(found.cost).items():
+        table.add_row(label.removesuffix("_s"), figure(1e6 * value, 4))
+    show(
+        f"{found.steps} steps",
+        table,
+        f"error of a step: median {found.error:.1%}, p90 {found.p90_error:.1%}",
+    )
+    if found.error > NOISY:
+        show(
+            "steps of equal work took very unequal times: is another program using this machine? do not trust this fit"
+        )
+
+
+def show_trace(trace: Trace) -> None:
+    table = make_table("tokens", "mean", "p50", "p90", "p99", "longest")
+    for label, lengths in (("prompt", trace.prompt_tokens), ("output", trace.output_tokens)):
+        values = [lengths.mean(), *np.percentile(lengths, [50, 90, 99]), lengths.max()]
+        table.add_row(label, *(figure(float(value), 0) for value in values))
+    rate = len(trace) / trace.duration_s if trace.duration_s else 0.0
+    show(f"{trace.name}: {len(trace)} requests, {rate:.2f} per second", table)
+    show(f"an endless prefix cache would have {trace.reuse():.1%} of all prompt tokens")
+
+
+def name(candidate: Candidate) -> str:
+    if candidate.prefill:
+        return f"{candidate.prefill} prefill + {candidate.decode} decode"
+    return f"{candidate.decode} replica{'s' if candidate.decode > 1 else ''}"
+
+
+def _latencies(report: Report) -> Table:
+    table = make_table("ms", "mean", "p50", "p90", "p99")
+    for label, values in (("TTFT", report.ttft_ms), ("TPOT", report.tpot_ms), ("E2E", report.e2e_ms)):
+        shown = (values.mean, values.p50, values.p90, values.p99) if values else (None,) * 4
+        table.add_row(label, *(figure(value, 2) for value in shown))
+    table.add_row("ITL", "-", figure(report.itl_p50_ms, 2), "-", figure(report.itl_p99_ms, 2))
+    return table
+
+
+def _pools(report: Report) -> Table:
+    table = make_table("pool", "replicas", "busy, %", "steps", "preemptions", "GPU hours")
+    for role, use in report.pools.items():
+        figures = (use.steps, use.preemptions)
+        table.add_row(
+            role,
+            str(use.replicas),
+            figure(100 * use.busy),
+            *(figure(value, 0) for value in figures),
+            figure(use.gpu_hours, 3),
+        )
+    return table
+
+
+def _said(slo: Slo) -> str:
+    return f"good: first token within {1000 * slo.ttft_s:g} ms, and {1000 * slo.tpot_s:g} ms per token after it"

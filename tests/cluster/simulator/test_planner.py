@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner
+
+from cluster import cli
+from cluster.simulator.cluster import simulate
+from cluster.simulator.planner import Planner
+from cluster.simulator.spec import Slo
+from cluster.simulator.synthetic import make_trace
+from tests.cluster.simulator.small_cluster import small_cluster
+
+TRACE = make_trace("fixed", 150, 40.0)
+SLO = Slo(ttft_s=0.3, tpot_s=0.015)
+
+
+def test_the_plan_is_the_smallest_cluster_that_is_good_enough():
+    plan = Planner(small_cluster(1, router="round_robin"), TRACE, SLO, 64).plan()
+    assert plan.shared and plan.split and plan.best
+    assert plan.shared.report.good >= SLO.share
+    fewer = small_cluster(router="round_robin", replicas=plan.shared.decode - 1)
+    assert simulate(fewer, TRACE, SLO).good < SLO.share
+    assert plan.split.report.good >= SLO.share
+    for prefill, decode in ((plan.split.prefill - 1, plan.split.decode), (plan.split.prefill, plan.split.decode - 1)):
+        if prefill and decode:
+            smaller = simulate(small_cluster(prefill, replicas=decode, router="round_robin"), TRACE, SLO)
+            assert smaller.good < SLO.share
+    assert plan.best.gpus == min(plan.shared.gpus, plan.split.gpus)
+
+
+def test_no_cluster_keeps_what_no_engine_can():
+    plan = Planner(small_cluster(1), TRACE, Slo(ttft_s=0.3, tpot_s=0.001), 8).plan()
+    assert plan.best is None
+    assert max(candidate.gpus for candidate in plan.tried) == 8
+
+
+def test_the_command_prints_a_report_and_a_plan():
+    options = ["simulate", "--requests", "60", "--trace", "fixed", "--rate", "20", "--replicas", "2"]
+    found = CliRunner().invoke(cli.app, [*options, "--json"])
+    assert found.exit_code == 0
+    report = json.loads(found.stdout)
+    assert report["completed"] == 60 and report["pools"]["decode"]["replicas"] == 2
+    assert "first token within 2000 ms" in CliRunner().invoke(cli.app, options).stdout
+    planned = CliRunner().invoke(cli.app, [*options, "--plan", "--prefill-replicas", "1"])
+    assert planned.exit_code == 0
+    assert "take 1 replica" in planned.stdout
+
+
+def test_the_command_writes_a_trace_that_it_can_run(tmp_path):
+    path = str(tmp_path / "t.jsonl")
+    written = CliRunner().invoke(
+        cli.app, ["simulate", "trace", "--trace", "mooncake", "--requests", "30", "--output", path]
+    )
+    assert written.exit_code == 0 and "endless prefix cache" in written.stdout
+    found = CliRunner().invoke(cli.app, ["simulate", "--trace", path, "--requests", "20", "--json", "--autoscale", "6"])
+    assert json.loads(found.stdout)["completed"] == 20
+
+
+def test_options_that_mean_nothing_are_refused():
+    for options in (["--router", "no"], ["--card", "no"], ["--model", "no"], ["--trace", "no"], ["--handoff", "no"]):
+        assert CliRunner().invoke(cli.app, ["simulate", *options]).exception is not None
