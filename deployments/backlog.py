@@ -25,12 +25,18 @@ def take_backlog(first: TokenDelta | None, inbox: Inbox) -> list[TokenDelta | No
         if delta is None:
             continue
         at = newest.get(delta.request_id)
-        if at is None or delta.finish_reason in ("error", "abort"):
+        if at is None or not _follows(delta, merged[at]):
             newest[delta.request_id] = len(merged)
             merged.append(delta)
         else:
             merged[at] = _join(merged[at], delta)
     return [*merged, None] if None in waiting else [*merged]
+
+
+def _follows(later: TokenDelta, first: TokenDelta) -> bool:
+    """Not if an error ends it, or if one between them is missing, which has to show."""
+    next_position = first.position + len(first.token_ids)
+    return later.finish_reason not in ("error", "abort") and later.position == next_position
 
 
 def _join(first: TokenDelta, later: TokenDelta) -> TokenDelta:

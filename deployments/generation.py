@@ -17,11 +17,13 @@ from deployments.engine_pool import EnginePool
 from deployments.ingress_stats import ModelStats
 from deployments.replay import Journal, TokensLost
 from deployments.sequence_record import Reason, SequenceRecord
+from deployments.stories import Stories
 from deployments.telemetry import current_request
 from deployments.token_channel import Inbox, TokenChannel
 from engine.detokenizer import TokenBytes
-from engine.errors import EngineError, Overloaded, ServingError
+from engine.errors import EngineError, OtherModel, Overloaded, ServingError
 from engine.messages import ErrorInfo, GenerateRequest, TokenDelta
+from engine.model_identity import ModelIdentity
 from engine.text_stream import TextChunk, TextStream
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,7 @@ class Generation:
         pool: EnginePool,
         model: str,
         stats: ModelStats,
+        stories: Stories,
         admission: Admission,
         client: str,
         max_replays: int,
@@ -107,7 +110,7 @@ class Generation:
                 i,
                 Journal(r, max_replays, now),
                 TextStream(r.params, tokenizer),
-                SequenceRecord(r, http, model, stats),
+                SequenceRecord(r, http, model, stats, stories),
             )
             for i, r in enumerate(requests)
         }
@@ -128,12 +131,17 @@ class Generation:
         first, size = next(iter(self._sequences)), len(self._sequences)
         left: Reason = "abort"  # how those ended that have not come to their own end
         failure: Exception | None = None
+        records = [sequence.record for sequence in self._sequences.values()]
         try:
+            for record in records:
+                record.waits()
             left_s = self._left_s()
             async with (
                 self._admission.enter(first, self._client, size, self.usage.prompt_tokens, left_s) as ticket,
                 aclosing(self._run()) as parts,
             ):
+                for record in records:
+                    record.admitted()
                 async for part in parts:
                     self._admission.charge(ticket, len(part.chunk.token_ids))
                     yield part
@@ -143,15 +151,15 @@ class Generation:
             left, failure = "refused" if isinstance(error, Overloaded) else "error", error
             raise
         finally:
-            for sequence in self._sequences.values():
-                sequence.record.ended(left, failure)
+            for record in records:
+                record.ended(left, failure)
 
     async def _run(self) -> AsyncGenerator[Part]:
         inbox = self._channel.open(self._sequences)
         alarm = self._set_alarm(inbox)
         try:
             for sequence in self._sequences.values():
-                self._call(sequence, self._pool.generate(sequence.journal.attempt(time.monotonic())), inbox)
+                self._call(sequence, self._generate(sequence.journal), inbox)
             while not all(s.finished for s in self._sequences.values()):
                 for delta in take_backlog(await inbox.get(), inbox):
                     if delta is None:
@@ -163,8 +171,13 @@ class Generation:
                     if delta.finish_reason in ("error", "abort"):
                         error = Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error)
                         self._go_on(live, error, inbox)
+                        continue
+                    try:
+                        part = self._take(live, delta)
+                    except TokensLost as error:
+                        self._go_on(live, error, inbox)
                     else:
-                        yield self._take(live, delta)
+                        yield part
         finally:
             if alarm is not None:
                 alarm.cancel()
@@ -180,6 +193,8 @@ class Generation:
             sequence.finished = True
             if delta.finish_reason is None:
                 self._channel.stop(delta.request_id)  # a stop string, of which the engine does not know
+        if not sequence.record.answered:
+            sequence.record.answered_by(self._channel.engine_of(delta.request_id))
         sequence.record.delta(delta, len(chunk.token_ids))
         if chunk.finish_reason is not None:
             sequence.record.ended(chunk.finish_reason)
@@ -205,6 +220,7 @@ class Generation:
             sequence.finished = True
             raise journal.failure(error)
         self._stats.replays[reason] += 1
+        sequence.record.replayed(reason, error)
         logger.warning(
             "request replayed request_id=%s replay=%d received_tokens=%d reason=%s error=%s",
             journal.request.request_id,
@@ -219,15 +235,24 @@ class Generation:
             sequence.call.cancel()
         self._call(sequence, self._replay(journal), inbox)
 
+    async def _generate(self, journal: Journal) -> None:
+        """Returns when the present attempt has ended in its engine. The pool waits for a replica if there is none."""
+        while True:
+            try:
+                return await self._pool.generate(journal.attempt(time.monotonic()))
+            except OtherModel as error:
+                if not journal.adopt(ModelIdentity(error.weights, error.vocabulary)):
+                    raise
+
     async def _replay(self, journal: Journal) -> None:
-        """Returns when the new attempt has ended in its engine. The pool waits for a replica if there is none."""
         await asyncio.sleep(journal.back_off_s(time.monotonic()))
         if journal.left_s(time.monotonic()) == 0.0:
             raise journal.timeout()
-        await self._pool.generate(journal.attempt(time.monotonic()))
+        await self._generate(journal)
 
     def _call(self, sequence: _Sequence, generate: Coroutine[Any, Any, None], inbox: Inbox) -> None:
         sequence.call, sequence.overdue = asyncio.create_task(generate), False
+        sequence.record.sent(sequence.journal.request_id)
         sequence.call.add_done_callback(partial(_wake, sequence, inbox))
 
     def _left_s(self) -> float | None:

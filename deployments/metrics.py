@@ -25,6 +25,7 @@ from prometheus_client.utils import floatToGoString
 from deployments.engine_pool import EnginePool, found_statuses
 from deployments.handoff_metrics import handoff_metrics
 from deployments.ingress_stats import IngressStats, ModelStats, RouteStats
+from deployments.routing_metrics import routing_metrics
 from deployments.telemetry import Telemetry
 from engine.histogram import Histogram
 from engine.messages import EngineStatus
@@ -80,10 +81,12 @@ class _Replicas:
     model: str
     decode: list[EngineStatus]
     prefill: list[EngineStatus]
+    asleep: bool
 
     @classmethod
     async def of(cls, model: str, pool: EnginePool) -> _Replicas:
-        return cls(model, *await found_statuses(pool))
+        decode, prefill = await found_statuses(pool)
+        return cls(model, decode, prefill, not decode and await pool.asleep())
 
 
 class _Snapshot(Collector):
@@ -95,9 +98,11 @@ class _Snapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("manta_up", "Healthy replicas.", labels=["model_name"])
+        asleep = GaugeMetricFamily("manta_asleep", "1 while it is scaled to zero.", labels=["model_name"])
         for replicas in self._replicas:
             up.add_metric([replicas.model], len(replicas.decode))
-        yield up
+            asleep.add_metric([replicas.model], replicas.asleep)
+        yield from (up, asleep)
         yield from self._of_requests_in_engines()
         yield from self._of_engines()
         yield from handoff_metrics(self._engines)
@@ -170,6 +175,7 @@ class _Snapshot(Collector):
             for reason, count in stats.replays.items():
                 replays.add_metric([*labels, reason], count)
         yield replays
+        yield from routing_metrics(self._models(), OF_MODEL)
         dropped = CounterMetricFamily(
             "manta_dropped_deltas", "Token deltas that came for no open request.", labels=["ingress"]
         )

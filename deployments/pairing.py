@@ -30,7 +30,8 @@ TOLERANCE = 0.5  # nats. Equal prompts differ by rounding, a few hundredths in b
 async def pair(engine: EngineReplica, pool: TicketTaker, host: str, timeout_s: float, max_model_len: int) -> None:
     """Wait for a prefill engine that fits, and try it.
 
-    With the prefill pool down, which was up once, the replica goes on without: it is needed all the more then.
+    With the prefill pool down, which was up once, or scaled to zero, the replica goes on without: it is needed all the
+    more then.
     timeout_s: to wait for one. max_model_len: of this engine. Raises StartupError, which names both and the reason.
     """
     try:
@@ -39,7 +40,7 @@ async def pair(engine: EngineReplica, pool: TicketTaker, host: str, timeout_s: f
     except TimeoutError:
         raise StartupError(f"no prefill replica came up within startup_timeout_s={timeout_s:.0f}") from None
     if partner is None:
-        logger.error("the prefill pool is down: prompts are computed here until it is up again")
+        logger.warning("no prefill replica is up: prompts are computed here until one is")
     else:
         await _try(engine, partner, host, max_model_len)
 

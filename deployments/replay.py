@@ -11,6 +11,7 @@ import msgspec
 from deployments.ingress_stats import REPLAY_REASONS
 from engine.errors import EngineError, RequestTimeout, ServingError
 from engine.messages import GenerateRequest, TokenDelta
+from engine.model_identity import ModelIdentity
 from engine.request import seed_of
 
 BACK_OFF_S = 0.25  # before the first replay; a replica whose engine broke is gone by then
@@ -19,18 +20,18 @@ LEAST_S = 0.001  # that an engine is given
 
 
 class TokensLost(EngineError):
-    """The engine says that the request has ended, but its last tokens did not come."""
+    """The engine says that the request has ended, but its last tokens did not come; or later ones came before them."""
 
     def __init__(self, request_id: str):
         Exception.__init__(self, request_id)
 
     def __str__(self) -> str:
-        return f"the last tokens of request {self.args[0]} were lost"
+        return f"tokens of request {self.args[0]} were lost"
 
 
 # Codes of errors that no request is to blame for, unless it is the one that kills its engines: hence the bound on
 # replays.
-ENGINE_GONE = ("engine_unavailable", "tokens_lost")
+ENGINE_GONE = ("engine_unavailable", "tokens_lost", "other_model")
 TIMEOUT = "request_timeout"
 
 
@@ -45,6 +46,7 @@ class Journal:
         self.num_replays = 0
         self.output: list[int] = []
         self.request = request
+        self._model = request.model
         self._max_replays = max_replays
         self._deadline_at = None if request.timeout_s is None else now + request.timeout_s
 
@@ -70,7 +72,7 @@ class Journal:
         """
         left_s = self.left_s(now)
         timeout_s = None if left_s is None else max(left_s, LEAST_S)
-        request = msgspec.structs.replace(self.request, timeout_s=timeout_s)
+        request = msgspec.structs.replace(self.request, timeout_s=timeout_s, model=self._model)
         if not self.num_replays:
             return request
         params = request.params
@@ -83,8 +85,23 @@ class Journal:
             request, request_id=self.request_id, prompt=prompt, num_prompt=len(request.prompt), params=params
         )
 
+    def adopt(self, model: ModelIdentity) -> bool:
+        """Let the present attempt be for this model, which has taken the place of the one it was for. False if that
+        will not do: there is output of the other, or the prompt means something else to this one."""
+        if self._model is None or self._model != self.request.model:  # once per attempt is enough
+            return False
+        if self.output or self._model.vocabulary != model.vocabulary:
+            return False
+        self._model = model
+        return True
+
     def add(self, delta: TokenDelta) -> TokenDelta:
-        """Take in a delta of the present attempt; returns it without what only a sequence's first token tells."""
+        """Take in a delta of the present attempt; returns it without what only a sequence's first token tells.
+
+        Raises TokensLost if one before it is missing: its connection broke, and was made anew.
+        """
+        if delta.position != len(self.output):
+            raise TokensLost(self.request_id)
         if self.output and delta.num_cached_tokens:
             delta = msgspec.structs.replace(delta, num_cached_tokens=0)
         self.output += delta.token_ids
@@ -101,6 +118,8 @@ class Journal:
         if reason not in (REPLAY_REASONS if self.num_replays else ENGINE_GONE):
             return None
         self.num_replays += 1
+        if not self.output:
+            self._model = self.request.model
         return reason
 
     def failure(self, error: BaseException) -> BaseException:

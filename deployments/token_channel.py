@@ -30,7 +30,7 @@ class TokenChannel:
     def __init__(self, host: str):
         self.dropped = 0
         self._inboxes: dict[str, Inbox] = {}
-        self._commands_to: dict[str, str] = {}  # by request: the address of the engine that works for it
+        self._working: dict[str, tuple[str, str]] = {}  # by request: id and address of the engine that works for it
         self._engines: dict[str, tuple[float, zmq.Socket[bytes]]] = {}  # by address: when last used, socket
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)
@@ -51,7 +51,7 @@ class TokenChannel:
     def close(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._inboxes.pop(request_id, None)
-            self._commands_to.pop(request_id, None)
+            self._working.pop(request_id, None)
 
     def move(self, old: str, new: str) -> None:
         """The request goes on under another id, in another engine: what still comes for the old one is dropped.
@@ -59,12 +59,16 @@ class TokenChannel:
         Its engine is told, since it may still be alive, or only pause.
         """
         self._inboxes[new] = self._inboxes.pop(old)
-        if old in self._commands_to:
-            self._send(self._commands_to.pop(old), Abort(old))
+        if old in self._working:
+            self._send(self._working.pop(old)[1], Abort(old))
 
     def stop(self, request_id: str) -> None:
         """Tell its engine that the text has reached a stop string. Only for a request that has had a delta."""
-        self._send(self._commands_to[request_id], Abort(request_id, "stop"))
+        self._send(self._working[request_id][1], Abort(request_id, "stop"))
+
+    def engine_of(self, request_id: str) -> str:
+        """Id of the engine that works for it. Only for a request that has had a delta."""
+        return self._working[request_id][0]
 
     def _send(self, address: str, command: Abort) -> None:
         now = time.monotonic()
@@ -95,10 +99,11 @@ class TokenChannel:
         except msgspec.MsgspecError as error:
             logger.error("dropped a malformed token batch: %s", error)
             return
+        engine = (batch.engine_id, batch.commands_to)
         for delta in batch.deltas:
             inbox = self._inboxes.get(delta.request_id)
             if inbox is None:
                 self.dropped += 1
             else:
-                self._commands_to[delta.request_id] = batch.commands_to
+                self._working[delta.request_id] = engine
                 inbox.put_nowait(delta)

@@ -5,6 +5,7 @@ ServingError
 │   ├── InvalidParameter      400  one field has a bad value: names field, value and limit
 │   ├── PromptTooLong         400  prompt does not fit the model's context or the KV cache
 │   ├── ModelNotFound         404  no model of that name is served
+│   ├── RequestNotFound       404  nothing is known (any more) of the request that was asked about
 │   ├── InvalidApiKey         401  no key, or one that is not known
 │   ├── BodyTooLarge          413  the HTTP body is longer than this server takes
 │   └── UnsupportedMediaType  415  the HTTP body is not said to be JSON
@@ -12,6 +13,7 @@ ServingError
 ├── RequestTimeout            408  the request's own deadline passed
 ├── EngineError               500  computing this request failed; the engine lives on
 ├── EngineUnavailable         503  the replica died or makes no progress; retry elsewhere can help
+├── OtherModel                503  the replica runs another model than this request is for
 └── StartupError              (exit code 1) the engine cannot start as configured
     ├── ConfigError                one key of the configuration is wrong
     ├── ModelFolderError           folder missing, or without what a model needs
@@ -93,6 +95,16 @@ class ModelNotFound(RequestError):
         self.message, self.param = f"model {model!r} does not exist; served here: {', '.join(known)}", "model"
 
 
+class RequestNotFound(RequestError):
+    """Asked what happened to a request of which nothing is known, or no longer."""
+
+    status, type = 404, "not_found_error"
+
+    def __init__(self, request_id: str):
+        Exception.__init__(self, request_id)
+        self.message, self.param = f"nothing is known of a request {request_id!r}; only the newest are remembered", None
+
+
 class InvalidApiKey(RequestError):
     """The request brings no API key, or one that this server does not know."""
 
@@ -161,6 +173,22 @@ class EngineUnavailable(ServingError):
 
     def __init__(self, reason: str):
         super().__init__(reason)
+
+
+class OtherModel(ServingError):
+    """While a model is replaced by another of the same name, replicas of both are up.
+
+    weights, vocabulary: the ModelIdentity of the replica that refused.
+    """
+
+    status, type, retryable = 503, "service_unavailable_error", True
+
+    def __init__(self, request_id: str, weights: str, vocabulary: str):
+        super().__init__(request_id, weights, vocabulary)
+        self.weights, self.vocabulary = weights, vocabulary
+
+    def __str__(self) -> str:
+        return f"the model that request {self.args[0]} is for has been replaced by another one"
 
 
 class StartupError(ServingError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -15,9 +16,11 @@ from engine.kv_transfer.ticket import PrefillTicket
 from engine.messages import (
     Abort,
     Add,
+    AskJournal,
     CancelPrefill,
     Command,
     DropPrefill,
+    EngineJournal,
     EngineStats,
     EngineStatus,
     ErrorInfo,
@@ -112,6 +115,9 @@ class FakeEngine:
                 if request_id in self._live:
                     request, _ = self._live[request_id]
                     self._send(request, TokenDelta(request_id=request_id, finish_reason=reason))
+            case AskJournal(question, request_ids):
+                lines = {name: [(time.time(), "asked")] for name in request_ids}
+                self._status.send(msgspec.msgpack.encode(EngineJournal("fake", question, lines)))
             case Prefill(ticket):
                 self.tickets.append(ticket)
             case CancelPrefill(handoff_id):
@@ -134,6 +140,7 @@ class FakeEngine:
             reason = None if answer else "stop" if token == EOS else "length"
             delta = TokenDelta(
                 request_id=request.request_id,
+                position=len(self._script(request)[: request.params.max_tokens]) - len(answer) - 1,
                 token_ids=[token],
                 logprobs=logprob,
                 prompt_logprobs=prompt,

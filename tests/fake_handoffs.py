@@ -7,10 +7,11 @@ from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.events import Closed, Failed, HandoffEvent, Received
 from engine.kv_transfer.ledger import Cancel, Finish, Forget, HandoffLedger, Open, Refuse, Report
 from engine.kv_transfer.messages import FirstToken
-from engine.kv_transfer.placing import Placing, StepCost
+from engine.kv_transfer.placing import Placing
 from engine.kv_transfer.ticket import Party, PrefillTicket
 from engine.plan import StepPlan
 from engine.sampling_params import SamplingParams
+from engine.step_cost import StepCost
 from tests.fake_runner import FakeGrammar, Harness, next_token
 
 

@@ -280,6 +280,8 @@ def http(
     place of the engine, against uvicorn alone and against Serve's proxy and a streaming handle.
 
     Starts each of these servers in turn, with a Ray of its own.
+
+    Example: manta bench http --streams 16 --tokens 128
     """
     from cluster.bench.http import measure
     from cluster.bench.tables import show_http
@@ -301,7 +303,10 @@ def memory(
     max_model_len: Annotated[int, typer.Option(min=2, help="The context; what reserving would reserve.")] = 4096,
     as_json: JsonOption = False,
 ) -> None:
-    """KV memory that holds no token: paging against reserving the longest possible sequence."""
+    """KV memory that holds no token: paging against reserving the longest possible sequence.
+
+    Example: manta bench memory --mean-prompt 200 --mean-output 100
+    """
     from cluster.bench.memory import measure
     from cluster.bench.tables import show_memory
 

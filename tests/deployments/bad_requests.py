@@ -165,6 +165,7 @@ HEADERS = [
         for value in ("0", "-1", "soon", "1.5", "1e3", "9" * 30, "5,0")
     ),
     Bad(COMPLETIONS, {"prompt": "a"}, "X-Request-Id", headers={**JSON, "X-Request-Id": "a" * 200}),
+    Bad(COMPLETIONS, {"prompt": "a"}, "x-session-id", headers={**JSON, "X-Session-Id": "a" * 300}),
 ]
 ROUTES = [
     *(Bad(path, b"", status=404, method="GET", headers={}) for path in ("/nowhere", "/", "/v1", "/v1/completions/x")),

@@ -23,7 +23,7 @@ from deployments.telemetry import Telemetry
 from deployments.token_channel import TokenChannel
 from deployments.tracing import Tracing
 from engine.errors import EngineUnavailable
-from engine.messages import EngineStatus, GenerateRequest
+from engine.messages import EngineJournal, EngineStatus, GenerateRequest
 from engine.tokenizer import Tokenizer
 from tests.fake_engine import FakeEngine, Script
 from tests.models import make_tokenizer
@@ -39,9 +39,13 @@ def tokenizer() -> Tokenizer:
 
 
 class LocalPool:
-    """An EnginePool of one replica in this process."""
+    """An EnginePool of one replica in this process.
+
+    sleeps: what it says of a replica that is not there.
+    """
 
     def __init__(self, replica: EngineReplica):
+        self.sleeps = False
         self._replica = replica
 
     async def generate(self, request: GenerateRequest) -> None:
@@ -50,8 +54,14 @@ class LocalPool:
     async def statuses(self) -> list[EngineStatus]:
         return [self._replica.status()]
 
+    async def asleep(self) -> bool:
+        return self.sleeps
+
     async def prefill_statuses(self) -> list[EngineStatus]:
         return []
+
+    async def journals(self, request_ids: list[str]) -> list[EngineJournal]:
+        return [await self._replica.journal(request_ids)]
 
 
 @dataclass(slots=True)

@@ -17,9 +17,18 @@ from deployments.admission import Admission, AdmissionLimits
 from deployments.engine_pool import EnginePool
 from deployments.generation import Generation, Usage
 from deployments.ingress_stats import ModelStats
+from deployments.stories import Stories
 from deployments.token_channel import TokenChannel
 from engine.errors import EngineUnavailable, ServingError
-from engine.messages import EngineStatus, ErrorInfo, GenerateRequest, TokenBatch, TokenDelta, TokenLogprob
+from engine.messages import (
+    EngineJournal,
+    EngineStatus,
+    ErrorInfo,
+    GenerateRequest,
+    TokenBatch,
+    TokenDelta,
+    TokenLogprob,
+)
 from engine.request import Request
 from tests.deployments.fake_api import MAX_MODEL_LEN, tokenizer
 from tests.fake_engine import EOS
@@ -31,11 +40,13 @@ LIMITS = AdmissionLimits(max_num_seqs=64, num_engines=1, num_ingresses=1, max_wa
 @dataclass(frozen=True, slots=True)
 class Death:
     """after: tokens that reach the ingress before. error: what the call raises; or what the last delta says, if
-    `reported`; with neither, the call returns as if all tokens had come."""
+    `reported`; with neither, the call returns as if all tokens had come. skipped: only one token is lost, and the next
+    one comes."""
 
     after: int = 0
     error: ServingError | None = field(default_factory=lambda: EngineUnavailable("rank 0 died"))
     reported: bool = False
+    skipped: bool = False
 
 
 class MortalPool:
@@ -67,6 +78,9 @@ class MortalPool:
         for number, delta in enumerate(answer(request), start=given):
             if death is not None and number == death.after:
                 await self._until_heard(name, number)
+                if death.skipped:
+                    await self._send(answer(request)[number - given + 1])
+                    await asyncio.Event().wait()  # until it is cancelled
                 if death.reported and death.error is not None:
                     info = ErrorInfo.of(death.error)
                     await self._send(TokenDelta(request_id=request.request_id, finish_reason="error", error=info))
@@ -80,7 +94,13 @@ class MortalPool:
     async def statuses(self) -> list[EngineStatus]:
         raise EngineUnavailable("nobody is asked")
 
+    async def asleep(self) -> bool:
+        return False
+
     async def prefill_statuses(self) -> list[EngineStatus]:
+        return []
+
+    async def journals(self, request_ids: list[str]) -> list[EngineJournal]:
         return []
 
     def close(self) -> None:
@@ -116,6 +136,7 @@ def answer(message: GenerateRequest) -> list[TokenDelta]:
             reason = "length"
         delta = TokenDelta(
             request_id=request.request_id,
+            position=request.num_output - 1,
             token_ids=[token],
             logprobs=logprobs,
             prompt_logprobs=prompt,
@@ -153,6 +174,7 @@ class Ingress:
 
     channel: TokenChannel
     stats: ModelStats = field(default_factory=ModelStats)
+    stories: Stories = field(default_factory=lambda: Stories("ingress-1"))
 
     def generation(
         self, requests: Sequence[GenerateRequest], pool: EnginePool, *, n: int = 1, max_replays: int = 3
@@ -166,6 +188,7 @@ class Ingress:
             pool=pool,
             model="mortal",
             stats=self.stats,
+            stories=self.stories,
             admission=Admission(pool, LIMITS),
             client="test",
             max_replays=max_replays,

@@ -26,7 +26,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.ticket import PrefillTicket
-from engine.messages import EngineStatus
+from engine.messages import EngineJournal, EngineStatus
 from engine.server import EngineServer
 from engine.tokenizer import Tokenizer
 from tests.deployments.fake_api import LocalPool, until
@@ -78,6 +78,9 @@ class LocalPrefillPool:
     async def statuses(self) -> list[EngineStatus]:
         return [self._replica.status()]
 
+    async def journal(self, request_ids: list[str]) -> EngineJournal:
+        return await self._replica.journal(request_ids)
+
     async def is_deploying(self) -> bool:
         return False
 
@@ -91,6 +94,9 @@ class LocalPools(LocalPool):
 
     async def prefill_statuses(self) -> list[EngineStatus]:
         return await self._prefill.statuses()
+
+    async def journals(self, request_ids: list[str]) -> list[EngineJournal]:
+        return [*await super().journals(request_ids), await self._prefill.journal(request_ids)]
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ def logprob(token: int) -> TokenLogprob:
 def sequence(name: str, count: int, end: str | None) -> list[TokenDelta]:
     """The deltas of one sequence of `count` tokens, as an engine sends them."""
     deltas = [
-        TokenDelta(request_id=name, token_ids=[i], logprobs=[logprob(i)], num_cached_tokens=0 if i else 7)
+        TokenDelta(request_id=name, position=i, token_ids=[i], logprobs=[logprob(i)], num_cached_tokens=0 if i else 7)
         for i in range(count)
     ]
     if end == "error":
@@ -26,8 +27,8 @@ def sequence(name: str, count: int, end: str | None) -> list[TokenDelta]:
         return [*deltas, TokenDelta(request_id=name, finish_reason="error", error=error)]
     if end is not None:
         times = RequestTimes(0.1, 0.2, 0.3)
-        last = TokenDelta(request_id=name, token_ids=[count], logprobs=[logprob(count)], finish_reason=end, times=times)
-        return [*deltas, last]
+        last = TokenDelta(request_id=name, position=count, token_ids=[count], logprobs=[logprob(count)], times=times)
+        return [*deltas, msgspec.structs.replace(last, finish_reason=end)]
     return deltas
 
 
@@ -58,6 +59,12 @@ def test_client_that_is_far_behind_gets_one_delta_per_sequence():
     assert [first.request_id, second.request_id] == ["a", "b"]
     assert first.token_ids == second.token_ids == list(range(50))
     assert taken([*deltas, None])[-1] is None
+
+
+def test_gap_within_a_backlog_stays_visible():
+    deltas = sequence("a", 2 * MANY, None)
+    got = taken(deltas[:MANY] + deltas[MANY + 1 :])
+    assert [(d.position, len(d.token_ids)) for d in got] == [(0, MANY), (MANY + 1, MANY - 1)]
 
 
 @given(st.integers(0, 80), ENDS, st.integers(0, 80), ENDS)

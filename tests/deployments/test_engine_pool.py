@@ -10,6 +10,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, RequestCancelledError
 
 from deployments.engine_pool import _answer
+from deployments.routing.routed_call import RoutedCall
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, ServingError
 
 
@@ -24,10 +25,20 @@ class Response:
         yield  # a generator, so that it can be awaited
 
 
-def outcome(error: Exception) -> ServingError:
+def outcome(error: Exception, call: RoutedCall | None = None) -> ServingError:
     with pytest.raises(ServingError) as raised:
-        asyncio.run(_answer(Response(error)))
+        asyncio.run(_answer(Response(error), call or RoutedCall()))
     return raised.value
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(ActorDiedError(), "lost"), (BackPressureError(1, 1), "ended")], ids=["lost", "refused"]
+)
+def test_the_router_is_told_how_a_call_ended(error, told):
+    call, heard = RoutedCall(), []
+    call.placed(heard.append)
+    outcome(error, call)
+    assert heard == [told]
 
 
 @pytest.mark.parametrize(

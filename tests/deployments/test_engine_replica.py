@@ -137,3 +137,19 @@ def is_healthy(replica: EngineReplica) -> bool:
     except EngineUnavailable:
         return False
     return True
+
+
+def test_journal_is_the_engines_answer_and_an_engine_that_gives_none_is_not_waited_for(monkeypatch):
+    async def scenario() -> None:
+        async with replica_with_engine() as (replica, engine):
+            both = await asyncio.gather(replica.journal(["a", "b"]), replica.journal(["c"]))
+            assert [list(journal.lines) for journal in both] == [["a", "b"], ["c"]]
+            monkeypatch.setattr(engine_replica, "JOURNAL_TIMEOUT_S", 0.05)
+            await asyncio.to_thread(engine.stop)
+            with pytest.raises(EngineUnavailable, match="told nothing"):
+                await replica.journal(["a"])
+            replica.fail("rank 0 died")
+            with pytest.raises(EngineUnavailable, match="rank 0 died"):
+                await replica.journal(["a"])
+
+    run(scenario())

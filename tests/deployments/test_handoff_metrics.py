@@ -11,7 +11,7 @@ from deployments.handoff_metrics import handoff_metrics
 from deployments.openai.live_handoffs import live_handoffs
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.stats import HandoffInfo, HandoffStats
-from engine.messages import EngineStatus, GenerateRequest
+from engine.messages import EngineJournal, EngineStatus, GenerateRequest
 from tests.deployments.fake_prefill import status
 
 STATS = HandoffStats(
@@ -84,8 +84,14 @@ class Pool:
             raise EngineUnavailable("no replica is up and healthy")
         return self._decode
 
+    async def asleep(self) -> bool:
+        return False
+
     async def prefill_statuses(self) -> list[EngineStatus]:
         return self._prefill
+
+    async def journals(self, request_ids: list[str]) -> list[EngineJournal]:
+        return []
 
 
 def with_handoff(engine_id: str, age_s: float) -> EngineStatus:

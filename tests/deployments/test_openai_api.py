@@ -185,7 +185,20 @@ def test_health_fails_when_the_engine_is_gone():
             answer = await api.client.get("/health")
             assert answer.status_code == 503
             assert answer.json()["error"]["message"] == "rank 0 died"
-            assert 'manta_up{model_name="fake"} 0.0' in (await api.client.get("/metrics")).text
+            metrics = (await api.client.get("/metrics")).text
+            assert 'manta_up{model_name="fake"} 0.0' in metrics and 'manta_asleep{model_name="fake"} 0.0' in metrics
+
+    run(scenario())
+
+
+def test_a_model_that_is_scaled_to_zero_is_healthy():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            api.replica.fail("no replica is up and healthy")
+            api.model.pool.sleeps = True
+            assert (await api.client.get("/health")).status_code == 200
+            metrics = (await api.client.get("/metrics")).text
+            assert 'manta_up{model_name="fake"} 0.0' in metrics and 'manta_asleep{model_name="fake"} 1.0' in metrics
 
     run(scenario())
 

@@ -80,6 +80,19 @@ def test_text_is_that_of_an_unbroken_run_wherever_the_engine_dies(death, params)
     run(scenario())
 
 
+def test_tokens_lost_on_the_way_are_noticed_by_the_next_one():
+    """The engine knows nothing of it, and goes on."""
+
+    async def scenario() -> None:
+        expected, _ = await outcome([request()])
+        for after in range(len(expected.heard[0].token_ids) - 1):
+            found, pool = await outcome([request()], {"a": [Death(after, error=None, skipped=True)]})
+            assert found == expected, after
+            assert [r.request_id for r in pool.requests] == ["a", "a.1"]
+
+    run(scenario())
+
+
 def test_text_is_that_of_an_unbroken_run_when_the_next_engine_dies_too():
     async def scenario() -> None:
         expected, _ = await outcome([request()])
@@ -270,7 +283,7 @@ def test_next_attempt_has_the_output_in_its_prompt_and_what_is_left_of_the_time(
     again = journal.attempt(107.0)
     assert (again.request_id, again.prompt, again.num_prompt, again.timeout_s) == ("a.1", [*PROMPT, 8, 9], 3, 3.0)
     assert again.params.prompt_logprobs is None
-    journal.add(tokens(10))
+    journal.add(tokens(10, position=2))
     assert journal.replay(TokensLost("a.1")) == "tokens_lost"
     assert journal.attempt(200.0).prompt == [*PROMPT, 8, 9, 10]
     assert 0 < (journal.attempt(200.0).timeout_s or 0) < 0.01
@@ -296,7 +309,17 @@ def test_cached_tokens_are_those_of_the_attempt_that_gave_the_first_token():
     journal = Journal(request(), 3, now=0.0)
     assert journal.add(tokens(1, num_cached_tokens=2)).num_cached_tokens == 2
     journal.replay(EngineUnavailable("rank 0 died"))
-    assert journal.add(tokens(2, num_cached_tokens=4)).num_cached_tokens == 0
+    assert journal.add(tokens(2, position=1, num_cached_tokens=4)).num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_journal_takes_no_token_that_does_not_follow_the_last_one(position):
+    journal = Journal(request(), 3, now=0.0)
+    journal.add(tokens(8, 9))
+    with pytest.raises(TokensLost):
+        journal.add(tokens(10, position=position))
+    assert journal.output == [8, 9]
+    assert journal.replay(TokensLost("a")) == "tokens_lost"
 
 
 def test_waits_grow_and_end_with_the_deadline(monkeypatch):

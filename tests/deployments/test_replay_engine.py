@@ -12,7 +12,7 @@ import pytest
 from deployments import replay
 from deployments.engine_replica import EngineReplica
 from engine.errors import EngineUnavailable
-from engine.messages import EngineStatus, GenerateRequest
+from engine.messages import EngineJournal, EngineStatus, GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs import StructuredOutputsParams
 from tests.deployments.fake_api import until
@@ -69,7 +69,13 @@ class UnsurePool:
     async def statuses(self) -> list[EngineStatus]:
         return [self._replica.status()]
 
+    async def asleep(self) -> bool:
+        return False
+
     async def prefill_statuses(self) -> list[EngineStatus]:
+        return []
+
+    async def journals(self, request_ids: list[str]) -> list[EngineJournal]:
         return []
 
 

@@ -5,18 +5,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import pytest
 
 from deployments.ingress_stats import IngressStats, ModelStats
+from deployments.stories import SequenceStory
 from deployments.telemetry import Observed, Peers, Telemetry
 from deployments.token_channel import TokenChannel
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+@dataclass
+class FakePeers:
+    found: list[IngressStats] = field(default_factory=list)
+    told: list[SequenceStory] = field(default_factory=list)
+
+    async def stats(self) -> list[IngressStats]:
+        return self.found
+
+    async def stories(self, name: str) -> list[SequenceStory]:
+        return [story for story in self.told if story.is_of(name)]
 
 
 @asynccontextmanager
@@ -34,10 +48,7 @@ def test_counts_of_other_ingresses_stand_beside_the_own_ones_which_are_never_sta
         stale, other = IngressStats("a"), IngressStats("b")
         other.answered("GET /", 200, 0.1, 0, 5)
 
-        async def peers() -> list[IngressStats]:
-            return [stale, other]
-
-        async with telemetry_of("a", peers) as telemetry:
+        async with telemetry_of("a", FakePeers([stale, other])) as telemetry:
             telemetry.answered("GET /", 404, 0.1, 0, 5)
             own, theirs = await telemetry.all_stats()
         assert (own.ingress_id, own.routes["GET /"].statuses) == ("a", {404: 1})

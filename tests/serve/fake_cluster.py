@@ -43,10 +43,32 @@ class FakeCluster:
         """SIGKILL to all processes of a node that Ray itself started."""
         self._ask("remove", node_id)
 
+    def node_processes(self, node_id: str) -> list[psutil.Process]:
+        """Its raylet, and all that this has started."""
+        raylet = psutil.Process(self._ask("raylet", node_id))
+        return [raylet, *raylet.children(recursive=True)]
+
+    def add_node(self, node: dict[str, Any]) -> None:
+        """node: arguments of Cluster.add_node."""
+        self._ask("add", json.dumps(node))
+
+    def kill_control_store(self) -> None:
+        """SIGKILL to the head's GCS."""
+        self._ask("kill_gcs", "")
+
+    def start_control_store(self) -> None:
+        """Anew, with what it had stored, if that was on disk."""
+        self._ask("start_gcs", "")
+
     def placement_groups(self) -> int:
         """How many there are."""
         groups: int = self._ask("groups", "")
         return groups
+
+    def log_lines(self) -> list[str]:
+        """Of the actors of all nodes, in no order across processes."""
+        files = sorted(Path(self._folder.name).rglob("worker-*.err"))
+        return [line for file in files for line in file.read_text(errors="replace").splitlines()]
 
     def processes(self) -> list[psutil.Process]:
         parent = psutil.Process(self._process.pid)
@@ -88,10 +110,20 @@ def main() -> None:
     for line in sys.stdin:
         command, argument = json.loads(line)
         result = None
-        if command == "remove":
+        if command in ("remove", "raylet"):
             (socket,) = [n["RayletSocketName"] for n in ray.nodes() if n["NodeID"] == argument]
             (node,) = [n for n in cluster.worker_nodes if n.raylet_socket_name == socket]
+        if command == "remove":
             cluster.remove_node(node, allow_graceful=False)
+        elif command == "raylet":
+            (raylet,) = node.all_processes["raylet"]
+            result = raylet.process.pid
+        elif command == "add":
+            cluster.add_node(**json.loads(argument))
+        elif command == "kill_gcs":
+            cluster.head_node.kill_gcs_server()
+        elif command == "start_gcs":
+            cluster.head_node.start_gcs_server()
         elif command == "groups":
             groups = ray.util.placement_group_table().values()
             result = len([group for group in groups if group["state"] != "REMOVED"])

@@ -19,7 +19,11 @@ import httpx
 import psutil
 import yaml
 
-STARTUP_S = 90.0
+from cluster.autoscaling.settings import POLICY
+
+STARTUP_S = 180.0
+SERVE_RUN = [str(Path(sys.executable).with_name("serve")), "run"]
+MANTA_SERVE = [str(Path(sys.executable).with_name("manta")), "serve"]
 
 
 class ServeRun:
@@ -33,9 +37,10 @@ class ServeRun:
         address: str = "local",
         deployments: list[dict[str, Any]] | None = None,
         environment: dict[str, str] | None = None,
+        manta: bool = False,
     ):
         """args: of cluster.app.build. address: of a running Ray. deployments: overrides in the configuration.
-        environment: further variables of the process, which Ray reads.
+        environment: further variables of the process, which Ray reads. manta: by `manta serve` in place of `serve run`.
         """
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -45,7 +50,7 @@ class ServeRun:
         config = folder / "serve_config.yaml"
         config.write_text(yaml.safe_dump(self._config(args, deployments or [])))
         self._process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("serve")), "run", "--address", address, str(config)],
+            [*(MANTA_SERVE if manta else SERVE_RUN), "--address", address, str(config)],
             cwd=Path(__file__).parents[2],
             env=ray_environment(self._ray_folder.name) | (environment or {}),
             stdout=subprocess.PIPE,
@@ -89,7 +94,13 @@ class ServeRun:
         self._ray_folder.cleanup()
 
     def _config(self, args: dict[str, Any], deployments: list[dict[str, Any]]) -> dict[str, Any]:
-        app = {"name": "manta", "route_prefix": "/", "import_path": "cluster.app:build", "args": args}
+        app = {
+            "name": "manta",
+            "route_prefix": "/",
+            "import_path": "cluster.app:build",
+            "autoscaling_policy": {"policy_function": POLICY},
+            "args": args,
+        }
         return {
             "proxy_location": "HeadOnly",  # nodes of a FakeCluster would all want the same port
             "http_options": {"host": "127.0.0.1", "port": self.port},

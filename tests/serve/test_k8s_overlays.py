@@ -18,6 +18,7 @@ import yaml
 
 from deployments.api_keys import hash_key
 from tests.serve.fake_cluster import FakeCluster
+from tests.serve.pod_environment import pod_environment
 from tests.serve.serve_run import free_port, wait_until
 
 pytestmark = [
@@ -86,25 +87,6 @@ class Head:
         http_options = {"host": "127.0.0.1", "port": self.port}
         # all nodes would want the same port
         return {**config, "http_options": http_options, "proxy_location": "HeadOnly"}
-
-
-def pod_environment(folder: Path) -> dict[str, str]:
-    """Of every Ray pod, but with HAProxy's ports and files where no other cluster of this machine has them."""
-    lines = [line for line in (K8S / "base" / "ray.env").read_text().splitlines() if line and not line.startswith("#")]
-    pod = {
-        name: value for name, _, value in (line.partition("=") for line in lines) if name.startswith(("RAY_", "HF_"))
-    }
-    proxy = {
-        "METRICS_PORT": str(free_port()),
-        "STATS_PORT": str(free_port()),
-        "CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "SOCKET_PATH": str(folder / "admin.sock"),
-        "METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
-        "SERVER_STATE_BASE": str(folder),
-        "SERVER_STATE_FILE": str(folder / "server-state"),
-    }
-    own = {f"RAY_SERVE_HAPROXY_{name}": value for name, value in proxy.items()}
-    return pod | own | {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0"}
 
 
 @pytest.fixture(scope="module")

@@ -77,6 +77,11 @@ def stream(server: ServeRun, body: dict[str, Any], running: Barrier | None = Non
     return text, reason, pause_s
 
 
+def explained(server: ServeRun, name: str) -> dict[str, Any]:
+    (story,) = httpx.get(f"{server.url}/debug/requests/{name}", timeout=10).json()["sequences"]
+    return dict(story)
+
+
 def processes(server: ServeRun, title: str) -> list[psutil.Process]:
     return [p for p in server.processes() if p.cmdline() and p.cmdline()[0].startswith(title)]
 
@@ -90,7 +95,8 @@ def test_streams_go_on_unchanged_when_a_process_of_a_decode_replica_is_killed(se
         assert len({text for text, _ in expected}) == len(ASKED)
         before = scrape(server).sum("manta_request_replays_total")
         running = Barrier(len(ASKED) + 1)
-        streams = [pool.submit(stream, server, body, running) for body in ASKED]
+        named = {f"{victim}-{number}": body for number, body in enumerate(ASKED)}
+        streams = [pool.submit(stream, server, {**body, "request_id": name}, running) for name, body in named.items()]
         first, _ = processes(server, victim)
         running.wait(30)
         first.kill()
@@ -98,6 +104,12 @@ def test_streams_go_on_unchanged_when_a_process_of_a_decode_replica_is_killed(se
     assert [one[:2] for one in found] == expected
     replayed = scrape(server).sum("manta_request_replays_total") - before
     assert replayed > 0
+    stories = [explained(server, name) for name in named]
+    assert sum(story["replays"] for story in stories) == replayed
+    for story in stories:
+        lines = [moment["what"] for moment in story["moments"]]
+        assert sum("another follows: engine_unavailable" in line for line in lines) == story["replays"]
+        assert len(story["engines"]) == 1 + story["replays"]
     assert scrape(server).sum("vllm:request_success_total", finished_reason="error") == 0
     pauses = ", ".join(f"{pause_s:.2f}" for _, _, pause_s in found)
     print(f"\nSIGKILL of {victim}: {replayed:.0f} replays, longest pause of each stream in s: {pauses}")

@@ -16,12 +16,13 @@ class FakeOpenAIServer:
     fails: answers every second request with HTTP 500.
     sends_usage: the last chunk says how many tokens there were.
     breaks_off: ends the stream before its end. error: sends this error in the stream, in place of its end.
-    hangs: never answers.
+    hangs: never answers. stalls: never ends an answer. reasoning: a chat's first piece, if any.
     requests: (path, body) of every POST, in the order of their arrival. authorization: of the last one.
     """
 
     def __init__(self) -> None:
-        self.fails = self.breaks_off = self.hangs = False
+        self.fails = self.breaks_off = self.hangs = self.stalls = False
+        self.reasoning = ""
         self.sends_usage = True
         self.error: str | None = None
         self.models = ["fake"]
@@ -77,9 +78,13 @@ class FakeOpenAIServer:
 
         if chat:
             await send(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+        if chat and self.reasoning:
+            await send(choices=[{"index": 0, "delta": {"reasoning": self.reasoning}, "finish_reason": None}])
         for _ in range(body["max_tokens"]):
             text: dict[str, Any] = {"delta": {"content": "a"}} if chat else {"text": "a"}
             await send(choices=[{"index": 0, **text, "finish_reason": None}])
+        if self.stalls:
+            await asyncio.Event().wait()
         if self.error:
             await send(error={"message": self.error, "code": 500})
             return response

@@ -1,0 +1,66 @@
+"""Which model an engine runs, so that a text that one model began is never continued by another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.errors import ModelFolderError
+
+PAGE = 4096  # bytes
+PAGES = 64  # read of every file of weights
+
+
+class ModelIdentity(msgspec.Struct, frozen=True):
+    """weights: digest of config.json and the weights.
+    vocabulary: digest of what each token id stands for; empty for a model without a tokenizer. Engines of one
+    vocabulary understand each other's prompts, whatever their weights.
+    """
+
+    weights: str
+    vocabulary: str
+
+    @classmethod
+    def of(cls, folder: Path) -> ModelIdentity:
+        """Reads little, and imports no torch. Raises ModelFolderError."""
+        try:
+            weights = hashlib.sha256((folder / "config.json").read_bytes())
+            sample_weights(weights, sorted(folder.glob("*.safetensors")))
+            return cls(short(weights), _vocabulary(folder / "tokenizer.json"))
+        except OSError as error:
+            raise ModelFolderError(str(folder), f"cannot be read: {error}") from error
+
+
+def sample_weights(total: hashlib._Hash, files: Iterable[Path]) -> None:
+    """Names, sizes and headers of safetensors files and a sample of their pages. That tells models and their versions
+    apart in milliseconds; it is no proof against somebody who changes a few bytes in between. Raises OSError."""
+    for path in files:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = file.read(8)  # of the header, which follows
+            total.update(f"{path.name} {size} ".encode() + length + file.read(int.from_bytes(length, "little")))
+            for page in range(PAGES):
+                file.seek(page * max(0, size - PAGE) // max(1, PAGES - 1))
+                total.update(file.read(PAGE))
+
+
+def short(total: hashlib._Hash) -> str:
+    return total.hexdigest()[:16]
+
+
+def _vocabulary(path: Path) -> str:
+    """Of the content, since the same vocabulary may be written in many ways."""
+    if not path.is_file():
+        return ""
+    try:
+        written: Any = msgspec.json.decode(path.read_bytes())
+        tokens = written["model"]["vocab"]  # a list of (token, score) for unigram models
+        meaning = tokens.items() if isinstance(tokens, dict) else ((token, i) for i, (token, _) in enumerate(tokens))
+        added = ((token["content"], token["id"]) for token in written.get("added_tokens") or [])
+        return short(hashlib.sha256(msgspec.json.encode(sorted({*meaning, *added}))))
+    except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
+        raise ModelFolderError(str(path.parent), f"tokenizer.json cannot be read: {error!r}") from error
