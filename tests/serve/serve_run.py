@@ -126,6 +126,11 @@ def ray_environment(folder: str) -> dict[str, str]:
     return {**{k: v for k, v in os.environ.items() if not k.startswith("RAY_")}, **ours}
 
 
+def haproxy_ports() -> dict[str, str]:
+    """Environment in which a HAProxy of Ray's takes none of the fixed ports that it likes."""
+    return {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")}
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

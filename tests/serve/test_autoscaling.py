@@ -20,7 +20,7 @@ from tests.scrape import Scrape
 from tests.serve.fake_cluster import FakeCluster
 from tests.serve.serve_run import ServeRun, free_port, wait_until
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 POOL = {"pool": "engines"}
 SCALING = {
@@ -135,7 +135,6 @@ def test_both_pools_grow_under_load_and_shrink_after_it_and_no_request_fails(ser
     assert {reason for low, high, reason in serving.decisions("prefill") if high > low} <= {"wake", "queue", "ttft"}
 
 
-@pytest.mark.slow
 def test_idle_pools_end_and_are_healthy_and_the_next_request_starts_them(serving):
     serving.wait_for("asleep", decode={0}, prefill={0})
     assert serving.health() == 200

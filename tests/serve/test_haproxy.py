@@ -12,7 +12,7 @@ import openai
 import psutil
 import pytest
 
-from tests.serve.serve_run import ServeRun, free_port, wait_until
+from tests.serve.serve_run import ServeRun, haproxy_ports, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAProxy for Linux only")
 
@@ -22,7 +22,7 @@ def server(tmp_path_factory, model_folder) -> Iterator[ServeRun]:
     server = ServeRun(
         tmp_path_factory.mktemp("serve"),
         {"models": [{"name": "tiny", "model": str(model_folder)}]},
-        environment={f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")},
+        environment=haproxy_ports(),
         manta=True,
     )
     try:

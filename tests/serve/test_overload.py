@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -12,8 +11,7 @@ import httpx
 import pytest
 
 from deployments.api_keys import hash_key
-from tests.serve.serve_run import ServeRun, wait_until
-from tests.serve.test_haproxy import haproxy_environment
+from tests.serve.serve_run import ServeRun, haproxy_ports, wait_until
 from tests.serve.test_openai_client import metric
 
 pytestmark = pytest.mark.serve
@@ -32,8 +30,7 @@ def small(tmp_path_factory, model_folder) -> Iterator[ServeRun]:
     keys.write_text("".join(f"{name}:{hash_key(f'sk-{name}')}\n" for name in KEYS))
     model = {"name": "tiny", "model": str(model_folder), "engine": {"max_num_seqs": MAX_NUM_SEQS}}
     args = {"models": [model], "ingress": {"max_waiting": MAX_WAITING, "api_keys_file": str(keys)}}
-    environment = haproxy_environment() if sys.platform == "linux" else {}
-    server = ServeRun(folder, args, environment=environment)
+    server = ServeRun(folder, args, environment=haproxy_ports(), manta=True)
     try:
         server.wait_until_healthy()
         yield server
