@@ -115,13 +115,17 @@ class ModelRunner:
         why = None
         if self.config.enforce_eager:
             why = "enforce_eager"
-        elif self.model_config.moe is not None and self.device.type == "cuda":
+        elif self.model_config.moe is not None and self.device.type == "cuda" and not self._groups_experts():
             why = "the experts' tokens are counted on the host"
         elif self.device.type == "cuda" and not versions.triton_found():
             why = "plain torch takes the place of Triton's kernels"
         if why:
             logger.info("decode steps run without graphs: %s", why)
         return why is None
+
+    def _groups_experts(self) -> bool:
+        """Whether the GPU has a grouped product for them (ops/gpu/moe.py). Has not run on a GPU yet."""
+        return self.dtype == torch.bfloat16 and torch.cuda.get_device_capability(self.device) >= (9, 0)
 
     def _load(self, folder: Path, tp: TPGroup) -> Model:
         started = time.perf_counter()
