@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -42,11 +42,20 @@ def show_offline(report: OfflineReport) -> None:
         show(f"{report.failed} requests failed")
 
 
+Total = tuple[str, float | None, int]  # its name, the figure and its decimals
+
+
+def totals(rows: Sequence[Total]) -> Table:
+    table = make_table("", "")
+    for name, value, decimals in rows:
+        table.add_row(name, figure(value, decimals))
+    return table
+
+
 def show_serve(report: ServeReport) -> None:
     rate = "all at once" if report.request_rate == "inf" else f"{report.request_rate:g} requests/s asked for"
     limit = f", at most {report.max_concurrency} at a time" if report.max_concurrency else ""
-    totals = make_table("", "")
-    rows: list[tuple[str, float | None, int]] = [
+    rows: list[Total] = [
         ("completed", report.completed, 0),
         ("failed", report.failed, 0),
         ("duration, s", report.duration, 2),
@@ -58,14 +67,12 @@ def show_serve(report: ServeReport) -> None:
     ]
     if report.request_goodput is not None:
         rows.append(("goodput, requests/s", report.request_goodput, 2))
-    for name, value, decimals in rows:
-        totals.add_row(name, figure(value, decimals))
     latencies = make_table("ms", "mean", "median", "p90", "p99")
     for name, values in report.latencies.items():
         shown = (values.mean, values.median, values.p90, values.p99) if values else (None,) * 4
         latencies.add_row(name.upper(), *(figure(value, 2) for value in shown))
     title = f"{report.model} at {report.base_url}: {report.num_prompts} requests, {rate}{limit}"
-    show(title, totals, *([latencies] if report.completed else []), *serve_notes(report))
+    show(title, totals(rows), *([latencies] if report.completed else []), *serve_notes(report))
 
 
 def serve_notes(report: ServeReport) -> list[str]:

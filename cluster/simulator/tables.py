@@ -7,7 +7,7 @@ from dataclasses import asdict
 import numpy as np
 from rich.table import Table
 
-from cluster.bench.tables import figure, make_table, show
+from cluster.bench.tables import Total, figure, make_table, show, totals
 from cluster.simulator.planner import Candidate, Plan
 from cluster.simulator.records import Report
 from cluster.simulator.spec import Slo
@@ -18,8 +18,7 @@ NOISY = 0.3  # median error of a step from which a fit is good for nothing
 
 
 def show_report(report: Report, slo: Slo) -> None:
-    totals = make_table("", "")
-    rows: list[tuple[str, float | None, int]] = [
+    rows: list[Total] = [
         ("requests", report.requests, 0),
         ("refused", report.refused, 0),
         ("simulated time, s", report.duration_s, 1),
@@ -36,10 +35,8 @@ def show_report(report: Report, slo: Slo) -> None:
             ("KV sent, GB", report.handoffs.gigabytes, 1),
             ("links busy, %", 100 * report.handoffs.link_busy, 1),
         ]
-    for name, value, decimals in rows:
-        totals.add_row(name, figure(value, decimals))
     title = f"{report.trace}, simulated in {report.took_s:.1f} s"
-    show(title, totals, _latencies(report), _pools(report), _said(slo))
+    show(title, totals(rows), _latencies(report), _pools(report), _said(slo))
 
 
 def show_plan(plan: Plan, slo: Slo) -> None:
