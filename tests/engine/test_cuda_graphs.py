@@ -19,7 +19,7 @@ from engine.messages import GenerateRequest, TokenLogprob
 from engine.ops import versions
 from engine.sampling_params import SamplingParams
 from tests.late_device import LateDevice
-from tests.models import FAMILIES, make_model
+from tests.models import FAMILIES, made_once
 
 Answers = dict[str, tuple[list[int], list[TokenLogprob]]]
 Generate = Callable[..., Answers]
@@ -33,14 +33,7 @@ def plain_ops(monkeypatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory) -> Callable[[str], Path]:
-    folders: dict[str, Path] = {}
-
-    def find(family: str) -> Path:
-        if family not in folders:
-            folders[family] = make_model(tmp_path_factory.mktemp(family), family)
-        return folders[family]
-
-    return find
+    return made_once(tmp_path_factory)
 
 
 def requests(count: int = 7, **params) -> list[GenerateRequest]:

@@ -11,7 +11,7 @@ import torch
 from engine import pocket
 from engine.core import EngineCore
 from tests.gpu.engines import Answer, check_same, generate, make_core, requests, run
-from tests.models import FAMILIES, make_model
+from tests.models import FAMILIES, made_once
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -22,14 +22,7 @@ ROUNDED = 0.15  # of bfloat16 against float32
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory) -> Callable[[str], Path]:
-    folders: dict[str, Path] = {}
-
-    def find(family: str) -> Path:
-        if family not in folders:
-            folders[family] = make_model(tmp_path_factory.mktemp(family), family)
-        return folders[family]
-
-    return find
+    return made_once(tmp_path_factory)
 
 
 @pytest.fixture
