@@ -1,4 +1,5 @@
-"""python -m tests.measure_routing_decision   time and memory of one routing decision, in a large cluster."""
+"""python -m tests.measure_routing_decision [engines [blocks]]   time and memory of one routing decision, in a large
+cluster, in CPU time. blocks: that each engine has."""
 
 from __future__ import annotations
 
@@ -10,35 +11,40 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
+from typing import get_args
 
 from deployments.routing.balancer import Balancer
-from deployments.routing.config import RoutingConfig
+from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.cost import Prompt
 from deployments.routing.prompts import PromptReader
 from engine.messages import NAME_BYTES, EngineLoad, EngineNews
 
-ENGINES, BLOCKS, BLOCK_SIZE, PROMPT = 100, 100_000, 16, 10_000
+BLOCK_SIZE, PROMPT = 16, 10_000
 SHARED = 400  # leading blocks of the prompt that each engine has
 ROUNDS = 200
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
-def main() -> None:
+def main(num_engines: int = 100, num_blocks: int = 100_000) -> None:
     rng = random.Random(0)
-    router = Balancer(RoutingConfig(), "decode", BLOCK_SIZE, rng)
+    routers = {policy: Balancer(RoutingConfig(policy=policy), "decode", BLOCK_SIZE, rng) for policy in POLICIES}
+    router = routers["prefix_aware"]
     tokens = [rng.randrange(100_000) for _ in range(PROMPT)]
     prompt = PromptReader(BLOCK_SIZE).read("r", tokens, "")
     words = array("Q", (word for key in prompt.keys[:SHARED] for word in (key, 0)))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    engines = [f"decode-m-{number:03d}" for number in range(ENGINES)]
+    engines = [f"decode-m-{number:03d}" for number in range(num_engines)]
     for engine in engines:
-        others = rng.randbytes((BLOCKS - SHARED) * NAME_BYTES)
-        load = EngineLoad(rng.randrange(50), rng.randrange(5000), rng.randrange(50_000), 256, BLOCKS)
+        others = rng.randbytes((num_blocks - SHARED) * NAME_BYTES)
+        load = EngineLoad(rng.randrange(50), rng.randrange(5000), rng.randrange(num_blocks // 2), 256, num_blocks)
         router.news(news(engine, load, words.tobytes() + others))
     mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    print(f"{ENGINES} engines of {BLOCKS} blocks, prompts of {PROMPT} tokens in blocks of {BLOCK_SIZE}: {mib:.0f} MiB")
+    print(f"{num_engines} engines of {num_blocks} blocks, prompts of {PROMPT} tokens: {mib:.0f} MiB")
     times(f"names of the {PROMPT // BLOCK_SIZE} blocks", lambda i: PromptReader(BLOCK_SIZE).read("r", list(tokens), ""))
-    for name, session in (("prefix", ""), ("prefix, with a session", "s")):
-        times(f"choice by {name}", lambda i, s=session: place(router, prompt, i, s, engines))
+    for policy, other in routers.items():
+        other.index, other.book = router.index, router.book
+        for name, session in ((policy, ""), (f"{policy}, with a session", "s")):
+            times(f"choice by {name}", lambda i, b=other, s=session: place(b, prompt, i, s, engines))
     small = engines[0]
     stored = [rng.randbytes(50 * NAME_BYTES) for _ in range(ROUNDS)]
     times("a full round of the garbage collector, part of the p99 above", lambda i: gc.collect(), rounds=3)
@@ -67,11 +73,11 @@ def news(engine: str, load: EngineLoad, stored: bytes, number: int = 0) -> Engin
 def times(what: str, call: Callable[[int], object], rounds: int = ROUNDS) -> None:
     taken = []
     for number in range(rounds):
-        start = time.perf_counter()
+        start = time.process_time()
         call(number)
-        taken.append(time.perf_counter() - start)
+        taken.append(time.process_time() - start)
     print(f"{what}: {statistics.median(taken) * 1e3:.3f} ms, p99 {sorted(taken)[int(0.99 * rounds)] * 1e3:.3f} ms")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*map(int, sys.argv[1:]))

@@ -55,16 +55,12 @@ class BalancerRouter:
     """A real Balancer."""
 
     def __init__(self, config: RoutingConfig, role: Role, block_size: int, seed: int):
-        self._random = random.Random(seed)
-        self._balancer = Balancer(config, role, block_size, self._random)
-        self._two = config.policy == "power_of_two"
+        self._balancer = Balancer(config, role, block_size, random.Random(seed))
         self.follows = config.policy != "round_robin"
         # the others do not look at prefixes, so they need not be read
         self._prompts = PromptReader(block_size if config.policy == "prefix_aware" else None)
 
     def choose(self, request_id: str, tokens: list[int], engines: Sequence[str]) -> str:
-        if self._two and len(engines) > 2:
-            engines = self._random.sample(engines, 2)  # the policy does so itself, after a look at all of them
         return self._balancer.choose(self._prompts.read(request_id, tokens, ""), engines).engines[0]
 
     def end(self, request_id: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from deployments.routing.config import Role, RoutingConfig
 from deployments.routing.cost import Candidate, Cost, Prompt
 from deployments.routing.load_book import Charge, LoadBook
-from deployments.routing.policies import policy_of
+from deployments.routing.policies import Look, policy_of
 from deployments.routing.prefix_index import PrefixIndex, keys_of
 from deployments.routing.rendezvous import in_order_of
 from deployments.routing.stats import Reason, RoutingStats
@@ -48,15 +49,13 @@ class Balancer:
         """engines: at least one. A second call for one request moves it: the first choice did not take it."""
         again = prompt.request_id in self._estimates
         self.end(prompt.request_id, confirmed=False)
-        candidates, cached = [], 0
-        for engine in engines:
-            cached = self.index.match(engine, prompt.keys, guess=cached)
-            candidates.append(Candidate(engine, self.book.load(engine), cached))
-        sound = [c for c in candidates if c.engine not in self._suspects]
-        ranked, reason = self._rank(prompt, sound or candidates)
+        look = self._look(prompt)
+        suspects = self._suspects.intersection(engines)
+        sound = [engine for engine in engines if engine not in suspects] if suspects else engines
+        ranked, reason = self._rank(prompt, sound or engines, look)
         if sound:
-            ranked += [c for c in candidates if c.engine in self._suspects]
-        best = ranked[0]
+            ranked += suspects
+        best = look(ranked[0])
         cached_tokens = self._cost.cached_tokens(prompt, best)
         charge = Charge(best.engine, prompt.num_tokens - cached_tokens, self._cost.new_blocks(prompt, best))
         self.book.place(prompt.request_id, charge)
@@ -64,7 +63,7 @@ class Balancer:
         self._estimate(prompt.request_id, cached_tokens)
         if not again:
             self.stats.routed[reason] += 1
-        return Decision([c.engine for c in ranked], reason, cached_tokens)
+        return Decision(ranked, reason, cached_tokens)
 
     def count_in(self, stats: RoutingStats) -> None:
         """Count there from now on."""
@@ -114,23 +113,28 @@ class Balancer:
             self._suspects.discard(engine)
             self._unconfirmed = {r: at for r, at in self._unconfirmed.items() if at != engine}
 
-    def _rank(self, prompt: Prompt, candidates: list[Candidate]) -> tuple[list[Candidate], Reason]:
+    def _look(self, prompt: Prompt) -> Look:
+        cached = 0
+
+        @cache
+        def look(engine: str) -> Candidate:
+            nonlocal cached
+            cached = self.index.match(engine, prompt.keys, guess=cached)
+            return Candidate(engine, self.book.load(engine), cached)
+
+        return look
+
+    def _rank(self, prompt: Prompt, engines: Sequence[str], look: Look) -> tuple[list[str], Reason]:
         moved = False
         if prompt.session:
-            by_name = {c.engine: c for c in candidates}
-            for engine in in_order_of(prompt.session, by_name):
-                others = [c for c in candidates if c.engine != engine]
-                if not self._cost.overloaded(prompt, by_name[engine], others):
-                    rest = self._policy.rank(prompt, others) if others else []
-                    return [by_name[engine], *rest], "session_moved" if moved else "session"
+            for home in in_order_of(prompt.session, engines):
+                others = [engine for engine in engines if engine != home]
+                if not self._cost.overloaded(prompt, look(home), [look(other) for other in others]):
+                    rest = self._policy.rank(prompt, others, look)[0] if others else []
+                    return [home, *rest], "session_moved" if moved else "session"
                 moved = True
-        ranked = self._policy.rank(prompt, candidates)
-        longest = max(c.cached for c in candidates)
-        if moved:
-            return ranked, "session_moved"
-        if not longest:
-            return ranked, "no_prefix"
-        return ranked, "longest_prefix" if ranked[0].cached == longest else "shorter_prefix"
+        ranked, reason = self._policy.rank(prompt, engines, look)
+        return ranked, "session_moved" if moved else reason
 
     def _estimate(self, request_id: str, cached_tokens: int) -> None:
         self._estimates[request_id] = cached_tokens

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from deployments.routing.config import PolicyName
 from deployments.routing.cost import Candidate, Cost, Prompt
 from deployments.routing.rendezvous import in_order_of
+from deployments.routing.stats import Reason
+
+Look = Callable[[str], Candidate]
 
 
 class Policy(Protocol):
-    def rank(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """All of the candidates, of which there is at least one; the best first."""
+    def rank(self, prompt: Prompt, engines: Sequence[str], look: Look) -> tuple[list[str], Reason]:
+        """All of the engines, of which there is at least one, the best first; and why that one.
+
+        look: what is known of an engine. It takes time, so a policy looks only at those that it weighs.
+        """
 
 
 class PrefixAware:
@@ -23,15 +29,19 @@ class PrefixAware:
     def __init__(self, cost: Cost):
         self._cost = cost
 
-    def rank(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[Candidate]:
+    def rank(self, prompt: Prompt, engines: Sequence[str], look: Look) -> tuple[list[str], Reason]:
+        candidates = [look(engine) for engine in engines]
         costs = {c.engine: (self._cost.would_wait(prompt, c), self._cost.total(prompt, c)) for c in candidates}
-        ranked = sorted(candidates, key=lambda c: costs[c.engine])
-        equal = bisect_right(ranked, costs[ranked[0].engine], key=lambda c: costs[c.engine])
+        ranked = sorted(engines, key=costs.__getitem__)
+        equal = bisect_right(ranked, costs[ranked[0]], key=costs.__getitem__)
         if equal > 1:  # where nobody knows better, prompts that begin alike go together, from all ingresses
             start = str(prompt.keys[0]) if prompt.keys else prompt.request_id
-            best = in_order_of(start, [c.engine for c in ranked[:equal]])[0]
-            ranked.sort(key=lambda c: c.engine != best)
-        return ranked
+            best = in_order_of(start, ranked[:equal])[0]
+            ranked.sort(key=lambda engine: engine != best)
+        longest = max(c.cached for c in candidates)
+        if not longest:
+            return ranked, "no_prefix"
+        return ranked, "longest_prefix" if look(ranked[0]).cached == longest else "shorter_prefix"
 
 
 class PowerOfTwo:
@@ -43,9 +53,14 @@ class PowerOfTwo:
     def __init__(self, rng: random.Random):
         self._rng = rng
 
-    def rank(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[Candidate]:
-        shuffled = self._rng.sample(candidates, len(candidates))
-        return [*sorted(shuffled[:2], key=lambda c: c.load.sequences), *shuffled[2:]]
+    def rank(self, prompt: Prompt, engines: Sequence[str], look: Look) -> tuple[list[str], Reason]:
+        start = self._rng.randrange(len(engines))
+        ranked = [*engines[start:], *engines[:start]]
+        if len(ranked) > 1:
+            other = self._rng.randrange(1, len(ranked))
+            ranked[1], ranked[other] = ranked[other], ranked[1]
+            ranked[:2] = sorted(ranked[:2], key=lambda engine: look(engine).load.sequences)
+        return ranked, "prefix_ignored"
 
 
 class RoundRobin:
@@ -54,12 +69,12 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = ""
 
-    def rank(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[Candidate]:
-        ordered = sorted(candidates, key=lambda c: c.engine)
-        first = bisect_right(ordered, self._last, key=lambda c: c.engine)
+    def rank(self, prompt: Prompt, engines: Sequence[str], look: Look) -> tuple[list[str], Reason]:
+        ordered = sorted(engines)
+        first = bisect_right(ordered, self._last)
         ranked = ordered[first:] + ordered[:first]
-        self._last = ranked[0].engine
-        return ranked
+        self._last = ranked[0]
+        return ranked, "prefix_ignored"
 
 
 def policy_of(name: PolicyName, cost: Cost, rng: random.Random) -> Policy:

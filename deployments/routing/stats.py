@@ -9,8 +9,9 @@ import msgspec
 from deployments.routing.config import PolicyName
 
 # longest_prefix: no engine has more of the prompt. shorter_prefix: some other does. no_prefix: none has any of it.
-# session: where its session belongs. session_moved: elsewhere, since too much was to do there.
-Reason = Literal["longest_prefix", "shorter_prefix", "no_prefix", "session", "session_moved"]
+# prefix_ignored: the policy does not look. session: where its session belongs. session_moved: elsewhere, since too much
+# was to do there.
+Reason = Literal["longest_prefix", "shorter_prefix", "no_prefix", "prefix_ignored", "session", "session_moved"]
 
 
 class RoutingStats(msgspec.Struct):

@@ -127,6 +127,17 @@ def test_a_prompt_goes_where_its_prefix_is_and_the_estimate_is_right():
     assert (router.stats.estimated_tokens, router.stats.cached_tokens, router.stats.drift_tokens) == (40, 40, 0)
 
 
+@pytest.mark.parametrize("policy", ["power_of_two", "round_robin"])
+def test_a_policy_that_ignores_prefixes_gives_no_prefix_as_its_reason_and_knows_what_will_be_cached(policy):
+    router, tokens = balancer(policy), list(range(40))
+    found = [router.choose(prompt(f"r{number}", [*tokens, number]), ENGINES) for number in range(8)]
+    assert {decision.reason for decision in found} == {"prefix_ignored"}
+    seen: set[str] = set()
+    for decision in found:
+        assert decision.cached_tokens == (40 if decision.engines[0] in seen else 0)
+        seen.add(decision.engines[0])
+
+
 def test_a_prompt_that_was_just_sent_counts_as_there_before_the_engine_says_so():
     router, tokens = balancer(), list(range(40))
     first = router.choose(prompt("1", tokens), ENGINES)

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from deployments.routing.cost import Candidate, Cost, Prompt
-from deployments.routing.policies import PowerOfTwo, PrefixAware, RoundRobin
+from deployments.routing.policies import Policy, PowerOfTwo, PrefixAware, RoundRobin
 from deployments.routing.prompts import PromptReader
 from deployments.routing.rendezvous import in_order_of
 from engine.messages import EngineLoad
@@ -16,8 +16,21 @@ NAMES = ["a", "b", "c", "d"]
 COST = Cost(block_size=4, prefix_weight=2.0, running_weight=0.25)
 
 
-def candidates(**sequences: int) -> list[Candidate]:
-    return [Candidate(name, EngineLoad(sequences=count), 0) for name, count in sequences.items()]
+class Pool:
+    """Engines with so many sequences each, and which of them a policy has looked at."""
+
+    def __init__(self, **sequences: int):
+        self.engines, self.looked_at = list(sequences), set[str]()
+        self._sequences = sequences
+
+    def look(self, engine: str) -> Candidate:
+        self.looked_at.add(engine)
+        return Candidate(engine, EngineLoad(sequences=self._sequences[engine]), 0)
+
+    def rank(self, policy: Policy, asked: Prompt) -> list[str]:
+        ranked, _ = policy.rank(asked, self.engines, self.look)
+        assert sorted(ranked) == sorted(self.engines)
+        return ranked
 
 
 def request(number: int = 0) -> Prompt:
@@ -27,25 +40,35 @@ def request(number: int = 0) -> Prompt:
 def test_round_robin_takes_each_in_turn_and_keeps_its_place_when_replicas_come_and_go():
     policy = RoundRobin()
 
-    def turn(**there: int) -> str:
-        ranked = policy.rank(request(), candidates(**there))
-        assert sorted(c.engine for c in ranked) == sorted(there)
-        return ranked[0].engine
+    def turn(names: str) -> str:
+        pool = Pool(**dict.fromkeys(names, 0))
+        best = pool.rank(policy, request())[0]
+        assert not pool.looked_at
+        return best
 
-    assert [turn(b=0, a=0, c=0) for _ in range(4)] == ["a", "b", "c", "a"]
-    assert turn(a=0, c=0, d=0) == "c"
-    assert turn(a=0, b=0, d=0) == "d"
-    assert turn(b=0) == "b"
+    assert [turn("bac") for _ in range(4)] == ["a", "b", "c", "a"]
+    assert turn("acd") == "c"
+    assert turn("abd") == "d"
+    assert turn("b") == "b"
 
 
 def test_power_of_two_takes_the_less_busy_of_two_so_never_the_busiest_of_all():
-    policy, there = PowerOfTwo(random.Random(0)), candidates(a=0, b=1, c=2, d=3)
-    first = Counter(policy.rank(request(), there)[0].engine for _ in range(6000))
-    assert sorted(first) == ["a", "b", "c"]
+    policy, pool = PowerOfTwo(random.Random(0)), Pool(a=0, b=1, c=2, d=3)
+    ranked = [pool.rank(policy, request()) for _ in range(6000)]
+    assert sorted({order[0] for order in ranked}) == ["a", "b", "c"]
     # of the six pairs `a` is in three, `b` is the better one in two, `c` in one
-    assert [round(first[name] / 1000) for name in "abc"] == [3, 2, 1]
-    assert all(len(policy.rank(request(), there)) == 4 for _ in range(9))
-    assert [c.engine for c in policy.rank(request(), candidates(a=1))] == ["a"]
+    pairs = Counter("".join(order[:2]) for order in ranked)
+    assert {pair: round(count / 1000) for pair, count in pairs.items()} == dict.fromkeys(
+        ["ab", "ac", "ad", "bc", "bd", "cd"], 1
+    )
+    assert Pool(a=1).rank(policy, request()) == ["a"]
+
+
+def test_power_of_two_looks_at_two():
+    for number in range(9):
+        pool = Pool(a=0, b=1, c=2, d=3)
+        ranked = pool.rank(PowerOfTwo(random.Random(number)), request())
+        assert pool.looked_at == set(ranked[:2])
 
 
 def test_costs_are_in_blocks_of_prompt():
@@ -64,12 +87,9 @@ def test_the_last_token_of_a_prompt_is_never_taken_to_be_cached():
 
 def test_equal_prompts_go_to_the_same_of_equal_engines_from_every_router():
     tokens = list(range(20))
-    first = {PrefixAware(COST).rank(prompt(f"r{n}", tokens), candidates(a=0, b=0, c=0))[0].engine for n in range(9)}
-    assert len(first) == 1
-    others = {
-        PrefixAware(COST).rank(prompt("r", [n, *tokens]), candidates(a=0, b=0, c=0))[0].engine for n in range(20, 40)
-    }
-    assert others == {"a", "b", "c"}
+    policy, equal = PrefixAware(COST), Pool(a=0, b=0, c=0)
+    assert len({equal.rank(policy, prompt(f"r{n}", tokens))[0] for n in range(9)}) == 1
+    assert {equal.rank(policy, prompt("r", [n, *tokens]))[0] for n in range(20, 40)} == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("key", ["s1", "s2", "s3"])
