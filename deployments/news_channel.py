@@ -11,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from engine.messages import FOLLOW_S, EngineNews, Follow
+from engine.push_sockets import PushSockets
 
 logger = logging.getLogger(__name__)
 
@@ -24,26 +25,22 @@ class NewsChannel:
         """host: address of this machine that engines reach. take: False if it needs a snapshot first."""
         self._take = take
         self._asked: set[str] = set()  # engines that were asked for a snapshot, which has not come yet
-        self._engines: dict[str, zmq.Socket[bytes]] = {}
+        self._engines: dict[str, str] = {}  # by id: where it takes commands
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self._address = f"tcp://{host}:{port}"
-        self._sending: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._context)
+        self._out = PushSockets(zmq.Context(self._context))
         self._decode = msgspec.msgpack.Decoder(EngineNews).decode
 
     def follow(self, engines: Mapping[str, str]) -> None:
         """From now on these and no others. engines: by id, the address where each takes commands."""
         for engine_id in [e for e in self._engines if e not in engines]:
-            self._engines.pop(engine_id).close(linger=0)
+            self._out.forget(self._engines.pop(engine_id))
             self._asked.discard(engine_id)
         for engine_id in [e for e in engines if e not in self._engines]:
-            socket = self._sending.socket(zmq.PUSH)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.connect(engines[engine_id])
-            self._engines[engine_id] = socket
+            self._engines[engine_id] = engines[engine_id]
             self._ask(engine_id, again=True)
 
     async def run(self) -> None:
@@ -54,7 +51,7 @@ class NewsChannel:
                 self._handle(await self._socket.recv())
         finally:
             renewing.cancel()
-            self.follow({})  # their sockets are of a shadow context, which `destroy` does not know
+            self._out.close()  # its sockets are of a shadow context, which `destroy` does not know
             self._context.destroy(linger=0)
 
     async def _renew(self) -> None:
@@ -80,4 +77,4 @@ class NewsChannel:
     def _ask(self, engine_id: str, *, again: bool) -> None:
         if again:
             self._asked.add(engine_id)
-        self._engines[engine_id].send(msgspec.msgpack.encode(Follow(self._address, again)), zmq.NOBLOCK)
+        self._out.send(self._engines[engine_id], msgspec.msgpack.encode(Follow(self._address, again)))

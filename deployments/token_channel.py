@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterable
 
 import msgspec
@@ -12,12 +11,11 @@ import zmq
 import zmq.asyncio
 
 from engine.messages import Abort, TokenBatch, TokenDelta
+from engine.push_sockets import PushSockets
 
 logger = logging.getLogger(__name__)
 
 Inbox = asyncio.Queue[TokenDelta | None]  # None never comes from an engine: a reader may use it to wake up
-
-FORGET_ENGINE_S = 60.0  # an engine that was told nothing for so long loses its socket
 
 
 class TokenChannel:
@@ -31,10 +29,9 @@ class TokenChannel:
         self.dropped = 0
         self._inboxes: dict[str, Inbox] = {}
         self._working: dict[str, tuple[str, str]] = {}  # by request: id and address of the engine that works for it
-        self._engines: dict[str, tuple[float, zmq.Socket[bytes]]] = {}  # by address: when last used, socket
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)
-        self._sending: zmq.Context[zmq.Socket[bytes]] = zmq.Context(self._context)
+        self._engines = PushSockets(zmq.Context(self._context))
         self._socket.setsockopt(zmq.RCVHWM, 0)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
@@ -71,17 +68,8 @@ class TokenChannel:
         return self._working[request_id][0]
 
     def _send(self, address: str, command: Abort) -> None:
-        now = time.monotonic()
-        for unused in [a for a, (used_at, _) in self._engines.items() if now - used_at > FORGET_ENGINE_S]:
-            self._engines.pop(unused)[1].close(linger=0)
-        if address in self._engines:
-            socket = self._engines[address][1]
-        else:
-            socket = self._sending.socket(zmq.PUSH)
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.connect(address)
-        self._engines[address] = (now, socket)
-        socket.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)
+        self._engines.forget_unused()
+        self._engines.send(address, msgspec.msgpack.encode(command))
 
     async def run(self) -> None:
         """Dispatch until cancelled, then close the socket."""
@@ -89,8 +77,7 @@ class TokenChannel:
             while True:
                 self._dispatch(await self._socket.recv())
         finally:
-            for _, socket in self._engines.values():
-                socket.close(linger=0)  # of a shadow context, which `destroy` does not know
+            self._engines.close()  # its sockets are of a shadow context, which `destroy` does not know
             self._context.destroy(linger=0)
 
     def _dispatch(self, message: bytes) -> None:

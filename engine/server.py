@@ -32,6 +32,7 @@ from engine.messages import (
     TokenDelta,
 )
 from engine.news import News
+from engine.push_sockets import PushSockets
 from engine.scheduler import Event
 from engine.tp_group import TPGroup
 from engine.waker import Waker
@@ -39,7 +40,7 @@ from engine.waker import Waker
 logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 1.0
-FORGET_PEER_S = 60.0  # an ingress without requests for so long loses its socket
+QUEUED_MESSAGES = 100_000  # to a receiver that does not take them; newer ones are lost
 POLL_MS = 200  # how soon `stop` is noticed when there is nothing to do
 
 
@@ -76,8 +77,8 @@ class EngineServer:
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._waker, zmq.POLLIN)
-        self._peers: dict[str, Peer] = {}
-        self._status = Peer(self._context, status_to)
+        self._peers = PushSockets(self._context, {zmq.SNDHWM: QUEUED_MESSAGES})
+        self._status_to = status_to
         self._decode = msgspec.msgpack.Decoder(Command).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._news = News(engine_id, self._core.scheduler)
@@ -129,7 +130,7 @@ class EngineServer:
                     self._abort(command, answers)
                 case AskJournal(question, request_ids):
                     journal = EngineJournal(self.engine_id, question, self._core.journal.of(request_ids))
-                    self._status.send(self._encode(journal), time.monotonic())
+                    self._push(self._status_to, self._encode(journal))
                 case Follow():
                     self._follow(command)
                 case _:
@@ -138,7 +139,7 @@ class EngineServer:
     def _add(self, request: GenerateRequest, answers: dict[str, list[TokenDelta]]) -> None:
         self._news.took(request.request_id)
         try:
-            self._peer(request.reply_to)
+            self._peers.connect(request.reply_to)
         except zmq.ZMQError as error:
             logger.error(
                 "dropped request_id=%s: no reply can be sent to %r: %s", request.request_id, request.reply_to, error
@@ -158,7 +159,7 @@ class EngineServer:
 
     def _follow(self, command: Follow) -> None:
         try:
-            self._peer(command.address)
+            self._peers.connect(command.address)
         except zmq.ZMQError as error:
             logger.error("no news can be sent to %r: %s", command.address, error)
         else:
@@ -191,18 +192,18 @@ class EngineServer:
         now = time.monotonic()
         if self._core.handoffs is not None:
             for notice in self._core.handoffs.notices():
-                self._status.send(self._encode(notice), now)
+                self._push(self._status_to, self._encode(notice))
         steps = self._core.scheduler.totals.steps
         for address, deltas in answers.items():
             batch = TokenBatch(engine_id=self.engine_id, commands_to=self.address, step=steps, deltas=deltas)
-            self._peer(address).send(self._encode(batch), now)
+            self._push(address, self._encode(batch))
             self._ended += [delta.request_id for delta in deltas if delta.finish_reason]
         for request_id in self._ended:
             self._news.ended(request_id)
         for news, addresses in self._news.messages(now):
             message = self._encode(news)
             for address in addresses:
-                self._peer(address).send(message, now)
+                self._push(address, message)
         if self._ended or now >= self._status_due:
             self._send_status(now)
 
@@ -217,36 +218,11 @@ class EngineServer:
             live_handoffs=handoffs.live()[:MAX_LIVE_HANDOFFS] if handoffs else [],
             fingerprint=handoffs.fingerprint if handoffs else "",
         )
-        self._status.send(self._encode(status), now)
+        self._push(self._status_to, self._encode(status))
         self._ended = []
         self._status_due = now + STATUS_PERIOD_S
-        for address in [a for a, peer in self._peers.items() if now - peer.used_at > FORGET_PEER_S]:
-            self._peers.pop(address).close()
+        self._peers.forget_unused()
 
-    def _peer(self, address: str) -> Peer:
-        peer = self._peers.get(address)
-        if peer is None:
-            peer = self._peers[address] = Peer(self._context, address)
-        return peer
-
-
-class Peer:
-    """A socket to one receiver."""
-
-    def __init__(self, context: zmq.Context, address: str):
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 100_000)
-        self._socket.connect(address)
-        self.address = address
-        self.used_at = time.monotonic()
-
-    def send(self, message: bytes, now: float) -> None:
-        self.used_at = now
-        try:
-            self._socket.send(message, zmq.NOBLOCK)
-        except zmq.Again:
-            logger.warning("receiver takes no messages, dropped one: %s", self.address)
-
-    def close(self) -> None:
-        self._socket.close()
+    def _push(self, address: str, message: bytes) -> None:
+        if not self._peers.send(address, message):
+            logger.warning("receiver takes no messages, dropped one: %s", address)

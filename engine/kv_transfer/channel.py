@@ -21,6 +21,7 @@ from engine.kv_transfer.messages import Attach, Envelope, FirstToken, ReadEnded
 from engine.kv_transfer.protocol import HandoffProtocol
 from engine.kv_transfer.stats import HandoffInfo, HandoffStats
 from engine.kv_transfer.ticket import Party, PrefillTicket
+from engine.push_sockets import PushSockets
 from engine.waker import Waker
 
 logger = logging.getLogger(__name__)
@@ -28,9 +29,9 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 1.0  # for running reads to stop
 LINGER_MS = 200  # for the last messages to leave
 MAX_POLL_S = 1.0
-FORGET_PEER_S = 60.0  # an engine to which nothing is sent for so long loses its socket
 QUEUED_MESSAGES = 1000  # to a peer that does not take them; newer ones are lost, which the protocol stands
-PING_MS, PING_TIMEOUT_MS = 1000, 5000  # ZMQ's own heartbeat: connections of a link that was cut are made anew
+# ms; connections of a link that was cut are made anew
+PING: dict[int, int] = {zmq.HEARTBEAT_IVL: 1000, zmq.HEARTBEAT_TIMEOUT: 5000}
 
 
 class HandoffChannel:
@@ -59,8 +60,8 @@ class HandoffChannel:
         self._inbox, address = self._bind(host)
         self._answers, reply_to = self._bind(host)  # of the own agents
         self.party = Party(engine_id, address, random.SystemRandom().getrandbits(64))
-        self._peers: dict[str, tuple[zmq.Socket[bytes], float]] = {}  # address -> socket, last used
-        self._agents = [self._connect(agent) for agent in agent_addresses]
+        self._peers = PushSockets(self._context, PING | {zmq.SNDHWM: QUEUED_MESSAGES})
+        self._agents, self._agent_addresses = PushSockets(self._context, PING), agent_addresses
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Envelope).decode
         self._decode_answer = msgspec.msgpack.Decoder(ReadEnded).decode
@@ -203,10 +204,10 @@ class HandoffChannel:
         out = self._protocol.out
         for command in out.commands:
             data = self._encode(command)
-            for agent in self._agents:
-                agent.send(data, zmq.NOBLOCK)
+            for agent in self._agent_addresses:
+                self._agents.send(agent, data)
         for to, message in out.messages:
-            self._send(to.address, self._encode(Envelope(self.party, to.epoch, message)), now)
+            self._send(to.address, self._encode(Envelope(self.party, to.epoch, message)))
         for request_id, line in out.lines:
             self._journal.add(request_id, line)
         for event in out.events:
@@ -221,16 +222,11 @@ class HandoffChannel:
             self._wake()
         for done in (out.commands, out.messages, out.lines, out.events):
             done.clear()
-        for address in [a for a, (_, used_at) in self._peers.items() if now - used_at > FORGET_PEER_S]:
-            self._peers.pop(address)[0].close(linger=0)
+        self._peers.forget_unused()
 
-    def _send(self, address: str, data: bytes, now: float) -> None:
+    def _send(self, address: str, data: bytes) -> None:
         try:
-            peer = self._peers[address][0] if address in self._peers else self._connect(address, QUEUED_MESSAGES)
-            self._peers[address] = (peer, now)
-            peer.send(data, zmq.NOBLOCK)
-        except zmq.Again:
-            pass  # lost, as the link may lose it; the protocol says it again, or gives up
+            self._peers.send(address, data)  # or it is lost, as on the link: the protocol says it again, or gives up
         except zmq.ZMQError as error:
             self._protocol.out.counters.malformed_messages += 1
             logger.error("dropped a message to %r: %s", address, error)
@@ -243,19 +239,6 @@ class HandoffChannel:
             host = f"[{host}]"
         port = inbox.bind_to_random_port(f"tcp://{host}")
         return inbox, f"tcp://{host}:{port}"
-
-    def _connect(self, address: str, high_water_mark: int = 0) -> zmq.Socket[bytes]:
-        peer = self._context.socket(zmq.PUSH)
-        peer.setsockopt(zmq.SNDHWM, high_water_mark)
-        peer.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
-        peer.setsockopt(zmq.HEARTBEAT_TIMEOUT, PING_TIMEOUT_MS)
-        peer.setsockopt(zmq.IPV6, "[" in address)
-        try:
-            peer.connect(address)
-        except zmq.ZMQError:
-            peer.close(linger=0)
-            raise
-        return peer
 
 
 def _log(event: HandoffEvent) -> None:
