@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import logging
-from bisect import insort
-from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 
 import msgspec
 
 from engine.block_pool import BlockPool
+from engine.block_tables import BlockTables
 from engine.config import EngineConfig
+from engine.draft import Draft
 from engine.errors import EngineError, EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong, ServingError
 from engine.journal import Journal
 from engine.kv_transfer.events import Closed, Failed, HandoffEvent, Received
 from engine.kv_transfer.ledger import HandoffLedger
 from engine.kv_transfer.ticket import PrefillTicket
-from engine.messages import (
-    EngineLoad,
-    EngineStats,
-    ErrorInfo,
-    FinishReason,
-    GenerateRequest,
-    TokenDelta,
-    TokenLogprob,
-)
-from engine.plan import BlockChange, NewSequence, StepPlan, StepResult
+from engine.messages import ErrorInfo, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from engine.plan import StepPlan, StepResult
 from engine.request import Grammar, Request, State
-from engine.request_metrics import RequestMetrics
+from engine.roster import Roster
 
 logger = logging.getLogger(__name__)
 
@@ -43,21 +35,7 @@ class Event:
     delta: TokenDelta
 
 
-@dataclass(slots=True)
-class Totals:
-    """Counts since the start."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
-
-
-class Scheduler:
+class Scheduler(Roster):
     """Continuous batching without phases: every request has tokens that it wants computed and tokens that are
     computed, and a step narrows the gap, under one token budget for all.
 
@@ -86,23 +64,18 @@ class Scheduler:
     ):
         """journal: where it writes down what becomes of each request."""
         assert max_model_len <= pool.num_blocks * pool.block_size, "one request alone must fit the pool"
-        self.config = config
-        self.pool = pool
+        super().__init__(config, pool, handoffs or HandoffLedger(), journal or Journal())
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self.handoffs = handoffs or HandoffLedger()
-        self._journal = journal or Journal()
-        self.compiling: set[Request] = set()
-        self.waiting: list[Request] = []  # in order
-        self.running: list[Request] = []  # in order
-        self.totals = Totals()
-        self.metrics = RequestMetrics()
-        self._live: dict[str, Request] = {}
         self._arrivals = 0
-        self._slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._tables = BlockTables(pool, config.enable_prefix_caching)
         self._planned: deque[tuple[StepPlan, list[Request]]] = deque()
         self._draft = Draft()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live or self._planned or self.handoffs.receiving)
 
     # -- requests come and go ------------------------------------------------------------------------------
 
@@ -125,32 +98,19 @@ class Scheduler:
             raise Overloaded(f"{self.num_waiting} requests are waiting, the limit is {self.config.max_waiting}")
 
     def _take(self, request: Request) -> Request:
-        assert request.request_id not in self._live
         self._arrivals += 1
-        self._live[request.request_id] = request
-        logger.debug("request queued request_id=%s prompt_tokens=%d", request.request_id, request.num_prompt)
-        given = f" and {request.num_output} output tokens" if request.num_output else ""
-        self._note(request, f"queued behind {self.num_waiting} others, with {request.num_prompt} prompt tokens{given}")
+        self._enlist(request)
         if request.params.structured_outputs is None:
-            self._queue(request)
+            self._wait(request)
         else:
-            request.state = State.COMPILING
-            self.compiling.add(request)
+            self._compile(request)
         return request
 
     def compiled(self, request: Request, grammar: Grammar) -> None:
         """The request's grammar is there, so that it may run."""
         self.compiling.remove(request)
         request.grammar = grammar
-        self._queue(request)
-
-    def _note(self, request: Request, line: str) -> None:
-        """For the journal, where what is computed for another engine stands under the request's id there."""
-        self._journal.add(request.request_id if request.ticket is None else request.ticket.request_id, line)
-
-    def _queue(self, request: Request) -> None:
-        request.state = State.WAITING
-        insort(self.waiting, request, key=lambda r: r.order)
+        self._wait(request)
 
     def check_request(self, message: GenerateRequest) -> None:
         """Raise RequestError if this request could never be served."""
@@ -175,9 +135,6 @@ class Scheduler:
                 raise InvalidParameter("prompt", token, f"token ids from 0 to {self.vocab_size - 1}")
         if num_prompt is not None and not 1 <= num_prompt <= len(tokens):
             raise InvalidParameter("num_prompt", num_prompt, f"between 1 and the length of the prompt ({len(tokens)})")
-
-    def is_live(self, request_id: str) -> bool:
-        return request_id in self._live
 
     def abort(
         self, request_id: str, now: float, error: ServingError | None = None, *, reason: FinishReason = "abort"
@@ -205,7 +162,7 @@ class Scheduler:
         if not self._draft.requests:
             return None
         self.totals.steps += 1
-        plan, requests = self._draft.plan(self.totals.steps), self._draft.requests
+        plan, requests = self._draft.plan(self.totals.steps, self._tables.take_changes()), self._draft.requests
         self.metrics.step(plan.num_tokens)
         self._planned.append((plan, requests))
         self._draft = Draft()
@@ -222,7 +179,7 @@ class Scheduler:
                 continue
             count = min(request.pending, budget - behind)
             if count > 0 and self._grow(request, request.computed + count):
-                self._plan(request, count)
+                self._draft.compute(request, count)
                 budget -= count
         return budget
 
@@ -235,7 +192,7 @@ class Scheduler:
                 continue  # what may come next is still being worked out, which may take long
             startable = budget > 0 and bool(self._slots)
             if not request.blocks:
-                matched = self._match(request)
+                matched = self._tables.match(request)
                 cached = len(matched) * self.pool.block_size
                 place = self.handoffs.decide(request, cached, self.running)
                 if not (startable or place.remote) or not self._reserve(request, matched, place.remote):
@@ -257,89 +214,50 @@ class Scheduler:
             self.waiting.remove(request)
             self._start(request)
             count = min(request.pending, budget)
-            self._plan(request, count)
+            self._draft.compute(request, count)
             budget -= count
-
-    def _match(self, request: Request) -> list[int]:
-        """Cached blocks that hold a prefix of the request; its last token is always computed, for its logits."""
-        if not self.config.enable_prefix_caching or request.prompt_logprobs is not None:
-            return []
-        full = (len(request.tokens) - 1) // self.pool.block_size
-        return self.pool.match(request.hashes(full, self.pool.block_size))
 
     def _reserve(self, request: Request, matched: list[int], remote: bool) -> bool:
         """Blocks for all tokens that are known. Requests behind it that only wait for a slot give theirs back."""
         # one more where the first token comes with the KV: then nothing is missing when there is a slot
-        need = self.pool.blocks_for(len(request.tokens) + remote) - len(matched)
+        tokens = len(request.tokens) + remote
         while True:
-            idle = [r for r in self.waiting if r.blocks]
+            received = self.received
             # a spare block for everyone who will grow: to start a request only to preempt another would be work done
             # twice
-            growing = sum(r.ticket is None for r in self.running) + len(idle) + len(self.handoffs.receiving)
-            blocks = self.pool.reserve(matched, need, spare=growing)
-            if blocks is not None:
-                request.blocks = blocks
-                request.published = len(matched)
+            growing = sum(r.ticket is None for r in self.running) + len(received) + len(self.handoffs.receiving)
+            if self._tables.reserve(request, matched, tokens, spare=growing):
                 return True
-            if not idle or idle[-1].order < request.order:
+            if not received or received[-1].order < request.order:
                 return False
-            self._preempt(idle[-1])
-
-    def _count_scheduled(self, request: Request, cached: int, now: float) -> None:
-        logger.debug("request scheduled request_id=%s cached_tokens=%d", request.request_id, cached)
-        if request.scheduled_at is None:
-            request.scheduled_at = now
-            self.totals.prefix_queried_tokens += request.num_prompt
-            self.totals.prefix_hit_tokens += cached
-            self.totals.prompt_tokens += request.num_prompt
-        if not request.num_preemptions:
-            request.num_cached = cached
-            return
-        again = len(request.tokens) - cached
-        self.totals.recomputed_tokens += again
-        logger.info("resumed request_id=%s cached_tokens=%d recomputed_tokens=%d",
-                    request.request_id, cached, again)  # fmt: skip
+            self._preempt(received[-1])
 
     def _start(self, request: Request) -> None:
         """Give the request, which holds its blocks, a slot."""
-        request.state = State.RUNNING
-        request.slot = self._slots.pop()
-        insort(self.running, request, key=lambda r: r.order)
-        added = NewSequence(request.slot, list(request.tokens), request.num_prompt, request.params, request.seed)
-        self._draft.added.append(added)
-        self._draft.blocks.append(BlockChange(request.slot, 0, list(request.blocks)))
+        self._run(request)
+        self._draft.enter(request)
+        self._tables.enter(request)
         if request.ticket is not None:
             self.handoffs.report(request, request.computed, self.pool.block_size)
-
-    def _plan(self, request: Request, count: int) -> None:
-        samples = request.computed + count == len(request.tokens) + request.in_flight
-        self._draft.add(request, count, samples)
-        request.computed += count
-        request.in_flight += samples
 
     # -- blocks --------------------------------------------------------------------------------------------
 
     def _grow(self, request: Request, tokens: int) -> bool:
         """Give the request blocks for `tokens` tokens, preempting others if needed; False if it went itself."""
-        need = self.pool.blocks_for(tokens) - len(request.blocks)
-        if need <= 0:
-            return True
-        while (taken := self.pool.take(need)) is None:
+        while not self._tables.grow(request, tokens):
             victim = self._victim(request)
             self._preempt(victim)
             if victim is request:
                 return False
-        self._draft.blocks.append(BlockChange(request.slot, len(request.blocks), taken))
-        request.blocks += taken
         return True
 
     def _victim(self, request: Request) -> Request:
         """Of the requests behind `request`, the cheapest to compute again, then the newest; rather one that only
         waits for a slot. Not one that is computed for another engine, which reads its blocks."""
-        holders = [*self.running, *(r for r in self.waiting if r.blocks)]
+        holders = [*self.running, *self.received]
         behind = [r for r in holders if r.order > request.order and r.ticket is None and self.pool.private(r.blocks)]
-        idle = State.WAITING
-        return max(behind, key=lambda r: (r.state is idle, -self.pool.private(r.blocks), r.order), default=request)
+        waits = State.WAITING
+        return max(behind, key=lambda r: (r.state is waits, -self.pool.private(r.blocks), r.order), default=request)
 
     def _preempt(self, request: Request) -> None:
         logger.info(
@@ -351,92 +269,10 @@ class Scheduler:
         )
         self._note(request, f"preempted, since blocks ran out; {request.computed} computed tokens are given up")
         self._leave(request)
-        self._release(request)
-        self._queue(request)
+        self._tables.release(request)
+        self._wait(request)
         request.num_preemptions += 1
         self.totals.preemptions += 1
-
-    def _leave(self, request: Request) -> None:
-        """Out of the queue that it is in; it keeps its blocks."""
-        if request.state is State.WAITING:
-            self.waiting.remove(request)
-        elif request.state is State.COMPILING:
-            self.compiling.remove(request)
-        elif request.state is State.RUNNING:
-            self.running.remove(request)
-            self._slots.append(request.slot)
-            request.slot = -1
-
-    def _release(self, request: Request) -> None:
-        self.pool.release(request.blocks)
-        request.blocks = []
-        request.computed = request.published = 0
-
-    def _publish(self, request: Request, computed: int) -> None:
-        """Put the blocks that a finished step has filled into the prefix cache."""
-        if not self.config.enable_prefix_caching:
-            return
-        full = computed // self.pool.block_size
-        if full <= request.published:
-            return
-        names = request.hashes(full, self.pool.block_size)
-        for index in range(request.published, full):
-            own = request.blocks[index]
-            block = self.pool.publish(own, names[index])
-            if block != own:  # another request computed the same prefix: share its copy
-                request.blocks[index] = block
-                if request.slot >= 0:
-                    self._draft.blocks.append(BlockChange(request.slot, index, [block]))
-        request.published = full
-
-    # -- handoffs ------------------------------------------------------------------------------------------
-
-    def handle(self, event: HandoffEvent, now: float) -> list[Event]:
-        """A handoff has got on; returns what is new."""
-        match event:
-            case Closed():
-                request = self._live[event.handoff_id]
-                return [self._finish(request, "length" if event.reason == "released" else "abort", now)]
-            case Received():
-                request = self.handoffs.received(event, now)
-                verified = len(request.tokens)
-            case Failed():
-                request = self.handoffs.failed(event.handoff_id, event.retry)
-                verified = event.verified
-        request.handoff_at = request.handoff_at and (request.handoff_at[0], now)
-        self._publish(request, verified)
-        if request.state is State.FINISHED:
-            self._release(request)
-            return []
-        self._queue(request)
-        if isinstance(event, Failed):
-            self._release(request)
-            if self.handoffs.gives_up(request):
-                why = f"{event.reason} {event.detail}".rstrip()
-                error = EngineUnavailable(f"no other engine could compute the prompt: {why}")
-                return [self._finish(request, "error", now, error=error)]
-            return []
-        request.computed, request.in_flight = verified, 1
-        request.num_cached = max(request.num_cached, event.first.cached)
-        return [self._append(request, event.first.token, event.first.logprob, now)]
-
-    def _report(self, request: Request, computed: int, token: int | None, logprob: TokenLogprob | None) -> None:
-        """Tell the engine that wanted this prompt how far it is; with a token it is done, and only holds its blocks."""
-        self.handoffs.report(request, computed, self.pool.block_size)
-        if token is None:
-            return
-        request.in_flight -= 1
-        if token < 0:
-            self.handoffs.refuse(request, NO_TOKEN)
-        else:
-            self.handoffs.finish(request, token, logprob, self.pool.block_size)
-        self._retire(request)
-
-    def _retire(self, request: Request) -> None:
-        """Nothing more is computed for it; its blocks stay until they are read."""
-        self._leave(request)
-        request.state = State.LEASED
-        self.handoffs.leased[request.request_id] = request
 
     # -- results -------------------------------------------------------------------------------------------
 
@@ -450,7 +286,7 @@ class Scheduler:
                 continue  # ended after this step was planned
             computed = plan.starts[i] + plan.counts[i]
             if request.state is State.RUNNING:
-                self._publish(request, computed)
+                self._tables.publish(request, computed)
             self._collect_prompt_logprobs(request, plan.starts[i], result.prompt_logprobs[i])
             token = result.tokens[i]
             if request.ticket is not None:
@@ -515,135 +351,64 @@ class Scheduler:
         if request.state is State.RECEIVING:
             self.handoffs.cancel(request)
         else:
-            self._release(request)
+            self._tables.release(request)
         self.handoffs.leased.pop(request.request_id, None)
-        request.state = State.FINISHED
-        del self._live[request.request_id]
-        self.totals.finished[reason] += 1
-        self.metrics.ended(request, reason, now)
-        if request.ticket is None:
-            why = f" ({error})" if error else ""
-            self._note(request, f"ended: {reason}{why}, {request.num_output} output tokens")
-        logger.debug(
-            "request ended request_id=%s reason=%s output_tokens=%d", request.request_id, reason, request.num_output
-        )
-        last = TokenDelta(
-            request_id=request.request_id,
-            position=delta.position if delta else request.num_output,
-            token_ids=delta.token_ids if delta else [],
-            logprobs=delta.logprobs if delta else None,
-            prompt_logprobs=delta.prompt_logprobs if delta else None,
-            num_cached_tokens=delta.num_cached_tokens if delta else 0,
+        self._dismiss(request, reason, error, now)
+        last = msgspec.structs.replace(
+            delta or TokenDelta(request_id=request.request_id, position=request.num_output),
             finish_reason=reason,
             stop_reason=stop_reason,
-            text_complete=delta.text_complete if delta else False,
             error=ErrorInfo.of(error) if error else None,
             times=request.times(now),
             num_preemptions=request.num_preemptions,
         )
         return Event(request, last)
 
-    # -- state ---------------------------------------------------------------------------------------------
+    # -- handoffs ------------------------------------------------------------------------------------------
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self._live or self._planned or self.handoffs.receiving)
+    def handle(self, event: HandoffEvent, now: float) -> list[Event]:
+        """A handoff has got on; returns what is new."""
+        match event:
+            case Closed():
+                request = self._live[event.handoff_id]
+                return [self._finish(request, "length" if event.reason == "released" else "abort", now)]
+            case Received():
+                request = self.handoffs.received(event, now)
+                verified = len(request.tokens)
+            case Failed():
+                request = self.handoffs.failed(event.handoff_id, event.retry)
+                verified = event.verified
+        request.handoff_at = request.handoff_at and (request.handoff_at[0], now)
+        self._tables.publish(request, verified)
+        if request.state is State.FINISHED:
+            self._tables.release(request)
+            return []
+        self._wait(request)
+        if isinstance(event, Failed):
+            self._tables.release(request)
+            if self.handoffs.gives_up(request):
+                why = f"{event.reason} {event.detail}".rstrip()
+                error = EngineUnavailable(f"no other engine could compute the prompt: {why}")
+                return [self._finish(request, "error", now, error=error)]
+            return []
+        request.computed, request.in_flight = verified, 1
+        request.num_cached = max(request.num_cached, event.first.cached)
+        return [self._append(request, event.first.token, event.first.logprob, now)]
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.compiling)
+    def _report(self, request: Request, computed: int, token: int | None, logprob: TokenLogprob | None) -> None:
+        """Tell the engine that wanted this prompt how far it is; with a token it is done, and only holds its blocks."""
+        self.handoffs.report(request, computed, self.pool.block_size)
+        if token is None:
+            return
+        request.in_flight -= 1
+        if token < 0:
+            self.handoffs.refuse(request, NO_TOKEN)
+        else:
+            self.handoffs.finish(request, token, logprob, self.pool.block_size)
+        self._retire(request)
 
-    @property
-    def live_ids(self) -> Iterable[str]:
-        """Of all requests and tickets that have not ended."""
-        return self._live.keys()
-
-    def load(self) -> EngineLoad:
-        return EngineLoad(
-            sequences=len(self.running) + self.num_waiting + len(self.handoffs.receiving),
-            queued_tokens=sum(r.queued_tokens for r in [*self.waiting, *self.running]),
-            blocks_used=self.pool.num_used,
-            slots=self.config.max_num_seqs,
-            blocks_total=self.pool.num_blocks,
-        )
-
-    def stats(self) -> EngineStats:
-        totals, pool = self.totals, self.pool
-        reserved = [*self.handoffs.receiving.values(), *(r for r in self.waiting if r.blocks)]
-        return EngineStats(
-            running=len(self.running),
-            waiting=self.num_waiting,
-            blocks_total=pool.num_blocks,
-            blocks_free=pool.num_free,
-            blocks_cached=pool.num_cached,
-            blocks_used=pool.num_used,
-            block_size=pool.block_size,
-            steps=totals.steps,
-            prompt_tokens=totals.prompt_tokens,
-            generation_tokens=totals.generation_tokens,
-            preemptions=totals.preemptions,
-            prefix_queried_tokens=totals.prefix_queried_tokens,
-            prefix_hit_tokens=totals.prefix_hit_tokens,
-            finished=dict(totals.finished),
-            histograms=self.metrics.histograms,
-            blocks_reserved=pool.exclusive(r.blocks for r in reserved),
-            blocks_leased=pool.exclusive(r.blocks for r in self.handoffs.leased.values()),
-            receiving=len(self.handoffs.receiving),
-            leased=len(self.handoffs.leased),
-            queued_tokens=sum(r.queued_tokens for r in [*self.waiting, *self.running]),
-            prefill_decisions=self.handoffs.decisions(),
-        )
-
-    def check(self) -> None:
-        """Raise AssertionError if requests, slots and blocks do not add up."""
-        self.pool.check()
-        handoffs = self.handoffs
-        received = [r for r in self.waiting if r.blocks]
-        holders = [*self.running, *received, *handoffs.receiving.values(), *handoffs.leased.values()]
-        held = Counter(block for request in holders for block in request.blocks)
-        assert held == Counter({b: n for b, n in enumerate(self.pool.refs()) if n}), "blocks held by nobody"
-        receiving = [r for r in handoffs.receiving.values() if r.state is not State.FINISHED]
-        live = {
-            State.RUNNING: self.running,
-            State.WAITING: self.waiting,
-            State.COMPILING: list(self.compiling),
-            State.RECEIVING: receiving,
-            State.LEASED: list(handoffs.leased.values()),
-        }
-        assert len(self._live) == sum(map(len, live.values())), "a request is lost"
-        for state, requests in live.items():
-            assert all(request.state is state for request in requests), f"a request that is {state.value} is not"
-        slots = [request.slot for request in self.running]
-        assert sorted(slots + self._slots) == list(range(self.config.max_num_seqs)), "a slot is lost"
-        assert all(r.pending == 1 for r in received), "a waiting request holds blocks without KV"
-        for queue in (self.running, self.waiting):
-            assert [r.order for r in queue] == sorted(r.order for r in queue), "a queue is out of order"
-
-
-class Draft:
-    """A step in the making. Block changes may gather here before any request is planned."""
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.added: list[NewSequence] = []
-        self.blocks: list[BlockChange] = []
-        self._slots: list[int] = []
-        self._starts: list[int] = []
-        self._counts: list[int] = []
-        self._samples: list[bool] = []
-
-    def add(self, request: Request, count: int, samples: bool) -> None:
-        self.requests.append(request)
-        self._slots.append(request.slot)
-        self._starts.append(request.computed)
-        self._counts.append(count)
-        self._samples.append(samples)
-
-    def plan(self, step: int) -> StepPlan:
-        masks = {
-            i: request.grammar.mask()
-            for i, request in enumerate(self.requests)
-            if request.grammar is not None and self._samples[i]
-        }
-        lists = self._slots, self._starts, self._counts, self._samples
-        return StepPlan(step, self.added, self.blocks, *lists, list(masks), b"".join(masks.values()))
+    def _retire(self, request: Request) -> None:
+        """Nothing more is computed for it; its blocks stay until they are read."""
+        self._leave(request)
+        request.state = State.LEASED
+        self.handoffs.leased[request.request_id] = request

@@ -82,7 +82,7 @@ class LeapingScheduler(Scheduler):
                 request.blocks += taken
             tokens += tokens[-1:] * (steps - 1)
             if computed // size > request.published:
-                self._publish(request, computed)
+                self._tables.publish(request, computed)
             if len(tokens) - request.num_prompt + 1 == request.max_tokens:
                 ended.append(request)  # its last token comes below
             else:
