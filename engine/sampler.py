@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import logits_processors
+from engine.logits_processors import BatchEdits, EditedRow, Edits, Put
 from engine.messages import TokenLogprob
 from engine.ops import versions
 from engine.sampling_params import SamplingParams
@@ -25,8 +24,6 @@ CANDIDATES = 1024
 AHEAD = 32  # positions
 MAX_SEEDS = 4096  # whose numbers are kept: far more than sequences that run
 WORDS = 4  # that the generator makes of one counter; the first is used
-
-Put = Callable[[NDArray[Any]], Tensor]
 
 
 class UniformSource:
@@ -81,17 +78,6 @@ class RandomRows:
 
 
 @dataclass(frozen=True, slots=True)
-class EditedRow:
-    """A row whose logits are changed first; the sequence sits in `slot` and has `length` tokens."""
-
-    row: int
-    slot: int
-    num_prompt: int
-    length: int
-    params: SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
 class MaskedRows:
     """Rows whose token must obey a grammar, and for each what it bans. banned: [n, vocab] bool."""
 
@@ -104,7 +90,7 @@ class SamplingInputs:
     """What is to be done to each row of logits, prepared on the host. Greedy rows need nothing."""
 
     random: list[RandomRows]
-    edited: list[EditedRow]
+    edits: BatchEdits | None
     logprobs: list[int | None]  # per row: number of alternatives to report
     masked: MaskedRows | None = None
 
@@ -115,18 +101,19 @@ class SamplingInputs:
     @property
     def plain(self) -> bool:
         """Every row takes its most likely token, and nothing else is asked for."""
-        return not (self.random or self.edited or self.masked or self.any_logprobs)
+        return not (self.random or self.edits or self.masked or self.any_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """A sequence about to get the token at `position` (= its length so far)."""
+    """A sequence about to get the token at `position` (= its length so far). edits: of its logits, if any."""
 
     slot: int
     position: int
     num_prompt: int
     seed: int
     params: SamplingParams
+    edits: Edits | None = None
 
 
 def prepare_sampling(
@@ -139,11 +126,10 @@ def prepare_sampling(
     groups: dict[int, list[int]] = {}
     edited = []
     for row, sequence in enumerate(sequences):
-        params = sequence.params
-        if not params.greedy:
-            groups.setdefault(candidate_width(params, vocab_size), []).append(row)
-        if logits_processors.is_needed(params):
-            edited.append(EditedRow(row, sequence.slot, sequence.num_prompt, sequence.position, params))
+        if not sequence.params.greedy:
+            groups.setdefault(candidate_width(sequence.params, vocab_size), []).append(row)
+        if sequence.edits is not None:
+            edited.append(EditedRow(row, sequence.slot, sequence.num_prompt, sequence.position, sequence.edits))
 
     def column(values: list[float]) -> Tensor:
         return put(np.array(values, dtype=np.float32)).unsqueeze(1)
@@ -161,7 +147,8 @@ def prepare_sampling(
                 width=width,
             )
         )
-    return SamplingInputs(random, edited, [s.params.logprobs for s in sequences])
+    edits = logits_processors.prepare(edited, vocab_size, put)
+    return SamplingInputs(random, edits, [s.params.logprobs for s in sequences])
 
 
 def candidate_width(params: SamplingParams, vocab_size: int) -> int:
@@ -247,15 +234,13 @@ def draw_nucleus(weights: Tensor, ids: Tensor, total: Tensor, group: RandomRows)
     return ids.gather(1, draw(weights, group.uniform).unsqueeze(1)).squeeze(1)
 
 
-def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor, eos: frozenset[int]) -> None:
-    """Apply grammars, then each edited row's logits processors, in place. history: [slots, max_model_len] token ids."""
+def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor) -> None:
+    """Apply grammars, then logits processors, in place. history: [slots, max_model_len] int32 token ids."""
     if inputs.masked is not None:
         for row, banned in zip(inputs.masked.rows, inputs.masked.banned, strict=True):
             logits[row].masked_fill_(banned, logits_processors.BANNED)
-    for edit in inputs.edited:
-        tokens = history[edit.slot, : edit.length].long()
-        prompt, output = tokens[: edit.num_prompt], tokens[edit.num_prompt :]
-        logits_processors.process(logits[edit.row], edit.params, prompt, output, eos)
+    if inputs.edits is not None:
+        logits_processors.apply(logits, inputs.edits, history)
 
 
 @dataclass(frozen=True, slots=True)

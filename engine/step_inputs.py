@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from engine import logits_processors
 from engine.batch import Batch, split
 from engine.config import EngineConfig
 from engine.cuda_graphs import pad
 from engine.device import Device, Parcel
+from engine.logits_processors import Edits
 from engine.model_config import ModelConfig
 from engine.plan import NewSequence, StepPlan
 from engine.sampler import MaskedRows, SampledRow, SamplingInputs, UniformSource, prepare_sampling
@@ -91,11 +91,13 @@ class InputBuilder:
         """graph_size: rows of the graph for a decode step of so many sequences, if there is one."""
         self._device, self._graph_size = device, graph_size
         self._kv_cache, self._kv_scales = kv_cache, kv_scales
-        self._block_size, self._max_model_len = config.block_size, max_model_len
+        self._block_size, self._max_model_len = kv_cache.shape[4], max_model_len
         self._vocab_size = model_config.vocab_size
         slots = config.max_num_seqs
-        self.tables = np.zeros((slots, -(-max_model_len // config.block_size)), dtype=np.int32)
+        self.tables = np.zeros((slots, -(-max_model_len // self._block_size)), dtype=np.int32)
         self._sequences: list[NewSequence | None] = [None] * slots
+        self._eos = model_config.eos_token_ids
+        self._edits: list[Edits | None] = [None] * slots
         self._simple = np.zeros(slots, dtype=bool)  # whether the sequence only ever takes its most likely token
         self._uniform = UniformSource()
 
@@ -148,11 +150,9 @@ class InputBuilder:
         )
 
     def _add(self, sequence: NewSequence, parcel: Parcel) -> NewTokens:
-        params = sequence.params
-        self._sequences[sequence.slot] = sequence
-        self._simple[sequence.slot] = (
-            params.greedy and params.logprobs is None and not logits_processors.is_needed(params)
-        )
+        params, edits = sequence.params, Edits.of(sequence.params, self._eos)
+        self._sequences[sequence.slot], self._edits[sequence.slot] = sequence, edits
+        self._simple[sequence.slot] = params.greedy and params.logprobs is None and edits is None
         return NewTokens(sequence.slot, parcel.add(np.array(sequence.tokens, dtype=np.int32)))
 
     def _table_rows(self, plan: StepPlan, slots: np.ndarray, width: int, parcel: Parcel) -> TableRows:
@@ -165,13 +165,13 @@ class InputBuilder:
 
     def _sampling(self, plan: StepPlan, slots: np.ndarray, entries: list[int], parcel: Parcel) -> SamplingInputs:
         if self._simple[slots[entries]].all():
-            inputs = SamplingInputs([], [], [None] * len(entries))
+            inputs = SamplingInputs([], None, [None] * len(entries))
         else:
             rows = []
             for i in entries:
-                sequence = self._sequence(plan.slots[i])
-                position = plan.starts[i] + plan.counts[i]
-                rows.append(SampledRow(plan.slots[i], position, sequence.num_prompt, sequence.seed, sequence.params))
+                slot, position = plan.slots[i], plan.starts[i] + plan.counts[i]
+                new = self._sequence(slot)
+                rows.append(SampledRow(slot, position, new.num_prompt, new.seed, new.params, self._edits[slot]))
             inputs = prepare_sampling(rows, self._vocab_size, self._uniform, parcel.add)
         if plan.masked:
             inputs.masked = self._masked_rows(plan, entries, parcel)

@@ -13,7 +13,7 @@ from engine.layers.linear import Part
 from engine.layers.shard import Shard, Sharded, replicated
 from engine.model_config import ModelConfig, MoEConfig
 from engine.ops import activation as activations
-from engine.ops.moe import mix_experts
+from engine.ops import moe as ops
 from engine.quantization.format import INPUTS, OUTPUTS, Piece, StoredWeight, WeightFormat
 from engine.tp_group import TPGroup
 
@@ -53,6 +53,7 @@ class Experts(Sharded):
         self.tp = tp
         self.part = Part.of_rank(moe.intermediate_size, tp, "moe_intermediate_size")
         self.activation = activations.choose(activation)
+        self.mix = ops.choose(hidden_size, self.part.size)
         total, start, size = self.part.total, self.part.start, self.part.size
         rows = Piece(total, hidden_size, OUTPUTS, start, size)
         columns = Piece(hidden_size, total, INPUTS, start, size)
@@ -71,7 +72,7 @@ class Experts(Sharded):
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         assert self.gate_up is not None and self.down is not None, "weights were loaded, but not packed"
-        return self.tp.all_reduce(mix_experts(x, self.gate_up, self.down, self.activation, experts, weights))
+        return self.tp.all_reduce(self.mix(x, self.gate_up, self.down, self.activation, experts, weights))
 
     def shards(self) -> dict[str, Shard]:
         shards: dict[str, Shard] = {}

@@ -1,4 +1,10 @@
-"""Experts' MLPs over the tokens that were routed to them."""
+"""Experts' MLPs over the tokens that were routed to them: the weighted sum of each token's experts, [tokens, hidden].
+
+x:                [tokens, hidden]
+gate_up:          [num_experts, 2 * intermediate, hidden]
+down:             [num_experts, hidden, intermediate]
+experts, weights: [tokens, k]
+"""
 
 from __future__ import annotations
 
@@ -8,35 +14,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.ops import versions
 
-def mix_experts(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    activation: Callable[[Tensor], Tensor],
-    experts: Tensor,
-    weights: Tensor,
-) -> Tensor:
-    """Weighted sum of each token's experts: [tokens, hidden].
+Activation = Callable[[Tensor], Tensor]
+MixExperts = Callable[[Tensor, Tensor, Tensor, Activation, Tensor, Tensor], Tensor]
 
-    x:                [tokens, hidden]
-    gate_up:          [num_experts, 2 * intermediate, hidden]
-    down:             [num_experts, hidden, intermediate]
-    experts, weights: [tokens, k]
-    """
-    if x.is_cuda:
+
+def choose(hidden_size: int, slice_size: int) -> MixExperts:
+    """slice_size: of each expert's intermediate values that this rank has."""
+    dtype = torch.get_default_dtype()
+    if torch.get_default_device().type == "cuda":
+        from engine.ops.gpu import grouped_mm
+
+        if grouped_mm.fits(hidden_size, slice_size, dtype) and grouped_mm.has_kernel():
+            return grouped_mm.mix_experts
+    if versions.gpu_kernels():
         from engine.ops.gpu import moe
 
-        if moe.fits(x, down):
-            return moe.mix_experts(x, gate_up, down, activation, experts, weights)
-    return mix_experts_plain(x, gate_up, down, activation, experts, weights)
+        return moe.mix_experts
+    return mix_experts_plain
 
 
 def mix_experts_plain(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    activation: Callable[[Tensor], Tensor],
+    activation: Activation,
     experts: Tensor,
     weights: Tensor,
 ) -> Tensor:

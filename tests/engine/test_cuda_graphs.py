@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -101,6 +102,31 @@ def test_sampled_tokens_are_the_same_however_steps_are_run(overlap, enforce_eage
     got = generate(folder, wanted, device, overlap=overlap, enforce_eager=enforce_eager)
     assert got == generate(folder, wanted, None)
     assert bool(device.replays) != enforce_eager
+
+
+EDITS = [
+    {"frequency_penalty": 0.7, "presence_penalty": 0.3},
+    {"repetition_penalty": 1.8},
+    {"logit_bias": {5: 8.0, 25: -100.0}, "min_tokens": 2},
+    {"allowed_token_ids": list(range(3, 40))},
+    {"bad_words_token_ids": [[a, b] for a in range(3, 40) for b in range(3, 97, 2)], "repetition_penalty": 0.7},
+    {},
+]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_edits_that_need_the_newest_token_are_right_while_only_the_device_has_it(overlap, folder_of, generate):
+    def run(edits: list[dict], device: LateDevice | None, **options) -> Answers:
+        wanted = [
+            replace(request, params=replace(request.params, **edits[i % len(edits)]))
+            for i, request in enumerate(requests(9, max_tokens=14, temperature=0.7))
+        ]
+        return generate(folder_of("qwen3"), wanted, device, **options)
+
+    found, without = run(EDITS, LateDevice(), overlap=overlap), run([{}], None)
+    assert found == run(EDITS, None)
+    for i, name in enumerate(found):
+        assert (found[name] != without[name]) == bool(EDITS[i % len(EDITS)])
 
 
 def test_steps_stay_right_when_blocks_run_out_and_slots_change_hands(folder_of, generate):

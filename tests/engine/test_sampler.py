@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine import logits_processors
 from engine.sampler import (
     CANDIDATES,
     RandomRows,
@@ -28,27 +26,9 @@ from engine.sampler import (
     token_logprobs,
 )
 from engine.sampling_params import SamplingParams
+from tests.engine.sampling_cases import FILTERS, LOGITS, VOCAB, Sequence, history_of, logit_rows, sequences, token_ids
 
-VOCAB = 12
-EOS = frozenset({2})
 DRAWS = 8000
-# all different, as top_k=1 and greedy must agree, and not in order
-LOGITS = torch.tensor([0.3, -1.0, 2.0, 1.1, -2.5, 0.9, 1.7, -0.2, 0.0, 2.4, -0.7, 0.5])
-
-FILTERS = {
-    "temperature 1": {},
-    "low temperature": {"temperature": 0.8},
-    "high temperature": {"temperature": 2.0},
-    "top_k": {"top_k": 4},
-    "top_k of the whole vocabulary": {"top_k": VOCAB},
-    "top_p": {"top_p": 0.7},
-    "top_p that leaves almost everything": {"top_p": 0.99},
-    "min_p": {"min_p": 0.2},
-    "top_k and top_p": {"top_k": 6, "top_p": 0.8},
-    "top_k and min_p": {"top_k": 5, "min_p": 0.35},
-    "top_p and min_p": {"top_p": 0.9, "min_p": 0.1},
-    "all": {"top_k": 7, "top_p": 0.85, "min_p": 0.08, "temperature": 1.3},
-}
 
 
 def exact_distribution(logits: list[float], params: SamplingParams) -> list[float]:
@@ -214,64 +194,12 @@ def test_a_row_that_asked_for_a_seed_repeats_it_and_another_position_gives_anoth
 # -- batches ---------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Sequence:
-    """One row with its own logits and history."""
-
-    params: SamplingParams
-    seed: int
-    tokens: list[int]
-    num_prompt: int
-    logits: Tensor
-
-
 def run_batch(sequences: list[Sequence], slots: list[int]) -> list[int]:
-    history = torch.full((8, 16), 11, dtype=torch.int32)
-    for slot, s in zip(slots, sequences, strict=True):
-        history[slot, : len(s.tokens)] = torch.tensor(s.tokens, dtype=torch.int32)
-    rows = [
-        SampledRow(slot, len(s.tokens), s.num_prompt, s.seed, s.params)
-        for slot, s in zip(slots, sequences, strict=True)
-    ]
+    rows = [sequence.row(slot) for slot, sequence in zip(slots, sequences, strict=True)]
     inputs = prepare_sampling(rows, VOCAB, UniformSource())
-    logits = torch.stack([s.logits for s in sequences])
-    process_rows(logits, inputs, history, EOS)
+    logits = torch.stack([sequence.logits for sequence in sequences])
+    process_rows(logits, inputs, history_of(sequences, slots))
     return sample(logits, inputs).tolist()
-
-
-token_ids = st.integers(0, VOCAB - 1)
-edits = st.fixed_dictionaries(
-    {},
-    optional={
-        "presence_penalty": st.floats(-2, 2),
-        "frequency_penalty": st.floats(-2, 2),
-        "repetition_penalty": st.floats(0.25, 4),
-        "logit_bias": st.dictionaries(token_ids, st.floats(-100, 100), max_size=4),
-        "allowed_token_ids": st.lists(token_ids, min_size=1, max_size=6),
-        "bad_words_token_ids": st.lists(st.lists(token_ids, min_size=1, max_size=3), max_size=4),
-        "min_tokens": st.integers(0, 8),
-        "stop_token_ids": st.lists(token_ids, max_size=3),
-    },
-)
-filters = st.sampled_from([{"temperature": 0.0}, {"temperature": 0.0, "top_k": 3}, *FILTERS.values()])
-# quarters are exact in float32, so that the same sums come out in any order
-logit_rows = st.lists(st.integers(-20, 20), min_size=VOCAB, max_size=VOCAB)
-
-
-@st.composite
-def sequences(draw_from) -> Sequence:
-    tokens = draw_from(st.lists(token_ids, min_size=1, max_size=14))
-    extras = draw_from(st.one_of(st.just({}), edits))
-    logits = torch.tensor(draw_from(logit_rows), dtype=torch.float32) / 4
-    if draw_from(st.integers(0, 9)) == 0:
-        logits[draw_from(token_ids)] = draw_from(st.sampled_from([torch.nan, torch.inf, -torch.inf]))
-    return Sequence(
-        params=SamplingParams(max_tokens=None, **draw_from(filters), **extras),
-        seed=draw_from(st.integers(0, 2**64 - 1)),
-        tokens=tokens,
-        num_prompt=draw_from(st.integers(1, len(tokens))),
-        logits=logits,
-    )
 
 
 @given(batch=st.lists(sequences(), min_size=1, max_size=8), order=st.randoms(use_true_random=False))
@@ -290,7 +218,7 @@ def test_a_greedy_batch_prepares_nothing_and_draws_no_number():
 
     params = SamplingParams(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1)
     inputs = prepare_sampling([SampledRow(i, 5, 2, i, params) for i in range(6)], VOCAB, NoNumbers())
-    assert (inputs.random, inputs.edited, inputs.any_logprobs) == ([], [], False)
+    assert (inputs.random, inputs.edits, inputs.any_logprobs) == ([], None, False)
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
     assert sample(logits, inputs).tolist() == logits.argmax(-1).tolist()
 
@@ -307,97 +235,6 @@ def test_a_row_without_a_finite_best_logit_gives_minus_one_and_leaves_the_others
     one_nan = LOGITS.repeat(3, 1)
     one_nan[1, 5] = torch.nan
     assert sample(one_nan, inputs).tolist() == [expected[0], -1, expected[2]]
-
-
-# -- logits processors -----------------------------------------------------------------------------------------
-
-
-def reference_process(logits: list[float], p: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
-    """What `process` should do, token by token."""
-    result = []
-    for token, x in enumerate(logits):
-        if p.allowed_token_ids and token not in p.allowed_token_ids:
-            x = -math.inf
-        for word in p.bad_words_token_ids:
-            said = output[len(output) - len(word) + 1 :] if len(word) > 1 else []
-            if len(output) >= len(word) - 1 and [*said, token] == word:
-                x = -math.inf
-        if len(output) < p.min_tokens and (token in EOS or token in p.stop_token_ids):
-            x = -math.inf
-        x += (p.logit_bias or {}).get(token, 0.0)
-        if token in prompt or token in output:
-            x = x / p.repetition_penalty if x > 0 else x * p.repetition_penalty
-        count = output.count(token)
-        x -= p.frequency_penalty * count + p.presence_penalty * (count > 0)
-        result.append(x)
-    return result
-
-
-def process(params: SamplingParams, prompt: list[int], output: list[int], logits: Tensor = LOGITS) -> Tensor:
-    logits = logits.clone()
-    if logits_processors.is_needed(params):
-        logits_processors.process(
-            logits, params, torch.tensor(prompt).long(), torch.tensor(output, dtype=torch.long), EOS
-        )
-    return logits
-
-
-@given(fields=edits, prompt=st.lists(token_ids, min_size=1, max_size=6), output=st.lists(token_ids, max_size=8))
-@settings(max_examples=300, deadline=None, derandomize=True)
-def test_logits_are_changed_as_the_reference_does(fields, prompt, output):
-    params = SamplingParams(max_tokens=None, **fields)
-    expected = torch.tensor(reference_process(LOGITS.tolist(), params, prompt, output))
-    torch.testing.assert_close(process(params, prompt, output), expected, atol=1e-4, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"presence_penalty": 0.5},
-        {"presence_penalty": -0.5},
-        {"frequency_penalty": 0.3},
-        {"repetition_penalty": 1.5},
-        {"repetition_penalty": 0.5},
-        {"logit_bias": {0: 5.0, 9: -100.0}},
-        {"allowed_token_ids": [1, 4, 4]},
-        {"bad_words_token_ids": [[5], [3, 7], [3, 3, 8], [9, 3, 1], [2, 2, 2, 2, 2, 2]]},
-        {"min_tokens": 4, "stop_token_ids": [6, 7]},
-    ],
-    ids=str,
-)
-def test_each_edit_alone_changes_something_and_does_what_the_reference_does(fields):
-    params, prompt, output = SamplingParams(**fields), [1, 1, 9], [3, 4, 3]
-    changed = process(params, prompt, output)
-    assert not changed.equal(LOGITS)
-    torch.testing.assert_close(changed, torch.tensor(reference_process(LOGITS.tolist(), params, prompt, output)))
-
-
-def test_only_the_token_that_would_complete_a_bad_word_is_banned():
-    params = SamplingParams(bad_words_token_ids=[[1, 2, 3], [3], [2, 4]])
-    assert banned(process(params, [1], [2])) == {3, 4}, "the prompt does not count"
-    assert banned(process(params, [0], [1, 2])) == {3, 4}
-    assert banned(process(SamplingParams(bad_words_token_ids=[[1, 2, 3]]), [0], [1, 2])) == {3}
-    assert banned(process(SamplingParams(bad_words_token_ids=[[1, 2, 3]]), [0], [1, 2, 2])) == set()
-    assert banned(process(SamplingParams(bad_words_token_ids=[[1, 2, 3]]), [0], [2])) == set()
-
-
-def test_a_bad_word_without_tokens_bans_nothing():
-    assert banned(process(SamplingParams(bad_words_token_ids=[[], [1, 2]]), [0], [1])) == {2}
-
-
-def test_ends_are_banned_until_the_minimum_length():
-    params = SamplingParams(min_tokens=2, stop_token_ids=[6])
-    assert banned(process(params, [0, 0, 0], [1])) == {2, 6}
-    assert banned(process(params, [0, 0, 0], [1, 1])) == set()
-
-
-def test_a_ban_holds_against_any_bias():
-    params = SamplingParams(allowed_token_ids=[1, 3], logit_bias={0: 100.0}, repetition_penalty=0.5)
-    assert banned(process(params, [0], [0])) == set(range(VOCAB)) - {1, 3}
-
-
-def banned(logits: Tensor) -> set[int]:
-    return set(torch.isneginf(logits).nonzero().flatten().tolist())
 
 
 # -- log-probabilities -----------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""Compiles kernels for a Hopper GPU where there is none: python -m tests.engine.ops.gpu.compile_kernels CASE...
+"""Compiles kernels for a GPU where there is none: python -m tests.engine.ops.gpu.compile_kernels CASE...
+
+For Hopper (sm_90), or what is named before a case, like sm_80.
 
 The launchers run as they are, over tensors on the CPU, but what they launch is only compiled, by the ptxas that comes
 with Triton. Prints what each kernel needs, one JSON object per line. Not under the interpreter.
@@ -20,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine.ops.gpu import activation, attention, norm, quantize, rope, sampling
+from engine.ops.gpu import activation, attention, moe, norm, quantize, rope, sampling
 from tests.engine.ops.gpu.paged import FLOAT8, Case
 
 DECODE, CHUNK = Case([(4000, 1)] * 3, heads=8, head_dim=128, block_size=64), Case([(0, 200)], heads=8, head_dim=128)
@@ -43,15 +45,20 @@ CASES: dict[str, Case] = {
     "short chunk": CHUNK.but(sequences=[(4000, 4)]),
 }
 
+EXPERTS = {"experts": torch.bfloat16, "experts, float16": torch.float16, "experts, float32": torch.float32}
 
-class Hopper:
-    """What Triton's launcher asks a driver for before it compiles."""
+
+class Driver:
+    """What Triton's launcher asks a driver for before it compiles. capability: of the GPU, times 10."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability  # one number for each, since what was compiled is kept by it
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -102,11 +109,23 @@ def compile_elementwise() -> None:
     quantize.quantize_rows(x, torch.int8)
 
 
+def compile_experts(dtype: torch.dtype) -> None:
+    """For the few tokens of a decode step, and for the many of a prompt."""
+    for tokens in (4, 400):
+        x, experts = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 8, dtype=torch.int64)
+        gate_up, down = torch.zeros(16, 1536, 2048, dtype=dtype), torch.zeros(16, 2048, 768, dtype=dtype)
+        moe.mix_experts(x, gate_up, down, activation.silu_mul, experts, experts.to(dtype))
+
+
 if __name__ == "__main__":
-    driver.set_active(Hopper())
+    driver.set_active(Driver(90))
     JITFunction.__getitem__ = compile_only
     for chosen in sys.argv[1:]:
-        if chosen == "elementwise":
+        if chosen.startswith("sm_"):
+            driver.set_active(Driver(int(chosen.removeprefix("sm_"))))
+        elif chosen == "elementwise":
             compile_elementwise()
+        elif chosen in EXPERTS:
+            compile_experts(EXPERTS[chosen])
         else:
             compile_attention(CASES[chosen])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model_config import RopeConfig
+from engine.model_config import MoEConfig, RopeConfig
 from engine.models import build_model
 from engine.ops import versions
 from engine.ops.gpu import flash
@@ -17,6 +17,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU test
 
 FAMILIES = {
     "Qwen 3": tiny_config(architecture="Qwen3ForCausalLM"),
+    "Qwen 3 MoE": tiny_config(
+        architecture="Qwen3MoeForCausalLM",
+        moe=MoEConfig(
+            num_experts=6, experts_per_token=2, intermediate_size=20, norm_topk_prob=True, layers=frozenset({0})
+        ),
+    ),
     "Gemma 3": tiny_config(
         architecture="Gemma3ForCausalLM",
         activation="gelu_pytorch_tanh",
