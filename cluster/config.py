@@ -16,7 +16,7 @@ from deployments.openai.gate import GateConfig
 from deployments.openai.parser_names import ReasoningParser, ToolCallParser
 from deployments.routing.config import Role, RoutingConfig
 from deployments.tracing import TracingConfig
-from engine.config import EngineConfig
+from engine.config import BLOCK_SIZES, EngineConfig
 from engine.errors import ConfigError
 from engine.kv_transfer.config import HandoffConfig
 from placement.console_log import LogConfig, LogFormat, LogLevel
@@ -187,7 +187,9 @@ class ModelSection(Section):
             raise ConfigError(f"{path}.{self._section('prefill', 'block_size')}block_size", sizes["prefill"], limit)
 
     def engine_config(self, role: Role = "decode") -> EngineConfig:
-        options = {**dict(self.engine), **self._own(role)}
+        options = self._options(role)
+        if options["block_size"] is None:  # ingresses and routers hash prompts by it, and know no device
+            options["block_size"] = BLOCK_SIZES["cuda" if any(map(self._on_gpu, self.pools)) else "cpu"]
         if self.prefill is not None:
             options["handoff"] = HandoffConfig(role=role, **dict(self.handoff or HandoffSection()))
         return EngineConfig(model=self.model, **options)
@@ -218,6 +220,14 @@ class ModelSection(Section):
             scale_to_zero_delay_s=pool.scale_to_zero_delay_s,
         )
         return PoolSettings(self.name, role, Slo(**dict(self.slo)), limits)
+
+    def _on_gpu(self, role: Role) -> bool:
+        device = self._options(role)["device"]
+        return device == "cuda" or (device == "auto" and self.pools[role].num_gpus > 0)
+
+    def _options(self, role: Role) -> dict[str, Any]:
+        """Fields of EngineConfig, as far as they stand in `engine` sections."""
+        return {**dict(self.engine), **self._own(role)}
 
     def _own(self, role: Role) -> dict[str, Any]:
         """Keys of `engine` that are different in this pool."""

@@ -10,6 +10,8 @@ from engine.kv_transfer.config import HandoffConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+# tokens per KV block that every attention backend of such a device takes: for who must know before there is an engine
+BLOCK_SIZES = {"cpu": 16, "cuda": 256}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +23,15 @@ class EngineConfig:
     quantization: `fp8` rounds the weights of a model that is not quantized to FP8 as they are loaded.
     kv_cache_dtype: `fp8` (the same as `fp8_e4m3`) stores K and V in one byte each; `auto` takes `dtype`.
     device: `auto` takes a GPU where torch finds one.
-    block_size: tokens per KV block.
+    block_size: tokens per KV block; None takes what the attention backend of the device likes, 16 on a CPU.
     kv_cache_memory_gib: size of the KV cache; None means 2 GiB on a CPU, and on a GPU what is left of
         `gpu_memory_utilization` after a profiling run.
     gpu_memory_utilization: share of a GPU's memory that weights, KV cache and activations may fill together.
     num_blocks: KV blocks, in place of a size in memory.
     enforce_eager: on a GPU, launch every kernel from the host also where a step only decodes: the plain twin of CUDA
         graphs, slower and with the same tokens.
+    torch_compile: compile what stands between the attentions of a model with torch.compile as the engine starts
+        (docs/gpu.md); not with `enforce_eager`.
     cuda_graph_memory_gib: GPU memory kept free for CUDA graphs; batch sizes that do not fit run without.
     load_format: `auto` reads the model's weights; `dummy` takes random ones of the same shapes, to measure.
     max_model_len: longest prompt + answer, in tokens; None takes the model's own context.
@@ -49,10 +53,11 @@ class EngineConfig:
     quantization: Literal["fp8"] | None = None
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    block_size: int = 16
+    block_size: int | None = None
     kv_cache_memory_gib: float | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
+    torch_compile: bool = False
     cuda_graph_memory_gib: float = 1.0
     load_format: Literal["auto", "dummy"] = "auto"
     num_blocks: int | None = None
@@ -69,15 +74,21 @@ class EngineConfig:
     handoff: HandoffConfig | None = None
 
     @property
+    def known_block_size(self) -> int:
+        """For who must know it without an engine. Raises AssertionError where the device is to choose it."""
+        assert self.block_size is not None, "only an engine can choose it, on its device"
+        return self.block_size
+
+    @property
     def shared_block_size(self) -> int | None:
         """Of blocks that requests with a common prefix share; None where they share none."""
-        return self.block_size if self.enable_prefix_caching else None
+        return self.known_block_size if self.enable_prefix_caching else None
 
     def __post_init__(self) -> None:
-        for key in ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_waiting", "tensor_parallel"):
+        for key in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "tensor_parallel"):
             if getattr(self, key) < 1:
                 raise ConfigError(key, getattr(self, key), "at least 1")
-        for key in ("num_blocks", "max_model_len", "num_threads"):
+        for key in ("block_size", "num_blocks", "max_model_len", "num_threads"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ConfigError(key, value, "at least 1, or left out")

@@ -97,9 +97,9 @@ class EngineCore:
                 engine_id=engine_id,
                 host=host,
                 fingerprint=fingerprint(
-                    self.model_config, folder, self.runner.dtype, self.runner.kv_dtype, config.block_size
+                    self.model_config, folder, self.runner.dtype, self.runner.kv_dtype, self.runner.block_size
                 ),
-                block_size=config.block_size,
+                block_size=self.runner.block_size,
                 step_cost=self.step_times.by_tokens,
                 wake=wake,
                 journal=self.journal,
@@ -107,7 +107,7 @@ class EngineCore:
         self.max_model_len = self.runner.max_model_len
         self.scheduler = Scheduler(
             config,
-            BlockPool(self.runner.num_blocks, config.block_size, config.enable_prefix_caching),
+            BlockPool(self.runner.num_blocks, self.runner.block_size, config.enable_prefix_caching),
             max_model_len=self.max_model_len,
             vocab_size=self.model_config.vocab_size,
             eos_token_ids=frozenset(self.model_config.eos_token_ids),

@@ -32,19 +32,25 @@ def block_shape(config: ModelConfig, block_size: int, tp: TPGroup) -> tuple[int,
 
 
 def choose_num_blocks(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, tp: TPGroup, free_bytes: int
+    config: EngineConfig,
+    block_size: int,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: TPGroup,
+    free_bytes: int,
 ) -> tuple[int, int]:
     """(blocks, max_model_len) for this memory, with one log line saying what limits them.
 
     free_bytes: memory for the KV cache on a GPU, measured after a profiling run; on a CPU what the machine has.
     Raises OutOfMemory when `max_model_len` was asked for and does not fit, or when nothing fits at all.
     """
-    block_bytes = torch.Size(block_shape(model, config.block_size, tp)).numel() * dtype.itemsize
+    block_bytes = torch.Size(block_shape(model, block_size, tp)).numel() * dtype.itemsize
     longest = config.max_model_len or model.max_position_embeddings
     if longest > model.max_position_embeddings:
         limit = f"at most the model's own context ({model.max_position_embeddings})"
         raise ConfigError("max_model_len", longest, limit)
-    wanted = config.max_num_seqs * -(-longest // config.block_size)
+    wanted = config.max_num_seqs * -(-longest // block_size)
     if config.num_blocks is not None:
         blocks, limit = config.num_blocks, "num_blocks"
         if blocks * block_bytes > free_bytes:
@@ -57,10 +63,10 @@ def choose_num_blocks(
         blocks = max(0, budget) // block_bytes
         if blocks > wanted:
             blocks, limit = wanted, f"max_num_seqs ({config.max_num_seqs}) x max_model_len ({longest})"
-    tokens = blocks * config.block_size
+    tokens = blocks * block_size
     shortest = config.max_model_len or 2  # a token of prompt and one of answer
     if tokens < shortest:
-        needed = -(-shortest // config.block_size)
+        needed = -(-shortest // block_size)
         more = f"kv_cache_memory_gib to at least {math.ceil(needed * block_bytes / GIB * 1000) / 1000}"
         if config.num_blocks is not None:
             more = f"num_blocks to at least {needed}"
@@ -72,7 +78,7 @@ def choose_num_blocks(
     max_model_len = min(longest, tokens)
     logger.info(
         "kv cache: %d tokens fit (%d blocks of %d, %.2f GiB), limited by %s; max_model_len=%d, so %.1f full requests",
-        tokens, blocks, config.block_size, blocks * block_bytes / GIB, limit, max_model_len, tokens / max_model_len,
+        tokens, blocks, block_size, blocks * block_bytes / GIB, limit, max_model_len, tokens / max_model_len,
     )  # fmt: skip
     return blocks, max_model_len
 

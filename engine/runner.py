@@ -2,7 +2,7 @@
 
 On a GPU nothing here waits for the device before `collect`: inputs go there in one copy per step, sampled tokens stay
 there for the next step and are copied to the host on the side. So step n+1 lies in the device's queue before step n has
-ended. What makes the host wait after all is rare and stands at `_sample`.
+ended.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from engine.loader import count_parameters, fill_with_noise, load_weights, pack_
 from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
 from engine.ops import versions
+from engine.ops.attention import default_block_size
 from engine.plan import StepPlan, StepResult
 from engine.sampler import (
     LogprobTable,
@@ -73,27 +74,32 @@ class ModelRunner:
         self.config = config
         self.tp = tp
         self.model_config = model_config
-        self.eos = frozenset(model_config.eos_token_ids)
         self.on = open_device(config.device)
         self.device = self.on.place
         self.overlap = self.on.asynchronous if config.overlap is None else config.overlap
-        self.dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        self.dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         if config.num_threads or tp.local_size > 1:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             share = max(1, cores // tp.local_size)
             torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), share))
         self.kv_dtype = kv_cache.cache_dtype(config, self.dtype, self.device)
+        # of what all ranks like, the largest is a multiple of the others
+        self.block_size = config.block_size or max(map(int, tp.exchange(str(default_block_size(self.device)))))
         self.kv_scales: Tensor | None = None
         if self.kv_dtype == torch.float8_e4m3fn:
             self.kv_scales = kv_cache.read_scales(folder, model_config.num_layers, self.device)
         self.model = self._load(folder, tp)
+        if config.torch_compile:
+            self._compile()
         on_cpu = self.device.type == "cpu"
-        free = kv_cache.free_host_bytes() // tp.local_size if on_cpu else self._free_gpu_bytes(tp)
-        num_blocks, longest = kv_cache.choose_num_blocks(config, model_config, self.kv_dtype, self.device, tp, free)
+        free = kv_cache.free_host_bytes() // tp.local_size if on_cpu else self._free_gpu_bytes()
+        num_blocks, longest = kv_cache.choose_num_blocks(
+            config, self.block_size, model_config, self.kv_dtype, self.device, tp, free
+        )
         self.num_blocks = min(map(int, tp.exchange(str(num_blocks))))
-        self.max_model_len = min(longest, self.num_blocks * config.block_size)
+        self.max_model_len = min(longest, self.num_blocks * self.block_size)
         self.kv_cache = kv_cache.allocate(
-            self.num_blocks, model_config, config.block_size, self.kv_dtype, self.device, tp
+            self.num_blocks, model_config, self.block_size, self.kv_dtype, self.device, tp
         )
         slots, longest = config.max_num_seqs, self.max_model_len
         self._history = torch.zeros(slots, longest, dtype=torch.int32, device=self.device)
@@ -101,7 +107,7 @@ class ModelRunner:
         self._tables: Tensor | None = None
         self.graphs: DecodeGraphs | None = None
         if self.on.asynchronous:
-            self._tables = torch.zeros(slots, -(-longest // config.block_size), dtype=torch.int32, device=self.device)
+            self._tables = torch.zeros(slots, -(-longest // self.block_size), dtype=torch.int32, device=self.device)
             if self._can_record():
                 self.graphs = DecodeGraphs(
                     self.on, self.model, self._history, self._tables, self.kv_cache, self.kv_scales,
@@ -115,17 +121,11 @@ class ModelRunner:
         why = None
         if self.config.enforce_eager:
             why = "enforce_eager"
-        elif self.model_config.moe is not None and self.device.type == "cuda" and not self._groups_experts():
-            why = "the experts' tokens are counted on the host"
         elif self.device.type == "cuda" and not versions.triton_found():
             why = "plain torch takes the place of Triton's kernels"
         if why:
             logger.info("decode steps run without graphs: %s", why)
         return why is None
-
-    def _groups_experts(self) -> bool:
-        """Whether the GPU has a grouped product for them (ops/gpu/moe.py). Has not run on a GPU yet."""
-        return self.dtype == torch.bfloat16 and torch.cuda.get_device_capability(self.device) >= (9, 0)
 
     def _load(self, folder: Path, tp: TPGroup) -> Model:
         started = time.perf_counter()
@@ -143,15 +143,23 @@ class ModelRunner:
         )  # fmt: skip
         return model
 
-    def _free_gpu_bytes(self, tp: TPGroup) -> int:
+    def _compile(self) -> None:
+        if self.config.enforce_eager:
+            logger.info("torch_compile is set aside by enforce_eager")
+            return
+        from engine.torch_compile import compile_layers  # of no use to others, and torch's compiler takes seconds
+
+        compile_layers(self.model, self.model_config, self.tp, lambda tokens: self.run_trial(tokens, 1))
+
+    def _free_gpu_bytes(self) -> int:
         """What `gpu_memory_utilization` leaves for the KV cache beside weights, graphs and the largest step's
         activations, measured by running such a step."""
-        self.run_largest_step(tp)  # once to compile kernels and to load libraries, which take memory for good
+        self.run_largest_step()  # once to compile kernels and to load libraries, which take memory for good
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.run_largest_step(tp)
+        self.run_largest_step()
         torch.cuda.synchronize()
         activations = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
@@ -164,10 +172,13 @@ class ModelRunner:
         )  # fmt: skip
         return int(total * self.config.gpu_memory_utilization) - used - activations - graphs
 
+    def run_largest_step(self) -> None:
+        self.run_trial(self.config.max_num_batched_tokens, self.config.max_num_seqs)
+
     @torch.inference_mode()
-    def run_largest_step(self, tp: TPGroup) -> None:
-        """Compute as many tokens as a step may have, and sample for as many sequences, all in one KV block."""
-        tokens, seqs, size = self.config.max_num_batched_tokens, self.config.max_num_seqs, self.config.block_size
+    def run_trial(self, tokens: int, seqs: int) -> None:
+        """Compute so many tokens, and sample for so many sequences, all in one KV block."""
+        size = self.block_size
         counts = np.full(seqs, tokens // seqs)
         counts[: tokens % seqs] += 1
         ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
@@ -179,7 +190,7 @@ class ModelRunner:
             query_start=parcel.add(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
             kv_len=parcel.add(counts.astype(np.int32)),
             block_table=torch.zeros(seqs, -(-int(counts.max()) // size), dtype=torch.int32, device=self.device),
-            kv_cache=kv_cache.allocate(1, self.model_config, size, self.kv_dtype, self.device, tp),
+            kv_cache=kv_cache.allocate(1, self.model_config, size, self.kv_dtype, self.device, self.tp),
             single=parcel.add(single.numpy()),
             chunks=chunks,
             kv_scales=self.kv_scales,
@@ -250,11 +261,7 @@ class ModelRunner:
     def _sample(
         self, hidden: Tensor, inputs: StepInputs
     ) -> tuple[Tensor, tuple[list[int], list[int], LogprobTable] | None]:
-        """Tokens [n] int64 of the sampling entries, and their log-probabilities where asked for.
-
-        Here the host waits for the device after all, for rows with penalties, biases, banned or allowed tokens: they
-        are rare, and processed one by one.
-        """
+        """Tokens [n] int64 of the sampling entries, and their log-probabilities where asked for."""
         if not inputs.entries:
             return inputs.sampled_rows, None
         sampling = inputs.sampling
@@ -263,7 +270,7 @@ class ModelRunner:
         logits = self.model.logits(hidden[inputs.sampled_rows])
         asked = {row: count for row, count in enumerate(sampling.logprobs) if count is not None}
         raw = torch.stack([logits[row] for row in asked]) if asked else None
-        process_rows(logits, sampling, self._history, self.eos)
+        process_rows(logits, sampling, self._history)
         tokens = sample(logits, sampling)
         if raw is None:
             return tokens, None

@@ -25,7 +25,9 @@ ThreadsOption = Annotated[
     int | None, typer.Option(min=1, rich_help_panel=ENGINE, help="CPU threads; default: one per core.")
 ]
 BudgetOption = Annotated[int, typer.Option(min=1, rich_help_panel=ENGINE, help="Tokens that one step may compute.")]
-BlockSizeOption = Annotated[int, typer.Option(min=1, rich_help_panel=ENGINE, help="Tokens per KV block.")]
+BlockSizeOption = Annotated[
+    int | None, typer.Option(min=1, rich_help_panel=ENGINE, help="Tokens per KV block. Default: what the device likes.")
+]
 
 
 @bench.command()
@@ -55,7 +57,7 @@ def offline(
     max_model_len: Annotated[
         int | None, typer.Option(min=2, rich_help_panel=ENGINE, help="Longest prompt + answer, in tokens.")
     ] = None,
-    block_size: BlockSizeOption = 16,
+    block_size: BlockSizeOption = None,
     kv_cache_memory_gib: Annotated[
         float | None, typer.Option(rich_help_panel=ENGINE, help="Size of the KV cache.")
     ] = None,
@@ -68,6 +70,9 @@ def offline(
     tensor_parallel: Annotated[
         int, typer.Option(min=1, rich_help_panel=ENGINE, help="Ranks that share the model.")
     ] = 1,
+    torch_compile: Annotated[
+        bool, typer.Option(rich_help_panel=ENGINE, help="Compile what stands between attentions.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Throughput and latency of the engine alone, in this process.
@@ -87,7 +92,7 @@ def offline(
             dtype=dtype, num_threads=threads, max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size,
             kv_cache_memory_gib=kv_cache_memory_gib, enable_prefix_caching=prefix_caching, overlap=overlap,
-            tensor_parallel=tensor_parallel,
+            tensor_parallel=tensor_parallel, torch_compile=torch_compile,
         )  # fmt: skip
     if as_json:
         print_json(asdict(report))
@@ -188,7 +193,7 @@ def step(
     dtype: DtypeOption = "auto",
     threads: ThreadsOption = None,
     max_num_batched_tokens: BudgetOption = 2048,
-    block_size: BlockSizeOption = 16,
+    block_size: BlockSizeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Where the time of a decode step goes, in µs, against the least that it could take.

@@ -36,7 +36,6 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.messages import GenerateRequest
 from engine.model_config import ModelConfig
-from engine.ops.attention import default_block_size
 from engine.sampling_params import SamplingParams
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -88,8 +87,7 @@ class Decoding:
     def __init__(self, shape: str, **options: Any):
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
-            block_size = default_block_size(torch.device("cuda"))
-            defaults = {"block_size": block_size, "load_format": "dummy", "max_num_batched_tokens": PROMPT}
+            defaults = {"load_format": "dummy", "max_num_batched_tokens": PROMPT}
             self.core = EngineCore(EngineConfig(model=folder, device="cuda", **{**defaults, **options}))
         self.config: ModelConfig = self.core.model_config
         self.waited_s = 0.0
@@ -304,6 +302,9 @@ def main() -> int:
         ("decode 8B, batch 64, fp8", lambda: decode(card, 64, **FP8)),
         ("prefill 8B, 8192 tokens, fp8", lambda: prefill(card, **FP8)),
         ("decode 8B, batch 1, without graphs", lambda: decode(card, 1, enforce_eager=True)),
+        ("prefill 8B, 8192 tokens, torch.compile", lambda: prefill(card, torch_compile=True)),
+        ("decode 8B, batch 64, torch.compile", lambda: decode(card, 64, torch_compile=True)),
+        ("decode 8B, batch 1, torch.compile", lambda: decode(card, 1, torch_compile=True)),
     ]
     parts = []
     device = torch.cuda.get_device_name()

@@ -20,8 +20,9 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
-from cluster.app import ingress, model_info
+from cluster.app import ingress
 from cluster.config import AppConfig
+from cluster.model_info import model_info
 from engine.messages import EngineStats, EngineStatus, GenerateRequest, TokenBatch, TokenDelta
 
 TICK_S = 0.02

@@ -129,7 +129,7 @@ def measure(
     return OfflineReport(
         model=Path(model).name,
         workload=workload or "random",
-        dtype=str(model_config.dtype).removeprefix("torch.") if asked == "auto" else asked,
+        dtype=model_config.dtype if asked == "auto" else asked,
         threads=torch.get_num_threads(),
         requests=len(first),
         input_len=len(first[0].prompt),

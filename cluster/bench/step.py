@@ -24,10 +24,12 @@ from cluster.bench.memory_floor import kv_bytes, measure_bandwidth, synchronise,
 from cluster.bench.prompts import random_ids
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.device import open_device
 from engine.errors import EngineError, InvalidParameter
 from engine.messages import GenerateRequest
 from engine.model_config import ModelConfig
 from engine.model_folder import resolve
+from engine.ops.attention import default_block_size
 from engine.sampling_params import SamplingParams
 
 UNMEASURED = 5  # decode steps before the clock starts, for buffers and caches
@@ -214,7 +216,7 @@ def config_for(
     """An engine with room for one batch, until the last of its steps."""
     defaults = EngineConfig()
     budget = options.get("max_num_batched_tokens", defaults.max_num_batched_tokens)
-    block_size = options.get("block_size", defaults.block_size)
+    block_size = options.get("block_size") or default_block_size(open_device(options.get("device", "auto")).place)
     # while the last prompts are computed, the first sequences decode; one token each is the prompt's, one to spare
     ahead = -(-batch_size * context_len // max(1, budget - batch_size)) + 1
     longest = context_len + ahead + UNMEASURED + steps + 2
@@ -231,7 +233,7 @@ def config_for(
         num_blocks=batch_size * (-(-longest // block_size) + 1),
         overlap=False,
         enforce_eager=True,  # a clock cannot look into a graph, nor stop while one is recorded
-        **options,
+        **options | {"block_size": block_size},
     )
 
 

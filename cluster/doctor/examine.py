@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from cluster.app import check, read
+from cluster.config_file import check, read
 from cluster.doctor.finding import Finding
 from cluster.doctor.gpu import check_gpus
 from cluster.doctor.machine import check_machine, check_ports

@@ -67,7 +67,7 @@ def check_engine(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
     topic, pool, engine = f"{role} of {model.name}", model.pools[role], model.engine_config(role)
     folder = model_folder.resolve(model.model)
     shape = ModelConfig.from_folder(folder)
-    dtype = shape.dtype if engine.dtype == "auto" else getattr(torch, engine.dtype)
+    dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
     on_gpu = pool.num_gpus > 0 and engine.device != "cpu"
     weights = weight_bytes(folder, dtype) // engine.tensor_parallel
     quantized = " before they are quantized" if engine.quantization is not None else ""
@@ -93,12 +93,13 @@ def check_kv_cache(
         told = f"the weights ({weights / GIB:.2f} GiB per rank) do not fit into memory"
         return Finding("problem", topic, told, "Raise tensor_parallel, or take a smaller model")
     device, tp = torch.device("cuda" if on_gpu else "cpu"), TPGroup(0, engine.tensor_parallel)
+    size = engine.known_block_size
     try:
         kv_dtype = kv_cache.cache_dtype(engine, dtype, device)
-        blocks, longest = kv_cache.choose_num_blocks(engine, shape, kv_dtype, device, tp, free)
+        blocks, longest = kv_cache.choose_num_blocks(engine, size, shape, kv_dtype, device, tp, free)
     except (OutOfMemory, ConfigError) as error:
         return Finding("problem", topic, str(error))
-    tokens = blocks * engine.block_size
+    tokens = blocks * size
     told = f"KV cache for {tokens:,} tokens{less}: {tokens / longest:.1f} requests of max_model_len {longest:,}"
     if longest < (engine.max_model_len or shape.max_position_embeddings):
         return Finding("warning", topic, told, "The context is cut to what fits; raise kv_cache_memory_gib for more")

@@ -4,13 +4,11 @@ keys, and windowed layers with a rotary embedding of their own (the last is a ma
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.batch import Batch
-from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.model_config import ModelConfig
-from engine.models.llama import LlamaAttention, LlamaForCausalLM
+from engine.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
 from engine.tp_group import TPGroup
 
 
@@ -26,26 +24,25 @@ class Gemma3Attention(LlamaAttention):
         self.q_norm = GemmaRMSNorm(cfg.head_dim, cfg.rms_norm_eps)
         self.k_norm = GemmaRMSNorm(cfg.head_dim, cfg.rms_norm_eps)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        q, k, v = self.qkv_proj(x)
-        return self.o_proj(self.attend(self.q_norm(q), self.k_norm(k), v, batch))
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(x)
+        return self.q_norm(q), self.k_norm(k), v
 
 
-class Gemma3Layer(nn.Module):
+class Gemma3Layer(LlamaLayer):
     """Residual block with norms on both sides: [tokens, hidden] -> [tokens, hidden]."""
 
+    attention_type = Gemma3Attention
+    norm_type = GemmaRMSNorm
+
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
-        super().__init__()
-        self.input_layernorm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.self_attn = Gemma3Attention(cfg, tp, layer)
-        self.post_attention_layernorm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        super().__init__(cfg, tp, layer)
         self.pre_feedforward_layernorm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.mlp = GatedMLP(cfg, tp, f"layers.{layer}.mlp")
         self.post_feedforward_layernorm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        attended = self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), batch))
-        x, normed = self.pre_feedforward_layernorm.add(x, attended)
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        projected = self.post_attention_layernorm(self.self_attn.o_proj(attended))
+        x, normed = self.pre_feedforward_layernorm.add(x, projected)
         return x + self.post_feedforward_layernorm(self.mlp(normed))
 
 

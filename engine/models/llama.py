@@ -26,7 +26,7 @@ PACKED = {
 
 
 class LlamaAttention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions: `project`, `attend`, `o_proj`."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
@@ -37,28 +37,39 @@ class LlamaAttention(nn.Module):
             cfg.num_heads * cfg.head_dim, cfg.hidden_size, tp, cfg.output_bias, cfg.weight_format(where, "o_proj")
         )
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        q, k, v = self.qkv_proj(x)
-        return self.o_proj(self.attend(q, k, v, batch))
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as `attend` takes them."""
+        return self.qkv_proj(x)
 
 
 class LlamaLayer(nn.Module):
-    """Pre-norm residual block: [tokens, hidden] -> [tokens, hidden]."""
+    """Pre-norm residual block: [tokens, hidden] -> [tokens, hidden].
 
-    attention_type: ClassVar[type[nn.Module]] = LlamaAttention
+    In two pieces that know nothing of the batch, so that they can be compiled (engine/torch_compile.py).
+    """
+
+    attention_type: ClassVar[type[LlamaAttention]] = LlamaAttention
+    norm_type: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
-        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.input_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
         self.self_attn = self.attention_type(cfg, tp, layer)
-        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.post_attention_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
         self.mlp = self.make_mlp(cfg, tp, layer)
 
     def make_mlp(self, cfg: ModelConfig, tp: TPGroup, layer: int) -> nn.Module:
         return GatedMLP(cfg, tp, f"layers.{layer}.mlp")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x, normed = self.post_attention_layernorm.add(x, self.self_attn(self.input_layernorm(x), batch))
+        q, k, v = self.before_attention(x)
+        return self.after_attention(x, self.self_attn.attend(q, k, v, batch))
+
+    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(self.input_layernorm(x))
+
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        x, normed = self.post_attention_layernorm.add(x, self.self_attn.o_proj(attended))
         return x + self.mlp(normed)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.batch import Batch
 from engine.layers.norm import RMSNorm
 from engine.model_config import ModelConfig
 from engine.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
@@ -17,9 +16,9 @@ class Qwen3Attention(LlamaAttention):
         self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
         self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        q, k, v = self.qkv_proj(x)
-        return self.o_proj(self.attend(self.q_norm(q), self.k_norm(k), v, batch))
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(x)
+        return self.q_norm(q), self.k_norm(k), v
 
 
 class Qwen3Layer(LlamaLayer):

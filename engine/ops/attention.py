@@ -20,9 +20,10 @@ from types import ModuleType
 
 import torch
 
+from engine.config import BLOCK_SIZES
 from engine.ops import attention_plain, versions
 
-GPU_BLOCK_SIZE = 64  # a head's K of a block is then one tile of the kernel, and one run of 16 KiB
+TRITON_BLOCK_SIZE = 64  # a head's K of a block is then one tile of the kernel, and one run of 16 KiB
 
 
 def choose() -> ModuleType:
@@ -42,11 +43,11 @@ def choose() -> ModuleType:
 def default_block_size(device: torch.device) -> int:
     """Tokens per KV block, where nobody asked for a number: what the fastest attention on this device takes."""
     if device.type == "cpu":
-        return 16
+        return BLOCK_SIZES["cpu"]
     if versions.triton_found():
         from engine.ops.gpu import flash
 
         backend = flash.choose(device)
-        if backend is not None and backend.page > GPU_BLOCK_SIZE:
+        if backend is not None and backend.page > TRITON_BLOCK_SIZE:
             return backend.page
-    return GPU_BLOCK_SIZE
+    return TRITON_BLOCK_SIZE

@@ -33,17 +33,15 @@ def choose() -> RMSNormOp:
 
 
 def choose_add() -> AddRMSNormOp:
+    if versions.cpu_kernels():
+        from engine.ops.cpu.norm import add_rms_norm
+
+        return add_rms_norm
     if versions.gpu_kernels():
         from engine.ops.gpu import norm
 
         return norm.add_rms_norm
-    rms_norm = choose()
-
-    def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float) -> tuple[Tensor, Tensor]:
-        total = x + y
-        return total, rms_norm(total, weight, eps, shift)
-
-    return add_rms_norm
+    return add_rms_norm_plain
 
 
 def rms_norm_plain(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
@@ -52,3 +50,8 @@ def rms_norm_plain(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tenso
     if shift:
         return (wide * (shift + weight.float())).to(x.dtype)
     return weight * wide.to(x.dtype)
+
+
+def add_rms_norm_plain(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, rms_norm_plain(total, weight, eps, shift)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Multiply(Protocol):
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
+    def __call__(self, x: Tensor, bias: Tensor | None, /) -> Tensor: ...
 
 
 def choose(weight: QuantizedWeight, dtype: torch.dtype) -> Multiply | None:

@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster import cli
-from cluster.config import AppConfig, EngineSection, HandoffSection
+from cluster.config import AppConfig, EngineSection, HandoffSection, IngressSection
+from cluster.model_info import model_info
 from deployments import tracing
 from deployments.routing.config import RoutingConfig
 from engine.config import EngineConfig
@@ -20,7 +21,7 @@ MODEL = {"name": "pocket", "model": "pocket"}
 
 def test_smallest_configuration_takes_all_defaults():
     (model,) = AppConfig.parse({"models": [MODEL]}).models
-    assert model.engine_config() == EngineConfig(model="pocket")
+    assert model.engine_config() == EngineConfig(model="pocket", block_size=16)
 
 
 def test_engine_section_has_every_field_of_the_engine_but_the_model():
@@ -68,6 +69,27 @@ def test_pools_share_the_engine_section_but_for_keys_of_their_own():
     assert prefill_config.handoff == HandoffConfig(role="prefill", lease_s=4)
     assert model.group_spec("prefill").bundles == [{"CPU": 4.1}, {"CPU": 4.0}]
     assert model.group_spec("decode").bundles == [{"CPU": 1.1}]
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "engine", "block_size"),
+    [
+        (0, 0, {}, 16),
+        (1, 1, {}, 256),
+        (1, 0, {}, 256),
+        (0, 0.5, {}, 256),
+        (1, 1, {"device": "cpu"}, 16),
+        (0, 0, {"device": "cuda"}, 256),
+        (1, 1, {"block_size": 64}, 64),
+    ],
+)
+def test_ingress_and_engines_of_both_pools_have_one_block_size_which_every_gpu_takes(
+    decode, prefill, engine, block_size
+):
+    pools = {"decode": {"num_gpus": decode}, "prefill": {"num_gpus": prefill}}
+    (model,) = AppConfig.parse({"models": [{**MODEL, "engine": engine, **pools}]}).models
+    assert model_info(model, IngressSection()).block_size == block_size
+    assert [model.engine_config(role).block_size for role in model.pools] == [block_size] * 2
 
 
 def test_pools_scale_between_their_bounds_for_the_targets_of_their_model():

@@ -104,6 +104,20 @@ def engine(make_engine) -> Iterator[Engine]:
     return make_engine()
 
 
+def test_blocks_are_as_large_as_the_device_likes_where_nobody_says(make_engine, monkeypatch):
+    assert make_engine(block_size=None).core.stats().block_size == 16
+    monkeypatch.setattr("engine.runner.default_block_size", lambda device: 64)
+    engine = make_engine(block_size=None)
+    prompt = list(range(3, 90)) * 2
+    engine.add("first", prompt)
+    engine.go()
+    engine.add("second", prompt)
+    engine.go()
+    assert engine.core.runner.kv_cache.shape[4] == engine.core.stats().block_size == 64
+    assert engine.tokens("first") == engine.tokens("second")
+    assert engine.core.scheduler.totals.prefix_hit_tokens == 2 * 64
+
+
 def test_a_deadline_ends_its_own_request_and_no_other(engine):
     engine.add("patient")
     engine.go()

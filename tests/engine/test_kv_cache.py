@@ -18,7 +18,7 @@ ONE = TPGroup.single()
 
 
 def choose(*, device: torch.device = CPU, free: float = 64 * GIB, dtype=torch.float32, model=MODEL, **options):
-    return kv_cache.choose_num_blocks(EngineConfig(**options), model, dtype, device, ONE, int(free))
+    return kv_cache.choose_num_blocks(EngineConfig(**options), 16, model, dtype, device, ONE, int(free))
 
 
 def test_num_blocks_is_taken_as_it_is():
@@ -42,7 +42,7 @@ def test_half_the_width_of_a_number_is_twice_the_blocks():
 def test_ranks_that_share_the_kv_heads_hold_more_blocks_each(ranks, blocks):
     config = EngineConfig(kv_cache_memory_gib=100 * BLOCK_BYTES / GIB)
     tp = TPGroup(rank=0, size=ranks)
-    assert kv_cache.choose_num_blocks(config, MODEL, torch.float32, CPU, tp, 64 * GIB)[0] == blocks
+    assert kv_cache.choose_num_blocks(config, 16, MODEL, torch.float32, CPU, tp, 64 * GIB)[0] == blocks
 
 
 def test_never_more_blocks_than_all_sequences_at_full_length_could_use():
@@ -62,7 +62,7 @@ def test_a_cpu_gives_its_default_size_but_at_most_half_of_its_free_memory():
 def test_a_gpu_gives_all_that_was_measured_as_free(option):
     large = tiny_config(num_layers=32, num_kv_heads=32, head_dim=128, max_position_embeddings=32768)
     config = EngineConfig(device=option)
-    blocks, _ = kv_cache.choose_num_blocks(config, large, torch.bfloat16, CUDA, ONE, 40 * GIB)
+    blocks, _ = kv_cache.choose_num_blocks(config, 16, large, torch.bfloat16, CUDA, ONE, 40 * GIB)
     assert blocks == 40 * GIB // (32 * 2 * 32 * 128 * 16 * 2)
 
 

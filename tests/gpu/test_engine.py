@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import config as dynamo_config
 
 from engine import pocket
 from engine.core import EngineCore
@@ -38,8 +40,7 @@ def test_greedy_tokens_are_the_cpus(family, folder_of):
     expected = generate(folder_of(family), "cpu", wanted)
     core = make_core(folder_of(family), "cuda")
     check_same(run(core, wanted), expected, EXACT)
-    if family != "qwen3_moe":  # its routing is looked at on the host
-        assert core.runner.graphs is not None and core.runner.graphs.recorded, "decode steps were replayed"
+    assert core.runner.graphs is not None and core.runner.graphs.recorded, "decode steps were replayed"
     core.close()
 
 
@@ -64,6 +65,17 @@ def test_graphs_change_no_token(folder_of):
     check_same(generate(folder_of("llama"), "cuda", wanted), eager, EXACT)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3"])
+def test_torch_compile_changes_no_token_in_prompts_and_in_graphs(family, folder_of):
+    wanted = requests(16, VOCAB, logprobs=2)
+    expected = generate(folder_of(family), "cuda", wanted)
+    core = make_core(folder_of(family), "cuda", torch_compile=True)
+    with dynamo_config.patch(error_on_recompile=True):
+        check_same(run(core, wanted), expected, EXACT)
+    assert core.runner.graphs is not None and core.runner.graphs.recorded, "of compiled pieces"
+    core.close()
+
+
 def test_overlap_changes_nothing_at_all(folder_of):
     wanted = requests(16, VOCAB, temperature=0.8, top_p=0.9, logprobs=2)
     runs = [generate(folder_of("llama"), "cuda", wanted, overlap=overlap) for overlap in (True, False)]
@@ -86,13 +98,36 @@ def test_penalties_and_grammar_free_extras_work_on_the_card(folder_of):
 
 def test_sequences_that_are_preempted_and_resumed_say_the_same(folder_of):
     wanted = requests(16, VOCAB, logprobs=2)
-    tight = {"num_blocks": 40, "max_num_seqs": 6, "max_model_len": 130}
+    tight = {"block_size": 16, "num_blocks": 40, "max_num_seqs": 6, "max_model_len": 130}
     expected = generate(folder_of("llama"), "cpu", wanted, **tight)
     check_same(generate(folder_of("llama"), "cuda", wanted, **tight), expected, EXACT)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 5}])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 5},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.2, "repetition_penalty": 1.2},
+        {"logit_bias": {5: 2.0, 9: -3.0}, "min_tokens": 20, "stop_token_ids": [7]},
+        {"allowed_token_ids": list(range(3, 60))},
+        {"bad_words_token_ids": [[5], [7, 8], [9, 10, 8]]},
+    ],
+    ids=str,
+)
 def test_the_host_never_waits_for_the_card_between_launch_and_collect(sampling, core):
+    run_strictly(core, sampling)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_host_never_waits_for_experts_either(dtype, folder_of):
+    core = make_core(folder_of("qwen3_moe"), "cuda", dtype=dtype)
+    run_strictly(core, {})
+    core.close()
+
+
+def run_strictly(core: EngineCore, sampling: dict[str, Any]) -> None:
     """Once graphs are recorded and kernels compiled, whatever makes the host wait raises."""
     run(core, requests(8, VOCAB, **sampling))
     launch, prepare = core.runner.launch, core.runner.prepare

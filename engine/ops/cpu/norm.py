@@ -54,3 +54,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
     items = -(-x.shape[0] // TOKENS)
     RMS_NORM.launch(x.dtype, items, x, weight, out, constants(eps, shift), x.shape[0], x.stride(0), rows, x.shape[-1])
     return out
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, rms_norm(total, weight, eps, shift)

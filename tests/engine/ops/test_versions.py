@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from engine.config import BLOCK_SIZES
 from engine.ops import activation, attention, attention_plain, norm, versions
 
 
@@ -34,7 +35,7 @@ def test_a_gpu_without_triton_gets_plain_torch_and_one_warning(on_cuda, without_
         assert attention.choose() is attention_plain
         assert norm.choose() is norm.rms_norm_plain
         assert activation.choose("silu") is activation.silu_mul
-        assert attention.default_block_size(torch.device("cuda")) == attention.GPU_BLOCK_SIZE
+        assert attention.default_block_size(torch.device("cuda")) == attention.TRITON_BLOCK_SIZE
     assert [record.message for record in caplog.records] == [
         "triton is not installed: plain torch runs in its place, many times slower on a GPU"
     ]
@@ -48,6 +49,17 @@ def test_a_gpu_gets_the_triton_kernels(on_cuda, monkeypatch):
     modules = {op.__module__ for op in (norm.choose(), activation.choose("silu"))}
     modules |= {activation.choose("gelu_pytorch_tanh").__module__, attention.choose().__name__}
     assert modules == {f"engine.ops.gpu.{name}" for name in ("norm", "activation", "flash")}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is made for Linux only")
+@pytest.mark.parametrize(("page", "block_size"), [(None, 64), (1, 64), (256, 256)])
+def test_blocks_are_as_large_as_the_attention_backend_of_the_gpu_wants_them(page, block_size, monkeypatch):
+    from engine.ops.gpu import flash
+
+    backend = None if page is None else flash.Backend("FlashAttention", page, lambda *_: None)
+    monkeypatch.setattr(flash, "choose", lambda device: backend)
+    assert attention.default_block_size(torch.device("cuda")) == block_size
+    assert BLOCK_SIZES["cuda"] % block_size == 0, "where that is not known beforehand, every backend takes the blocks"
 
 
 def test_a_cpu_gets_no_kernel_of_the_gpu(monkeypatch):
