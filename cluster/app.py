@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import ray
-import yaml
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from cluster.autoscaling.settings import autoscaling_config
-from cluster.config import AppConfig, IngressSection, ModelSection
+from cluster.config import AppConfig, ModelSection
+from cluster.model_info import model_info
+from cluster.serve_command import BUILDER
 from deployments import ray_compat
-from deployments.admission import AdmissionLimits
 from deployments.decode import Decode
 from deployments.engine_router import EngineRouter
 from deployments.ingress import Ingress
 from deployments.openai.served_model import ModelInfo
 from deployments.prefill import Prefill
 from deployments.routing.config import Role
-from engine import model_folder
 from engine.errors import ConfigError, StartupError
-from engine.model_config import ModelConfig
-from engine.model_identity import ModelIdentity
-from engine.tokenizer import Tokenizer
 from placement import capacity
 from placement.console_log import LogConfig
 
@@ -42,37 +37,31 @@ SHUTDOWN_POLL_S = 0.2  # how soon a replica notices that its last request has en
 def build(args: dict[str, Any]) -> Application:
     """The builder named in serve_config.yaml. All that can be checked without loading weights is checked here."""
     try:
-        return _build(AppConfig.parse(args))
+        config = AppConfig.parse(args)
+        _look_for_policy(config, args)
+        return _build(config)
     except StartupError as error:
         ray_compat.end_serve_run(str(error))
         raise
-
-
-def check(path: Path) -> list[str]:
-    """Names of the models that a Serve configuration file would serve.
-
-    Raises StartupError for whatever can be seen without loading weights or starting Ray.
-    """
-    configs = read(path)
-    for config in configs:
-        config.ingress.gate()
-    return [model_info(model, config.ingress).name for config in configs for model in config.models]
-
-
-def read(path: Path) -> list[AppConfig]:
-    """Manta's applications in a Serve configuration file. Raises StartupError."""
-    try:
-        applications = yaml.safe_load(path.read_text())["applications"]
-        ours = [app for app in applications if app["import_path"] == f"{build.__module__}:{build.__name__}"]
-    except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
-        raise ConfigError(str(path), f"{type(error).__name__}: {error}", "a Serve configuration file") from None
-    return [AppConfig.of(app) for app in ours]
 
 
 def _build(config: AppConfig) -> Application:
     infos = [model_info(model, config.ingress) for model in config.models]
     _check_room(config)
     return ingress(config, infos, [_pools(model, config.log) for model in config.models])
+
+
+def _look_for_policy(config: AppConfig, args: dict[str, Any]) -> None:
+    """Warn if Serve's own policy would scale the pools. It takes the place of ours without a word where the line that
+    names ours is missing: that stands beside `args`, which is all that Serve shows to a builder."""
+    if not config.autoscales or not ray.is_initialized():
+        return
+    for application in ray_compat.deployed_applications():
+        if application["import_path"] == BUILDER and application.get("args") == args:
+            try:
+                AppConfig.of(application)
+            except ConfigError as error:
+                logger.warning("%s. Without it Serve counts open requests, whatever `slo` says", error)
 
 
 def ingress(
@@ -141,7 +130,7 @@ def _deployment(kind: type[Decode] | type[Prefill], model: ModelSection, role: R
 
 
 def _router(model: ModelSection, role: Role) -> RequestRouterConfig:
-    keys = {"role": role, "block_size": model.engine_config(role).block_size}
+    keys = {"role": role, "block_size": model.engine_config(role).known_block_size}
     routing = asdict(model.pools[role].routing_config())
     return RequestRouterConfig(request_router_class=EngineRouter, request_router_kwargs={**keys, **routing})
 
@@ -161,35 +150,3 @@ def _ingress_replicas(config: AppConfig) -> dict[str, Any]:
     if not config.autoscales:
         return {"num_replicas": num}
     return {"autoscaling_config": autoscaling_config(num, num, config.ingress.max_ongoing_requests)}
-
-
-def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
-    """Raises StartupError for a model that could not be loaded."""
-    folder = model_folder.resolve(model.model)
-    config = ModelConfig.from_folder(folder)
-    for role in model.pools:
-        config.kv_heads_per_rank(model.engine_config(role).tensor_parallel)
-    Tokenizer.from_folder(folder)
-    return ModelInfo(
-        name=model.name,
-        root=model.model,
-        folder=str(folder),
-        identity=ModelIdentity.of(folder),
-        max_model_len=model.engine_config().max_model_len or config.max_position_embeddings,
-        vocab_size=config.vocab_size,
-        default_sampling=model_folder.default_sampling(folder),
-        request_timeout_s=ingress.request_timeout_s,
-        admission=AdmissionLimits(
-            max_num_seqs=model.engine_config().max_num_seqs,
-            num_engines=max(1, model.decode.bounds[0]),
-            num_ingresses=ingress.num_replicas,
-            max_waiting=ingress.max_waiting,
-            max_waiting_tokens=ingress.max_waiting_tokens,
-        ),
-        block_size=model.engine_config().shared_block_size,
-        may_sleep=model.decode.bounds[0] == 0,
-        max_replays=ingress.max_replays,
-        has_priorities=model.engine_config().scheduling_policy == "priority",
-        tool_call_parser=model.tool_call_parser,
-        reasoning_parser=model.reasoning_parser,
-    )

@@ -59,7 +59,7 @@ def check(
 
     Example: manta check serve_config_pd.yaml
     """
-    from cluster.app import check as check_file  # ray takes seconds
+    from cluster.config_file import check as check_file
 
     print(f"{config} is fine; models: {', '.join(check_file(config))}", file=sys.stderr)
 

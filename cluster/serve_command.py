@@ -176,7 +176,7 @@ def configuration(model: str, given: dict[str, Any], http: dict[str, Any]) -> di
 
 def check(config: Path) -> None:
     """Raises StartupError for whatever can be seen before anything starts."""
-    from cluster.app import check as check_file  # ray takes seconds
+    from cluster.config_file import check as check_file  # `manta --help` does without
 
     check_file(config)
 

@@ -7,9 +7,9 @@ import ray
 from ray.serve.handle import DeploymentHandle
 
 from deployments.engine_deployment import EngineDeployment
-from deployments.engine_pool import ServePrefillPool
 from deployments.pairing import pair
 from deployments.routing.routed_call import RoutedCall
+from deployments.serve_pool import ServePrefillPool
 from engine.config import EngineConfig
 from engine.errors import OtherModel
 from engine.messages import GenerateRequest

@@ -80,7 +80,7 @@ class EngineDeployment:
         return {"commands_to": self._commands_to, "weights": self._model.weights, "vocabulary": self._model.vocabulary}
 
     async def status(self) -> bytes:
-        """The engine's newest EngineStatus, in msgpack. Raises EngineUnavailable if it hangs or is gone."""
+        """The newest ReplicaStatus, in msgpack. Raises EngineUnavailable if the engine hangs or is gone."""
         return msgspec.msgpack.encode(self._engine.status())
 
     async def journal(self, request_ids: list[str]) -> bytes:

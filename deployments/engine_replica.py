@@ -10,6 +10,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from deployments.replica_status import ReplicaStatus
 from deployments.tickets import Tickets, TicketTaker
 from engine.errors import EngineUnavailable, RequestTimeout
 from engine.kv_transfer.ticket import PrefillTicket
@@ -163,12 +164,13 @@ class EngineReplica:
                 if failures == LOOKS:
                     return str(error)
 
-    def status(self) -> EngineStatus:
+    def status(self) -> ReplicaStatus:
         """The newest status. Raises EngineUnavailable if the engine is unhealthy or has not reported yet."""
         self.check_health()
         if self._status is None:
             raise EngineUnavailable("the engine has just started")
-        return self._status
+        routing = None if self._tickets is None else self._tickets.taker.routing
+        return ReplicaStatus.of(self._status, routing)
 
     def _handle(self, notice: Notice) -> None:
         match notice:

@@ -13,12 +13,12 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.engine_pool import ServePool
 from deployments.ingress_peers import IngressPeers
 from deployments.openai.app import openai_app
 from deployments.openai.gate import GateConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.scaling_report import QueueReport
+from deployments.serve_pool import ServePool
 from deployments.telemetry import Telemetry
 from deployments.token_channel import TokenChannel
 from deployments.tracing import Tracing, TracingConfig

@@ -25,10 +25,11 @@ from prometheus_client.utils import floatToGoString
 from deployments.engine_pool import EnginePool, found_statuses
 from deployments.handoff_metrics import handoff_metrics
 from deployments.ingress_stats import IngressStats, ModelStats, RouteStats
+from deployments.replica_status import ReplicaStatus
+from deployments.routing.stats import RoutingStats
 from deployments.routing_metrics import routing_metrics
 from deployments.telemetry import Telemetry
 from engine.histogram import Histogram
-from engine.messages import EngineStatus
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OF_ENGINE = ["model_name", "engine"]
@@ -79,8 +80,8 @@ class _Replicas:
     """Of one model: those that answer requests, and those that compute prompts for them."""
 
     model: str
-    decode: list[EngineStatus]
-    prefill: list[EngineStatus]
+    decode: list[ReplicaStatus]
+    prefill: list[ReplicaStatus]
     asleep: bool
 
     @classmethod
@@ -106,6 +107,7 @@ class _Snapshot(Collector):
         yield from self._of_requests_in_engines()
         yield from self._of_engines()
         yield from handoff_metrics(self._engines)
+        yield from routing_metrics(self._routers())
         yield from self._requests()
         yield from self._http()
 
@@ -175,7 +177,6 @@ class _Snapshot(Collector):
             for reason, count in stats.replays.items():
                 replays.add_metric([*labels, reason], count)
         yield replays
-        yield from routing_metrics(self._models(), OF_MODEL)
         dropped = CounterMetricFamily(
             "manta_dropped_deltas", "Token deltas that came for no open request.", labels=["ingress"]
         )
@@ -205,6 +206,14 @@ class _Snapshot(Collector):
         for ingress in self._ingresses:
             for name, stats in ingress.models.items():
                 yield [name, ingress.ingress_id], stats
+
+    def _routers(self) -> Iterator[tuple[dict[str, str], RoutingStats]]:
+        """pool: to which they send."""
+        for (model, ingress_id), stats in self._models():
+            yield {"model_name": model, "ingress": ingress_id, "pool": "decode"}, stats.routing
+        for (model, engine_id), status in self._decode:
+            if status.ticket_routing is not None:
+                yield {"model_name": model, "engine": engine_id, "pool": "prefill"}, status.ticket_routing
 
     def _routes(self) -> Iterator[tuple[list[str], RouteStats]]:
         for ingress in self._ingresses:

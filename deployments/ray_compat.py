@@ -42,6 +42,18 @@ def end_serve_run(reason: str) -> None:
     time.sleep(DRIVER_EXIT_S)  # it takes this process with it; raising now would only add a traceback
 
 
+def deployed_applications() -> list[dict[str, Any]]:
+    """Entries of `applications` of the Serve configuration that is in force, or that is just being deployed. Empty
+    where Serve does not run, or was told of its applications in other ways. Blocks for a call to Serve's controller."""
+    client = serve.context._get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return []
+    told = [
+        application.get("deployed_app_config") for application in client.get_serve_details()["applications"].values()
+    ]
+    return [config for config in told if config is not None]
+
+
 def _serve_run_pid() -> int | None:
     """Process of this job's driver, if that is a `serve run` on this node."""
     context = ray.get_runtime_context()

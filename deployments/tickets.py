@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
+from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.kv_transfer.ticket import PrefillTicket
 from engine.messages import Command, EngineStatus, PrefillPool, PrefillReplica, TicketFailed
@@ -20,13 +21,18 @@ LOOK_S = 1.0  # how often the prefill engines are asked how they are
 
 
 class TicketTaker(Protocol):
-    """The prefill replicas of one model."""
+    """The prefill replicas of one model.
+
+    routing: how tickets found their replicas.
+    """
+
+    routing: RoutingStats
 
     async def prefill(self, ticket: PrefillTicket, avoid: list[str]) -> None:
         """Returns when the handoff is over in the engine that took it, however it ended. Cancelling it drops the ticket
         there. avoid: ids of engines that should not get it, if there are others. Raises ServingError."""
 
-    async def statuses(self) -> list[EngineStatus]:
+    async def statuses(self) -> Sequence[EngineStatus]:
         """One per healthy replica."""
 
     async def state(self) -> PoolState:

@@ -1,22 +1,27 @@
 """What a model is, read from the config.json of its folder. Whatever would change the output and is not supported
-is an error at start, never ignored."""
+is an error at start, never ignored.
+
+Imports torch for quantized models only, so that what merely looks at a model is fast.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.errors import ConfigError, ModelFolderError, UnsupportedArchitecture
 from engine.model_folder import eos_token_ids, read_json
-from engine.quantization import scheme
-from engine.quantization.format import UnsupportedScheme, WeightFormat
+from engine.quantization.unsupported import UnsupportedScheme
+
+if TYPE_CHECKING:
+    from engine.quantization.format import WeightFormat
+    from engine.quantization.scheme import Scheme
 
 Fields = dict[str, Any]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # with the bytes of a number
 
 # Supported families, each with what its config.json may leave unsaid (transformers' defaults, or part of the code).
 FAMILIES: dict[str, Fields] = {
@@ -82,13 +87,13 @@ class ModelConfig:
     rope, window: one entry per layer; a window w lets a token see itself and the w - 1 before it, None sees all.
     attention_scale: factor on q @ k.
     max_position_embeddings: longest sequence the rotary embedding is made for, context extension included.
-    dtype: that of the stored weights, where they are not quantized.
+    dtype: name of that of the stored weights, where they are not quantized.
     quantization: which linear layers of the checkpoint are quantized, and how.
     eos_token_ids: tokens that end a generation; empty where the model names none.
     """
 
     architecture: str
-    dtype: torch.dtype
+    dtype: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -108,7 +113,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: frozenset[int]
     moe: MoEConfig | None
-    quantization: scheme.Scheme | None = None
+    quantization: Scheme | None = None
 
     @classmethod
     def from_folder(cls, folder: Path, quantization: str | None = None) -> ModelConfig:
@@ -133,8 +138,10 @@ class ModelConfig:
 
     def rounded(self) -> ModelConfig:
         """The same model with weights in FP8, whether they are stored so or not. Raises ConfigError."""
+        from engine.quantization.scheme import ONLINE_FP8
+
         if self.quantization is None:
-            return replace(self, quantization=scheme.ONLINE_FP8)
+            return replace(self, quantization=ONLINE_FP8)
         if self.quantization.method != "fp8":
             raise ConfigError("quantization", "fp8", f"left out: the model is quantized ({self.quantization.method})")
         return self
@@ -161,9 +168,9 @@ class ModelConfig:
             raise ConfigError("tensor_parallel", tp_size, limit)
         return max(1, self.num_kv_heads // tp_size)
 
-    def kv_bytes_per_token(self, dtype: torch.dtype, tp_size: int = 1) -> int:
-        """Bytes of K and V of one token over all layers, on one rank."""
-        return 2 * self.num_layers * self.kv_heads_per_rank(tp_size) * self.head_dim * dtype.itemsize
+    def kv_bytes_per_token(self, itemsize: int, tp_size: int = 1) -> int:
+        """Bytes of K and V of one token over all layers, on one rank. itemsize: bytes of a number."""
+        return 2 * self.num_layers * self.kv_heads_per_rank(tp_size) * self.head_dim * itemsize
 
 
 class _Unsupported(Exception):
@@ -209,17 +216,19 @@ def _parse(architecture: str, raw: Fields, eos: frozenset[int]) -> ModelConfig:
     )
 
 
-def _dtype(raw: Fields) -> torch.dtype:
-    name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if name not in ("float32", "bfloat16", "float16"):
+def _dtype(raw: Fields) -> str:
+    name: str = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if name not in DTYPES:
         raise _Unsupported("dtype", name)
-    return cast(torch.dtype, getattr(torch, name))
+    return name
 
 
-def _quantization(raw: Fields) -> scheme.Scheme | None:
+def _quantization(raw: Fields) -> Scheme | None:
     config = raw.get("quantization_config") or raw.get("compression_config")
     if not config:
         return None
+    from engine.quantization import scheme
+
     found = scheme.parse(config)
     if not raw.get("tie_word_embeddings") and found.format_of(["lm_head"]) is not None:
         raise UnsupportedScheme("ignore", config.get("ignore"), "a list with lm_head, which is not quantized here")

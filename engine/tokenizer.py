@@ -9,7 +9,6 @@ from typing import Any
 
 import jinja2
 import tokenizers
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.errors import ModelFolderError, RequestError
 
@@ -67,6 +66,8 @@ class Tokenizer:
         kwargs: variables of the template, `add_generation_prompt` and `continue_final_message` among them.
         Raises RequestError if there is no template, or if it refuses the messages.
         """
+        from transformers.utils.chat_template_utils import render_jinja_template  # what only opens a model does without
+
         if self._chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
         variables = {"add_generation_prompt": True, **self._special_tokens, **kwargs}

@@ -23,6 +23,8 @@ class Exports:
         self._wished = Gauge(
             "manta_autoscaling_wished_replicas", "As the load of now asks for, before delays.", OF_POOL
         )
+        self._least = Gauge("manta_autoscaling_min_replicas", "The least that there may be.", OF_POOL)
+        self._most = Gauge("manta_autoscaling_max_replicas", "The most that there may be.", OF_POOL)
         self._input = Gauge("manta_autoscaling_input", "What it is decided by.", (*OF_POOL, "input"))
         self._changes = Counter(
             "manta_autoscaling_changes", "Changes of the desired replicas.", (*OF_POOL, "direction", "reason")
@@ -35,6 +37,8 @@ class Exports:
         self._desired.set(decision.replicas, tags)
         self._running.set(decision.inputs["running_replicas"], tags)
         self._wished.set(decision.wish, tags)
+        self._least.set(pool.limits.min_replicas, tags)
+        self._most.set(pool.limits.max_replicas, tags)
         for name, value in decision.inputs.items():
             self._input.set(value, {**tags, "input": name})
         before = self._told.get((pool.model, pool.role), before)  # Serve goes down to zero by way of one

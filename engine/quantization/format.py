@@ -20,14 +20,6 @@ from engine.quantization.weight import QuantizedWeight
 OUTPUTS, INPUTS = 0, 1
 
 
-class UnsupportedScheme(Exception):
-    """A key of `quantization_config` has a value that this engine cannot honour."""
-
-    def __init__(self, key: str, value: object, limit: str):
-        super().__init__(key, value, limit)
-        self.key, self.value, self.limit = key, value, limit
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What a rank holds of a weight [outputs, inputs]: rows or columns (`dim`) [start, start + size)."""

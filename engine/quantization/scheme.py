@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from engine.quantization.eight_bit import EightBit, OnlineFP8
-from engine.quantization.format import UnsupportedScheme, WeightFormat
+from engine.quantization.format import WeightFormat
 from engine.quantization.packed_int import AWQ, GPTQ, PackQuantized
+from engine.quantization.unsupported import UnsupportedScheme
 from engine.quantization.weight import FP8
 
 Fields = dict[str, Any]

@@ -19,11 +19,12 @@ from deployments.engine_replica import EngineReplica
 from deployments.openai.app import openai_app
 from deployments.openai.gate import GateConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.replica_status import ReplicaStatus
 from deployments.telemetry import Telemetry
 from deployments.token_channel import TokenChannel
 from deployments.tracing import Tracing
 from engine.errors import EngineUnavailable
-from engine.messages import EngineJournal, EngineStatus, GenerateRequest
+from engine.messages import EngineJournal, GenerateRequest
 from engine.tokenizer import Tokenizer
 from tests.fake_engine import FakeEngine, Script
 from tests.models import make_tokenizer
@@ -51,13 +52,13 @@ class LocalPool:
     async def generate(self, request: GenerateRequest) -> None:
         await self._replica.generate(request)
 
-    async def statuses(self) -> list[EngineStatus]:
+    async def statuses(self) -> list[ReplicaStatus]:
         return [self._replica.status()]
 
     async def asleep(self) -> bool:
         return self.sleeps
 
-    async def prefill_statuses(self) -> list[EngineStatus]:
+    async def prefill_statuses(self) -> list[ReplicaStatus]:
         return []
 
     async def journals(self, request_ids: list[str]) -> list[EngineJournal]:
@@ -76,7 +77,7 @@ class FakeApi:
     async def post(self, route: str, **body: Any) -> httpx.Response:
         return await self.client.post(f"/v1/{route}", json=body)
 
-    async def until_status(self) -> EngineStatus:
+    async def until_status(self) -> ReplicaStatus:
         """The engine's first status."""
         async with asyncio.timeout(5):
             while True:

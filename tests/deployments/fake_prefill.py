@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from deployments.routing.stats import RoutingStats
 from deployments.tickets import PoolState
 from engine.errors import ServingError
 from engine.kv_transfer.ticket import Party, PrefillTicket
@@ -19,6 +20,7 @@ class FakePrefillPool:
     """
 
     def __init__(self, *found: EngineStatus, state: PoolState = "up"):
+        self.routing = RoutingStats()
         self.found, self.serve_says = list(found), state
         self.open: dict[str, asyncio.Future[None]] = {}
         self.avoided: dict[str, list[str]] = {}

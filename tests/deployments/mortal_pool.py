@@ -17,12 +17,12 @@ from deployments.admission import Admission, AdmissionLimits
 from deployments.engine_pool import EnginePool
 from deployments.generation import Generation, Usage
 from deployments.ingress_stats import ModelStats
+from deployments.replica_status import ReplicaStatus
 from deployments.stories import Stories
 from deployments.token_channel import TokenChannel
 from engine.errors import EngineUnavailable, ServingError
 from engine.messages import (
     EngineJournal,
-    EngineStatus,
     ErrorInfo,
     GenerateRequest,
     TokenBatch,
@@ -91,13 +91,13 @@ class MortalPool:
             await self._send(delta)
         await self._until_heard(name, given + len(answer(request)))
 
-    async def statuses(self) -> list[EngineStatus]:
+    async def statuses(self) -> list[ReplicaStatus]:
         raise EngineUnavailable("nobody is asked")
 
     async def asleep(self) -> bool:
         return False
 
-    async def prefill_statuses(self) -> list[EngineStatus]:
+    async def prefill_statuses(self) -> list[ReplicaStatus]:
         return []
 
     async def journals(self, request_ids: list[str]) -> list[EngineJournal]:

@@ -19,20 +19,27 @@ from deployments.engine_pool import EnginePool
 from deployments.engine_replica import EngineReplica
 from deployments.openai.app import openai_app
 from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.replica_status import ReplicaStatus
+from deployments.routing.balancer import Balancer
+from deployments.routing.config import RoutingConfig
+from deployments.routing.cost import Prompt
+from deployments.routing.stats import RoutingStats
 from deployments.telemetry import Telemetry
+from deployments.tickets import PoolState
 from deployments.token_channel import TokenChannel
 from deployments.tracing import Tracing
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.ticket import PrefillTicket
-from engine.messages import EngineJournal, EngineStatus
+from engine.messages import EngineJournal
 from engine.server import EngineServer
 from engine.tokenizer import Tokenizer
 from tests.deployments.fake_api import LocalPool, until
 from tests.scrape import Scrape
 
 MAX_NUM_SEQS = 8
+BLOCK_SIZE = 4
 LIMITS = AdmissionLimits(
     max_num_seqs=MAX_NUM_SEQS, num_engines=1, num_ingresses=1, max_waiting=64, max_waiting_tokens=10_000
 )
@@ -67,22 +74,27 @@ class RealApi:
 
 
 class LocalPrefillPool:
-    """A TicketTaker of one replica in this process."""
+    """A TicketTaker of one replica in this process. It is chosen as any other would be, so that that counts."""
 
     def __init__(self, replica: EngineReplica):
+        self.routing = RoutingStats()
         self._replica = replica
+        self._balancer = Balancer(RoutingConfig(), "prefill", BLOCK_SIZE)
+        self._balancer.count_in(self.routing)
 
     async def prefill(self, ticket: PrefillTicket, avoid: list[str]) -> None:
+        prompt = Prompt(ticket.handoff_id, len(ticket.token_ids), ())
+        self._balancer.choose(prompt, [self._replica.status().engine_id])
         await self._replica.prefill(ticket)
 
-    async def statuses(self) -> list[EngineStatus]:
+    async def statuses(self) -> list[ReplicaStatus]:
         return [self._replica.status()]
 
     async def journal(self, request_ids: list[str]) -> EngineJournal:
         return await self._replica.journal(request_ids)
 
-    async def is_deploying(self) -> bool:
-        return False
+    async def state(self) -> PoolState:
+        return "up"
 
 
 class LocalPools(LocalPool):
@@ -92,7 +104,7 @@ class LocalPools(LocalPool):
         super().__init__(replica)
         self._prefill = prefill
 
-    async def prefill_statuses(self) -> list[EngineStatus]:
+    async def prefill_statuses(self) -> list[ReplicaStatus]:
         return await self._prefill.statuses()
 
     async def journals(self, request_ids: list[str]) -> list[EngineJournal]:
@@ -106,7 +118,12 @@ async def running_engine(
     """An engine in a thread, and what controls it."""
     replica = EngineReplica("127.0.0.1", prefill=prefill)
     config = EngineConfig(
-        model=str(folder), block_size=4, num_blocks=512, max_num_seqs=MAX_NUM_SEQS, num_threads=1, handoff=handoff
+        model=str(folder),
+        block_size=BLOCK_SIZE,
+        num_blocks=512,
+        max_num_seqs=MAX_NUM_SEQS,
+        num_threads=1,
+        handoff=handoff,
     )
     engine = await asyncio.to_thread(EngineServer, config, engine_id=engine_id, status_to=replica.status_to)
     thread = threading.Thread(target=engine.run)

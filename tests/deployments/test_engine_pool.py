@@ -9,8 +9,8 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, RequestCancelledError
 
-from deployments.engine_pool import _answer
 from deployments.routing.routed_call import RoutedCall
+from deployments.serve_pool import _answer
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, ServingError
 
 

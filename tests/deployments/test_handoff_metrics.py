@@ -9,6 +9,7 @@ from prometheus_client.core import Metric
 
 from deployments.handoff_metrics import handoff_metrics
 from deployments.openai.live_handoffs import live_handoffs
+from deployments.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.stats import HandoffInfo, HandoffStats
 from engine.messages import EngineJournal, EngineStatus, GenerateRequest
@@ -73,13 +74,13 @@ def test_decisions_are_counted_by_place_and_reason():
 class Pool:
     """An EnginePool of fixed statuses."""
 
-    def __init__(self, decode: list[EngineStatus], prefill: list[EngineStatus]):
+    def __init__(self, decode: list[ReplicaStatus], prefill: list[ReplicaStatus]):
         self._decode, self._prefill = decode, prefill
 
     async def generate(self, request: GenerateRequest) -> None:
         raise AssertionError("nothing is generated here")
 
-    async def statuses(self) -> list[EngineStatus]:
+    async def statuses(self) -> list[ReplicaStatus]:
         if not self._decode:
             raise EngineUnavailable("no replica is up and healthy")
         return self._decode
@@ -87,14 +88,14 @@ class Pool:
     async def asleep(self) -> bool:
         return False
 
-    async def prefill_statuses(self) -> list[EngineStatus]:
+    async def prefill_statuses(self) -> list[ReplicaStatus]:
         return self._prefill
 
     async def journals(self, request_ids: list[str]) -> list[EngineJournal]:
         return []
 
 
-def with_handoff(engine_id: str, age_s: float) -> EngineStatus:
+def with_handoff(engine_id: str, age_s: float) -> ReplicaStatus:
     info = HandoffInfo(
         handoff_id=f"h-{engine_id}",
         request_id="r",
@@ -104,7 +105,7 @@ def with_handoff(engine_id: str, age_s: float) -> EngineStatus:
         age_s=age_s,
         deadline_s=4.0,
     )
-    return msgspec.structs.replace(status(engine_id), live_handoffs=[info])
+    return ReplicaStatus.of(msgspec.structs.replace(status(engine_id), live_handoffs=[info]), None)
 
 
 def test_live_handoffs_of_both_pools_are_listed_oldest_first():

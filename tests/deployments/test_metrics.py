@@ -148,6 +148,22 @@ def test_a_prompt_that_another_engine_computes_counts_once(folder):
             assert count(scrape, "vllm:request_prefill_time_seconds")[0] == 1
             engines = {one.labels["engine"] for one in scrape.select("vllm:kv_cache_usage_perc", [])}
             assert engines == {"decode-1", "prefill-1"}
+
+    run(scenario())
+
+
+def test_what_routers_count_is_told_apart_by_the_pool_that_they_send_to(folder):
+    async def scenario() -> None:
+        async with real_api_with_prefill(folder) as api:
+            await api.complete(prompt=list(range(5, 45)), max_tokens=4)
+            scrape = await api.scrape_when(lambda scrape: seen_by_engine(scrape, "length") == 1)
+            tickets = {"model_name": "tiny", "engine": "decode-1", "pool": "prefill"}
+            why = {"policy": "prefix_aware", "reason": "no_prefix"}
+            assert scrape.sum("manta_routed_requests_total", **tickets) == 1
+            assert scrape.sum("manta_routed_requests_total", **tickets, **why) == 1
+            assert scrape.sum("manta_routing_drift_tokens_total", **tickets) == 0
+            # this ingress has no router: it has its one engine at hand
+            assert scrape.sum("manta_routed_requests_total", ingress="ingress-1", pool="decode") == 0
             assert scrape.sum("vllm:iteration_tokens_total_sum", engine="prefill-1") == 40
             assert scrape.sum("vllm:iteration_tokens_total_sum", engine="decode-1") == 3
             assert scrape.sum("manta_handoffs_total", result="received") == 1

@@ -11,8 +11,9 @@ import pytest
 
 from deployments import replay
 from deployments.engine_replica import EngineReplica
+from deployments.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable
-from engine.messages import EngineJournal, EngineStatus, GenerateRequest
+from engine.messages import EngineJournal, GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs import StructuredOutputsParams
 from tests.deployments.fake_api import until
@@ -66,13 +67,13 @@ class UnsurePool:
                 await asyncio.sleep(0)
         await call
 
-    async def statuses(self) -> list[EngineStatus]:
+    async def statuses(self) -> list[ReplicaStatus]:
         return [self._replica.status()]
 
     async def asleep(self) -> bool:
         return False
 
-    async def prefill_statuses(self) -> list[EngineStatus]:
+    async def prefill_statuses(self) -> list[ReplicaStatus]:
         return []
 
     async def journals(self, request_ids: list[str]) -> list[EngineJournal]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from engine.model_config import ModelConfig, RopeConfig
 
 
 def tiny_config(**fields: Any) -> ModelConfig:
     defaults: dict[str, Any] = {
         "architecture": "LlamaForCausalLM",
-        "dtype": torch.float32,
+        "dtype": "float32",
         "vocab_size": 97,
         "hidden_size": 16,
         "intermediate_size": 32,

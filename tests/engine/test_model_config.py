@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.errors import ConfigError, ModelFolderError, UnsupportedArchitecture
 from engine.model_config import FAMILIES, ModelConfig, RopeConfig
@@ -124,7 +123,7 @@ def test_llama_3_1_is_read_as_published(read):
     cfg = read(LLAMA_3_1_8B)
     assert (cfg.num_heads, cfg.num_kv_heads, cfg.head_dim) == (32, 8, 128)
     assert cfg.attention_scale == 128**-0.5
-    assert cfg.dtype == torch.bfloat16
+    assert cfg.dtype == "bfloat16"
     assert cfg.rope[0].type == "llama3"
     assert (cfg.rope[0].theta, cfg.rope[0].factor) == (500000.0, 8.0)
     assert set(cfg.window) == {None}
@@ -219,8 +218,8 @@ def test_an_unknown_architecture_names_the_supported_ones(read):
 
 def test_kv_bytes_count_heads_that_several_ranks_hold(read):
     cfg = read(LLAMA_3_1_8B)
-    assert cfg.kv_bytes_per_token(torch.bfloat16) == 2 * 32 * 8 * 128 * 2
-    assert cfg.kv_bytes_per_token(torch.bfloat16, tp_size=4) == 2 * 32 * 2 * 128 * 2
-    assert cfg.kv_bytes_per_token(torch.bfloat16, tp_size=16) == 2 * 32 * 1 * 128 * 2
+    assert cfg.kv_bytes_per_token(2) == 2 * 32 * 8 * 128 * 2
+    assert cfg.kv_bytes_per_token(2, tp_size=4) == 2 * 32 * 2 * 128 * 2
+    assert cfg.kv_bytes_per_token(2, tp_size=16) == 2 * 32 * 1 * 128 * 2
     with pytest.raises(ConfigError):
-        cfg.kv_bytes_per_token(torch.bfloat16, tp_size=3)
+        cfg.kv_bytes_per_token(2, tp_size=3)

@@ -13,7 +13,9 @@ from typing import Any
 import promql_parser as promql
 import pytest
 import yaml
+from ray.util.metrics import Counter, Metric
 
+from cluster.autoscaling.exports import Exports
 from tests.deployments.real_api import real_api_with_prefill
 from tests.models import make_model
 from tests.scrape import Scrape, Series
@@ -96,9 +98,21 @@ def result_labels(node: Any, scrape: Scrape) -> set[str]:
     raise AssertionError(f"{type(node).__name__} is not known here")
 
 
+def exported_by_ray() -> list[Series]:
+    """What Serve's controller exports of the policy, for both pools. Ray gives names a prefix, and counters a suffix
+    (tests/serve/test_autoscaling.py scrapes it)."""
+    found = []
+    for metric in vars(Exports()).values():
+        if isinstance(metric, Metric):
+            name = f"ray_{metric.info['name']}" + "_total" * isinstance(metric, Counter)
+            labels = {**dict.fromkeys(metric.info["tag_keys"], "any"), "model_name": "tiny"}
+            found += [Series(name, {**labels, "pool": pool}, 1.0) for pool in ("decode", "prefill")]
+    return found
+
+
 @pytest.fixture(scope="module")
 def scrape(tmp_path_factory) -> Scrape:
-    """After one good and one bad request, to a model with a prefill engine."""
+    """After one good and one bad request, to a model with a prefill engine. With the policy's series."""
 
     async def scenario() -> Scrape:
         async with real_api_with_prefill(make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)) as api:
@@ -106,7 +120,9 @@ def scrape(tmp_path_factory) -> Scrape:
             await api.client.post("/v1/completions", json={"prompt": ""})
             return await api.scrape_when(lambda scrape: scrape.sum("vllm:request_prompt_tokens_count") == 1)
 
-    return asyncio.run(asyncio.wait_for(scenario(), 60))
+    found = asyncio.run(asyncio.wait_for(scenario(), 60))
+    found.series += exported_by_ray()
+    return found
 
 
 @pytest.mark.parametrize("query", queries(), ids=lambda query: query.of)

@@ -1,0 +1,43 @@
+"""What the API has to know of a model, read from its folder and its configuration. Loads no weights, and no torch."""
+
+from __future__ import annotations
+
+from cluster.config import IngressSection, ModelSection
+from deployments.admission import AdmissionLimits
+from deployments.openai.served_model import ModelInfo
+from engine import model_folder
+from engine.model_config import ModelConfig
+from engine.model_identity import ModelIdentity
+from engine.tokenizer import Tokenizer
+
+
+def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
+    """Raises StartupError for a model that could not be loaded."""
+    folder = model_folder.resolve(model.model)
+    config = ModelConfig.from_folder(folder)
+    for role in model.pools:
+        config.kv_heads_per_rank(model.engine_config(role).tensor_parallel)
+    Tokenizer.from_folder(folder)
+    return ModelInfo(
+        name=model.name,
+        root=model.model,
+        folder=str(folder),
+        identity=ModelIdentity.of(folder),
+        max_model_len=model.engine_config().max_model_len or config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        default_sampling=model_folder.default_sampling(folder),
+        request_timeout_s=ingress.request_timeout_s,
+        admission=AdmissionLimits(
+            max_num_seqs=model.engine_config().max_num_seqs,
+            num_engines=max(1, model.decode.bounds[0]),
+            num_ingresses=ingress.num_replicas,
+            max_waiting=ingress.max_waiting,
+            max_waiting_tokens=ingress.max_waiting_tokens,
+        ),
+        block_size=model.engine_config().shared_block_size,
+        may_sleep=model.decode.bounds[0] == 0,
+        max_replays=ingress.max_replays,
+        has_priorities=model.engine_config().scheduling_policy == "priority",
+        tool_call_parser=model.tool_call_parser,
+        reasoning_parser=model.reasoning_parser,
+    )
