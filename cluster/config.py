@@ -16,7 +16,7 @@ from deployments.openai.gate import GateConfig
 from deployments.openai.parser_names import ReasoningParser, ToolCallParser
 from deployments.routing.config import Role, RoutingConfig
 from deployments.tracing import TracingConfig
-from engine.config import BLOCK_SIZES, EngineConfig
+from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig
 from engine.errors import ConfigError
 from engine.kv_transfer.config import HandoffConfig
 from placement.console_log import LogConfig, LogFormat, LogLevel
@@ -32,6 +32,11 @@ def _section_of(config: type, without: set[str]) -> type[Section]:
     hints = get_type_hints(config)
     keys: dict[str, Any] = {f.name: (hints[f.name], f.default) for f in fields(config) if f.name not in without}
     return create_model(config.__name__.replace("Config", "Section"), __base__=Section, **keys)
+
+
+def given(section: Section) -> dict[str, Any]:
+    """Keys that stand in the file, with their values."""
+    return {key: getattr(section, key) for key in section.model_fields_set}
 
 
 EngineSection = _section_of(EngineConfig, without={"model", "handoff"})  # these stand one level higher
@@ -187,8 +192,8 @@ class ModelSection(Section):
             raise ConfigError(f"{path}.{self._section('prefill', 'block_size')}block_size", sizes["prefill"], limit)
 
     def engine_config(self, role: Role = "decode") -> EngineConfig:
-        options = self._options(role)
-        if options["block_size"] is None:  # ingresses and routers hash prompts by it, and know no device
+        options = (GPU_DEFAULTS if self._on_gpu(role) else {}) | self._options(role)
+        if options.get("block_size") is None:  # ingresses and routers hash prompts by it, and know no device
             options["block_size"] = BLOCK_SIZES["cuda" if any(map(self._on_gpu, self.pools)) else "cpu"]
         if self.prefill is not None:
             options["handoff"] = HandoffConfig(role=role, **dict(self.handoff or HandoffSection()))
@@ -222,17 +227,16 @@ class ModelSection(Section):
         return PoolSettings(self.name, role, Slo(**dict(self.slo)), limits)
 
     def _on_gpu(self, role: Role) -> bool:
-        device = self._options(role)["device"]
+        device = self._options(role).get("device", "auto")
         return device == "cuda" or (device == "auto" and self.pools[role].num_gpus > 0)
 
     def _options(self, role: Role) -> dict[str, Any]:
         """Fields of EngineConfig, as far as they stand in `engine` sections."""
-        return {**dict(self.engine), **self._own(role)}
+        return given(self.engine) | self._own(role)
 
     def _own(self, role: Role) -> dict[str, Any]:
         """Keys of `engine` that are different in this pool."""
-        section: Section = self.pools[role].engine
-        return {key: getattr(section, key) for key in section.model_fields_set}
+        return given(self.pools[role].engine)
 
     def _section(self, role: Role, key: str) -> str:
         """Where the value of a key of EngineConfig was given."""

@@ -12,6 +12,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 # tokens per KV block that every attention backend of such a device takes: for who must know before there is an engine
 BLOCK_SIZES = {"cpu": 16, "cuda": 256}
+# where nobody sets them; the fields' own defaults are for a CPU, which such steps would keep busy for seconds
+GPU_DEFAULTS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,8 @@ class EngineConfig:
     cuda_graph_memory_gib: GPU memory kept free for CUDA graphs; batch sizes that do not fit run without.
     load_format: `auto` reads the model's weights; `dummy` takes random ones of the same shapes, to measure.
     max_model_len: longest prompt + answer, in tokens; None takes the model's own context.
-    max_num_batched_tokens, max_num_seqs: tokens and sequences that one step may compute.
+    max_num_batched_tokens, max_num_seqs: tokens and sequences that one step may compute. Where nobody sets them, the
+        offline `LLM` and pools with GPUs take 8192 and 256.
     max_waiting: requests that may queue before new ones are refused with Overloaded.
     scheduling_policy: `priority` looks at the priority of a request first, `fcfs` at its arrival only.
     enable_prefix_caching: keep the KV of what was computed, and take it for prompts that begin alike.

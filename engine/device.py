@@ -168,8 +168,13 @@ class CudaDevice(Device):
         return total - free
 
 
-def open_device(name: str) -> Device:
+def is_gpu(name: str) -> bool:
     """name: `auto`, `cpu` or `cuda`, as in EngineConfig."""
-    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+    return name == "cuda" or (name == "auto" and torch.cuda.is_available())
+
+
+def open_device(name: str) -> Device:
+    """name: as in EngineConfig."""
+    if is_gpu(name):
         return CudaDevice()
     return Device(torch.device(name if name != "auto" else "cpu"))

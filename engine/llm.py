@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine.config import EngineConfig
+from engine.config import GPU_DEFAULTS, EngineConfig
 from engine.core import EngineCore
+from engine.device import is_gpu
 from engine.errors import RequestError
 from engine.messages import EngineStats, GenerateRequest
 from engine.model_folder import resolve
@@ -51,7 +52,10 @@ class LLM:
 
     def __init__(self, model: str = "pocket", **options: Any):
         # nobody else is waiting here, so there is no queue to keep short
-        self.config = EngineConfig(**{"model": str(model), "max_waiting": sys.maxsize, **options})
+        options = {"model": str(model), "max_waiting": sys.maxsize, **options}
+        if is_gpu(options.get("device", "auto")):
+            options = GPU_DEFAULTS | options
+        self.config = EngineConfig(**options)
         self.tokenizer = Tokenizer.from_folder(resolve(self.config.model))
         self._ranks: RankProcesses | None = None
         self._core = self._start()

@@ -92,6 +92,15 @@ def test_ingress_and_engines_of_both_pools_have_one_block_size_which_every_gpu_t
     assert [model.engine_config(role).block_size for role in model.pools] == [block_size] * 2
 
 
+def test_steps_of_a_pool_with_gpus_are_larger_where_nobody_says_how_large():
+    engine = {"max_num_seqs": 300, "dtype": "float16"}
+    args = {"models": [{**MODEL, "engine": engine, "decode": {"num_gpus": 1}, "prefill": {}}]}
+    (model,) = AppConfig.parse(args).models
+    decode, prefill = model.engine_config("decode"), model.engine_config("prefill")
+    assert (decode.max_num_batched_tokens, decode.max_num_seqs, decode.dtype) == (8192, 300, "float16")
+    assert (prefill.max_num_batched_tokens, prefill.max_num_seqs, prefill.dtype) == (2048, 300, "float16")
+
+
 def test_pools_scale_between_their_bounds_for_the_targets_of_their_model():
     decode = {"min_replicas": 0, "max_replicas": 3, "engine": {"max_num_seqs": 7}, "downscale_delay_s": 60}
     args = {"models": [{**MODEL, "decode": decode, "prefill": {"num_replicas": 2}, "slo": {"itl_ms": 20}}]}
