@@ -14,8 +14,9 @@ INSTALLED := $(VENV)/.installed
 serve: $(INSTALLED)
 	$(BIN)/manta serve serve_config.yaml
 
-# two processes, since half of the time of a test is waiting for others to start; a file's fixtures stay together
-TEST := $(BIN)/pytest -n 2 --dist loadfile
+# two processes, since half of the time of a test is waiting for others to start; a file's fixtures stay together, and
+# what takes longest comes first (tests/conftest.py)
+TEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
 	$(TEST)

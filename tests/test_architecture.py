@@ -82,9 +82,28 @@ def test_no_file_of_the_engine_names_ray():
         assert "ray" not in imported_packages(file.read_text(encoding="utf-8")), file
 
 
-def test_nothing_that_the_engine_imports_brings_ray_with_it():
-    code = "import engine.llm, engine.server, sys; assert 'ray' not in sys.modules, 'ray was imported'"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        pytest.param("import engine.llm, engine.server", {"ray"}, id="the engine without Ray"),
+        # each takes seconds, also of the start of a server, which looks at its configuration first
+        pytest.param(
+            "import cluster.cli, deployments.openai.app\n"
+            "from cluster.config_file import check\n"
+            "check(Path('serve_config.yaml'))",
+            {"ray", "torch", "transformers"},
+            id="the API and what looks at a configuration without Ray and torch",
+        ),
+        pytest.param(
+            "import cluster.app, cluster.autoscaling.policy, placement.rank_actor",
+            {"torch", "transformers"},
+            id="processes that do not compute without torch",
+        ),
+    ],
+)
+def test_a_process_does_without_what_it_has_no_use_for(code, absent):
+    program = f"import sys\nfrom pathlib import Path\n{code}\nassert not {absent} & sys.modules.keys()"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -16,7 +16,7 @@ import msgspec
 import psutil
 import pytest
 
-from engine import LLM, SamplingParams, lockstep
+from engine import LLM, SamplingParams, lockstep, rank_processes
 from engine.errors import EngineUnavailable, StartupError
 from engine.rank_processes import RankProcesses
 from tests.models import make_model
@@ -110,6 +110,7 @@ def test_a_rank_that_is_killed_while_nothing_runs_is_noticed_by_the_next_step(fo
 def test_a_rank_that_hangs_is_noticed_by_its_silence(folder, leaves_nothing, monkeypatch):
     monkeypatch.setattr(lockstep, "SILENCE_MS", 500)
     monkeypatch.setattr(lockstep, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(rank_processes, "END_TIMEOUT_S", 0.5)
     with start(folder, 2) as llm:
         generate(llm, SamplingParams(max_tokens=3))
         ranks_of(llm)[0].suspend()

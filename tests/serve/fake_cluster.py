@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from tests.serve.serve_run import ray_environment
+from tests.serve.serve_run import kill_all, ray_environment
 
 NOTICE_NODE_DEATH = {  # Ray's defaults take more than 15 s
     "RAY_health_check_period_ms": "1000",
@@ -75,11 +75,9 @@ class FakeCluster:
         return [parent, *parent.children(recursive=True)]
 
     def stop(self) -> None:
-        processes = self.processes() if self._process.poll() is None else []
-        self._process.stdin.close()  # type: ignore[union-attr]  # it is a pipe
-        _, alive = psutil.wait_procs(processes, timeout=20)
-        for process in alive:
-            process.kill()
+        """At once."""
+        if self._process.poll() is None:
+            kill_all(self.processes())
         self._folder.cleanup()
 
     def _ask(self, command: str, argument: str) -> Any:
@@ -128,7 +126,7 @@ def main() -> None:
             groups = ray.util.placement_group_table().values()
             result = len([group for group in groups if group["state"] != "REMOVED"])
         print("answer", json.dumps(result), flush=True)
-    ray.shutdown()
+    ray.shutdown()  # the tests' process has ended without `stop`
     cluster.shutdown()
 
 

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,11 @@ class ServeRun:
         deployments: list[dict[str, Any]] | None = None,
         environment: dict[str, str] | None = None,
         manta: bool = False,
+        policy: str | None = POLICY,
     ):
         """args: of cluster.app.build. address: of a running Ray. deployments: overrides in the configuration.
         environment: further variables of the process, which Ray reads. manta: by `manta serve` in place of `serve run`.
+        policy: what scales; None leaves it out of the configuration.
         """
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -48,7 +51,7 @@ class ServeRun:
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._ray_folder = tempfile.TemporaryDirectory(prefix="manta", dir="/tmp")  # socket paths must be short
         config = folder / "serve_config.yaml"
-        config.write_text(yaml.safe_dump(self._config(args, deployments or [])))
+        config.write_text(yaml.safe_dump(self._config(args, deployments or [], policy)))
         self._process = subprocess.Popen(
             [*(MANTA_SERVE if manta else SERVE_RUN), "--address", address, str(config)],
             cwd=Path(__file__).parents[2],
@@ -68,8 +71,10 @@ class ServeRun:
                 return line
         raise AssertionError(f"serve run ended without {part!r}:\n" + "".join(self.log))
 
-    def wait_until_healthy(self) -> None:
-        self.wait_for_line("replica ready")
+    def wait_until_healthy(self, replicas: int = 1) -> None:
+        """replicas: of all models together, so many must have started."""
+        for _ in range(replicas):
+            self.wait_for_line("replica ready")
         wait_until(lambda: httpx.get(f"{self.url}/health", timeout=5).status_code == 200)
 
     def wait(self, timeout_s: float) -> int:
@@ -85,22 +90,20 @@ class ServeRun:
         return [parent, *parent.children(recursive=True)]
 
     def stop(self) -> None:
-        processes = self.processes() if self._process.poll() is None else []
-        if processes:
-            self.interrupt()
-            _, alive = psutil.wait_procs(processes, timeout=30)
-            for process in alive:
-                process.kill()
+        """At once; an end in order takes Serve 10 s, and is what some tests are about."""
+        if self._process.poll() is None:
+            kill_all(self.processes())
         self._ray_folder.cleanup()
 
-    def _config(self, args: dict[str, Any], deployments: list[dict[str, Any]]) -> dict[str, Any]:
+    def _config(self, args: dict[str, Any], deployments: list[dict[str, Any]], policy: str | None) -> dict[str, Any]:
         app = {
             "name": "manta",
             "route_prefix": "/",
             "import_path": "cluster.app:build",
-            "autoscaling_policy": {"policy_function": POLICY},
             "args": args,
         }
+        if policy is not None:
+            app["autoscaling_policy"] = {"policy_function": policy}
         return {
             "proxy_location": "HeadOnly",  # nodes of a FakeCluster would all want the same port
             "http_options": {"host": "127.0.0.1", "port": self.port},
@@ -113,6 +116,15 @@ class ServeRun:
             self.log.append(line)
             self._lines.put(line)
         self._lines.put(None)
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    """SIGKILL, parents first, since they might start others; returns when all have ended."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive
 
 
 def ray_environment(folder: str) -> dict[str, str]:

@@ -125,7 +125,9 @@ def test_both_pools_grow_under_load_and_shrink_after_it_and_no_request_fails(ser
             serving.wait_for("both pools twice as large", decode={2}, prefill={2})
             assert len(serving.nodes(serving.engines("decode") | serving.engines("prefill"))) == 2
             assert serving.exported("desired_replicas", model_name="m", pool="decode") == 2
+            assert serving.exported("max_replicas", model_name="m", pool="decode") == 2
             assert serving.exported("input", pool="decode", input="sequences") >= SLOTS
+            assert serving.exported("changes_total", pool="decode", direction="up", reason="slots") == 1
         finally:
             over.set()
         statuses = [status for client in clients for status in client.result()]

@@ -1,29 +1,16 @@
-"""Start, failure and end of `serve run`."""
+"""Start and failure of `serve run`. How it ends in order: test_prefill_decode.py, test_rank_groups.py."""
 
 from __future__ import annotations
 
 import json
 
 import httpx
-import psutil
 import pytest
 
+from cluster.autoscaling.settings import POLICY
 from tests.serve.serve_run import ServeRun
 
 pytestmark = pytest.mark.serve
-
-
-def test_ctrl_c_ends_serve_run_and_all_its_processes(tmp_path, model_folder):
-    server = ServeRun(tmp_path, {"models": [{"name": "tiny", "model": str(model_folder)}]})
-    try:
-        server.wait_until_healthy()
-        processes = server.processes()
-        server.interrupt()
-        assert server.wait(timeout_s=20) == 0
-        _, alive = psutil.wait_procs(processes, timeout=10)
-        assert not alive
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize(
@@ -44,6 +31,19 @@ def test_mistake_in_the_configuration_ends_serve_run_with_one_clear_line(tmp_pat
         assert server.wait(timeout_s=30) != 0
         assert message in "".join(server.log)
         assert "Traceback" not in "".join(server.log)
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [None, POLICY])
+def test_pools_that_serve_would_scale_by_its_own_policy_are_told_of_in_the_log(tmp_path, model_folder, policy):
+    model = {"name": "tiny", "model": str(model_folder), "decode": {"max_replicas": 2}}
+    server = ServeRun(tmp_path, {"models": [model]}, policy=policy)
+    try:
+        server.wait_until_healthy()
+        warnings = [line for line in server.log if "autoscaling_policy.policy_function must be" in line]
+        assert len(warnings) == (policy is None)
     finally:
         server.stop()
 

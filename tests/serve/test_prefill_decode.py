@@ -1,7 +1,7 @@
 """Prefill and decode in separate pools, with real processes: `serve run` with one model twice.
 
 `one` computes its prompts itself. `apart` has them computed by an engine of two ranks, in several chunks, and decodes
-on one rank. All texts must be the same.
+on one rank. All texts must be the same. The last test with this server ends it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from tests.models import make_model
@@ -104,13 +105,14 @@ def expected(serving) -> dict[str, str]:
 
 
 def test_texts_of_two_pools_are_those_of_one_engine(serving, expected):
-    before = serving.received()
+    before, routed = serving.received(), serving.metric("manta_routed_requests_total", 'pool="prefill"')
     with ThreadPoolExecutor() as pool:
         answers = [future.result() for future in serving.ask_at_once(pool, PROMPTS)]
     assert answers == [expected[prompt] for prompt in PROMPTS]
     assert len(set(answers)) == len(answers)
     wait_until(lambda: serving.received() == before + len(PROMPTS))
     assert serving.metric("pd_decision_total", 'where="remote"') >= len(PROMPTS)
+    assert serving.metric("manta_routed_requests_total", 'pool="prefill"') == routed + len(PROMPTS)
     assert serving.metric("manta_handoff_bytes_total", 'transport="tcp"') > 0
     assert serving.metric("manta_handoffs_total", 'result="failed"') == 0
     serving.wait_until_idle()
@@ -165,6 +167,14 @@ def test_sigkill_of_a_prefill_rank_under_load_fails_no_request_and_changes_no_te
     assert serving.ask("apart", PROMPTS[3]) == expected[PROMPTS[3]]
     wait_until(lambda: serving.received() == before + 1)
     serving.wait_until_idle()
+
+
+def test_ctrl_c_ends_serve_run_and_all_its_processes(serving):
+    processes = serving.server.processes()
+    serving.server.interrupt()
+    assert serving.server.wait(timeout_s=30) == 0
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
 
 
 def test_pools_that_do_not_fit_each_other_end_serve_run_with_one_clear_line(tmp_path: Path, folder):

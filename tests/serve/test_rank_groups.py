@@ -22,6 +22,7 @@ import httpx
 import psutil
 import pytest
 
+from engine import LLM, SamplingParams
 from tests.models import make_model
 from tests.serve.fake_cluster import FakeCluster
 from tests.serve.serve_run import ServeRun, wait_until
@@ -31,9 +32,10 @@ pytestmark = pytest.mark.serve
 POOL = {"pool": "decode"}
 # Ray starts an idle process per CPU, so there are few
 NODES = [{"num_cpus": 1}, *({"num_cpus": 2, "num_gpus": 2, "labels": POOL} for _ in range(3))]
-RANKS = {"one": 1, "packed": 2, "spread": 2, "gpus": 4}
-REPLICAS = {"one": 1, "packed": 2, "spread": 1, "gpus": 1}
+RANKS = {"packed": 2, "spread": 2, "gpus": 4}
+REPLICAS = {"packed": 2, "spread": 1, "gpus": 1}
 PROMPTS = ["The", "A cache keeps what was computed, so that", "user", "1 2 3"]
+TOKENS = 40
 CONTEXT = 4096  # long enough for a request to be still running when something is killed
 NOTICED_S = 30.0
 SERVED_S = 30.0
@@ -96,7 +98,7 @@ class Serving:
     def wait_for_all(self) -> None:
         wait_until(lambda: all(len(self.replicas(model)) == REPLICAS[model] for model in RANKS), timeout_s=120)
 
-    def ask(self, model: str, prompt: str = "The", max_tokens: int = 40, timeout_s: float = 30) -> httpx.Response:
+    def ask(self, model: str, prompt: str = "The", max_tokens: int = TOKENS, timeout_s: float = 30) -> httpx.Response:
         return httpx.post(f"{self.server.url}/v1/completions", json=body(model, prompt, max_tokens), timeout=timeout_s)
 
     def whole(self, model: str) -> Answer:
@@ -164,7 +166,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory, folder) -> Iterator[Serving]:
-    where = {"one": {}, "packed": {}, "spread": {"placement_strategy": "STRICT_SPREAD"}, "gpus": {"num_gpus": 1}}
+    where = {"packed": {}, "spread": {"placement_strategy": "STRICT_SPREAD"}, "gpus": {"num_gpus": 1}}
     models = [
         {
             "name": name,
@@ -192,15 +194,16 @@ def serving(tmp_path_factory, folder) -> Iterator[Serving]:
         cluster.stop()
 
 
-def test_ranks_packed_or_across_nodes_answer_as_one_rank_does(serving):
+def test_ranks_packed_or_across_nodes_answer_as_one_rank_does(serving, folder):
     (packed, _), (spread,) = serving.replicas("packed"), serving.replicas("spread")
     assert len({rank.node for rank in packed.ranks}) == 1
     assert len({rank.node for rank in spread.ranks}) == 2
-    for prompt in PROMPTS:
-        alone = text(serving.ask("one", prompt))
-        for model in ("packed", "spread", "gpus"):
-            assert text(serving.ask(model, prompt)) == alone, model
-    assert len({text(serving.ask("one", prompt)) for prompt in PROMPTS}) == len(PROMPTS)
+    greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    with LLM(str(folder), device="cpu", num_blocks=64, num_threads=1) as one:
+        alone = [answer.outputs[0].text for answer in one.generate(PROMPTS, greedy, progress=False)]
+    assert len(set(alone)) == len(PROMPTS)
+    for model in RANKS:
+        assert [text(serving.ask(model, prompt)) for prompt in PROMPTS] == alone, model
 
 
 def test_rank_sees_the_one_gpu_of_its_bundle_and_neighbours_in_rank_are_neighbours_in_space(serving):

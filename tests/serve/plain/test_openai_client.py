@@ -9,6 +9,8 @@ import httpx
 import openai
 import pytest
 
+from tests.scrape import Scrape
+from tests.serve.idle import is_idle
 from tests.serve.serve_run import wait_until
 
 pytestmark = pytest.mark.serve
@@ -131,18 +133,12 @@ def test_100_streams_whose_clients_leave_free_all_their_blocks(server, client):
             await asyncio.gather(*(leave_after_the_first_chunk(http) for _ in range(100)))
 
     asyncio.run(scenario())
-    wait_until(lambda: metric(server, "manta_kv_blocks{", 'state="running"') == 0)
-    assert metric(server, "vllm:request_success_total", 'finished_reason="abort"') >= 10
+    wait_until(lambda: is_idle(server))
+    scrape = Scrape(httpx.get(f"{server.url}/metrics", timeout=10).text)
+    assert scrape.sum("vllm:request_success_total", finished_reason="abort") >= 10
     assert client.completions.create(model="tiny", prompt="The", max_tokens=2).usage.completion_tokens == 2
 
 
 def test_unknown_model_raises_the_clients_not_found(client):
     with pytest.raises(openai.NotFoundError, match="served here: tiny"):
         client.completions.create(model="other", prompt="a")
-
-
-def metric(server, *parts: str, headers: dict[str, str] | None = None) -> float:
-    """Sum of all samples whose line contains every part."""
-    text = httpx.get(f"{server.url}/metrics", headers=headers, timeout=10).text
-    lines = [line for line in text.splitlines() if not line.startswith("#") and all(part in line for part in parts)]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

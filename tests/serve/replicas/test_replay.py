@@ -1,4 +1,4 @@
-"""Two decode replicas under eight running streams, one of which is killed: all streams end as if nothing had happened.
+"""A decode replica is killed under eight running streams: all of them end as if nothing had happened.
 
 `pytest -s` shows how long the streams paused.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
@@ -33,28 +32,10 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[ServeRun]:
-    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1}
-    model = {"name": "pocket", "model": "pocket", "engine": engine, "decode": {"num_cpus": 0.2, "num_replicas": 2}}
-    server = ServeRun(tmp_path_factory.mktemp("serve"), {"models": [model]})
-    try:
-        for _ in range(2):
-            server.wait_for_line("replica ready", timeout_s=240)
-        wait_until(lambda: httpx.get(f"{server.url}/health", timeout=5).status_code == 200)
-        yield server
-    finally:
-        server.stop()
-
-
 def scrape(server: ServeRun) -> Scrape:
     answer = httpx.get(f"{server.url}/metrics", timeout=10)
     assert answer.status_code == 200
     return Scrape(answer.text)
-
-
-def replicas(server: ServeRun) -> float:
-    return scrape(server).sum("manta_up")
 
 
 def stream(server: ServeRun, body: dict[str, Any], running: Barrier | None = None) -> tuple[str, str, float]:
@@ -97,7 +78,7 @@ def test_streams_go_on_unchanged_when_a_process_of_a_decode_replica_is_killed(se
         running = Barrier(len(ASKED) + 1)
         named = {f"{victim}-{number}": body for number, body in enumerate(ASKED)}
         streams = [pool.submit(stream, server, {**body, "request_id": name}, running) for name, body in named.items()]
-        first, _ = processes(server, victim)
+        first, *_ = processes(server, victim)  # each replica has streams, since they share no prefix
         running.wait(30)
         first.kill()
         found = [one.result(timeout=120) for one in streams]
@@ -113,7 +94,6 @@ def test_streams_go_on_unchanged_when_a_process_of_a_decode_replica_is_killed(se
     assert scrape(server).sum("vllm:request_success_total", finished_reason="error") == 0
     pauses = ", ".join(f"{pause_s:.2f}" for _, _, pause_s in found)
     print(f"\nSIGKILL of {victim}: {replayed:.0f} replays, longest pause of each stream in s: {pauses}")
-    wait_until(lambda: replicas(server) == 2, timeout_s=60)
 
 
 def test_requests_whose_clients_leave_are_not_replayed(server):

@@ -1,9 +1,8 @@
-"""Three decode replicas behind one ingress: requests find the replica that has their prefix, or their session."""
+"""Requests find the replica that has their prefix, or their session."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,31 +11,12 @@ import psutil
 import pytest
 
 from tests.scrape import Scrape
+from tests.serve.replicas.conftest import REPLICAS
 from tests.serve.serve_run import ServeRun, wait_until
 
 pytestmark = pytest.mark.serve
 
-REPLICAS = 3
-READY = re.compile(r"ServeReplica:manta:decode-tiny pid=(\d+)\).* (decode-tiny-\w+) .*replica ready")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, model_folder) -> Iterator[ServeRun]:
-    engine = {"num_threads": 1, "num_blocks": 256, "block_size": 4}
-    decode = {"num_replicas": REPLICAS, "num_cpus": 0.3}
-    model = {"name": "tiny", "model": str(model_folder), "engine": engine, "decode": decode}
-    server = ServeRun(tmp_path_factory.mktemp("serve"), {"models": [model]})
-    try:
-        for _ in range(REPLICAS):
-            server.wait_for_line("replica ready", timeout_s=240)
-        wait_until(lambda: answers(server) and scrape(server).sum("manta_up") == REPLICAS)
-        yield server
-    finally:
-        server.stop()
-
-
-def answers(server: ServeRun) -> bool:
-    return httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+READY = re.compile(r"ServeReplica:manta:decode-pocket pid=(\d+)\).* (decode-pocket-\w+) .*replica ready")
 
 
 def scrape(server: ServeRun) -> Scrape:
@@ -48,7 +28,7 @@ def scrape(server: ServeRun) -> Scrape:
 def complete(server: ServeRun, prompt: list[int], session: str = "", **body: Any) -> int:
     """Tokens of the prompt that were cached."""
     headers = {"x-session-id": session} if session else {}
-    request = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "ignore_eos": True, **body}
+    request = {"model": "pocket", "prompt": prompt, "max_tokens": 2, "ignore_eos": True, **body}
     answer = httpx.post(f"{server.url}/v1/completions", json=request, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
     assert len(answer.json()["choices"]) == body.get("n", 1)
@@ -78,11 +58,23 @@ def test_prompts_that_begin_alike_meet_in_one_replica_and_others_spread(server):
 
 
 def test_the_router_knows_what_engines_have(server):
-    """Of all prompts so far: what was expected to be cached was cached."""
-    now = scrape(server)
-    assert now.sum("manta_routing_cached_tokens_total") > 0
-    assert now.sum("manta_routing_drift_tokens_total") == 0
-    assert now.sum("manta_routed_requests_total", reason="longest_prefix", policy="prefix_aware") > 0
+    """What is expected to be cached is cached."""
+    names = ("manta_routing_cached_tokens_total", "manta_routing_drift_tokens_total", "manta_routed_requests_total")
+    reason = {"reason": "longest_prefix", "policy": "prefix_aware"}
+
+    def counts() -> list[float]:
+        now = scrape(server)
+        return [now.sum(name, **(reason if "requests" in name else {})) for name in names]
+
+    for _ in range(2):
+        complete(server, prefix(20))  # from now on there is a series for each reason
+    before = counts()
+    for number in range(21, 27):
+        complete(server, prefix(number))
+        complete(server, [*prefix(number), 7])
+    cached, drift, routed = (now - then for now, then in zip(counts(), before, strict=True))
+    assert cached > 0 and routed > 0
+    assert drift == 0
 
 
 def test_many_at_once_with_one_prefix_are_shared_out(server):

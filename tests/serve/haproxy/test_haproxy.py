@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from collections.abc import Iterator
 
 import httpx
@@ -12,29 +11,15 @@ import openai
 import psutil
 import pytest
 
-from tests.serve.serve_run import ServeRun, haproxy_ports, wait_until
+from tests.serve.haproxy.clients import ALICE, KEYS
+from tests.serve.serve_run import ServeRun, wait_until
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAProxy for Linux only")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, model_folder) -> Iterator[ServeRun]:
-    server = ServeRun(
-        tmp_path_factory.mktemp("serve"),
-        {"models": [{"name": "tiny", "model": str(model_folder)}]},
-        environment=haproxy_ports(),
-        manta=True,
-    )
-    try:
-        server.wait_until_healthy()
-        yield server
-    finally:
-        server.stop()
+pytestmark = pytest.mark.serve
 
 
 @pytest.fixture
 def client(server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS["alice"], timeout=60, max_retries=0) as client:
         yield client
 
 
@@ -61,33 +46,35 @@ def test_streamed_answer_is_the_whole_one_in_many_chunks(client):
 
 
 def test_errors_keep_their_status_and_shape(server):
-    answer = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": -1})
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": -1}, headers=ALICE
+    )
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "max_tokens"
-    assert httpx.get(f"{server.url}/nowhere").status_code == 404
+    assert httpx.get(f"{server.url}/nowhere", headers=ALICE).status_code == 404
 
 
 def wait_for_metric(server: ServeRun, line: str) -> None:
     """Until /metrics has a line that begins with this pattern."""
     pattern = re.compile(f"^{line}", re.MULTILINE)
-    wait_until(lambda: pattern.search(httpx.get(f"{server.url}/metrics").text) is not None)
+    wait_until(lambda: pattern.search(httpx.get(f"{server.url}/metrics", headers=ALICE).text) is not None)
 
 
 def test_client_that_does_not_wait_for_its_whole_answer_frees_its_blocks(server):
     # log-probabilities make it take seconds even with so small a model
-    body = {"prompt": "a", "max_tokens": 500, "n": 128, "logprobs": 5, "ignore_eos": True}
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 500, "n": 128, "logprobs": 5, "ignore_eos": True}
 
     async def ask_and_leave() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, headers=ALICE, timeout=60) as client:
             answer = asyncio.create_task(client.post("/v1/completions", json=body))
             # of more than one digit, or it might be a request of another test
-            await asyncio.to_thread(wait_for_metric, server, r"vllm:num_requests_running\{.*\} [1-9]\d")
+            await asyncio.to_thread(wait_for_metric, server, r"vllm:num_requests_running\{.*tiny.*\} [1-9]\d")
             answer.cancel()
             await asyncio.wait([answer])
 
     asyncio.run(ask_and_leave())
-    wait_for_metric(server, r'vllm:request_success_total\{finished_reason="abort".*\} [1-9]')
-    wait_for_metric(server, r"vllm:num_requests_running\{.*\} 0\.0$")
+    wait_for_metric(server, r'vllm:request_success_total\{finished_reason="abort".*tiny.*\} [1-9]')
+    wait_for_metric(server, r"vllm:num_requests_running\{.*tiny.*\} 0\.0$")
 
 
 def test_client_that_leaves_a_stream_frees_its_blocks(server, client):
@@ -96,4 +83,4 @@ def test_client_that_leaves_a_stream_frees_its_blocks(server, client):
     )
     next(iter(stream))
     stream.close()
-    wait_for_metric(server, r"vllm:num_requests_running\{.*\} 0\.0$")
+    wait_for_metric(server, r"vllm:num_requests_running\{.*tiny.*\} 0\.0$")

@@ -1,0 +1,20 @@
+"""In which order tests run, and with `pytest -n` in which process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `pytest -n`, tests that wait for clusters come first, so that at the end no process waits for another."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("serve") is None)
+
+
+@pytest.hookimpl(optionalhook=True)  # there may be no xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.by_server import ByServer
+
+    return ByServer(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -1,0 +1,35 @@
+"""One `serve run` with three decode replicas of one model. Tests kill some; each begins when all three are up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.scrape import Scrape
+from tests.serve.serve_run import ServeRun, wait_until
+
+REPLICAS = 3
+
+
+@pytest.fixture(scope="package")
+def started(tmp_path_factory) -> Iterator[ServeRun]:
+    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 1024, "block_size": 4}
+    decode = {"num_cpus": 0.3, "num_replicas": REPLICAS}
+    model = {"name": "pocket", "model": "pocket", "engine": engine, "decode": decode}
+    server = ServeRun(tmp_path_factory.mktemp("serve"), {"models": [model]})
+    try:
+        server.wait_until_healthy(REPLICAS)
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def server(started) -> ServeRun:
+    def up() -> float:
+        return Scrape(httpx.get(f"{started.url}/metrics", timeout=10).text).sum("manta_up")
+
+    wait_until(lambda: up() == REPLICAS, timeout_s=120)
+    return started
