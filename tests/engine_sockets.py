@@ -12,7 +12,7 @@ from engine.messages import Add, GenerateRequest, TokenBatch, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.server import EngineServer
 
-LIMIT_MS = 20_000
+LIMIT_MS = 60_000
 
 
 class Inbox:
