@@ -61,7 +61,7 @@ def measure_steps(
     step occur. Returns what each step computed and its seconds by `clock`. progress: is called after each batch."""
     rng, recorder = random.Random(seed), StepRecorder(core, clock)
     vocab_size = core.model_config.vocab_size
-    room = core.scheduler.pool.num_blocks * core.config.block_size
+    room = core.scheduler.pool.num_blocks * core.scheduler.pool.block_size
     for batch in BATCHES:
         for length in PROMPTS:
             length = min(length, core.max_model_len - OUTPUT - 1)

@@ -44,7 +44,7 @@ class Cluster:
         if trace.longest >= spec.max_model_len:
             raise PromptTooLong(trace.longest, spec.max_model_len - 1)
         self.spec, self.trace, self.records = spec, trace, Records(trace)
-        self._loop, self._leap = EventLoop(), leap
+        self._loop, self._leap = EventLoop(), 0 if spec.contention else leap
         self._placings: list[Placing] = []
         self.pools: dict[Role, Pool] = {"decode": Pool("decode", spec.decode, self._decode_replica, spec.seed)}
         self.handoffs: HandoffTraffic | None = None
@@ -58,6 +58,7 @@ class Cluster:
         self._waiting: dict[Ticket, int] = {}
         self._running: dict[str, Ticket] = {}
         self._looked_at = 0.0
+        self._on_way = 0  # requests, to their replicas
         self.turns = 0
 
     def run(self, progress: Progress = lambda done: None) -> None:
@@ -104,9 +105,12 @@ class Cluster:
             request = make_request(self.trace, self._waiting.pop(ticket))
             self._running[request.request_id] = ticket
             replica = self._decode.choose(request.request_id, request.prompt)
-            self._loop.at(self._loop.now + self.spec.network.call_s, self._add, replica, request)
+            call_s = self.spec.network.call_s + self.spec.network.busy_s * self._busy()
+            self._on_way += 1
+            self._loop.at(self._loop.now + call_s, self._add, replica, request)
 
     def _add(self, replica: Replica, request: GenerateRequest) -> None:
+        self._on_way -= 1
         replica.add(request, self._loop.now)
         self._after(replica)
 
@@ -166,8 +170,17 @@ class Cluster:
             times=times,
             leap=self._leap,
             forward=forward,
+            slowdown=self._slowdown if self.spec.contention else None,
         )
         return replica
+
+    def _slowdown(self, replica: Replica) -> float:
+        on_way = self._on_way + (self.handoffs.on_way if self.handoffs else 0)
+        return 1 + self.spec.contention * (self._busy(replica) + on_way)
+
+    def _busy(self, but: Replica | None = None) -> int:
+        """Replicas that compute."""
+        return sum(r.due is not None and r is not but for pool in self.pools.values() for r in pool.replicas)
 
     def _look(self) -> None:
         """What the real cluster does about once a second."""

@@ -13,7 +13,12 @@ import typer
 from engine.errors import InvalidParameter
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from cluster.simulator.http_calibration import HttpFit
+    from cluster.simulator.step_cost import Fit
     from cluster.simulator.trace import Trace
+    from engine.config import EngineConfig
 
 simulate = typer.Typer(invoke_without_command=True)
 
@@ -172,33 +177,62 @@ def fit(
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens that one step may compute.")] = 2048,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at a time.")] = 128,
     max_model_len: Annotated[int | None, typer.Option(min=64, help="Longest prompt + answer, in tokens.")] = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a running cluster, to fit that in place of an engine of this machine: its steps, and what HTTP "
+            "adds. Nobody else should use it meanwhile.",
+        ),
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Of the running cluster.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, for programs.")] = False,
 ) -> None:
-    """Run this machine's engine, and learn what its steps take.
+    """Learn what the steps of this machine's engine take, or of a running cluster's.
 
-    Example: manta simulate fit --model pocket --output cost.json
+    Examples:
+
+    manta simulate fit --model pocket --output cost.json
+
+    manta simulate fit --base-url http://127.0.0.1:8000 --replicas 2 --output cost.json
     """
     from cluster.bench.progress import progress_bar
-    from cluster.simulator.calibration import BATCHES, PROMPTS, measure_steps
     from cluster.simulator.cost_file import write_cost
-    from cluster.simulator.step_cost import fit as fit_cost
     from cluster.simulator.tables import show_fit
     from engine.config import EngineConfig
-    from engine.core import EngineCore
 
-    config = EngineConfig(
-        model=model, dtype=dtype, num_threads=threads, max_num_batched_tokens=max_num_batched_tokens,  # type: ignore[arg-type]
-        max_num_seqs=max_num_seqs, max_model_len=max_model_len, overlap=False, enable_prefix_caching=False,
-    )  # fmt: skip
     with progress_bar() as progress:
-        task = progress.add_task("batches", total=len(BATCHES) * len(PROMPTS))
-        core = EngineCore(config)
-        try:
-            found = fit_cost(*measure_steps(core, progress=lambda: progress.advance(task)))
-        finally:
-            core.close()
+        if base_url is not None:
+            found: Fit | HttpFit = _fit_cluster(base_url, replicas, max_num_batched_tokens, progress)
+        else:
+            config = EngineConfig(
+                model=model, dtype=dtype, num_threads=threads, max_num_batched_tokens=max_num_batched_tokens,  # type: ignore[arg-type]
+                max_num_seqs=max_num_seqs, max_model_len=max_model_len, overlap=False, enable_prefix_caching=False,
+            )  # fmt: skip
+            found = _fit_engine(config, progress)
     write_cost(found, output)
     print_json(asdict(found)) if as_json else show_fit(found)
+
+
+def _fit_engine(config: EngineConfig, progress: Progress) -> Fit:
+    from cluster.simulator.calibration import BATCHES, PROMPTS, measure_steps
+    from cluster.simulator.step_cost import fit as fit_cost
+    from engine.core import EngineCore
+
+    task = progress.add_task("batches", total=len(BATCHES) * len(PROMPTS))
+    core = EngineCore(config)
+    try:
+        return fit_cost(*measure_steps(core, progress=lambda: progress.advance(task)))
+    finally:
+        core.close()
+
+
+def _fit_cluster(base_url: str, replicas: int, budget: int, progress: Progress) -> HttpFit:
+    import asyncio
+
+    from cluster.simulator.http_calibration import fit_cluster, probes
+
+    task = progress.add_task("probes", total=len(probes(replicas)))
+    return asyncio.run(fit_cluster(base_url, replicas, budget, progress=lambda: progress.advance(task)))
 
 
 @simulate.command(name="trace")

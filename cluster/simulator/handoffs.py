@@ -32,13 +32,13 @@ class _Handoff:
 
 
 class HandoffTraffic:
-    """after: is told of a replica to which something has happened."""
+    """after: is told of a replica to which something has happened. on_way: tickets and last messages of handoffs."""
 
     def __init__(self, network: Network, kv_bytes: float, loop: EventLoop, prefill: Pool, after: Callable[..., None]):
         self._network, self._kv_bytes, self._loop, self._pool, self._after = network, kv_bytes, loop, prefill, after
         self._live: dict[str, _Handoff] = {}
         self._link_free_at: dict[Replica, float] = {}
-        self.count = 0
+        self.count = self.on_way = 0
         self.bytes = self.link_s = 0.0
 
     def act(self, replica: Replica, actions: Sequence[HandoffAction], now: float) -> None:
@@ -46,11 +46,13 @@ class HandoffTraffic:
         for action in actions:
             match action:
                 case Open(ticket):
+                    self.on_way += 1
                     self._loop.at(now + self._network.call_s, self._bring, ticket, replica)
                 case Report(handoff_id, upto):
                     self._send(self._live[handoff_id], upto, now)
                 case Finish(handoff_id):
                     handoff = self._live[handoff_id]
+                    self.on_way += 1
                     self._loop.at(max(now, handoff.read_at) + self._network.handoff_s, self._finish, handoff, action)
 
     def summary(self, duration_s: float) -> Handoffs:
@@ -60,6 +62,7 @@ class HandoffTraffic:
         )
 
     def _bring(self, ticket: PrefillTicket, decode: Replica) -> None:
+        self.on_way -= 1
         prefill = self._pool.choose(ticket.handoff_id, ticket.token_ids)
         try:
             # before the prefill engine has it, since it may be started at once and be reported on
@@ -85,6 +88,7 @@ class HandoffTraffic:
         self.link_s += seconds
 
     def _finish(self, handoff: _Handoff, finish: Finish) -> None:
+        self.on_way -= 1
         del self._live[finish.handoff_id]
         self._pool.ended(finish.handoff_id)
         handoff.prefill.tell(Closed(finish.handoff_id, "released"), self._loop.now)

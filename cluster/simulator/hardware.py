@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cluster.simulator.step_cost import Roofline
 from engine.errors import InvalidParameter
+from engine.model_config import DTYPES, ModelConfig
 
 COMPUTE_SHARE = 0.6  # of the dense peak that large matrix products reach
 ATTENTION_SHARE = 0.4  # and attention over long prompts
@@ -58,8 +59,6 @@ class ModelShape:
     @classmethod
     def from_folder(cls, folder: Path) -> ModelShape:
         """By the config.json in it. Raises ModelFolderError."""
-        from engine.model_config import ModelConfig  # torch takes seconds
-
         cfg = ModelConfig.from_folder(folder)
         attention = cfg.hidden_size * cfg.head_dim * (2 * cfg.num_heads + 2 * cfg.num_kv_heads)
         total = active = float(cfg.vocab_size * cfg.hidden_size)  # the head; looking up an embedding costs nothing
@@ -69,9 +68,9 @@ class ModelShape:
                 expert = 3.0 * cfg.hidden_size * cfg.moe.intermediate_size
                 mlp, mlp_active = cfg.moe.num_experts * expert, cfg.moe.experts_per_token * expert
             total, active = total + attention + mlp, active + attention + mlp_active
-        item = cfg.dtype.itemsize
+        item = DTYPES[cfg.dtype]
         pair_flops = 4.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim
-        return cls(total, active, pair_flops, cfg.kv_bytes_per_token(cfg.dtype), item * total)
+        return cls(total, active, pair_flops, cfg.kv_bytes_per_token(item), item * total)
 
 
 MODELS = {

@@ -19,7 +19,7 @@ class Pool:
         self.role, self.spec = role, spec
         self.replicas: list[Replica] = []
         self.up: dict[str, Replica] = {}
-        self._router = make_router(spec.router, role, spec.config.block_size, seed)
+        self._router = make_router(spec.router, role, spec.config.known_block_size, seed)
         self._names: list[str] = []
         self._make = make
         self._alive_s = 0.0

@@ -48,9 +48,10 @@ class Replica:
         times: StepTimes | None = None,
         leap: int = LEAP,
         forward: Callable[[list[HandoffAction], float], None] | None = None,
+        slowdown: Callable[[Replica], float] | None = None,
     ):
         """times: to learn into; nothing is learned without. leap: 0 takes all steps one by one. forward: is given what
-        the scheduler wants done about handoffs, and when."""
+        the scheduler wants done about handoffs, and when. slowdown: factor on the next step's cost, without leaps."""
         self.name, self.role, self.times = name, role, times
         self.due: float | None = None
         self.ended: list[Request] = []
@@ -58,13 +59,13 @@ class Replica:
         self.busy_s = 0.0
         self.scheduler = LeapingScheduler(
             config,
-            BlockPool(num_blocks, config.block_size, config.enable_prefix_caching),
+            BlockPool(num_blocks, config.known_block_size, config.enable_prefix_caching),
             max_model_len=max_model_len,
             vocab_size=VOCABULARY,
             handoffs=handoffs,
         )
         self._news = News(name, self.scheduler)
-        self._cost, self._leap, self._forward = cost, leap, forward
+        self._cost, self._leap, self._forward, self._slowdown = cost, leap, forward, slowdown
         self._inbox: list[HandoffEvent] = []
         self._plan: StepPlan | None = None  # the step that computes
         self._ends: list[float] = []  # or of the steps of a leap that are not recorded yet
@@ -143,7 +144,8 @@ class Replica:
             self.due = None
             return
         self._settled = not plan.added and max(plan.counts) == 1 and scheduler.totals.preemptions == preemptions
-        self.due = now + self._cost.seconds(*Work.of(plan))
+        seconds = self._cost.seconds(*Work.of(plan))
+        self.due = now + (seconds if self._slowdown is None else seconds * self._slowdown(self))
 
     def _step_ends(self, steps: int, now: float) -> list[float]:
         running = len(self.scheduler.running)

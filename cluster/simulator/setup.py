@@ -64,7 +64,8 @@ def make_cluster(options: ClusterOptions, trace: Trace, slo: Slo) -> ClusterSpec
     if trace.longest >= max_model_len:
         limit = f"more than the longest request has ({trace.longest} tokens)"
         raise InvalidParameter("KV cache of a replica, in tokens", max_model_len, limit)
-    cost = read_cost(options.cost) if options.cost else roofline(model, card, options.tensor_parallel)
+    measured = read_cost(options.cost) if options.cost else None
+    cost = measured.cost if measured else roofline(model, card, options.tensor_parallel)
 
     def pool(replicas: int) -> PoolSpec:
         return PoolSpec(
@@ -80,10 +81,13 @@ def make_cluster(options: ClusterOptions, trace: Trace, slo: Slo) -> ClusterSpec
     bytes_per_s = card.network * options.tensor_parallel if gbit is None else gbit / 8 * 1e9
     if not (bytes_per_s > 0 and math.isfinite(bytes_per_s)):
         raise InvalidParameter("network_gbit", gbit, "above 0")
+    network = Network(bytes_per_s=bytes_per_s)
+    if measured and measured.request_s is not None:
+        network = network.with_request(measured.request_s)
     return ClusterSpec(
         decode=pool(options.replicas),
         prefill=pool(options.prefill_replicas) if options.prefill_replicas else None,
-        network=Network(bytes_per_s=bytes_per_s),
+        network=network,
         handoff=cast(HandoffPolicy, options.handoff),
         kv_bytes=model.kv_bytes,
         max_model_len=max_model_len,

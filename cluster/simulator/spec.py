@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster.autoscaling.targets import Limits
@@ -30,14 +30,20 @@ class PoolSpec:
 class Network:
     """call_s: a call to a replica, one way. token_s: a token's way to the client.
 
+    busy_s: what the call takes longer for each replica that computes as a request sets out, where they share cores.
     handoff_s: what the messages of a handoff take when all is computed: Progress, Release, Released.
     bytes_per_s: at which one prefill replica sends KV, to all decode replicas together.
     """
 
     call_s: float = 0.002
+    busy_s: float = 0.0
     token_s: float = 0.001
     handoff_s: float = 0.004
     bytes_per_s: float = 25e9
+
+    def with_request(self, request_s: float) -> Network:
+        """request_s: what a client was seen to wait for its first token beside the steps of an engine: both ways."""
+        return replace(self, call_s=request_s / 2, token_s=request_s / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +62,9 @@ class ClusterSpec:
     handoff: where prompts are computed if there is: as HandoffConfig.policy. kv_bytes: of one token.
     max_waiting: sequences that the ingress queues before it refuses more; None: all.
     scaling: lets the numbers of replicas change as the autoscaler wants; None: they stay.
+    contention: by what share a step takes longer for each other replica of both pools that computes as it begins, and
+        for each request or handoff on its way. 0 where each replica has cores and memory bandwidth enough to itself.
+        Above 0, no steps are taken many at once.
     """
 
     decode: PoolSpec
@@ -66,6 +75,7 @@ class ClusterSpec:
     max_model_len: int = 131_072
     max_waiting: int | None = None
     scaling: ScalingSpec | None = None
+    contention: float = 0.0
     seed: int = 0
 
     @property

@@ -97,7 +97,7 @@ def fit(works: Sequence[Work], seconds: Sequence[float]) -> Fit:
         raise ValueError(f"{len(works)} steps with {len(seconds)} times are too few to fit a cost")
     measured = np.asarray(seconds, dtype=np.float64)
     features = np.column_stack([np.ones(len(works)), np.asarray(works, dtype=np.float64)])
-    parts = _non_negative(features / measured[:, None])
+    parts = non_negative(features / measured[:, None])
     parts *= measured.sum() / (features @ parts).sum()
     predicted = features @ parts
     errors = np.abs(predicted - measured) / measured
@@ -109,7 +109,7 @@ def fit(works: Sequence[Work], seconds: Sequence[float]) -> Fit:
     )
 
 
-def _non_negative(features: np.ndarray) -> np.ndarray:
+def non_negative(features: np.ndarray) -> np.ndarray:
     """Coefficients of least squares to 1. Whatever comes out most negative is left out, until nothing is: for five
     features that is as good as a solver, and they need not be scaled."""
     scale = np.linalg.norm(features, axis=0)

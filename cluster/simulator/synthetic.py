@@ -2,12 +2,13 @@
 
 Lengths are log-normal, by median and mean: sigma = sqrt(2 ln(mean / median)). What the figures are:
 
-azure-conversation, azure-code: Azure's LLM traces of 2023. Medians from Splitwise (arXiv:2311.18677, section 3.1):
+azure-conversation, azure-code: Azure's LLM traces of 2023. Medians from Splitwise (arXiv:2311.18677, section 3):
     prompts of 1,020 and 1,500 tokens, answers of 129 and 13. Means of the published files: 1,155 and 2,048 in, 211 and
-    28 out. DynamoLLM (arXiv:2408.00741) finds the same shapes a year later. Nothing is known of shared prefixes.
-mooncake: conversations of Kimi (arXiv:2407.00079, section 4): 7,590 tokens in and 182 out on average, and half of all
-    blocks can be reused. Which turn follows which was not published in words; here a session draws one of a few system
-    prompts by Zipf's law, and each turn appends the last answer and a new question, so that prompts grow as those do.
+    28 out. Nothing is known of shared prefixes. What of these figures was looked up again: docs/simulator.md.
+mooncake: conversations of Kimi (arXiv:2407.00079, section 4.2): 7,590 tokens in and 182 out on average, and a large
+    cache has half of all blocks. Which turn follows which was not published in words; here a session draws one of a few
+    system prompts by Zipf's law, and each turn appends the last answer and a new question, so that prompts grow as
+    those do.
 shared-prefix: groups of prompts with one long beginning each, as SGLang's benchmark of its cache-aware router has them.
 fixed: all the same, as in the first figure of DistServe (arXiv:2401.09670): 512 in, 64 out.
 

@@ -8,13 +8,14 @@ import numpy as np
 from rich.table import Table
 
 from cluster.bench.tables import Total, figure, make_table, show, totals
+from cluster.simulator.http_calibration import HttpFit
 from cluster.simulator.planner import Candidate, Plan
 from cluster.simulator.records import Report
 from cluster.simulator.spec import Slo
 from cluster.simulator.step_cost import Fit
 from cluster.simulator.trace import Trace
 
-NOISY = 0.3  # median error of a step from which a fit is good for nothing
+NOISY = 0.3  # median error from which a fit is good for nothing
 
 
 def show_report(report: Report, slo: Slo) -> None:
@@ -58,19 +59,19 @@ def show_plan(plan: Plan, slo: Slo) -> None:
     show(f"take {name(plan.best)}" if plan.best else "nothing within the GPUs allowed meets the SLO")
 
 
-def show_fit(found: Fit) -> None:
+def show_fit(found: Fit | HttpFit) -> None:
     table = make_table("part", "µs")
     for label, value in asdict(found.cost).items():
         table.add_row(label.removesuffix("_s"), figure(1e6 * value, 4))
-    show(
-        f"{found.steps} steps",
-        table,
-        f"error of a step: median {found.error:.1%}, p90 {found.p90_error:.1%}",
-    )
+    if isinstance(found, HttpFit):
+        table.add_row("request, without its steps", figure(1e6 * found.request_s, 4))
+        table.add_row("for each busy replica on its way", figure(1e6 * found.busy_s, 4))
+        slower = f"a step takes {found.contention:.0%} longer for each other replica that computes"
+        show(f"{found.times} times that a client saw", table, slower, f"error of one: median {found.error:.1%}")
+    else:
+        show(f"{found.steps} steps", table, f"error of a step: median {found.error:.1%}, p90 {found.p90_error:.1%}")
     if found.error > NOISY:
-        show(
-            "steps of equal work took very unequal times: is another program using this machine? do not trust this fit"
-        )
+        show("equal work took very unequal times: is another program using the machine? do not trust this fit")
 
 
 def show_trace(trace: Trace) -> None:

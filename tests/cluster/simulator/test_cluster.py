@@ -32,6 +32,29 @@ def test_a_single_request_takes_the_sum_of_its_steps():
     assert cluster.records.last_at[0] == pytest.approx(cluster.records.first_at[0] + decode)
 
 
+def test_replicas_that_share_cores_slow_each_other_down():
+    spec = small_cluster(replicas=2, router="round_robin")
+    pair = Trace("pair", np.array([1.0, 1.0]), np.array([100, 100]), np.array([40, 40]))
+    alone, shared, apart = (
+        simulate(replace(spec, contention=contention), trace, SLO)
+        for contention, trace in ((0.5, one_request(output=40)), (0.5, pair), (0.0, pair))
+    )
+    assert alone.itl_p50_ms == apart.itl_p50_ms
+    assert shared.itl_p50_ms == pytest.approx(1.5 * apart.itl_p50_ms, rel=0.02)
+
+
+def test_a_call_takes_longer_beside_replicas_that_compute():
+    spec = small_cluster(replicas=1)
+    trace = Trace("pair", np.array([1.0, 1.02]), np.array([100, 100]), np.array([100, 1]))
+    firsts = []
+    for busy_s in (0.0, 0.5):
+        cluster = Cluster(replace(spec, network=Network(busy_s=busy_s)), trace)
+        cluster.run()
+        firsts.append(cluster.records.first_at - trace.arrivals_s)
+    assert firsts[0][0] == firsts[1][0]
+    assert firsts[1][1] > 0.5 > firsts[0][1]
+
+
 def test_a_long_prompt_is_computed_in_chunks():
     steps = [
         simulate(small_cluster(replicas=1, max_num_batched_tokens=n), one_request(500, 1), SLO).pools["decode"].steps

@@ -12,7 +12,7 @@ from cluster.simulator.spec import ClusterSpec, Network, PoolSpec, Slo
 from cluster.simulator.synthetic import make_trace
 from cluster.simulator.trace import Trace
 from engine.config import EngineConfig
-from tests.measure_simulator import ENGINE_OF_2023, STRICT, goodput, prefix_groups
+from tests.measure_simulator.published import ENGINE_OF_2023, STRICT, goodput, prefix_groups
 
 SHEET = roofline(MODELS["opt-13b"], CARDS["a100"])
 

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from cluster.simulator.calibration import StepRecorder
-from cluster.simulator.cost_file import read_cost, write_cost
+from cluster.simulator.cost_file import Measured, read_cost, write_cost
 from cluster.simulator.hardware import CARDS, MODELS, find_model, kv_tokens, roofline
 from cluster.simulator.step_cost import LinearCost, Work, fit
 from engine.config import EngineConfig
@@ -100,7 +100,7 @@ def test_a_model_folder_says_how_large_the_model_is(tmp_path):
 def test_a_fitted_cost_survives_its_file(tmp_path):
     found = fit(works(50), [1e-3 * work.tokens for work in works(50)])
     write_cost(found, tmp_path / "cost.json")
-    assert read_cost(tmp_path / "cost.json") == found.cost
+    assert read_cost(tmp_path / "cost.json") == Measured(found.cost)
     (tmp_path / "cost.json").write_text("{}")
     with pytest.raises(InvalidParameter, match="manta simulate fit"):
         read_cost(tmp_path / "cost.json")
