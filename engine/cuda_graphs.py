@@ -148,7 +148,8 @@ class DecodeGraphs:
         try:
             graph = Graph(inputs, *self._device.record(lambda: self._compute(inputs)))
         except RuntimeError as error:
-            problem = str(error) or type(error).__name__
+            first = error.__context__ or error  # the end of a capture that something has broken raises as well
+            problem = str(first) or type(first).__name__
         # all ranks decide alike: a collective must not be part of a graph on one of them only
         problem = next(filter(None, self._tp.exchange(problem)), "")
         if problem or graph is None:

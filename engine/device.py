@@ -156,9 +156,13 @@ class CudaDevice(Device):
             self._stream = torch.cuda.Stream(self.place)  # the default stream cannot be captured
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads, which move KV or watch over NCCL, may call CUDA meanwhile without harm
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            output = run()
+        before = torch.cuda.current_stream(self.place)
+        try:
+            # thread_local: other threads, which move KV or watch over NCCL, may call CUDA meanwhile without harm
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                output = run()
+        finally:
+            torch.cuda.set_stream(before)  # where a capture fails, torch leaves its stream the current one
         return output, graph.replay
 
     def used_bytes(self) -> int:

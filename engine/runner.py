@@ -195,11 +195,18 @@ class ModelRunner:
             chunks=chunks,
             kv_scales=self.kv_scales,
         )
-        # top_p is what needs the most memory
-        rows = [SampledRow(0, 0, 0, row, SamplingParams(temperature=1.0, top_p=0.9)) for row in range(seqs)]
-        sampling = prepare_sampling(rows, self.model_config.vocab_size, UniformSource(), parcel.add)
+        # both ways of drawing, since each has a kernel; top_p is what needs the most memory
+        samplings = [
+            prepare_sampling(
+                [SampledRow(0, 0, 0, row, SamplingParams(temperature=1.0, top_p=top_p)) for row in range(seqs)],
+                self.model_config.vocab_size, UniformSource(), parcel.add,
+            )
+            for top_p in (1.0, 0.9)
+        ]  # fmt: skip
         parcel.send()
-        sample(self.model.logits(self.model(ids, batch)[:seqs]), sampling)
+        logits = self.model.logits(self.model(ids, batch)[:seqs])
+        for sampling in samplings:
+            sample(logits, sampling)
         self.on.mark().wait()
 
     def run(self, plan: StepPlan) -> StepResult:

@@ -79,10 +79,10 @@ class RandomRows:
 
 @dataclass(frozen=True, slots=True)
 class MaskedRows:
-    """Rows whose token must obey a grammar, and for each what it bans. banned: [n, vocab] bool."""
+    """Rows [n] int64 whose token must obey a grammar. allowed: [n, bytes] uint8, a bit for each token, lowest first."""
 
-    rows: list[int]
-    banned: Tensor
+    rows: Tensor
+    allowed: Tensor
 
 
 @dataclass(slots=True)
@@ -164,13 +164,26 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     best, tokens = logits.max(dim=-1)
     for group in inputs.random:
         chosen = logits[group.rows] / group.temperature.clamp(min=1e-2)  # vLLM's smallest temperature too
-        tokens[group.rows] = draw_filtered(chosen, group) if group.width else draw(chosen.softmax(-1), group.uniform)
+        tokens[group.rows] = draw_filtered(chosen, group) if group.width else draw_any(chosen, group.uniform)
     return mark_broken(best, tokens)
 
 
 def mark_broken(best: Tensor, tokens: Tensor) -> Tensor:
     """-1 where the largest logit is not finite."""
     return torch.where(best.isfinite(), tokens, -1)
+
+
+def draw_any(logits: Tensor, uniform: Tensor) -> Tensor:
+    """From the whole vocabulary. logits: [rows, vocab], already divided by the temperature; uniform: [rows, 1].
+
+    On a GPU torch sums in parallel, so that a sum may grow a little at a token of weight 0, and a banned one be drawn.
+    Our kernel looks at the weights too.
+    """
+    if logits.is_cuda and versions.triton_found():
+        from engine.ops.gpu import sampling
+
+        return sampling.draw_any(logits, uniform)
+    return draw(logits.softmax(-1), uniform)
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -237,10 +250,16 @@ def draw_nucleus(weights: Tensor, ids: Tensor, total: Tensor, group: RandomRows)
 def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor) -> None:
     """Apply grammars, then logits processors, in place. history: [slots, max_model_len] int32 token ids."""
     if inputs.masked is not None:
-        for row, banned in zip(inputs.masked.rows, inputs.masked.banned, strict=True):
-            logits[row].masked_fill_(banned, logits_processors.BANNED)
+        mask(logits, inputs.masked)
     if inputs.edits is not None:
         logits_processors.apply(logits, inputs.edits, history)
+
+
+def mask(logits: Tensor, masked: MaskedRows) -> None:
+    """Ban what grammars do not allow, in place. Bits become tokens here: a GPU is sent an eighth, and unpacks them."""
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
+    banned = ((masked.allowed.unsqueeze(2) & bits) == 0).flatten(1)[:, : logits.shape[1]]
+    logits[masked.rows] = logits[masked.rows].masked_fill(banned, logits_processors.BANNED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,9 +179,8 @@ class InputBuilder:
 
     def _masked_rows(self, plan: StepPlan, entries: list[int], parcel: Parcel) -> MaskedRows:
         rows = np.searchsorted(entries, plan.masked)
-        words = np.frombuffer(plan.masks, dtype=np.uint8).reshape(len(rows), -1)
-        allowed = np.unpackbits(words, axis=1, count=self._vocab_size, bitorder="little")
-        return MaskedRows(rows.tolist(), parcel.add(allowed == 0))
+        allowed = np.frombuffer(plan.masks, dtype=np.uint8).reshape(len(rows), -1)
+        return MaskedRows(parcel.add(rows), parcel.add(allowed.copy()))  # since torch does not like what is read-only
 
     def _prompt_rows(self, plan: StepPlan, query_start: np.ndarray, parcel: Parcel) -> list[PromptRows]:
         rows = []

@@ -3,7 +3,9 @@
     python -m cluster.bench.gpu --out build/gpu
 
 Needs neither Ray nor weights nor a network: models have the shapes of well-known ones and random weights. Each part
-says when it starts, has a time limit, and fails alone. The results go to stdout, gpu.json and gpu.md in `--out`.
+says when it starts, has a time limit, and fails alone: after an error that leaves the card of no use to the process,
+such as an illegal memory access, a new process goes on with the next part. The results go to stdout, gpu.json and
+gpu.md in `--out`.
 
 Floors: a decode step has to read all weights and the KV of its sequences once; at the rate at which the card copies
 memory (bytes read plus bytes written), that takes the floor. A prompt has to be multiplied with the weights; at the
@@ -16,6 +18,7 @@ import argparse
 import gc
 import json
 import logging
+import os
 import random
 import signal
 import sys
@@ -52,7 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "bfloat16",
     },
 }  # fmt: skip
-FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+FP8: dict[str, Any] = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 COPY_BYTES = 2**32
 MATRIX = 8192
 REPEATS = 10
@@ -103,11 +106,11 @@ class Decoding:
 
         self.core.runner.collect = timed  # type: ignore[method-assign]
 
-    def add(self, name: str, prompt_len: int, max_tokens: int, temperature: float = 0.0) -> None:
+    def add(self, name: str, prompt_len: int, max_tokens: int, temperature: float = 0.0, top_p: float = 1.0) -> None:
         rng = random.Random(name)
         prompt = [rng.randrange(FIRST_ID, self.config.vocab_size) for _ in range(prompt_len)]
         seed = rng.randrange(2**31)
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed)
+        params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, ignore_eos=True, seed=seed)
         self.core.add(GenerateRequest(request_id=name, prompt=prompt, params=params))
 
     def until(self, done: Callable[[], bool]) -> list[Any]:
@@ -159,12 +162,12 @@ def matrix_rate(card: Card) -> dict[str, float]:
     return {"TFLOP/s": card.flops / 1e12}
 
 
-def decode(card: Card, batch_size: int, **options: Any) -> dict[str, float]:
-    """Steps of `batch_size` sequences with CONTEXT tokens before and a little more."""
+def decode(card: Card, batch_size: int, top_p: float | None = None, **options: Any) -> dict[str, float]:
+    """Steps of `batch_size` sequences with CONTEXT tokens before and a little more; greedy without a top_p."""
     room = -(-(CONTEXT + 4 * (WARM_STEPS + STEPS)) // 16) * 16
     with engine("8B", max_num_seqs=batch_size, max_model_len=room, **options) as run:
         for i in range(batch_size):
-            run.add(str(i), CONTEXT, room - CONTEXT)
+            run.add(str(i), CONTEXT, room - CONTEXT, 0.0 if top_p is None else 1.0, top_p or 1.0)
         prompts = -(-batch_size * CONTEXT // PROMPT)
         run.until(lambda: run.steps >= prompts + WARM_STEPS)
         steps, waited, started = run.steps, run.waited_s, time.perf_counter()
@@ -222,8 +225,10 @@ def nano_vllm(card: Card) -> dict[str, float]:
     rng = random.Random(0)
     sizes = [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
     with engine("0.6B", max_num_seqs=256, max_num_batched_tokens=16384, max_model_len=4096) as run:
-        for i, (prompt_len, _) in enumerate(sizes):  # all batch sizes of the ladder are recorded, and kernels compiled
-            run.add(f"warm {i}", prompt_len, 2 + i // 8)
+        # Kernels are compiled, and all batch sizes of the ladder recorded: none ends before the last prompt has been
+        # computed, then few in each step, and the last ones one by one.
+        for i, (prompt_len, _) in enumerate(sizes):
+            run.add(f"warm {i}", prompt_len, 16 + i // 8 + max(0, i - 248), temperature=0.6)
         run.until(lambda: False)
         for i, (prompt_len, output_len) in enumerate(sizes):
             run.add(str(i), prompt_len, output_len, temperature=0.6)
@@ -247,6 +252,15 @@ def nano_vllm(card: Card) -> dict[str, float]:
     }
 
 
+def card_is_lost() -> bool:
+    """Whether every further call of CUDA in this process fails."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def measure(name: str, run: Callable[[], dict[str, float]], limit_s: int, started: float) -> Part:
     print(f"[{time.monotonic() - started:4.0f} s] {name} ...", file=sys.stderr, flush=True)
     part = Part(name)
@@ -260,13 +274,15 @@ def measure(name: str, run: Callable[[], dict[str, float]], limit_s: int, starte
     try:
         part.numbers = run()
     except Exception as error:  # noqa: BLE001 - the other parts are worth having
-        part.problem = f"{type(error).__name__}: {error}"
+        why = str(error).partition("\n")[0]  # CUDA's errors go on with advice
+        part.problem = f"{type(error).__name__}: {why}"
         traceback.print_exc()
     finally:
         signal.alarm(0)
     part.seconds = time.monotonic() - began
-    gc.collect()
-    torch.cuda.empty_cache()
+    if not card_is_lost():
+        gc.collect()
+        torch.cuda.empty_cache()
     values = ", ".join(f"{value:.4g} {unit}" for unit, value in part.numbers.items())
     print(f"[{time.monotonic() - started:4.0f} s] {name}: {part.problem or values}", file=sys.stderr, flush=True)
     return part
@@ -280,17 +296,31 @@ def table(parts: list[Part], device: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def save(folder: Path, device: str, card: Card, parts: list[Part]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {"device": device, "torch": torch.__version__, "card": asdict(card), "parts": [asdict(p) for p in parts]}
+    (folder / "gpu.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    (folder / "gpu.md").write_text(table(parts, device), encoding="utf-8")
+
+
+def saved(folder: Path) -> tuple[Card, list[Part]]:
+    found = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
+    return Card(**found["card"]), [Part(**part) for part in found["parts"]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for gpu.json and gpu.md")
     parser.add_argument("--limit", type=int, default=540, help="seconds in all; what comes later is left out")
     parser.add_argument("--only", default="", help="parts whose names contain this, besides the card's own rates")
+    parser.add_argument("--resume", action="store_true", help="go on after the parts that gpu.json has")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench-gpu: torch finds no GPU here, so there is nothing to measure", file=sys.stderr)
         return 1
     logging.basicConfig(format="%(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
-    card, started = Card(), time.monotonic()
+    card, parts = saved(given.out) if given.resume else (Card(), [])
+    started, done = time.monotonic(), {part.name for part in parts}
     plan: list[tuple[str, Callable[[], dict[str, float]]]] = [
         ("copy", lambda: copy_rate(card)),
         ("matrix product, bf16", lambda: matrix_rate(card)),
@@ -301,26 +331,26 @@ def main() -> int:
         ("decode 8B, batch 1, fp8", lambda: decode(card, 1, **FP8)),
         ("decode 8B, batch 64, fp8", lambda: decode(card, 64, **FP8)),
         ("prefill 8B, 8192 tokens, fp8", lambda: prefill(card, **FP8)),
+        ("decode 8B, batch 64, top_p", lambda: decode(card, 64, top_p=0.9)),
         ("decode 8B, batch 1, without graphs", lambda: decode(card, 1, enforce_eager=True)),
         ("prefill 8B, 8192 tokens, torch.compile", lambda: prefill(card, torch_compile=True)),
         ("decode 8B, batch 64, torch.compile", lambda: decode(card, 64, torch_compile=True)),
         ("decode 8B, batch 1, torch.compile", lambda: decode(card, 1, torch_compile=True)),
     ]
-    parts = []
     device = torch.cuda.get_device_name()
-    given.out.mkdir(parents=True, exist_ok=True)
     for index, (name, run) in enumerate(plan):
         left = given.limit - (time.monotonic() - started)
-        if index > 1 and given.only not in name:
+        if name in done or (index > 1 and given.only not in name):
             continue
         if left < 20:
             parts.append(Part(name, problem=f"left out: the {given.limit} s are over"))
         else:
             parts.append(measure(name, run, min(LIMIT_S, int(left)), started))
-        # after every part, so that a run that is cut off leaves what it has
-        found = {"device": device, "torch": torch.__version__, "parts": [asdict(part) for part in parts]}
-        (given.out / "gpu.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-        (given.out / "gpu.md").write_text(table(parts, device), encoding="utf-8")
+        save(given.out, device, card, parts)  # after every part, so that a run that is cut off leaves what it has
+        if parts[-1].problem and card_is_lost():
+            left = max(0, int(given.limit - (time.monotonic() - started)))
+            again = [*sys.argv[1:], "--resume", "--limit", str(left)]
+            os.execv(sys.executable, [sys.executable, "-m", "cluster.bench.gpu", *again])
     print(table(parts, device))
     return 1 if any(part.problem for part in parts) else 0
 

@@ -30,6 +30,7 @@ class BlockMemory:
         self._stream: Any = None  # its own, so that copies and the steps that compute do not wait for each other
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # where the cache is filled with zeros
         else:
             # numpy, since torch would start a team of threads for every thread that copies
             self._array: Bytes = self.tensor.numpy()

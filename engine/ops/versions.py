@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 from functools import cache
@@ -21,10 +22,14 @@ def cpu_kernels() -> bool:
 
 @cache
 def numba_found() -> bool:
-    found = importlib.util.find_spec("numba") is not None
-    if not found:
-        logger.warning("numba is not installed: plain torch runs in its place, several times slower on a CPU")
-    return found
+    try:
+        importlib.import_module("numba")
+    except ImportError as error:  # also where it is made for another numpy
+        installed = importlib.util.find_spec("numba") is not None
+        why = f"cannot be imported ({error})" if installed else "is not installed"
+        logger.warning("numba %s: plain torch runs in its place, several times slower on a CPU", why)
+        return False
+    return True
 
 
 def gpu_kernels() -> bool:

@@ -228,7 +228,10 @@ def test_a_parcel_brings_arrays_of_every_kind_in_one_copy():
 def test_a_step_that_cannot_be_recorded_runs_without_graphs_and_says_why(folder_of, generate, caplog):
     class Unable(LateDevice):
         def record(self, run):
-            raise RuntimeError("operation not permitted when stream is capturing")
+            try:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            finally:  # as torch, which then ends the capture
+                raise RuntimeError("operation failed due to a previous error during capture")
 
     device, cores = Unable(), []
     wanted = requests(3)

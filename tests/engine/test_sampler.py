@@ -14,12 +14,14 @@ from torch import Tensor
 
 from engine.sampler import (
     CANDIDATES,
+    MaskedRows,
     RandomRows,
     SampledRow,
     UniformSource,
     draw,
     draw_filtered,
     draw_sorted,
+    mask,
     prepare_sampling,
     process_rows,
     sample,
@@ -289,3 +291,18 @@ def test_looking_at_the_likeliest_candidates_first_equals_sorting_the_whole_voca
     for group in prepare_sampling(rows, logits.shape[-1], UniformSource()).random:
         if group.width:
             assert torch.equal(draw_filtered(logits, group), draw_sorted(logits, group))
+
+
+@pytest.mark.parametrize("vocab", [1, 8, 31, 97, 128])
+def test_a_mask_leaves_the_tokens_whose_bits_are_set_and_other_rows_alone(vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(4, vocab, generator=generator)
+    words = torch.randint(0, 256, (2, -(-vocab // 32) * 4), generator=generator).byte()
+    masked = logits.clone()
+    mask(masked, MaskedRows(torch.tensor([3, 1]), words))
+    expected = logits.clone()
+    for row, bits in zip((3, 1), words.tolist(), strict=True):
+        for token in range(vocab):
+            if not bits[token // 8] >> token % 8 & 1:
+                expected[row, token] = -torch.inf
+    assert torch.equal(masked, expected)

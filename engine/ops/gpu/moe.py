@@ -21,7 +21,7 @@ FEW, MANY = 16, 64  # rows of a tile
 BLOCK_K_BYTES = 128
 
 
-@triton.jit(do_not_specialize=["share"])
+@triton.jit(do_not_specialize=["num_tiles", "share"])  # both follow the number of tokens
 def grouped_kernel(
     x, weight, out, order, tiles, num_tiles, size_n, size_k, stride_x, share,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,

@@ -1,4 +1,5 @@
-"""Draws a token under min_p, top_k and top_p without sorting the vocabulary, in Triton. See engine/sampler.py.
+"""Draws a token from the whole vocabulary, or under min_p, top_k and top_p without sorting it, in Triton. See
+engine/sampler.py.
 
 The plain version sorts the tokens, most likely first, and looks where running sums of their weights pass a goal. Here
 the same places are found by search over the value of the logit: how much lies above a value is one pass over the row,
@@ -145,4 +146,53 @@ def draw_filtered(logits: Tensor, uniform: Tensor, top_p: Tensor, min_p: Tensor,
     draw_kernel[rows,](
         logits, tokens, uniform, top_p, min_p, top_k, vocab, logits.stride(0), BLOCK=BLOCK, num_warps=16
     )  # fmt: skip
+    return tokens
+
+
+@triton.jit
+def draw_any_kernel(logits, tokens, uniform, vocab, stride, BLOCK: tl.constexpr):
+    """Grid (rows): `target` of the weights' sum lies before the token. Sums of the same weights in another order differ
+    a little, so a token of weight 0 is ruled out by its weight and not by them."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)  # of weights relative to `top`
+    for first in range(0, vocab, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        x = tl.load(logits + i, mask=i < vocab, other=float("-inf"))
+        higher = tl.maximum(top, x)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        sums = sums * tl.exp(top - base) + tl.exp(x - base)
+        top = higher
+    best = tl.max(top, 0)
+    best = tl.where(best == float("-inf"), 0.0, best)
+    target = tl.load(uniform + row) * tl.sum(sums * tl.exp(top - best), 0)
+
+    first = tl.zeros([], tl.int32)
+    start = tl.zeros([], tl.int32)  # of the block of the token: the last one with weights that was looked at
+    before = tl.zeros([], tl.float32)
+    seen = tl.zeros([], tl.float32)
+    while first < vocab:
+        i = first + tl.arange(0, BLOCK)
+        mass = tl.sum(tl.exp(tl.load(logits + i, mask=i < vocab, other=float("-inf")) - best), 0)
+        start = tl.where(mass > 0.0, first, start)
+        before = tl.where(mass > 0.0, seen, before)
+        seen += mass
+        first = tl.where(seen > target, vocab, first + BLOCK)
+    i = start + tl.arange(0, BLOCK)
+    weight = tl.exp(tl.load(logits + i, mask=i < vocab, other=float("-inf")) - best)
+    after = (weight > 0.0) & (before + tl.cumsum(weight, 0) > target)
+    token = tl.min(tl.where(after, i, vocab), 0)
+    token = tl.where(token < vocab, token, tl.max(tl.where(weight > 0.0, i, 0), 0))
+    tl.store(tokens + row, token.to(tl.int64))
+
+
+def draw_any(logits: Tensor, uniform: Tensor) -> Tensor:
+    """Tokens [rows] int64, any for a row without a finite best logit.
+
+    logits: [rows, vocab] float32, already divided by the temperature; uniform: [rows, 1] float32
+    """
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    draw_any_kernel[rows,](logits, tokens, uniform, vocab, logits.stride(0), BLOCK=BLOCK, num_warps=16)
     return tokens

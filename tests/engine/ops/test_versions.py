@@ -41,6 +41,16 @@ def test_a_gpu_without_triton_gets_plain_torch_and_one_warning(on_cuda, without_
     ]
 
 
+def test_a_numba_that_was_made_for_another_numpy_is_not_used_and_its_reason_is_told(tmp_path, monkeypatch, caplog):
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.4 or less')")
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    versions.numba_found.cache_clear()
+    assert not versions.numba_found()
+    versions.numba_found.cache_clear()
+    assert "numba cannot be imported (Numba needs NumPy 2.4 or less)" in caplog.text
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is made for Linux only")
 def test_a_gpu_gets_the_triton_kernels(on_cuda, monkeypatch):
     from engine.ops.gpu import flash

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.ops.gpu import sampling
-from engine.sampler import RandomRows, draw_filtered, draw_sorted
+from engine.sampler import RandomRows, draw, draw_filtered, draw_sorted
 from tests.engine.ops.gpu.paged import DEVICE
 
 
@@ -76,3 +76,36 @@ def test_broken_rows_end_with_some_token_and_leave_the_others_alone():
     found = drawn(logits, rows)
     assert found[3] == expected[3]
     assert ((found >= 0) & (found < 50)).all()
+
+
+def drawn_of_all(logits: Tensor, uniform: Tensor) -> Tensor:
+    return sampling.draw_any(logits.to(DEVICE), uniform[:, None].to(DEVICE)).cpu()
+
+
+@pytest.mark.parametrize("vocab", [1, 50, 4096, 9000])
+def test_from_the_whole_vocabulary_the_same_number_draws_the_same_token_as_plain(vocab):
+    uniform = torch.tensor([0.0, 0.1, 0.4, 0.6, 0.97])
+    logits = torch.randn(len(uniform), vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    assert torch.equal(drawn_of_all(logits, uniform), draw(logits.double().softmax(-1), uniform[:, None].double()))
+
+
+def test_a_banned_token_is_never_drawn_however_the_weights_are_summed():
+    uniform = torch.tensor([0.0, 0.25, 0.5, 0.75, 1 - 2**-24, 1 - 2**-24])
+    logits = torch.full((len(uniform), 9000), -torch.inf)
+    allowed = torch.arange(100, 8900, 2)
+    logits[:-1, allowed] = torch.randn(len(allowed), generator=torch.Generator().manual_seed(0)) * 3
+    logits[-1, 5] = -300.0
+    found = drawn_of_all(logits, uniform)
+    assert (logits.gather(1, found[:, None]) > -torch.inf).all()
+    assert found[0] == 100, "nothing lies before the first token"
+    assert found[-1] == 5
+
+
+def test_broken_rows_of_the_whole_vocabulary_end_with_some_token():
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
+    uniform = torch.full((4,), 0.6)
+    expected = draw(logits.softmax(-1), uniform[:, None])
+    logits[0], logits[1, 3], logits[2, 5] = -torch.inf, torch.nan, torch.inf
+    found = drawn_of_all(logits, uniform)
+    assert found[3] == expected[3]
+    assert ((found >= 0) & (found < 5000)).all()
