@@ -6,10 +6,14 @@ fraction of what it costs through Serve's Python proxy (docs/performance.md). El
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import sys
 from pathlib import Path
+
+from engine.errors import ConfigError
 
 FRONT = {  # on every node
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -26,8 +30,11 @@ ENVIRONMENT = {
     # When the ingress changes, a new HAProxy process takes over; the old one may go on as long as a request may take.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "660",
 }
-OWN_PORTS = {"statistics": 8404, "metrics": 9101}  # that it listens on beside the one for HTTP
-
+OWN_PORTS = {  # that it listens on beside the one for HTTP, by the variables that change them
+    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
+    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
+}
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
 
@@ -38,6 +45,17 @@ def environment() -> dict[str, str]:
         return {}
     ours = Path(sys.executable).with_name("manta-haproxy")  # `main`, as pip installs it
     return {**ENVIRONMENT, BINARY_PATH: str(ours)} if ours.exists() else dict(ENVIRONMENT)
+
+
+def own_ports() -> dict[str, int]:
+    """As this environment has them, by their variables. Raises ConfigError."""
+    ports = {}
+    for name, default in OWN_PORTS.items():
+        given = os.environ.get(name, str(default))
+        if not given.isdecimal() or not 0 < int(given) < 65536:
+            raise ConfigError(name, given, "a port between 1 and 65535")
+        ports[name] = int(given)
+    return ports
 
 
 def before_any_application(config: str) -> str:
@@ -52,8 +70,17 @@ def before_any_application(config: str) -> str:
     return re.sub(r"http-request return status 404 .*", not_yet, config)
 
 
+def stop_with_parent() -> None:
+    """When the process that started this one dies, take no more connections, and end with the last of those there are.
+
+    Else HAProxy outlives a cluster that was killed, or its own manager in Ray, and holds the ports that the next needs.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
+
+
 def main() -> None:
-    """Becomes Ray's HAProxy, started with the same arguments but without splice(), and with 503 for "not yet".
+    """Becomes Ray's HAProxy, started with the same arguments but without splice(), with 503 for "not yet", and such
+    that it ends with its parent.
 
     Ray's configuration lets HAProxy splice bodies from socket to socket. With that, HAProxy 2.8 overlooks one in ten
     to one in two clients that leave before the answer begins, and their requests run on to their ends.
@@ -65,4 +92,5 @@ def main() -> None:
         config = Path(sys.argv[sys.argv.index("-f") + 1])
         config.write_text(before_any_application(config.read_text()))
     binary = get_haproxy_binary()
+    stop_with_parent()
     os.execv(binary, [binary, "-dS", *sys.argv[1:]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig
 from ray.serve.config import HTTPOptions, gRPCOptions
@@ -17,12 +19,14 @@ from ray.serve.config import HTTPOptions, gRPCOptions
 from cluster import haproxy
 from tests.serve.serve_run import free_port, wait_until
 
+STARTER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAProxy for Linux only")
 
 
 @contextmanager
-def running(applications: dict[str, BackendConfig]) -> Iterator[str]:
-    """As Ray starts it for applications that have no replica yet, by name. Its address."""
+def running(applications: dict[str, BackendConfig]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """As Ray starts it for applications that have no replica yet, by name. Its address, and the process that did."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="manta", dir="/tmp") as folder:  # socket paths must be short
         config = HAProxyConfig(
@@ -39,21 +43,42 @@ def running(applications: dict[str, BackendConfig]) -> Iterator[str]:
         api = HAProxyApi(config, applications, f"{folder}/haproxy.cfg")
         api._generate_config_file_internal()
         program = haproxy.environment()[haproxy.BINARY_PATH]
-        process = subprocess.Popen([program, "-db", "-f", api.config_file_path], stderr=subprocess.DEVNULL)
+        command = [sys.executable, "-c", STARTER, program, "-db", "-f", api.config_file_path]
+        starter = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
             wait_until(lambda: (Path(folder) / "admin.sock").exists())
-            yield f"http://127.0.0.1:{port}"
+            proxies = psutil.Process(starter.pid).children()
+            yield f"http://127.0.0.1:{port}", starter
         finally:
-            process.kill()
-            process.wait()
+            starter.kill()
+            starter.wait()
+            gone, alive = psutil.wait_procs(proxies, timeout=20)
+            assert gone and not alive, "HAProxy ends with the process that started it"
 
 
 def test_haproxy_that_knows_no_application_yet_asks_clients_to_try_again():
-    with running({}) as url:
+    with running({}) as (url, _):
         answer = httpx.post(f"{url}/v1/completions", json={})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
 
 
 def test_haproxy_that_knows_an_application_answers_404_to_other_paths():
-    with running({"a": BackendConfig(name="http-a", path_prefix="/a", app_name="a")}) as url:
+    with running({"a": BackendConfig(name="http-a", path_prefix="/a", app_name="a")}) as (url, _):
         assert httpx.get(f"{url}/b").status_code == 404
+
+
+def test_haproxy_whose_manager_is_killed_lets_go_of_its_port_and_finishes_what_it_has():
+    with running({}) as (url, starter), socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as early:
+        early.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n")
+        starter.kill()
+        wait_until(lambda: not connects(url))
+        early.sendall(b"\r\n{}")
+        assert early.recv(100).startswith(b"HTTP/1.1 503")
+
+
+def connects(url: str) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", httpx.URL(url).port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True
