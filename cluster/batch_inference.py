@@ -17,6 +17,7 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 
 SAMPLING_FIELDS = frozenset(field.name for field in msgspec.structs.fields(SamplingParams))
+BEGIN = b'{"index":'  # of each line of output
 LINE_FIELDS = frozenset({"id", "prompt", "messages"})
 
 
@@ -39,6 +40,12 @@ class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: str | None = None
+
+
+class Place(msgspec.Struct):
+    """What an earlier answer is looked at for."""
+
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +83,33 @@ def generate_file(
 
 
 def complete_lines(output_file: Path) -> int:
-    """Answers that an earlier run has written; cuts off a line that it did not finish."""
+    """Answers that an earlier run has written; cuts off a line that it did not finish.
+
+    Raises RequestError, and changes nothing, if the file holds anything else.
+    """
     if not output_file.exists():
         return 0
-    content = output_file.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(output_file, whole)
-    return content[:whole].count(b"\n")
+    *whole, torn = output_file.read_bytes().split(b"\n")
+    for index, line in enumerate(whole):
+        if _index_of(line) != index:
+            raise _not_an_output(output_file, index)
+    if torn:
+        if not torn.startswith(BEGIN[: len(torn)]):
+            raise _not_an_output(output_file, len(whole))
+        os.truncate(output_file, sum(len(line) + 1 for line in whole))
+    return len(whole)
+
+
+def _index_of(line: bytes) -> int | None:
+    """Of the input's line that this one answers; None if it answers none."""
+    try:
+        return msgspec.json.decode(line, type=Place).index
+    except msgspec.MsgspecError:
+        return None
+
+
+def _not_an_output(file: Path, index: int) -> RequestError:
+    return RequestError(f"{file}:{index + 1} is no answer to line {index + 1} of the input; give a new file", "output")
 
 
 def answers(llm: LLM, lines: list[bytes], first: int, defaults: dict[str, Any], progress: bool) -> Iterator[Answer]:

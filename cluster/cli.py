@@ -227,6 +227,11 @@ def main() -> None:
     except ServingError as error:
         print(f"manta: {error}", file=sys.stderr)
         sys.exit(1)
+    except OSError as error:
+        if error.filename is None:  # not about a file, so not about one that the user has named
+            raise
+        print(f"manta: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,16 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     folder = model_folder.resolve(model.model)
     config = ModelConfig.from_folder(folder)
     for role in model.pools:
-        config.kv_heads_per_rank(model.engine_config(role).tensor_parallel)
+        engine = model.engine_config(role)
+        config.kv_heads_per_rank(engine.tensor_parallel)
+        config.longest_sequence(engine.max_model_len)
     Tokenizer.from_folder(folder)
     return ModelInfo(
         name=model.name,
         root=model.model,
         folder=str(folder),
         identity=ModelIdentity.of(folder),
-        max_model_len=model.engine_config().max_model_len or config.max_position_embeddings,
+        max_model_len=config.longest_sequence(model.engine_config().max_model_len),
         vocab_size=config.vocab_size,
         default_sampling=model_folder.default_sampling(folder),
         request_timeout_s=ingress.request_timeout_s,

@@ -16,7 +16,7 @@ import yaml
 from cluster import haproxy
 from cluster.autoscaling.settings import POLICY
 from cluster.engine_flags import with_engine_flags
-from engine.errors import ConfigError, InvalidParameter
+from engine.errors import ConfigError, InvalidParameter, StartupError
 
 BUILDER = "cluster.app:build"
 API, REPLICAS = "API", "Replicas"
@@ -135,7 +135,7 @@ def serve(
     if model.endswith(YAML):
         if given or print_config or host is not None or port is not None:
             raise InvalidParameter("MODEL", model, "a model where flags are given; a file says all by itself")
-        check(Path(model))
+        check(Path(model), address)
         run(Path(model), address)
     http: dict[str, Any] = {"host": host or HOST, "port": port or PORT}
     text = yaml.safe_dump(configuration(model, given, http), sort_keys=False)
@@ -143,7 +143,7 @@ def serve(
         print(text, end="")
         return
     with unnamed_file(text) as config:
-        check(config)
+        check(config, address)
     with unnamed_file(text) as config:
         run(config, address)
 
@@ -174,11 +174,25 @@ def configuration(model: str, given: dict[str, Any], http: dict[str, Any]) -> di
     return {"http_options": http, "applications": [application]}
 
 
-def check(config: Path) -> None:
-    """Raises StartupError for whatever can be seen before anything starts."""
-    from cluster.config_file import check as check_file  # `manta --help` does without
+def check(config: Path, address: str | None) -> None:
+    """Raises StartupError for whatever can be seen before anything starts. address: of the Ray cluster that is there
+    already, and so has its ports."""
+    from cluster.config_file import check_serve_config, load  # `manta --help` does without
+    from cluster.doctor.machine import check_ports
 
-    check_file(config)
+    serve_config = load(config)
+    check_serve_config(serve_config)
+    http = serve_config.get("http_options") or {}
+    problems = [f for f in check_ports(http.get("host", HOST), http.get("port", PORT)) if f.level == "problem"]
+    if problems and address is None and not _joins_a_cluster():
+        raise StartupError(f"port {problems[0].told}. {problems[0].advice}")
+
+
+def _joins_a_cluster() -> bool:
+    """Whether `serve run` finds a Ray of this machine, from `ray start`, by itself."""
+    from ray._common.utils import get_ray_address_file  # seconds
+
+    return bool(os.environ.get("RAY_ADDRESS")) or Path(get_ray_address_file(None)).exists()
 
 
 def run(config: Path, address: str | None = None) -> NoReturn:

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 INGRESS = "ingress"  # name of that deployment
 DECODE = "decode-"  # what names of deployments that serve a model begin with
 DRIVER_EXIT_S = 30.0
+CONTROLLER_ANSWER_S = 10.0
 AT_REST = ("HEALTHY", "UPSCALING", "DOWNSCALING")
 
 
@@ -66,9 +67,12 @@ def _serve_run_pid() -> int | None:
 
 
 def _some_model_is_up() -> bool:
-    apps = serve.status().applications.values()
-    deployments = [(name, status) for app in apps for name, status in app.deployments.items()]
-    return any(status.replica_states.get("RUNNING") for name, status in deployments if name.startswith(DECODE))
+    """By what runs: `serve.status()` knows no deployments of an application that is being built anew."""
+    client = serve.context._get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return False
+    running = ray.get(client._controller._all_running_replicas.remote(), timeout=CONTROLLER_ANSWER_S)
+    return any(replicas for deployment, replicas in running.items() if deployment.name.startswith(DECODE))
 
 
 def _status(handle: DeploymentHandle) -> Any:

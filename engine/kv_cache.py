@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError, ModelFolderError, OutOfMemory
+from engine.errors import ModelFolderError, OutOfMemory
 from engine.loader import tensors_by_file
 from engine.model_config import ModelConfig
 from engine.tp_group import TPGroup
@@ -46,10 +46,7 @@ def choose_num_blocks(
     Raises OutOfMemory when `max_model_len` was asked for and does not fit, or when nothing fits at all.
     """
     block_bytes = torch.Size(block_shape(model, block_size, tp)).numel() * dtype.itemsize
-    longest = config.max_model_len or model.max_position_embeddings
-    if longest > model.max_position_embeddings:
-        limit = f"at most the model's own context ({model.max_position_embeddings})"
-        raise ConfigError("max_model_len", longest, limit)
+    longest = model.longest_sequence(config.max_model_len)
     wanted = config.max_num_seqs * -(-longest // block_size)
     if config.num_blocks is not None:
         blocks, limit = config.num_blocks, "num_blocks"

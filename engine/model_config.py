@@ -168,6 +168,14 @@ class ModelConfig:
             raise ConfigError("tensor_parallel", tp_size, limit)
         return max(1, self.num_kv_heads // tp_size)
 
+    def longest_sequence(self, max_model_len: int | None) -> int:
+        """In tokens; None is the model's own context. Raises ConfigError for more than that."""
+        longest = self.max_position_embeddings if max_model_len is None else max_model_len
+        if longest > self.max_position_embeddings:
+            limit = f"at most the model's own context ({self.max_position_embeddings})"
+            raise ConfigError("max_model_len", longest, limit)
+        return longest
+
     def kv_bytes_per_token(self, itemsize: int, tp_size: int = 1) -> int:
         """Bytes of K and V of one token over all layers, on one rank. itemsize: bytes of a number."""
         return 2 * self.num_layers * self.kv_heads_per_rank(tp_size) * self.head_dim * itemsize

@@ -28,11 +28,12 @@ def check_machine() -> Iterator[Finding]:
 
 
 def check_ports(host: str, port: int) -> Iterator[Finding]:
-    """host, port: where the API is to listen."""
+    """host, port: where the API is to listen. Raises ConfigError."""
     yield check_port(host, port, "the API", "Stop what listens there, or choose another with --port")
     if sys.platform == "linux":
-        for use, number in haproxy.OWN_PORTS.items():
-            yield check_port("0.0.0.0", number, f"HAProxy's {use}", "Stop what listens there: often another Manta")
+        for name, number in haproxy.own_ports().items():
+            advice = f"Stop what listens there, often another Manta, or set {name}"
+            yield check_port("0.0.0.0", number, "HAProxy itself", advice)
 
 
 def check_cpu() -> Iterator[Finding]:
@@ -115,5 +116,5 @@ def check_port(host: str, port: int, use: str, advice: str) -> Finding:
         try:
             listener.bind((host, port))
         except OSError as error:
-            return Finding("problem", "port", f"{port}, for {use}, cannot be had: {error.strerror}", advice)
+            return Finding("problem", "port", f"{port}, for {use}, cannot be had on {host}: {error.strerror}", advice)
     return Finding("ok", "port", f"{port}, for {use}, is free")

@@ -171,6 +171,8 @@ class Service:
             raise StartupError(f"serveConfigV2 is not YAML: {error}") from None
         if not isinstance(serve, dict) or not serve.get("applications"):
             raise StartupError("serveConfigV2 has no applications")
+        if not isinstance(serve["applications"], list) or not all(isinstance(a, dict) for a in serve["applications"]):
+            raise StartupError("serveConfigV2.applications must be a list of sections")
         return serve
 
     @property

@@ -95,9 +95,18 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_line(model, llm, tmp
 
 
 def test_a_torn_line_is_cut_off(tmp_path):
-    (tmp_path / "out").write_bytes(b"one\ntwo\nthr")
+    whole = b'{"index":0}\n{"index":1}\n'
+    (tmp_path / "out").write_bytes(whole + b'{"ind')
     assert complete_lines(tmp_path / "out") == 2
-    assert (tmp_path / "out").read_bytes() == b"one\ntwo\n"
+    assert (tmp_path / "out").read_bytes() == whole
+
+
+@pytest.mark.parametrize("content", [b"notes\n", b"notes", b'{"index":1}\n', b'{"index":0}\n{"prompt": "x"}'])
+def test_file_that_is_no_output_is_refused_and_left_as_it_is(content, tmp_path):
+    (tmp_path / "out").write_bytes(content)
+    with pytest.raises(RequestError, match=r"out:[12] is no answer to line [12] of the input"):
+        complete_lines(tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == content
 
 
 def test_the_output_of_another_input_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -13,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster import serve_command
-from cluster.cli import app
+from cluster.cli import app, main
 from cluster.config import AppConfig
 from cluster.engine_flags import WITHOUT, documented, engine_flags, flag_help
 from engine.config import EngineConfig
@@ -116,7 +117,7 @@ def never_runs(monkeypatch):
         (["--max-num-seqs", "0"], "models[0].engine.max_num_seqs must be at least 1, got 0"),
         (["--set", "handoff.polic=x", "--prefill-replicas", "1"], "models[0].handoff.polic must be one of"),
         (["--api-keys-file", "/none"], "api_keys_file"),
-        (["no_such_file.yaml"], "no_such_file.yaml must be a Serve configuration file"),
+        (["no_such_file.yaml"], "no_such_file.yaml must be a text file that can be read"),
         (["serve_config.yaml", "--port", "9000"], "MODEL must be a model where flags are given"),
     ],
 )
@@ -132,6 +133,28 @@ def test_mistake_is_one_line_and_exit_code_1():
     assert result.returncode == 1
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("manta: model 'no/such/folder/at all': no such folder")
+
+
+def test_port_that_is_in_use_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(serve_command, "_joins_a_cluster", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        result = CliRunner().invoke(app, ["serve", "--port", str(port)])
+    assert str(result.exception).startswith(
+        f"port {port}, for the API, cannot be had on 127.0.0.1: Address already in use. Stop"
+    )
+
+
+def test_file_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    output = tmp_path / "nowhere" / "out.jsonl"
+    monkeypatch.setattr("sys.argv", ["manta", "generate", "--input", str(source), "--output", str(output)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"manta: {output}: No such file or directory\n"
 
 
 def test_what_runs_is_serve_run_with_the_configuration_that_is_printed(monkeypatch):

@@ -38,6 +38,7 @@ class Fault:
 FAULTS = [
     Fault("broken-serve-config", f"{ARGS}.ingress.num_replica", 2, "num_replicas"),
     Fault("broken-serve-config", "serve.applications", [], "no applications"),
+    Fault("broken-serve-config", "serve.applications", 5, "must be a list of sections"),
     Fault("broken-serve-config", "serve.applications.0.import_path", "other:build", "no application with import_path"),
     Fault("loopback-host", "serve.http_options.host", "127.0.0.1", "heard by nobody outside the pod"),
     Fault("loopback-host", "serve.http_options.host", "localhost", "heard by nobody outside the pod"),
