@@ -129,7 +129,7 @@ def explain(
 
     All ingresses and engines are asked. They remember their newest requests (docs/observability.md).
 
-    Example: manta explain chatcmpl-5f0d6a3e
+    Example: manta explain chatcmpl-0123456789abcdef0123456789abcdef
     """
     from rich.console import Console
 

@@ -37,8 +37,9 @@ class EngineConfig:
     cuda_graph_memory_gib: GPU memory kept free for CUDA graphs; batch sizes that do not fit run without.
     load_format: `auto` reads the model's weights; `dummy` takes random ones of the same shapes, to measure.
     max_model_len: longest prompt + answer, in tokens; None takes the model's own context.
-    max_num_batched_tokens, max_num_seqs: tokens and sequences that one step may compute. Where nobody sets them, the
-        offline `LLM` and pools with GPUs take 8192 and 256.
+    max_num_batched_tokens: tokens that one step may compute, of all sequences together. Where nobody sets it, the
+        offline `LLM` and pools with GPUs take 8192.
+    max_num_seqs: sequences that run at a time. Where nobody sets it, the offline `LLM` and pools with GPUs take 256.
     max_waiting: requests that may queue before new ones are refused with Overloaded.
     scheduling_policy: `priority` looks at the priority of a request first, `fcfs` at its arrival only.
     enable_prefix_caching: keep the KV of what was computed, and take it for prompts that begin alike.

@@ -233,7 +233,9 @@ def isolation(
     model: ModelOption = "pocket",
     streams: Annotated[int, typer.Option(min=1, rich_help_panel=LOAD, help="That run all the time.")] = 8,
     prompt_len: Annotated[int, typer.Option(min=2, rich_help_panel=LOAD, help="Tokens of each long prompt.")] = 1500,
-    interval_s: Annotated[float, typer.Option(min=0.01, rich_help_panel=LOAD, help="Between two of them.")] = 1.0,
+    interval_s: Annotated[
+        float, typer.Option(min=0.01, rich_help_panel=LOAD, help="From the start of one long prompt to the next.")
+    ] = 1.0,
     duration_s: Annotated[float, typer.Option(min=1, rich_help_panel=LOAD, help="Of one measurement.")] = 10.0,
     chunk: Annotated[
         int, typer.Option(min=64, rich_help_panel=ENGINE, help="Tokens per step of the second shared engine.")

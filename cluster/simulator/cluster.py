@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from cluster.simulator.events import EventLoop
 from cluster.simulator.gaps import Gaps
@@ -87,6 +88,8 @@ class Cluster:
             for replica in pool.replicas:
                 gaps += replica.gaps
         uses = {str(role): pool.use(duration_s) for role, pool in self.pools.items()}
+        if self.scaling is not None:
+            uses = {str(role): replace(uses[role], scaled=self.scaling.counts(role, duration_s)) for role in self.pools}
         moved = self.handoffs.summary(duration_s) if self.handoffs else None
         return self.records.report(slo, gaps, uses, moved, self.spec.gpus, took_s)
 

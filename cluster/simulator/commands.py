@@ -58,14 +58,19 @@ def run(
     prefill_replicas: Annotated[
         int,
         typer.Option(
-            min=0, rich_help_panel=CLUSTER, help="That compute prompts for them. With --plan, 0 means one pool."
+            min=0,
+            rich_help_panel=CLUSTER,
+            help="That compute prompts for them. With --plan: 0 tries one pool only, more tries two pools as well.",
         ),
     ] = 0,
     router: Annotated[
         str, typer.Option(rich_help_panel=CLUSTER, help="prefix_aware, power_of_two, round_robin or random.")
     ] = "prefix_aware",
     handoff: Annotated[
-        str, typer.Option(rich_help_panel=CLUSTER, help="always, or auto: as the engines' own weighing decides.")
+        str,
+        typer.Option(
+            rich_help_panel=CLUSTER, help="always, or auto: as the engines' own weighing decides. For two pools."
+        ),
     ] = "always",
     network_gbit: Annotated[
         float | None,
@@ -74,7 +79,9 @@ def run(
     autoscale: Annotated[
         int | None,
         typer.Option(
-            min=1, rich_help_panel=CLUSTER, help="Let the autoscaler use up to so many replicas of each pool."
+            min=1,
+            rich_help_panel=CLUSTER,
+            help="Begin with --replicas, and let the autoscaler use up to so many in each pool; not with --plan.",
         ),
     ] = None,
     startup_s: Annotated[
@@ -138,11 +145,10 @@ def run(
     from cluster.bench.progress import progress_bar
     from cluster.simulator.cluster import simulate as simulate_cluster
     from cluster.simulator.planner import Candidate, Planner
-    from cluster.simulator.setup import ClusterOptions, make_cluster
-    from cluster.simulator.spec import Slo
+    from cluster.simulator.setup import ClusterOptions, check_plan, make_cluster, make_slo
     from cluster.simulator.tables import name, show_plan, show_report
 
-    slo = Slo(ttft_s=ttft_ms / 1000, tpot_s=tpot_ms / 1000, share=good)
+    slo = make_slo(ttft_ms, tpot_ms, good)
     traffic = find_trace(trace, requests, rate, burstiness, seed)
     options = ClusterOptions(
         replicas=replicas, prefill_replicas=prefill_replicas, router=router, handoff=handoff,
@@ -150,6 +156,8 @@ def run(
         num_blocks=num_blocks, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs, prefix_caching=prefix_caching, autoscale=autoscale, startup_s=startup_s, seed=seed,
     )  # fmt: skip
+    if plan:
+        check_plan(options, max_gpus)
     spec = make_cluster(options, traffic, slo)
     with progress_bar() as progress:
         if plan:

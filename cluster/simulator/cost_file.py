@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+
 from cluster.simulator.http_calibration import HttpFit
 from cluster.simulator.step_cost import Fit, LinearCost
 from engine.errors import InvalidParameter
@@ -26,7 +28,7 @@ def write_cost(found: Fit | HttpFit, path: Path) -> None:
 def read_cost(path: Path) -> Measured:
     """Raises InvalidParameter."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return Measured(LinearCost(**content["cost"]), content.get("request_s"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidParameter("cost", str(path), f"a file of `manta simulate fit` ({error})") from None
+        return msgspec.json.decode(path.read_bytes(), type=Measured)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        limit = f"a file that `manta simulate fit` wrote ({error})"
+        raise InvalidParameter("--cost", str(path), limit) from None

@@ -26,8 +26,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """shared, split: the smallest cluster of each kind that meets the SLO; None if none of up to `most` GPUs does.
-    tried: all that were simulated."""
+    """shared, split: the smallest cluster of each kind that meets the SLO; None if none of up to `most` GPUs does, or
+    if none of the kind was tried. tried: all that were simulated."""
 
     shared: Candidate | None
     split: Candidate | None

@@ -30,14 +30,27 @@ class Latencies:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaCounts:
+    """Of an autoscaled pool: replicas that took requests. mean: over the simulated time. wanted: the most that the
+    autoscaler wanted, which are more than `most` where they were not up before the end."""
+
+    least: int
+    most: int
+    mean: float
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolUse:
-    """busy: share of the replicas' time in which they computed. replicas: at the start. gpu_hours: of all of them."""
+    """busy: share of the replicas' time in which they computed. replicas: at the start. gpu_hours: of all of them.
+    scaled: None where their number stays."""
 
     replicas: int
     busy: float
     steps: int
     preemptions: int
     gpu_hours: float
+    scaled: ReplicaCounts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cluster.autoscaling.load import PoolLoad, ReplicaLoad, StepCosts
 from cluster.autoscaling.model import ModelScaler, PoolState
 from cluster.simulator.pool import Pool
+from cluster.simulator.records import ReplicaCounts
 from cluster.simulator.replica import Replica
 from cluster.simulator.spec import ScalingSpec
 from deployments.fair_queue import FairQueue
@@ -33,7 +35,7 @@ class _Counters:
 
 
 class Scaling:
-    """history: of each pool, (when, replicas) after each change of what there should be."""
+    """history: of each pool, (when, replicas) after each change of what there should be. up: of what there is."""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class Scaling:
         self._wanted: dict[Role, int] = {role: len(pool.up) for role, pool in pools.items()}
         self._counters: dict[Replica, deque[_Counters]] = {}
         self.history: dict[Role, list[tuple[float, int]]] = {role: [(0.0, n)] for role, n in self._wanted.items()}
+        self.up: dict[Role, list[tuple[float, int]]] = {role: [(0.0, n)] for role, n in self._wanted.items()}
 
     def look(self, now: float) -> None:
         """Call about once a second."""
@@ -57,6 +60,17 @@ class Scaling:
                 self.history[role].append((now, decision.replicas))
                 self._scale(role, decision.replicas, now)
 
+    def counts(self, role: Role, duration_s: float) -> ReplicaCounts:
+        """duration_s: of the simulation, above 0."""
+        counts = [replicas for _, replicas in self.up[role]]
+        times = [min(when, duration_s) for when, _ in self.up[role]] + [duration_s]
+        return ReplicaCounts(
+            least=min(counts),
+            most=max(counts),
+            mean=sum(n * (end - begin) for n, (begin, end) in zip(counts, pairwise(times), strict=True)) / duration_s,
+            wanted=max(replicas for _, replicas in self.history[role]),
+        )
+
     def _scale(self, role: Role, replicas: int, now: float) -> None:
         pool, before = self._pools[role], self._wanted[role]
         self._wanted[role] = replicas
@@ -64,11 +78,14 @@ class Scaling:
             self._later(self._spec.startup_s, lambda: self._start(role, now + self._spec.startup_s))
         for _ in range(len(pool.up) - replicas):
             pool.drain()
+            self.up[role].append((now, len(pool.up)))
 
     def _start(self, role: Role, now: float) -> None:
         """A replica is up, if it is still wanted."""
-        if len(self._pools[role].up) < self._wanted[role]:
-            self._pools[role].grow(now)
+        pool = self._pools[role]
+        if len(pool.up) < self._wanted[role]:
+            pool.grow(now)
+            self.up[role].append((now, len(pool.up)))
 
     def _load(self, role: Role, now: float) -> PoolLoad:
         pool = self._pools[role]

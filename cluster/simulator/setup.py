@@ -17,8 +17,16 @@ from cluster.simulator.trace import Trace
 from deployments.routing.config import Role
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
+from engine.model_config import ModelConfig
 
 NO_LIMIT = 10**9
+HEADS = {  # and KV heads, of MODELS: what --tensor-parallel shares out
+    "llama-3.1-8b": (32, 8),
+    "llama-3.1-70b": (64, 8),
+    "qwen3-0.6b": (16, 8),
+    "qwen3-32b": (64, 8),
+    "opt-13b": (40, 40),
+}
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 3.0, 300.0  # as in serve_config.yaml where nothing else is said
 
 
@@ -45,13 +53,28 @@ class ClusterOptions:
     seed: int
 
 
+def make_slo(ttft_ms: float, tpot_ms: float, share: float) -> Slo:
+    """Raises InvalidParameter."""
+    for flag, value in (("--ttft-ms", ttft_ms), ("--tpot-ms", tpot_ms)):
+        if not (value > 0 and math.isfinite(value)):
+            raise InvalidParameter(flag, value, "above 0 and finite")
+    return Slo(ttft_s=ttft_ms / 1000, tpot_s=tpot_ms / 1000, share=share)
+
+
+def check_plan(options: ClusterOptions, max_gpus: int) -> None:
+    """Raises InvalidParameter for options that a search for the fewest GPUs cannot keep."""
+    if options.autoscale is not None:
+        raise InvalidParameter("--autoscale", options.autoscale, "left out with --plan, whose clusters keep their size")
+    least = options.tensor_parallel * (2 if options.prefill_replicas else 1)
+    if max_gpus < least:
+        limit = f"at least {least}, the GPUs of the smallest cluster (--tensor-parallel {options.tensor_parallel})"
+        raise InvalidParameter("--max-gpus", max_gpus, limit)
+
+
 def make_cluster(options: ClusterOptions, trace: Trace, slo: Slo) -> ClusterSpec:
     """Raises ServingError."""
-    if options.router not in ROUTERS:
-        raise InvalidParameter("router", options.router, f"one of {', '.join(ROUTERS)}")
-    if options.handoff not in get_args(HandoffPolicy):
-        raise InvalidParameter("handoff", options.handoff, f"one of {', '.join(get_args(HandoffPolicy))}")
     model, card = find_model(options.model), find_card(options.card)
+    _check(options)
     config = EngineConfig(
         block_size=options.block_size,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -62,8 +85,7 @@ def make_cluster(options: ClusterOptions, trace: Trace, slo: Slo) -> ClusterSpec
     blocks = options.num_blocks or kv_tokens(model, card, options.tensor_parallel) // options.block_size
     max_model_len = blocks * options.block_size
     if trace.longest >= max_model_len:
-        limit = f"more than the longest request has ({trace.longest} tokens)"
-        raise InvalidParameter("KV cache of a replica, in tokens", max_model_len, limit)
+        raise _too_small(options, trace.longest, max_model_len)
     measured = read_cost(options.cost) if options.cost else None
     cost = measured.cost if measured else roofline(model, card, options.tensor_parallel)
 
@@ -80,7 +102,7 @@ def make_cluster(options: ClusterOptions, trace: Trace, slo: Slo) -> ClusterSpec
     gbit = options.network_gbit
     bytes_per_s = card.network * options.tensor_parallel if gbit is None else gbit / 8 * 1e9
     if not (bytes_per_s > 0 and math.isfinite(bytes_per_s)):
-        raise InvalidParameter("network_gbit", gbit, "above 0")
+        raise InvalidParameter("--network-gbit", gbit, "above 0 and finite")
     network = Network(bytes_per_s=bytes_per_s)
     if measured and measured.request_s is not None:
         network = network.with_request(measured.request_s)
@@ -96,12 +118,56 @@ def make_cluster(options: ClusterOptions, trace: Trace, slo: Slo) -> ClusterSpec
     )
 
 
+def _check(options: ClusterOptions) -> None:
+    """Raises ServingError."""
+    if options.router not in ROUTERS:
+        raise InvalidParameter("--router", options.router, f"one of {', '.join(ROUTERS)}")
+    if options.handoff not in get_args(HandoffPolicy):
+        raise InvalidParameter("--handoff", options.handoff, f"one of {', '.join(get_args(HandoffPolicy))}")
+    if options.handoff == "auto" and not options.prefill_replicas:
+        raise InvalidParameter("--handoff", "auto", "always where there is no prefill pool (--prefill-replicas)")
+    for flag, replicas in (("--replicas", options.replicas), ("--prefill-replicas", options.prefill_replicas)):
+        if options.autoscale is not None and options.autoscale < replicas:
+            raise InvalidParameter(
+                "--autoscale", options.autoscale, f"at least {flag} ({replicas}), with which the pool begins"
+            )
+    if not math.isfinite(options.startup_s):
+        raise InvalidParameter("--startup-s", options.startup_s, "finite")
+    heads, kv_heads = _heads(options.model)
+    ranks = options.tensor_parallel
+    if heads % ranks:
+        raise InvalidParameter("--tensor-parallel", ranks, f"a divisor of the {heads} heads of {options.model}")
+    if kv_heads % ranks and ranks % kv_heads:
+        limit = f"a divisor or a multiple of the {kv_heads} KV heads of {options.model}"
+        raise InvalidParameter("--tensor-parallel", ranks, limit)
+
+
+def _heads(model: str) -> tuple[int, int]:
+    """Heads and KV heads. model: as find_model takes it. Raises ModelFolderError."""
+    if model in HEADS:
+        return HEADS[model]
+    cfg = ModelConfig.from_folder(Path(model))
+    return cfg.num_heads, cfg.num_kv_heads
+
+
+def _too_small(options: ClusterOptions, longest: int, room: int) -> InvalidParameter:
+    """longest: tokens of a request. room: tokens whose KV a replica holds."""
+    if options.num_blocks is not None:
+        least, size = longest // options.block_size + 1, options.block_size
+        limit = f"at least {least}, so that blocks of {size} tokens hold the longest request of --trace ({longest})"
+        return InvalidParameter("--num-blocks", options.num_blocks, limit)
+    limit = (
+        f"so many cards that the KV of the longest request of --trace fits beside the weights ({longest} tokens; "
+        f"{room} fit on {options.tensor_parallel} {options.card})"
+    )
+    return InvalidParameter("--tensor-parallel", options.tensor_parallel, limit)
+
+
 def _scaling(options: ClusterOptions, slo: Slo) -> ScalingSpec:
     assert options.autoscale is not None
-    most = max(options.autoscale, options.replicas, options.prefill_replicas)
     limits = Limits(
         min_replicas=1,
-        max_replicas=most,
+        max_replicas=options.autoscale,
         max_num_seqs=options.max_num_seqs,
         upscale_delay_s=UPSCALE_DELAY_S,
         downscale_delay_s=DOWNSCALE_DELAY_S,

@@ -10,7 +10,7 @@ from rich.table import Table
 from cluster.bench.tables import Total, figure, make_table, show, totals
 from cluster.simulator.http_calibration import HttpFit
 from cluster.simulator.planner import Candidate, Plan
-from cluster.simulator.records import Report
+from cluster.simulator.records import PoolUse, Report
 from cluster.simulator.spec import Slo
 from cluster.simulator.step_cost import Fit
 from cluster.simulator.trace import Trace
@@ -37,7 +37,7 @@ def show_report(report: Report, slo: Slo) -> None:
             ("links busy, %", 100 * report.handoffs.link_busy, 1),
         ]
     title = f"{report.trace}, simulated in {report.took_s:.1f} s"
-    show(title, totals(rows), _latencies(report), _pools(report), _said(slo))
+    show(title, totals(rows), _latencies(report), _pools(report), _said(slo), *_never_up(report))
 
 
 def show_plan(plan: Plan, slo: Slo) -> None:
@@ -54,8 +54,11 @@ def show_plan(plan: Plan, slo: Slo) -> None:
             busy,
         )
     show("what was tried", table, _said(slo))
-    for kind, found in (("one pool", plan.shared), ("two pools", plan.split)):
-        show(f"{kind}: {name(found)}, {found.gpus} GPUs" if found else f"{kind}: none")
+    show(f"one pool: {_found(plan.shared)}")
+    if any(candidate.prefill for candidate in plan.tried):
+        show(f"two pools: {_found(plan.split)}")
+    else:
+        show("two pools: not tried; --prefill-replicas 1 tries them too")
     show(f"take {name(plan.best)}" if plan.best else "nothing within the GPUs allowed meets the SLO")
 
 
@@ -90,6 +93,10 @@ def name(candidate: Candidate) -> str:
     return f"{candidate.decode} replica{'s' if candidate.decode > 1 else ''}"
 
 
+def _found(candidate: Candidate | None) -> str:
+    return f"{name(candidate)}, {candidate.gpus} GPUs" if candidate else "none is good enough"
+
+
 def _latencies(report: Report) -> Table:
     table = make_table("ms", "mean", "p50", "p90", "p99")
     for label, values in (("TTFT", report.ttft_ms), ("TPOT", report.tpot_ms), ("E2E", report.e2e_ms)):
@@ -105,12 +112,32 @@ def _pools(report: Report) -> Table:
         figures = (use.steps, use.preemptions)
         table.add_row(
             role,
-            str(use.replicas),
+            _replicas(use),
             figure(100 * use.busy),
             *(figure(value, 0) for value in figures),
             figure(use.gpu_hours, 3),
         )
     return table
+
+
+def _replicas(use: PoolUse) -> str:
+    scaled = use.scaled
+    if scaled is None:
+        return str(use.replicas)
+    if scaled.least == scaled.most:
+        return str(scaled.most)
+    return f"{scaled.least} to {scaled.most}, mean {scaled.mean:.1f}"
+
+
+def _never_up(report: Report) -> list[str]:
+    """A note for each pool that was to have more replicas than it ever had."""
+    scaled = {role: use.scaled for role, use in report.pools.items() if use.scaled is not None}
+    return [
+        f"{role}: the autoscaler wanted up to {counts.wanted} replicas, and at most {counts.most} were up in time; "
+        "more --requests are longer traffic"
+        for role, counts in scaled.items()
+        if counts.wanted > counts.most
+    ]
 
 
 def _said(slo: Slo) -> str:

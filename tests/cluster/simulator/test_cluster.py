@@ -169,5 +169,22 @@ def test_the_autoscaler_brings_replicas_for_a_rush_and_takes_them_back():
     report = cluster.report(SLO, 0.0)
     assert report.completed == len(trace)
     assert len(cluster.pools["decode"].up) == wanted[-1]
+    scaled = report.pools["decode"].scaled
+    assert scaled is not None
+    assert (scaled.least, scaled.most, scaled.wanted) == (1, max(wanted), max(wanted))
+    assert 1 < scaled.mean <= 3600 * report.pools["decode"].gpu_hours / report.duration_s  # that drain are paid for too
     most_hours = max(wanted) * report.duration_s / 3600
     assert report.duration_s / 3600 < report.pools["decode"].gpu_hours < most_hours
+
+
+def test_replicas_that_were_wanted_but_never_up_are_told():
+    arrivals = np.arange(100) * 0.02
+    trace = Trace("short", arrivals, np.full(100, 200), np.full(100, 40))
+    spec = scaling_cluster(6)
+    assert spec.scaling is not None
+    report = simulate(replace(spec, scaling=replace(spec.scaling, startup_s=1000.0)), trace, SLO)
+    scaled = report.pools["decode"].scaled
+    assert scaled is not None
+    assert (scaled.least, scaled.most, scaled.mean) == (1, 1, pytest.approx(1.0))
+    assert scaled.wanted > 1
+    assert simulate(small_cluster(), trace, SLO).pools["decode"].scaled is None

@@ -1,0 +1,108 @@
+"""What `manta simulate` refuses, and what it says then."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster import cli
+from cluster.simulator.hardware import MODELS
+from cluster.simulator.setup import HEADS
+from engine.errors import InvalidParameter
+from tests.models import make_model
+
+FEW = ["--trace", "fixed", "--requests", "5"]
+
+
+def refusal(*options: str) -> str:
+    error = CliRunner().invoke(cli.app, ["simulate", *FEW, *options]).exception
+    assert isinstance(error, InvalidParameter), error
+    return str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--ttft-ms -1", "--ttft-ms must be above 0 and finite, got -1.0"),
+        ("--tpot-ms 0", "--tpot-ms must be above 0 and finite, got 0.0"),
+        ("--ttft-ms nan", "--ttft-ms must be above 0 and finite, got nan"),
+        ("--autoscale 2 --startup-s inf --replicas 1", "--startup-s must be finite, got inf"),
+        (
+            "--autoscale 2 --replicas 5",
+            "--autoscale must be at least --replicas (5), with which the pool begins, got 2",
+        ),
+        (
+            "--autoscale 2 --replicas 1 --prefill-replicas 3",
+            "--autoscale must be at least --prefill-replicas (3), with which the pool begins, got 2",
+        ),
+        ("--plan --autoscale 4", "--autoscale must be left out with --plan, whose clusters keep their size, got 4"),
+        (
+            "--handoff auto",
+            "--handoff must be always where there is no prefill pool (--prefill-replicas), got 'auto'",
+        ),
+        (
+            "--plan --prefill-replicas 1 --tensor-parallel 2 --max-gpus 3",
+            "--max-gpus must be at least 4, the GPUs of the smallest cluster (--tensor-parallel 2), got 3",
+        ),
+        ("--tensor-parallel 3", "--tensor-parallel must be a divisor of the 32 heads of llama-3.1-8b, got 3"),
+        ("--network-gbit 0", "--network-gbit must be above 0 and finite, got 0.0"),
+        (
+            "--num-blocks 9",
+            "--num-blocks must be at least 10, so that blocks of 64 tokens hold the longest request of --trace (576), "
+            "got 9",
+        ),
+    ],
+)
+def test_an_option_is_refused_by_its_flag_with_value_and_limit(options, said):
+    assert refusal(*options.split()) == said
+
+
+def test_the_blocks_that_a_refusal_asks_for_are_enough():
+    assert CliRunner().invoke(cli.app, ["simulate", *FEW, "--num-blocks", "10"]).exit_code == 0
+
+
+def test_a_card_that_holds_too_little_kv_is_refused_by_what_would_help(tmp_path):
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 60000, "output_length": 5}\n')
+    said = refusal("--trace", str(trace), "--card", "l4")
+    assert said.startswith("--tensor-parallel must be so many cards that the KV of the longest request")
+    assert "(60005 tokens; " in said and "fit on 1 l4), got 1" in said
+
+
+def test_ranks_have_to_share_out_the_heads_of_a_model_folder(tmp_path):
+    make_model(tmp_path, "qwen3")
+    assert "--tensor-parallel must be a divisor of the" in refusal("--model", str(tmp_path), "--tensor-parallel", "3")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_are_those_that_the_size_of_the_kv_comes_from(name):
+    heads, kv_heads = HEADS[name]
+    assert MODELS[name].pair_flops / MODELS[name].kv_bytes == heads / kv_heads
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{}", "missing required field `cost`"),
+        ('{"cost": {"step_s": "much"}}', "`$.cost.step_s`"),
+        ("no JSON", "malformed"),
+    ],
+)
+def test_a_cost_file_of_another_kind_is_refused_by_flag_and_path(tmp_path, content, problem):
+    path = tmp_path / "cost.json"
+    path.write_text(content)
+    said = refusal("--cost", str(path))
+    assert said.startswith("--cost must be a file that `manta simulate fit` wrote (") and str(path)[:20] in said
+    assert problem in said
+
+
+def test_a_plan_says_that_two_pools_were_not_tried_and_what_tries_them():
+    options = ["simulate", *FEW, "--plan"]
+    said = CliRunner().invoke(cli.app, options).stdout
+    assert "two pools: not tried; --prefill-replicas 1 tries them" in said
+    said = CliRunner().invoke(cli.app, [*options, "--prefill-replicas", "1"]).stdout
+    assert "two pools: 1 prefill + 1 decode" in said
+    said = (
+        CliRunner().invoke(cli.app, [*options, "--prefill-replicas", "1", "--max-gpus", "2", "--tpot-ms", "1"]).stdout
+    )
+    assert "two pools: none is good enough" in said
