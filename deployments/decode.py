@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import ray
 from ray.serve.handle import DeploymentHandle
 
+from deployments import ray_compat
 from deployments.engine_deployment import EngineDeployment
 from deployments.pairing import pair
 from deployments.routing.routed_call import RoutedCall
@@ -29,6 +32,7 @@ class Decode(EngineDeployment):
             if pool is not None:
                 host = ray.util.get_node_ip_address()
                 await pair(self._engine, pool, host, spec.startup_timeout_s, ready.max_model_len)
+            await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
 
     async def generate(self, request: bytes, _: RoutedCall) -> None:
         """A msgpack GenerateRequest, and what this deployment's router wants to know of it; open until the request has

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.experimental import internal_kv
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
@@ -20,23 +21,22 @@ from deployments.tickets import PoolState
 logger = logging.getLogger(__name__)
 
 INGRESS = "ingress"  # name of that deployment
-DECODE = "decode-"  # what names of deployments that serve a model begin with
 DRIVER_EXIT_S = 30.0
-CONTROLLER_ANSWER_S = 10.0
 AT_REST = ("HEALTHY", "UPSCALING", "DOWNSCALING")
 
 
 def end_serve_run(reason: str) -> None:
     """Say why the application cannot start, and end the `serve run` that deploys it.
 
-    Returns if there is no such process on this node, or if some model is up, which must not end for another's sake.
+    Returns if there is no such process on this node, or if some model has been up: that one must not end for another's
+    sake, and a change that fails can be taken back.
 
     Ray 2.60 builds an application of a YAML file in a worker process. When that fails, `serve run` shows a traceback
     and then sleeps for ever. On SIGTERM it ends, with all its Ray processes and a status other than 0.
     `serve deploy` and KubeRay have no such process; they show the error in the application's status.
     """
     pid = _serve_run_pid()
-    if pid is None or _some_model_is_up():
+    if pid is None or _a_model_was_up():
         return
     _write_to_console_of(pid, f"\nmanta cannot start. {reason}\n")
     os.kill(pid, signal.SIGTERM)
@@ -66,13 +66,17 @@ def _serve_run_pid() -> int | None:
     return None
 
 
-def _some_model_is_up() -> bool:
-    """By what runs: `serve.status()` knows no deployments of an application that is being built anew."""
-    client = serve.context._get_global_client(raise_if_no_controller_running=False)
-    if client is None:
-        return False
-    running = ray.get(client._controller._all_running_replicas.remote(), timeout=CONTROLLER_ANSWER_S)
-    return any(replicas for deployment, replicas in running.items() if deployment.name.startswith(DECODE))
+def remember_that_a_model_is_up() -> None:
+    """For as long as this job runs: from now on its users mind if it ends. Blocks for a call to the GCS."""
+    internal_kv._internal_kv_put(_served_key(), b"yes")
+
+
+def _a_model_was_up() -> bool:
+    return internal_kv._internal_kv_exists(_served_key())
+
+
+def _served_key() -> str:
+    return f"manta_has_served_{ray.get_runtime_context().get_job_id()}"
 
 
 def _status(handle: DeploymentHandle) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -51,7 +52,8 @@ class ServeRun:
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._ray_folder = tempfile.TemporaryDirectory(prefix="manta", dir="/tmp")  # socket paths must be short
         config = folder / "serve_config.yaml"
-        config.write_text(yaml.safe_dump(self._config(args, deployments or [], policy)))
+        self._change = lambda args: self._config(args, deployments or [], policy)
+        config.write_text(yaml.safe_dump(self._change(args)))
         self._process = subprocess.Popen(
             [*(MANTA_SERVE if manta else SERVE_RUN), "--address", address, str(config)],
             cwd=Path(__file__).parents[2],
@@ -76,6 +78,20 @@ class ServeRun:
         for _ in range(replicas):
             self.wait_for_line("replica ready")
         wait_until(lambda: httpx.get(f"{self.url}/health", timeout=5).status_code == 200)
+
+    def put(self, args: dict[str, Any]) -> None:
+        """Change the application, as `serve deploy` does; returns once Serve has taken the configuration."""
+        httpx.put(self._applications, json=self._change(args), timeout=60).raise_for_status()
+
+    def status(self) -> str:
+        """Of the application, for Serve."""
+        status: str = httpx.get(self._applications, timeout=30).json()["applications"]["manta"]["status"]
+        return status
+
+    @property
+    def _applications(self) -> str:
+        (dashboard,) = re.findall(r"View the dashboard at \D*?(http://[\d.]+:\d+)", "".join(self.log))
+        return f"{dashboard}/api/serve/applications/"
 
     def wait(self, timeout_s: float) -> int:
         """The exit status."""

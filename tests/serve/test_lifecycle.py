@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import httpx
 import pytest
 
 from cluster.autoscaling.settings import POLICY
-from tests.serve.serve_run import ServeRun
+from tests.serve.serve_run import ServeRun, wait_until
 
 pytestmark = pytest.mark.serve
 
@@ -31,6 +32,30 @@ def test_mistake_in_the_configuration_ends_serve_run_with_one_clear_line(tmp_pat
         assert server.wait(timeout_s=30) != 0
         assert message in "".join(server.log)
         assert "Traceback" not in "".join(server.log)
+    finally:
+        server.stop()
+
+
+def test_change_that_cannot_be_made_leaves_serve_run_to_be_changed_again(tmp_path, model_folder):
+    def models(**engine: Any) -> dict[str, Any]:
+        return {"models": [{"name": "tiny", "model": str(model_folder), "engine": engine}]}
+
+    def answers() -> bool:
+        request = {"prompt": "The", "max_tokens": 2}
+        return httpx.post(f"{server.url}/v1/completions", json=request, timeout=60).status_code == 200
+
+    server = ServeRun(tmp_path, models())
+    try:
+        server.wait_until_healthy()
+        server.put(models(block_sise=16))
+        wait_until(lambda: server.status() == "DEPLOY_FAILED", timeout_s=60)
+        assert answers(), "what the builder refuses changes nothing"
+        server.put(models(kv_cache_memory_gib=1e-6))
+        server.wait_for_line("raise kv_cache_memory_gib")  # the engine, which has taken the place of the only one
+        wait_until(lambda: server.status() == "DEPLOY_FAILED", timeout_s=60)
+        server.put(models())
+        wait_until(answers, timeout_s=120)
+        assert "manta cannot start" not in "".join(server.log)
     finally:
         server.stop()
 
