@@ -7,9 +7,10 @@ after each group of runs: never to the runs themselves.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +28,10 @@ from cluster.simulator.http_calibration import ROUNDS, HttpFit, Observation, com
 from cluster.simulator.records import Latencies, Report
 from cluster.simulator.spec import ClusterSpec, Network, PoolSpec, Slo
 from cluster.simulator.trace import PIECE, Trace
+from engine import pocket
 from engine.config import EngineConfig
 from tests.measure_simulator.traffic import grouped_trace, small_trace
+from tests.models import make_model
 from tests.scrape import Scrape
 from tests.serve.serve_run import ServeRun, haproxy_ports, wait_until
 
@@ -36,10 +39,10 @@ LOADS = (0.4, 0.65)  # share of the time in which the busier pool computes, as s
 REPEATS, REQUESTS = 3, 100
 GROUPS = 16  # of prompts that begin alike
 VOCABULARY = 4000
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 ENGINE = {"num_threads": 1, "num_blocks": 512, "block_size": 16, "max_num_batched_tokens": 512, "max_num_seqs": 64}
 CONFIG = EngineConfig(**ENGINE, overlap=False, max_waiting=10**9)  # type: ignore[arg-type]
 MAX_MODEL_LEN = 2048
-KV_BYTES = 2 * 4 * 4 * 32 * 2.0  # of a token of the bundled model: K and V, 4 layers, 4 heads of 32, bfloat16
 START_S = 180.0
 
 Figures = dict[str, float]
@@ -47,20 +50,22 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """prefill: replicas for prompts only. decode: that answer."""
+    """prefill: replicas for prompts only. decode: that answer. kv_bytes: of a token."""
 
     name: str
     prefill: int
     decode: int
+    model: str = "pocket"
+    kv_bytes: float = 2 * 4 * 4 * 32 * 2.0  # K and V, 4 layers, 4 heads of 32, bfloat16
 
     @property
-    def model(self) -> dict[str, Any]:
+    def section(self) -> dict[str, Any]:
         """Of serve_config.yaml."""
-        model = {"name": "pocket", "model": "pocket", "engine": ENGINE}
-        model["decode"] = {"num_replicas": self.decode, "num_cpus": 0.25}
+        section = {"name": "pocket", "model": self.model, "engine": {**ENGINE, "dtype": "bfloat16"}}
+        section["decode"] = {"num_replicas": self.decode, "num_cpus": 0.25}
         if self.prefill:
-            model |= {"prefill": {"num_replicas": self.prefill, "num_cpus": 0.25}, "handoff": {"policy": "always"}}
-        return model
+            section |= {"prefill": {"num_replicas": self.prefill, "num_cpus": 0.25}, "handoff": {"policy": "always"}}
+        return section
 
     def trace(self, rate: float, seed: int) -> Trace:
         """With shared prefixes where there is something to choose for the router."""
@@ -86,9 +91,25 @@ class Compared:
 
 
 def cluster() -> None:
+    compare(LAYOUTS)
+
+
+def larger() -> None:
+    """With steps of several ms, beside which HTTP is less: a model of 25M parameters, which are random."""
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+        heads = {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096, "max_position_embeddings": MAX_MODEL_LEN}
+        model = make_model(Path(folder), "qwen3", **sizes, **heads)
+        for file in TOKENIZER:
+            shutil.copy(pocket.PATH / file, model)
+        kv_bytes = 2 * 8 * 4 * 64 * 2.0
+        compare([replace(layout, model=str(model), kv_bytes=kv_bytes) for layout in LAYOUTS])
+
+
+def compare(layouts: Iterable[Layout]) -> None:
     request_s = 0.0
     print(f"other programs use {psutil.cpu_percent(5.0):.0f}% of {psutil.cpu_count()} cores", flush=True)
-    for layout in LAYOUTS:
+    for layout in layouts:
         with serving(layout) as server:
             asyncio.run(probe(server, layout, rounds=1))  # compiles kernels, makes connections
             before, found = asyncio.run(probe(server, layout)), []
@@ -113,7 +134,7 @@ def cluster() -> None:
 @contextmanager
 def serving(layout: Layout) -> Iterator[ServeRun]:
     with tempfile.TemporaryDirectory() as folder:
-        server = ServeRun(Path(folder), {"models": [layout.model]}, environment=haproxy_ports(), manta=True)
+        server = ServeRun(Path(folder), {"models": [layout.section]}, environment=haproxy_ports(), manta=True)
         try:
             for _ in range(layout.decode):
                 server.wait_for_line("test prompt went from" if layout.prefill else "replica ready", START_S)
@@ -189,7 +210,7 @@ def simulation(layout: Layout, found: HttpFit, request_s: float, trace: Trace) -
     handoff_s = max(0.0, found.request_s - 3 * way_s)
     network = Network(call_s=way_s, busy_s=found.busy_s, token_s=way_s, handoff_s=handoff_s)
     spec = ClusterSpec(
-        decode=pool, network=network, kv_bytes=KV_BYTES, max_model_len=MAX_MODEL_LEN, contention=found.contention
+        decode=pool, network=network, kv_bytes=layout.kv_bytes, max_model_len=MAX_MODEL_LEN, contention=found.contention
     )
     if layout.prefill:
         spec = replace(spec, prefill=replace(pool, replicas=layout.prefill))
