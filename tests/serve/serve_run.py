@@ -90,7 +90,7 @@ class ServeRun:
 
     @property
     def _applications(self) -> str:
-        (dashboard,) = re.findall(r"View the dashboard at \D*?(http://[\d.]+:\d+)", "".join(self.log))
+        (dashboard,) = re.findall(r"View the dashboard at .*?(http://[\d.]+:\d+)", "".join(self.log))
         return f"{dashboard}/api/serve/applications/"
 
     def wait(self, timeout_s: float) -> int:
