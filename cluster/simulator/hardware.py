@@ -42,19 +42,22 @@ CARDS = {
 class ModelShape:
     """parameters: all of them. active: that a token passes through; fewer in a mixture of experts, where a batch reads
     all weights all the same. pair_flops: of a token that attends to one token, over all layers.
-    kv_bytes: of a token's keys and values, over all layers."""
+    kv_bytes: of a token's keys and values, over all layers. heads, kv_heads: that ranks share out."""
 
     parameters: float
     active: float
     pair_flops: float
     kv_bytes: float
     weight_bytes: float
+    heads: int
+    kv_heads: int
 
     @classmethod
     def dense(cls, parameters: float, layers: int, heads: int, kv_heads: int, head_dim: int) -> ModelShape:
         """In bfloat16."""
         kv_bytes = 2 * 2 * layers * kv_heads * head_dim
-        return cls(parameters, parameters, 4.0 * layers * heads * head_dim, kv_bytes, 2 * parameters)
+        pair_flops = 4.0 * layers * heads * head_dim
+        return cls(parameters, parameters, pair_flops, kv_bytes, 2 * parameters, heads, kv_heads)
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelShape:
@@ -70,7 +73,8 @@ class ModelShape:
             total, active = total + attention + mlp, active + attention + mlp_active
         item = DTYPES[cfg.dtype]
         pair_flops = 4.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim
-        return cls(total, active, pair_flops, cfg.kv_bytes_per_token(item), item * total)
+        kv_bytes = cfg.kv_bytes_per_token(item)
+        return cls(total, active, pair_flops, kv_bytes, item * total, cfg.num_heads, cfg.num_kv_heads)
 
 
 MODELS = {

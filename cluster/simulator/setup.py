@@ -10,23 +10,15 @@ from typing import cast, get_args
 from cluster.autoscaling.targets import Limits
 from cluster.autoscaling.targets import Slo as Targets
 from cluster.simulator.cost_file import read_cost
-from cluster.simulator.hardware import find_card, find_model, kv_tokens, roofline
+from cluster.simulator.hardware import ModelShape, find_card, find_model, kv_tokens, roofline
 from cluster.simulator.routing import ROUTERS
 from cluster.simulator.spec import ClusterSpec, HandoffPolicy, Network, PoolSpec, ScalingSpec, Slo
 from cluster.simulator.trace import Trace
 from deployments.routing.config import Role
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter
-from engine.model_config import ModelConfig
 
 NO_LIMIT = 10**9
-HEADS = {  # and KV heads, of MODELS: what --tensor-parallel shares out
-    "llama-3.1-8b": (32, 8),
-    "llama-3.1-70b": (64, 8),
-    "qwen3-0.6b": (16, 8),
-    "qwen3-32b": (64, 8),
-    "opt-13b": (40, 40),
-}
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 3.0, 300.0  # as in serve_config.yaml where nothing else is said
 
 
@@ -74,7 +66,7 @@ def check_plan(options: ClusterOptions, max_gpus: int) -> None:
 def make_cluster(options: ClusterOptions, trace: Trace, slo: Slo) -> ClusterSpec:
     """Raises ServingError."""
     model, card = find_model(options.model), find_card(options.card)
-    _check(options)
+    _check(options, model)
     config = EngineConfig(
         block_size=options.block_size,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -118,7 +110,7 @@ def make_cluster(options: ClusterOptions, trace: Trace, slo: Slo) -> ClusterSpec
     )
 
 
-def _check(options: ClusterOptions) -> None:
+def _check(options: ClusterOptions, model: ModelShape) -> None:
     """Raises ServingError."""
     if options.router not in ROUTERS:
         raise InvalidParameter("--router", options.router, f"one of {', '.join(ROUTERS)}")
@@ -133,21 +125,12 @@ def _check(options: ClusterOptions) -> None:
             )
     if not math.isfinite(options.startup_s):
         raise InvalidParameter("--startup-s", options.startup_s, "finite")
-    heads, kv_heads = _heads(options.model)
-    ranks = options.tensor_parallel
+    heads, kv_heads, ranks = model.heads, model.kv_heads, options.tensor_parallel
     if heads % ranks:
         raise InvalidParameter("--tensor-parallel", ranks, f"a divisor of the {heads} heads of {options.model}")
     if kv_heads % ranks and ranks % kv_heads:
         limit = f"a divisor or a multiple of the {kv_heads} KV heads of {options.model}"
         raise InvalidParameter("--tensor-parallel", ranks, limit)
-
-
-def _heads(model: str) -> tuple[int, int]:
-    """Heads and KV heads. model: as find_model takes it. Raises ModelFolderError."""
-    if model in HEADS:
-        return HEADS[model]
-    cfg = ModelConfig.from_folder(Path(model))
-    return cfg.num_heads, cfg.num_kv_heads
 
 
 def _too_small(options: ClusterOptions, longest: int, room: int) -> InvalidParameter:

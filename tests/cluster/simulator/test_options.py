@@ -7,7 +7,6 @@ from typer.testing import CliRunner
 
 from cluster import cli
 from cluster.simulator.hardware import MODELS
-from cluster.simulator.setup import HEADS
 from engine.errors import InvalidParameter
 from tests.models import make_model
 
@@ -76,8 +75,8 @@ def test_ranks_have_to_share_out_the_heads_of_a_model_folder(tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_heads_are_those_that_the_size_of_the_kv_comes_from(name):
-    heads, kv_heads = HEADS[name]
-    assert MODELS[name].pair_flops / MODELS[name].kv_bytes == heads / kv_heads
+    model = MODELS[name]
+    assert model.pair_flops / model.kv_bytes == model.heads / model.kv_heads
 
 
 @pytest.mark.parametrize(
