@@ -135,15 +135,17 @@ def serve(
     if model.endswith(YAML):
         if given or print_config or host is not None or port is not None:
             raise InvalidParameter("MODEL", model, "a model where flags are given; a file says all by itself")
-        check(Path(model), address)
+        from cluster.config_file import load  # `manta --help` does without
+
+        check(load(Path(model)), address)
         run(Path(model), address)
     http: dict[str, Any] = {"host": host or HOST, "port": port or PORT}
-    text = yaml.safe_dump(configuration(model, given, http), sort_keys=False)
+    serve_config = configuration(model, given, http)
+    text = yaml.safe_dump(serve_config, sort_keys=False)
     if print_config:
         print(text, end="")
         return
-    with unnamed_file(text) as config:
-        check(config, address)
+    check(serve_config, address)
     with unnamed_file(text) as config:
         run(config, address)
 
@@ -174,13 +176,12 @@ def configuration(model: str, given: dict[str, Any], http: dict[str, Any]) -> di
     return {"http_options": http, "applications": [application]}
 
 
-def check(config: Path, address: str | None) -> None:
+def check(serve_config: dict[str, Any], address: str | None) -> None:
     """Raises StartupError for whatever can be seen before anything starts. address: of the Ray cluster that is there
     already, and so has its ports."""
-    from cluster.config_file import check_serve_config, load  # `manta --help` does without
+    from cluster.config_file import check_serve_config  # `manta --help` does without
     from cluster.doctor.machine import check_ports
 
-    serve_config = load(config)
     check_serve_config(serve_config)
     http = serve_config.get("http_options") or {}
     problems = [f for f in check_ports(http.get("host", HOST), http.get("port", PORT)) if f.level == "problem"]
