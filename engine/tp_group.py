@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.device import is_gpu
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 from engine.ops.versions import numba_found
 
@@ -157,7 +158,7 @@ class ConnectedGroup(TPGroup):
         super().__init__(rank, size)
         self.host, self.address = host, address
         self._store: dist.Store | None = store
-        self._cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+        self._cuda = is_gpu(device)
         self._shared_memory = shared_memory
         self._collectives: Collectives | None = None
         self._exchanges = 0
