@@ -21,7 +21,6 @@ from engine.messages import (
     Command,
     DropPrefill,
     EngineJournal,
-    EngineStats,
     EngineStatus,
     ErrorInfo,
     GenerateRequest,
@@ -34,6 +33,7 @@ from engine.messages import (
     WantPrefill,
 )
 from engine.request_metrics import RequestMetrics
+from tests.engine_stats import engine_stats
 
 Script = Callable[[GenerateRequest], list[int]]
 POLL_MS = 5
@@ -158,20 +158,11 @@ class FakeEngine:
             self._ended.append(request.request_id)
 
     def _send_status(self) -> None:
-        stats = EngineStats(
+        stats = engine_stats(
             running=self.num_live,
-            waiting=0,
-            blocks_total=10,
             blocks_free=10 - self.num_live,
-            blocks_cached=0,
             blocks_used=self.num_live,
-            block_size=16,
             steps=self._steps,
-            prompt_tokens=0,
-            generation_tokens=0,
-            preemptions=0,
-            prefix_queried_tokens=0,
-            prefix_hit_tokens=0,
             finished={"stop": 0, "length": 1},
             histograms=RequestMetrics().histograms,
         )

@@ -8,8 +8,9 @@ from deployments.routing.stats import RoutingStats
 from deployments.tickets import PoolState
 from engine.errors import ServingError
 from engine.kv_transfer.ticket import Party, PrefillTicket
-from engine.messages import EngineStats, EngineStatus
+from engine.messages import EngineStatus
 from engine.sampling_params import SamplingParams
+from tests.engine_stats import engine_stats
 
 
 class FakePrefillPool:
@@ -67,21 +68,5 @@ def ticket(handoff_id: str = "h1") -> PrefillTicket:
 
 
 def status(engine_id: str, fingerprint: str = "f", queued_tokens: int = 0) -> EngineStatus:
-    stats = EngineStats(
-        running=0,
-        waiting=0,
-        blocks_total=10,
-        blocks_free=10,
-        blocks_cached=0,
-        blocks_used=0,
-        block_size=16,
-        steps=0,
-        prompt_tokens=0,
-        generation_tokens=0,
-        preemptions=0,
-        prefix_queried_tokens=0,
-        prefix_hit_tokens=0,
-        finished={},
-        queued_tokens=queued_tokens,
-    )
+    stats = engine_stats(queued_tokens=queued_tokens)
     return EngineStatus(engine_id=engine_id, ended=[], stats=stats, last_step_age_s=0.0, fingerprint=fingerprint)

@@ -1,13 +1,14 @@
 from deployments.scaling_report import QueueReport, ReplicaReport
-from engine.messages import EngineStats, EngineStatus
+from engine.messages import EngineStatus
 from engine.request_metrics import RequestMetrics
+from tests.engine_stats import engine_stats
 
 
 def status() -> EngineStatus:
     histograms = RequestMetrics().histograms
     for seconds in (0.01, 0.03):
         histograms["inter_token_latency_seconds"].observe(seconds)
-    stats = EngineStats(
+    stats = engine_stats(
         running=3,
         waiting=2,
         receiving=4,
@@ -17,14 +18,11 @@ def status() -> EngineStatus:
         blocks_free=50,
         blocks_cached=30,
         blocks_used=20,
-        block_size=16,
         steps=9,
         prompt_tokens=1000,
         generation_tokens=77,
-        preemptions=0,
         prefix_queried_tokens=1000,
         prefix_hit_tokens=160,
-        finished={},
         prefill_tokens=840,
         prefills=6,
         decode_seconds_per_step=0.01,
