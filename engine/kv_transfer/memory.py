@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.device import CudaMark
 from engine.kv_transfer.transport import Layout, runs
 
 Bytes = NDArray[np.uint8]
-POLL_S = 100e-6
 
 
 class BlockMemory:
@@ -51,13 +50,10 @@ class BlockMemory:
         """Wait for all that was put into the memory's own queue. Raises RuntimeError when that takes too long."""
         if self._stream is None:
             return
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        deadline = time.monotonic() + limit_s
-        while not event.query():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the GPU has not moved KV for {limit_s:g} s")
-            time.sleep(POLL_S)
+        with self.apart():
+            mark = CudaMark()
+        if not mark.reached(limit_s):
+            raise RuntimeError(f"the GPU has not moved KV for {limit_s:g} s")
 
     def direct(self, count: int) -> bool:
         """Whether `count` heads of a block are one piece of host memory, so that sockets can read and write them."""
