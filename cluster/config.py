@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from cluster.autoscaling.settings import POLICY, PoolSettings
 from cluster.autoscaling.targets import Limits, Slo
 from deployments.api_keys import ApiKeys
-from deployments.openai.gate import GateConfig
+from deployments.openai.gate import AuthConfig
 from deployments.openai.parser_names import ReasoningParser, ToolCallParser
 from deployments.routing.config import Role, RoutingConfig
 from deployments.tracing import TracingConfig
@@ -130,11 +130,11 @@ class IngressSection(Section):
     api_keys_file: str | None = Field(default=None, min_length=1)
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
 
-    def gate(self) -> GateConfig:
+    def gate(self) -> AuthConfig:
         """Raises ConfigError if the file of keys is no good."""
         if self.api_keys_file is not None:
             ApiKeys(Path(self.api_keys_file))
-        return GateConfig(api_keys_file=self.api_keys_file, max_body_bytes=self.max_body_bytes)
+        return AuthConfig(api_keys_file=self.api_keys_file, max_body_bytes=self.max_body_bytes)
 
 
 class SloSection(Section):

@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.bench.openai_client import OpenAIClient, error_message
-from deployments.stories import RequestStories, SequenceStory
+from deployments.stories import RequestTimeline, SequenceTimeline
 from engine.errors import EngineUnavailable, InvalidApiKey, RequestError, RequestNotFound
 
 TIMEOUT_S = 30.0
 
 
 def fetch(url: str, request_id: str, api_key: str | None) -> bytes:
-    """The server's answer: RequestStories, in JSON.
+    """The server's answer: RequestTimeline, in JSON.
 
     Raises RequestNotFound, InvalidApiKey, RequestError, or EngineUnavailable if there is no server.
     """
@@ -41,11 +41,11 @@ async def _get(url: str, path: str, api_key: str | None) -> tuple[int, bytes]:
 
 
 def show(body: bytes, console: Console) -> None:
-    for story in msgspec.json.decode(body, type=RequestStories).sequences:
+    for story in msgspec.json.decode(body, type=RequestTimeline).sequences:
         show_sequence(story, console)
 
 
-def show_sequence(story: SequenceStory, console: Console) -> None:
+def show_sequence(story: SequenceTimeline, console: Console) -> None:
     summary = Table.grid(padding=(0, 2))
     summary.add_column(style="bold")
     summary.add_column(overflow="fold")
@@ -63,7 +63,7 @@ def show_sequence(story: SequenceStory, console: Console) -> None:
     console.print()
 
 
-def summary_of(story: SequenceStory) -> list[tuple[str, str]]:
+def summary_of(story: SequenceTimeline) -> list[tuple[str, str]]:
     """(name, what is to be said of it)"""
     if story.state != "ended":
         end = "waits for its first token" if story.state == "waiting" else "is running"

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from deployments.engine_pool import EnginePool
-from deployments.fair_queue import FairQueue, Ticket
+from deployments.fair_queue import FairQueue, QueuedRequest
 from engine.errors import EngineUnavailable, Overloaded, RequestTimeout
 from engine.messages import EngineStatus
 
@@ -49,7 +49,7 @@ class Admission:
         self._pool, self._limits = pool, limits
         window = _shared(limits.num_engines * _room(limits), limits)
         self._queue = FairQueue(window, limits.max_waiting, limits.max_waiting_tokens)
-        self._starts: dict[Ticket, asyncio.Future[None]] = {}
+        self._starts: dict[QueuedRequest, asyncio.Future[None]] = {}
         self._durations_s: deque[float] = deque([1.0], maxlen=DURATIONS)
         self._watch: asyncio.Task[None] | None = None
 
@@ -76,10 +76,10 @@ class Admission:
     @asynccontextmanager
     async def enter(
         self, request_id: str, client: str, sequences: int, prompt_tokens: int, timeout_s: float | None
-    ) -> AsyncGenerator[Ticket]:
+    ) -> AsyncGenerator[QueuedRequest]:
         """Wait until the engines have room. Raises Overloaded or RequestTimeout."""
         loop = asyncio.get_running_loop()
-        ticket, started = Ticket(client, sequences, prompt_tokens), loop.create_future()
+        ticket, started = QueuedRequest(client, sequences, prompt_tokens), loop.create_future()
         dropped = self._queue.offer(ticket)
         if dropped is None:
             raise self._overloaded()
@@ -98,7 +98,7 @@ class Admission:
             self._queue.leave(ticket)
             self._start()
 
-    def charge(self, ticket: Ticket, output_tokens: int) -> None:
+    def charge(self, ticket: QueuedRequest, output_tokens: int) -> None:
         self._queue.charge(ticket, output_tokens)
 
     def _start(self) -> None:

@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments import ray_compat
 from deployments.engine_deployment import EngineDeployment
 from deployments.pairing import pair
-from deployments.routing.routed_call import RoutedCall
+from deployments.routing.routed_call import RoutingContext
 from deployments.serve_pool import ServePrefillPool
 from engine.config import EngineConfig
 from engine.errors import OtherModel
@@ -34,7 +34,7 @@ class Decode(EngineDeployment):
                 await pair(self._engine, pool, host, spec.startup_timeout_s, ready.max_model_len)
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
 
-    async def generate(self, request: bytes, _: RoutedCall) -> None:
+    async def generate(self, request: bytes, _: RoutingContext) -> None:
         """A msgpack GenerateRequest, and what this deployment's router wants to know of it; open until the request has
         ended in the engine. Raises OtherModel, and what EngineReplica.generate does."""
         wanted = msgspec.msgpack.decode(request, type=GenerateRequest)

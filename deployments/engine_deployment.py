@@ -16,7 +16,7 @@ from ray import serve
 from deployments import ray_compat
 from deployments.engine_replica import EngineReplica
 from deployments.scaling_report import ReplicaReport
-from deployments.tickets import TicketTaker
+from deployments.tickets import PrefillPool
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
 from engine.model_folder import resolve
@@ -57,7 +57,7 @@ class EngineDeployment:
         logger.info("replica ready startup_s=%.1f", time.monotonic() - started)
 
     async def _start_engine(
-        self, config: EngineConfig, spec: GroupSpec, prefill: TicketTaker | None = None
+        self, config: EngineConfig, spec: GroupSpec, prefill: PrefillPool | None = None
     ) -> RankReady:
         """Returns once the model is loaded. prefill: where its engine may have prompts computed.
 
@@ -84,7 +84,7 @@ class EngineDeployment:
         return msgspec.msgpack.encode(self._engine.status())
 
     async def journal(self, request_ids: list[str]) -> bytes:
-        """What the engine has noted of these requests: EngineJournal, in msgpack. Raises EngineUnavailable."""
+        """What the engine has noted of these requests: EngineRequestLog, in msgpack. Raises EngineUnavailable."""
         return msgspec.msgpack.encode(await self._engine.journal(request_ids))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

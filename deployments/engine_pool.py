@@ -7,7 +7,7 @@ from typing import Protocol
 
 from deployments.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable
-from engine.messages import EngineJournal, GenerateRequest
+from engine.messages import EngineRequestLog, GenerateRequest
 
 
 class EnginePool(Protocol):
@@ -26,7 +26,7 @@ class EnginePool(Protocol):
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         """One per healthy replica of those that compute prompts for these; none where there are no such."""
 
-    async def journals(self, request_ids: list[str]) -> list[EngineJournal]:
+    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
         """What all these replicas have noted of these requests; those that do not answer are left out."""
 
 

@@ -11,22 +11,22 @@ import zmq
 import zmq.asyncio
 
 from deployments.replica_status import ReplicaStatus
-from deployments.tickets import Tickets, TicketTaker
+from deployments.tickets import PrefillDispatcher, PrefillPool
 from engine.errors import EngineUnavailable, RequestTimeout
-from engine.kv_transfer.ticket import PrefillTicket
+from engine.kv_transfer.ticket import RemotePrefillRequest
 from engine.messages import (
     Abort,
     Add,
-    AskJournal,
+    CancelDispatch,
     CancelPrefill,
     Command,
-    DropPrefill,
-    EngineJournal,
+    DispatchPrefill,
+    EngineRequestLog,
     EngineStatus,
     GenerateRequest,
+    GetRequestLog,
     Notice,
     Prefill,
-    WantPrefill,
 )
 
 logger = logging.getLogger(__name__)
@@ -43,15 +43,15 @@ class EngineReplica:
     A call stays open as long as its request lives in the engine, so that counting calls is counting requests.
     """
 
-    def __init__(self, host: str, stall_timeout_s: float = 10.0, prefill: TicketTaker | None = None):
+    def __init__(self, host: str, stall_timeout_s: float = 10.0, prefill: PrefillPool | None = None):
         """host: address of this machine under which the engine reaches `status_to`.
         stall_timeout_s: without a step while work is queued, or without any status, until the engine counts as hung.
         prefill: where the engine may have prompts computed.
         """
         self._stall_timeout_s = stall_timeout_s
-        self._tickets = None if prefill is None else Tickets(prefill, self._send)
+        self._tickets = None if prefill is None else PrefillDispatcher(prefill, self._send)
         self._calls: dict[str, asyncio.Future[None]] = {}
-        self._questions: dict[int, asyncio.Future[EngineJournal]] = {}
+        self._questions: dict[int, asyncio.Future[EngineRequestLog]] = {}
         self._num_questions = 0
         self._broken: str | None = None
         self._status: EngineStatus | None = None
@@ -88,7 +88,7 @@ class EngineReplica:
         """
         await self._until_ended(request.request_id, Add(request), Abort(request.request_id), request.timeout_s)
 
-    async def prefill(self, ticket: PrefillTicket) -> None:
+    async def prefill(self, ticket: RemotePrefillRequest) -> None:
         """Returns when the handoff is over in the engine, however it ended; the decode engine hears of it by itself.
 
         When cancelled, the engine drops the ticket at once. Raises EngineUnavailable if the engine breaks.
@@ -116,7 +116,7 @@ class EngineReplica:
         finally:
             self._calls.pop(name)
 
-    async def journal(self, request_ids: list[str]) -> EngineJournal:
+    async def journal(self, request_ids: list[str]) -> EngineRequestLog:
         """What the engine has noted of these requests. Raises EngineUnavailable if it is gone, or does not say."""
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
@@ -124,7 +124,7 @@ class EngineReplica:
         question = self._num_questions
         told = self._questions[question] = asyncio.get_running_loop().create_future()
         try:
-            self._send(AskJournal(question, request_ids))
+            self._send(GetRequestLog(question, request_ids))
             async with asyncio.timeout(JOURNAL_TIMEOUT_S):
                 return await told
         except TimeoutError:
@@ -176,14 +176,14 @@ class EngineReplica:
         match notice:
             case EngineStatus():
                 self._update(notice)
-            case EngineJournal(_, question):
+            case EngineRequestLog(_, question):
                 told = self._questions.get(question)
                 if told is not None and not told.done():  # it may have been given up
                     told.set_result(notice)
-            case WantPrefill(ticket):
+            case DispatchPrefill(ticket):
                 assert self._tickets is not None, "the engine has no prefill pool"
                 self._tickets.bring(ticket)
-            case DropPrefill(handoff_id):
+            case CancelDispatch(handoff_id):
                 assert self._tickets is not None, "the engine has no prefill pool"
                 self._tickets.drop(handoff_id)
 

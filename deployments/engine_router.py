@@ -12,11 +12,11 @@ import ray
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from deployments.news_channel import NewsChannel
+from deployments.news_channel import KVEventSubscriber
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
-from deployments.routing.routed_call import Outcome, RoutedCall
-from engine.messages import EngineNews
+from deployments.routing.routed_call import Outcome, RoutingContext
+from engine.messages import EngineUpdate
 from engine.model_identity import ModelIdentity
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def engine_id_of(replica_id: ReplicaID) -> str:
     return f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
 
 
-def wanted_replicas(candidates: list[RunningReplica], call: RoutedCall) -> list[RunningReplica]:
+def wanted_replicas(candidates: list[RunningReplica], call: RoutingContext) -> list[RunningReplica]:
     """Those of the model that the call is for, or else all, which then refuse it; of these not those to avoid, if there
     are others."""
     fitting = [r for r in candidates if call.model in (None, _model_of(r))] or candidates
@@ -42,7 +42,7 @@ class EngineRouter(RequestRouter):
     """Asks a Balancer, and feeds it with what engines say. Serve keeps the set of replicas, and the limits of each."""
 
     _balancer: Balancer
-    _channel: NewsChannel | None = None  # until the first call: some handles only ask all replicas how they are
+    _channel: KVEventSubscriber | None = None  # until the first call: some handles only ask all replicas how they are
     _receiving: asyncio.Task[None] | None = None
 
     def initialize_state(self, *, role: Role, block_size: int, **routing: Any) -> None:
@@ -54,11 +54,11 @@ class EngineRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         assert pending_request is not None
         if self._channel is None:
-            self._channel = NewsChannel(ray.util.get_node_ip_address(), self._take)
+            self._channel = KVEventSubscriber(ray.util.get_node_ip_address(), self._take)
             self._receiving = asyncio.get_running_loop().create_task(self._channel.run())
             self._follow()
         pending_request.routing_context.should_backoff = True  # or a full pool would be asked without a pause
-        call = next(arg for arg in pending_request.args if isinstance(arg, RoutedCall))
+        call = next(arg for arg in pending_request.args if isinstance(arg, RoutingContext))
         wanted = wanted_replicas(candidate_replicas, call)
         with_room = self.select_available_replicas(wanted) or wanted
         replicas = {engine_id_of(replica.replica_id): replica for replica in with_room}
@@ -91,7 +91,7 @@ class EngineRouter(RequestRouter):
             addresses = {e: replica.replica_metadata.get("commands_to") for e, replica in engines.items()}
             self._channel.follow({e: address for e, address in addresses.items() if address is not None})
 
-    def _take(self, news: EngineNews) -> bool:
+    def _take(self, news: EngineUpdate) -> bool:
         understood = self._balancer.news(news)
         for replica_id in self.curr_replicas:
             if engine_id_of(replica_id) == news.engine_id:

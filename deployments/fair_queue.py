@@ -19,7 +19,7 @@ PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # what a token costs; the paper's values
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class QueuedRequest:
     """One HTTP request in the queue. prompt_tokens: of all its prompts."""
 
     client: str
@@ -31,7 +31,7 @@ class Ticket:
 @dataclass(slots=True)
 class _Client:
     served: float  # weighted tokens
-    waiting: deque[Ticket] = field(default_factory=deque)
+    waiting: deque[QueuedRequest] = field(default_factory=deque)
     num_running: int = 0  # requests
 
     def load(self, up_to: int | None = None) -> tuple[int, int]:
@@ -56,9 +56,9 @@ class FairQueue:
 
     def is_full_for(self, client: str) -> bool:
         """Whether even a request of one sequence and no tokens would be refused."""
-        return self.num_running >= self.window and self._find_room(Ticket(client, 1, 0)) is None
+        return self.num_running >= self.window and self._find_room(QueuedRequest(client, 1, 0)) is None
 
-    def offer(self, ticket: Ticket) -> list[Ticket] | None:
+    def offer(self, ticket: QueuedRequest) -> list[QueuedRequest] | None:
         """Put it in the queue. Returns the requests that had to leave for it, or None if itself found no room."""
         dropped = self._find_room(ticket)
         if dropped is None:
@@ -74,7 +74,7 @@ class FairQueue:
         self.waiting_tokens += ticket.prompt_tokens
         return dropped
 
-    def start(self) -> list[Ticket]:
+    def start(self) -> list[QueuedRequest]:
         """Requests that may run now."""
         started = []
         while self.num_running < self.window and self.num_waiting:
@@ -90,11 +90,11 @@ class FairQueue:
             started.append(ticket)
         return started
 
-    def charge(self, ticket: Ticket, output_tokens: int) -> None:
+    def charge(self, ticket: QueuedRequest, output_tokens: int) -> None:
         """A running request brought so many tokens."""
         self._clients[ticket.client].served += OUTPUT_WEIGHT * output_tokens
 
-    def leave(self, ticket: Ticket) -> None:
+    def leave(self, ticket: QueuedRequest) -> None:
         """Waiting or running, it is over. Does nothing for one that has left before."""
         client = self._clients.get(ticket.client)
         if client is None or ticket.state not in ("waiting", "running"):
@@ -109,11 +109,11 @@ class FairQueue:
         if not client.waiting and not client.num_running:
             del self._clients[ticket.client]
 
-    def _no_longer_waits(self, ticket: Ticket) -> None:
+    def _no_longer_waits(self, ticket: QueuedRequest) -> None:
         self.num_waiting -= ticket.sequences
         self.waiting_tokens -= ticket.prompt_tokens
 
-    def _find_room(self, ticket: Ticket) -> list[Ticket] | None:
+    def _find_room(self, ticket: QueuedRequest) -> list[QueuedRequest] | None:
         """What would have to leave; None if it is the newcomer whose client fills most of the queue."""
         sequences, tokens = self.num_waiting + ticket.sequences, self.waiting_tokens + ticket.prompt_tokens
         if not self._over(sequences, tokens) or not self.num_waiting:
@@ -122,7 +122,7 @@ class FairQueue:
         own_sequences, own_tokens = own.load() if own else (0, 0)
         newcomer = self._share(own_sequences + ticket.sequences, own_tokens + ticket.prompt_tokens)
         kept = {name: len(c.waiting) for name, c in self._clients.items() if name != ticket.client}
-        dropped: list[Ticket] = []
+        dropped: list[QueuedRequest] = []
         while self._over(sequences, tokens):
             shares = {name: self._share(*self._clients[name].load(count)) for name, count in kept.items() if count}
             largest = max(shares, key=lambda name: shares[name], default=None)

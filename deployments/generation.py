@@ -15,9 +15,9 @@ from deployments.admission import Admission
 from deployments.backlog import take_backlog
 from deployments.engine_pool import EnginePool
 from deployments.ingress_stats import ModelStats
-from deployments.replay import Journal, TokensLost
-from deployments.sequence_record import Reason, SequenceRecord
-from deployments.stories import Stories
+from deployments.replay import RetryState, TokensLost
+from deployments.sequence_record import Reason, SequenceMetrics
+from deployments.stories import RequestTimelines
 from deployments.telemetry import current_request
 from deployments.token_channel import Inbox, TokenChannel
 from engine.detokenizer import TokenBytes
@@ -76,9 +76,9 @@ class _Sequence:
     """call: of the present attempt, once it is sent. overdue: it has ended, and the final delta should have come."""
 
     index: int
-    journal: Journal
+    journal: RetryState
     text: TextStream
-    record: SequenceRecord
+    record: SequenceMetrics
     call: asyncio.Task[None] | None = None
     overdue: bool = False
     finished: bool = False
@@ -97,7 +97,7 @@ class Generation:
         pool: EnginePool,
         model: str,
         stats: ModelStats,
-        stories: Stories,
+        stories: RequestTimelines,
         admission: Admission,
         client: str,
         max_replays: int,
@@ -108,9 +108,9 @@ class Generation:
         self._sequences = {  # by the request id of the present attempt
             r.request_id: _Sequence(
                 i,
-                Journal(r, max_replays, now),
+                RetryState(r, max_replays, now),
                 TextStream(r.params, tokenizer),
-                SequenceRecord(r, http, model, stats, stories),
+                SequenceMetrics(r, http, model, stats, stories),
             )
             for i, r in enumerate(requests)
         }
@@ -235,7 +235,7 @@ class Generation:
             sequence.call.cancel()
         self._call(sequence, self._replay(journal), inbox)
 
-    async def _generate(self, journal: Journal) -> None:
+    async def _generate(self, journal: RetryState) -> None:
         """Returns when the present attempt has ended in its engine. The pool waits for a replica if there is none."""
         while True:
             try:
@@ -244,7 +244,7 @@ class Generation:
                 if not journal.adopt(ModelIdentity(error.weights, error.vocabulary)):
                     raise
 
-    async def _replay(self, journal: Journal) -> None:
+    async def _replay(self, journal: RetryState) -> None:
         await asyncio.sleep(journal.back_off_s(time.monotonic()))
         if journal.left_s(time.monotonic()) == 0.0:
             raise journal.timeout()

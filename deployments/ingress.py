@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.ingress_peers import IngressPeers
 from deployments.openai.app import openai_app
-from deployments.openai.gate import GateConfig
+from deployments.openai.gate import AuthConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.scaling_report import QueueReport
 from deployments.serve_pool import ServePool
@@ -38,7 +38,7 @@ class Ingress:
         pools: list[tuple[DeploymentHandle, DeploymentHandle | None]],
         log: LogConfig,
         tracing: TracingConfig | None,
-        gate: GateConfig,
+        gate: AuthConfig,
     ):
         """pools: for each model its decode and its prefill replicas."""
         started = time.monotonic()
@@ -80,7 +80,7 @@ class Ingress:
         return {key: value for report in reports for key, value in report.items()}
 
     async def stories(self, name: str) -> bytes:
-        """What this ingress knows of a request: list[SequenceStory], in msgpack. name: see SequenceStory.is_of."""
+        """What this ingress knows of a request: list[SequenceTimeline], in msgpack. name: see SequenceTimeline.is_of."""
         return msgspec.msgpack.encode(self._telemetry.stories.of(name))
 
     async def __del__(self) -> None:

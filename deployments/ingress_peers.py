@@ -10,7 +10,7 @@ from ray import serve
 
 from deployments import ray_compat
 from deployments.ingress_stats import IngressStats
-from deployments.stories import SequenceStory
+from deployments.stories import SequenceTimeline
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +23,9 @@ class IngressPeers:
     async def stats(self) -> list[IngressStats]:
         return [msgspec.msgpack.decode(answer, type=IngressStats) for answer in await self._ask("stats")]
 
-    async def stories(self, name: str) -> list[SequenceStory]:
+    async def stories(self, name: str) -> list[SequenceTimeline]:
         answers = await self._ask("stories", name)
-        return [story for answer in answers for story in msgspec.msgpack.decode(answer, type=list[SequenceStory])]
+        return [story for answer in answers for story in msgspec.msgpack.decode(answer, type=list[SequenceTimeline])]
 
     async def _ask(self, method: str, *args: Any) -> list[bytes]:
         handle = serve.get_deployment_handle(ray_compat.INGRESS, serve.get_replica_context().app_name)

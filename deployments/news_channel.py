@@ -10,18 +10,18 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from engine.messages import FOLLOW_S, EngineNews, Follow
+from engine.messages import SUBSCRIPTION_S, EngineUpdate, Subscribe
 from engine.push_sockets import PushSockets
 
 logger = logging.getLogger(__name__)
 
-RENEW_S = FOLLOW_S / 3
+RENEW_S = SUBSCRIPTION_S / 3
 
 
-class NewsChannel:
+class KVEventSubscriber:
     """Follows engines, and asks one again for a snapshot when a message of it was lost."""
 
-    def __init__(self, host: str, take: Callable[[EngineNews], bool]):
+    def __init__(self, host: str, take: Callable[[EngineUpdate], bool]):
         """host: address of this machine that engines reach. take: False if it needs a snapshot first."""
         self._take = take
         self._asked: set[str] = set()  # engines that were asked for a snapshot, which has not come yet
@@ -32,7 +32,7 @@ class NewsChannel:
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self._address = f"tcp://{host}:{port}"
         self._out = PushSockets(zmq.Context(self._context))
-        self._decode = msgspec.msgpack.Decoder(EngineNews).decode
+        self._decode = msgspec.msgpack.Decoder(EngineUpdate).decode
 
     def follow(self, engines: Mapping[str, str]) -> None:
         """From now on these and no others. engines: by id, the address where each takes commands."""
@@ -77,4 +77,4 @@ class NewsChannel:
     def _ask(self, engine_id: str, *, again: bool) -> None:
         if again:
             self._asked.add(engine_id)
-        self._out.send(self._engines[engine_id], msgspec.msgpack.encode(Follow(self._address, again)))
+        self._out.send(self._engines[engine_id], msgspec.msgpack.encode(Subscribe(self._address, again)))

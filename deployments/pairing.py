@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Literal
 
 from deployments.engine_replica import EngineReplica
-from deployments.tickets import TicketTaker
+from deployments.tickets import PrefillPool
 from deployments.token_channel import TokenChannel
 from engine.errors import EngineUnavailable, StartupError
 from engine.messages import EngineStatus, GenerateRequest, TokenLogprob
@@ -27,7 +27,7 @@ TEST_BLOCKS = 2.5  # whole ones and a part of one
 TOLERANCE = 0.5  # nats. Equal prompts differ by rounding, a few hundredths in bfloat16; wrong KV by several
 
 
-async def pair(engine: EngineReplica, pool: TicketTaker, host: str, timeout_s: float, max_model_len: int) -> None:
+async def pair(engine: EngineReplica, pool: PrefillPool, host: str, timeout_s: float, max_model_len: int) -> None:
     """Wait for a prefill engine that fits, and try it.
 
     With the prefill pool down, which was up once, or scaled to zero, the replica goes on without: it is needed all the
@@ -45,7 +45,7 @@ async def pair(engine: EngineReplica, pool: TicketTaker, host: str, timeout_s: f
         await _try(engine, partner, host, max_model_len)
 
 
-async def _find(engine: EngineReplica, pool: TicketTaker) -> EngineStatus | None:
+async def _find(engine: EngineReplica, pool: PrefillPool) -> EngineStatus | None:
     while True:
         state = await pool.state()  # asked first: what has come by the time it is not deploying is all there is
         try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from deployments.engine_deployment import EngineDeployment
-from deployments.routing.routed_call import RoutedCall
+from deployments.routing.routed_call import RoutingContext
 from engine.config import EngineConfig
-from engine.kv_transfer.ticket import PrefillTicket
+from engine.kv_transfer.ticket import RemotePrefillRequest
 from placement.spec import GroupSpec
 
 
@@ -18,7 +18,7 @@ class Prefill(EngineDeployment):
         async with self._starting():
             await self._start_engine(config, spec)
 
-    async def prefill(self, ticket: bytes, _: RoutedCall) -> None:
-        """A msgpack PrefillTicket, and what the router of this deployment wants to know of it; open until the handoff
+    async def prefill(self, ticket: bytes, _: RoutingContext) -> None:
+        """A msgpack RemotePrefillRequest, and what the router of this deployment wants to know of it; open until the handoff
         is over, so that a replica that is to stop waits for it."""
-        await self._engine.prefill(msgspec.msgpack.decode(ticket, type=PrefillTicket))
+        await self._engine.prefill(msgspec.msgpack.decode(ticket, type=RemotePrefillRequest))

@@ -35,7 +35,7 @@ ENGINE_GONE = ("engine_unavailable", "tokens_lost", "other_model")
 TIMEOUT = "request_timeout"
 
 
-class Journal:
+class RetryState:
     """One request, and the output that has come for it so far.
 
     num_replays: attempts after the first.

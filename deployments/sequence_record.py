@@ -7,7 +7,7 @@ import time
 from typing import Literal
 
 from deployments.ingress_stats import ModelStats
-from deployments.stories import Moment, SequenceStory, Stories
+from deployments.stories import RequestTimelines, SequenceTimeline, TimelineEvent
 from deployments.telemetry import HttpRequest
 from deployments.tracing import SequenceTrace
 from engine.messages import GenerateRequest, RequestTimes, TokenDelta
@@ -17,17 +17,19 @@ logger = logging.getLogger(__name__)
 Reason = Literal["stop", "length", "abort", "error", "refused"]
 
 
-class SequenceRecord:
+class SequenceMetrics:
     """From the time when the prompt is ready until the sequence has ended for the client.
 
     answered: a token of the present attempt has come.
     """
 
-    def __init__(self, request: GenerateRequest, http: HttpRequest, model: str, stats: ModelStats, stories: Stories):
+    def __init__(
+        self, request: GenerateRequest, http: HttpRequest, model: str, stats: ModelStats, stories: RequestTimelines
+    ):
         self.answered = False
         self._request, self._http, self._model, self._stats = request, http, model, stats
         self._stories = stories
-        self._story = SequenceStory(
+        self._story = SequenceTimeline(
             request_id=request.request_id,
             model=model,
             prompt_tokens=len(request.prompt),
@@ -121,7 +123,7 @@ class SequenceRecord:
     def _note(self, what: str, at: float | None = None) -> None:
         """at: on the monotonic clock; None means now."""
         since_1970 = self._http.ns_since_1970(time.monotonic() if at is None else at) / 1e9
-        self._story.moments.append(Moment(since_1970, self._stories.ingress_id, what))
+        self._story.moments.append(TimelineEvent(since_1970, self._stories.ingress_id, what))
 
     def _trace(self, now: float, reason: Reason) -> SequenceTrace:
         first = self._first_at

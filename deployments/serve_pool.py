@@ -16,12 +16,12 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from deployments import ray_compat
 from deployments.replica_status import ReplicaStatus
 from deployments.routing.prompts import PromptReader
-from deployments.routing.routed_call import Outcome, RoutedCall
+from deployments.routing.routed_call import Outcome, RoutingContext
 from deployments.routing.stats import RoutingStats
 from deployments.tickets import PoolState
 from engine.errors import EngineUnavailable, Overloaded, ServingError
-from engine.kv_transfer.ticket import PrefillTicket
-from engine.messages import EngineJournal, GenerateRequest
+from engine.kv_transfer.ticket import RemotePrefillRequest
+from engine.messages import EngineRequestLog, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class ServePool:
         if request.params.prompt_logprobs is not None:
             prompt = replace(prompt, keys=())  # all of it is computed, whatever is cached
         note = None if self._note is None else partial(self._note, request.request_id)
-        call = RoutedCall(prompt, self.routing, model=request.model, note=note)
+        call = RoutingContext(prompt, self.routing, model=request.model, note=note)
         await _answer(self._handle.generate.remote(msgspec.msgpack.encode(request), call), call)
 
     async def statuses(self) -> list[ReplicaStatus]:
@@ -67,26 +67,26 @@ class ServePool:
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return [] if self._prefill is None else await self._prefill.statuses()
 
-    async def journals(self, request_ids: list[str]) -> list[EngineJournal]:
+    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
         handles = [self._handle] if self._prefill is None else [self._handle, self._prefill.handle]
         answers = await asyncio.gather(
             *(ray_compat.broadcast(handle, "journal", STATUS_TIMEOUT_S, request_ids) for handle in handles)
         )
         found = [answer for pool in answers for answer in pool if isinstance(answer, bytes)]
-        return [msgspec.msgpack.decode(answer, type=EngineJournal) for answer in found]
+        return [msgspec.msgpack.decode(answer, type=EngineRequestLog) for answer in found]
 
 
 class ServePrefillPool:
-    """Replicas of a `Prefill` deployment; a TicketTaker."""
+    """Replicas of a `Prefill` deployment; a PrefillPool."""
 
     def __init__(self, handle: DeploymentHandle, block_size: int | None = None):
         """block_size: as for ServePool; needed to send tickets only."""
         self.routing = RoutingStats()
         self.handle, self._prompts = handle, PromptReader(block_size)
 
-    async def prefill(self, ticket: PrefillTicket, avoid: list[str]) -> None:
+    async def prefill(self, ticket: RemotePrefillRequest, avoid: list[str]) -> None:
         prompt = self._prompts.read(ticket.handoff_id, ticket.token_ids, ticket.cache_salt)
-        call = RoutedCall(prompt, self.routing, avoid=avoid)
+        call = RoutingContext(prompt, self.routing, avoid=avoid)
         await _answer(self.handle.prefill.remote(msgspec.msgpack.encode(ticket), call), call)
 
     async def statuses(self) -> list[ReplicaStatus]:
@@ -96,7 +96,7 @@ class ServePrefillPool:
         return await asyncio.to_thread(ray_compat.pool_state, self.handle)
 
 
-async def _answer(response: DeploymentResponse, call: RoutedCall) -> None:
+async def _answer(response: DeploymentResponse, call: RoutingContext) -> None:
     """Raises ServingError. Cancelling it cancels the call."""
     outcome: Outcome = "ended"
     try:

@@ -14,7 +14,7 @@ MAX_MOMENTS = 200  # of one story, from where one that finds no room might be to
 State = Literal["waiting", "running", "ended"]
 
 
-class Moment(msgspec.Struct, frozen=True):
+class TimelineEvent(msgspec.Struct, frozen=True):
     """at: seconds since 1970. where: the ingress or the engine that tells it."""
 
     at: float
@@ -22,7 +22,7 @@ class Moment(msgspec.Struct, frozen=True):
     what: str
 
 
-class SequenceStory(msgspec.Struct, kw_only=True):
+class SequenceTimeline(msgspec.Struct, kw_only=True):
     """One sequence as its ingress has seen it so far. Never its text, nor its tokens.
 
     request_id: of its first attempt in an engine; later ones have `.1`, `.2` behind it.
@@ -51,7 +51,7 @@ class SequenceStory(msgspec.Struct, kw_only=True):
     prefill_s: float | None = None
     first_token_s: float | None = None
     seconds: float | None = None
-    moments: list[Moment] = []
+    moments: list[TimelineEvent] = []
 
     @property
     def attempts(self) -> list[str]:
@@ -64,25 +64,25 @@ class SequenceStory(msgspec.Struct, kw_only=True):
         return name in (answer_id, answer_id.partition("-")[2], *self.attempts)
 
 
-class RequestStories(msgspec.Struct):
+class RequestTimeline(msgspec.Struct):
     """sequences: of the request, oldest first: `n` for each of its prompts, and more if clients used its id again."""
 
     id: str
-    sequences: list[SequenceStory]
+    sequences: list[SequenceTimeline]
 
 
-class Stories:
+class RequestTimelines:
     """Those of all live sequences, and of the newest ones that have ended."""
 
     def __init__(self, ingress_id: str):
         self.ingress_id = ingress_id
-        self._live: dict[str, SequenceStory] = {}
-        self._ended: deque[SequenceStory] = deque(maxlen=MAX_ENDED)
+        self._live: dict[str, SequenceTimeline] = {}
+        self._ended: deque[SequenceTimeline] = deque(maxlen=MAX_ENDED)
 
-    def begin(self, story: SequenceStory) -> None:
+    def begin(self, story: SequenceTimeline) -> None:
         self._live[story.request_id] = story
 
-    def end(self, story: SequenceStory) -> None:
+    def end(self, story: SequenceTimeline) -> None:
         if self._live.pop(story.request_id, None) is not None:
             self._ended.append(story)
 
@@ -91,8 +91,8 @@ class Stories:
         harm."""
         story = self._live.get(attempt) or self._live.get(attempt.rpartition(".")[0])
         if story is not None and story.moments[-1].what != what and len(story.moments) < MAX_MOMENTS:
-            story.moments.append(Moment(time.time(), self.ingress_id, what))
+            story.moments.append(TimelineEvent(time.time(), self.ingress_id, what))
 
-    def of(self, name: str) -> list[SequenceStory]:
-        """See `SequenceStory.is_of`. Several, if a request had several sequences, or clients used an id twice."""
+    def of(self, name: str) -> list[SequenceTimeline]:
+        """See `SequenceTimeline.is_of`. Several, if a request had several sequences, or clients used an id twice."""
         return [story for story in (*self._ended, *self._live.values()) if story.is_of(name)]

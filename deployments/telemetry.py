@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.admission import Admission
 from deployments.ingress_stats import IngressStats, ModelStats
 from deployments.routing.stats import RoutingStats
-from deployments.stories import SequenceStory, Stories
+from deployments.stories import RequestTimelines, SequenceTimeline
 from deployments.token_channel import TokenChannel
 from deployments.tracing import RequestTrace, Tracing
 
@@ -29,8 +29,8 @@ class Peers(Protocol):
     async def stats(self) -> list[IngressStats]:
         """What each of them counts."""
 
-    async def stories(self, name: str) -> list[SequenceStory]:
-        """See `Stories.of`."""
+    async def stories(self, name: str) -> list[SequenceTimeline]:
+        """See `RequestTimelines.of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Telemetry:
         self, ingress_id: str, channel: TokenChannel, tracing: Tracing | None = None, peers: Peers | None = None
     ):
         self.tracing = tracing
-        self.stories = Stories(ingress_id)
+        self.stories = RequestTimelines(ingress_id)
         self._stats = IngressStats(ingress_id)
         self._channel = channel
         self._peers = peers
@@ -102,14 +102,14 @@ class Telemetry:
         others = await self._peers.stats() if self._peers is not None else []
         return [self.stats, *(stats for stats in others if stats.ingress_id != self._stats.ingress_id)]
 
-    async def all_stories(self, name: str) -> list[SequenceStory]:
-        """Of every ingress that answers, oldest first; its own always. See `Stories.of`."""
+    async def all_stories(self, name: str) -> list[SequenceTimeline]:
+        """Of every ingress that answers, oldest first; its own always. See `RequestTimelines.of`."""
         others = await self._peers.stories(name) if self._peers is not None else []
         found = {story.request_id: story for story in [*others, *self.stories.of(name)]}
         return sorted(found.values(), key=lambda story: story.arrived_at)
 
 
-class Observed:
+class MetricsMiddleware:
     """ASGI middleware: counts, times and traces every HTTP request."""
 
     def __init__(self, app: ASGIApp, telemetry: Telemetry):

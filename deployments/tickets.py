@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable, Overloaded, ServingError
-from engine.kv_transfer.ticket import PrefillTicket
-from engine.messages import Command, EngineStatus, PrefillPool, PrefillReplica, TicketFailed
+from engine.kv_transfer.ticket import RemotePrefillRequest
+from engine.messages import Command, EngineStatus, PrefillReplica, PrefillReplicas, RemotePrefillFailed
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ PoolState = Literal["deploying", "up", "down"]
 LOOK_S = 1.0  # how often the prefill engines are asked how they are
 
 
-class TicketTaker(Protocol):
+class PrefillPool(Protocol):
     """The prefill replicas of one model.
 
     routing: how tickets found their replicas.
@@ -28,7 +28,7 @@ class TicketTaker(Protocol):
 
     routing: RoutingStats
 
-    async def prefill(self, ticket: PrefillTicket, avoid: list[str]) -> None:
+    async def prefill(self, ticket: RemotePrefillRequest, avoid: list[str]) -> None:
         """Returns when the handoff is over in the engine that took it, however it ended. Cancelling it drops the ticket
         there. avoid: ids of engines that should not get it, if there are others. Raises ServingError."""
 
@@ -39,10 +39,10 @@ class TicketTaker(Protocol):
         """What Serve says of them, which may be ahead of `statuses`."""
 
 
-class Tickets:
+class PrefillDispatcher:
     """One call per ticket, open until its handoff is over: so a prefill replica that is to stop waits for it."""
 
-    def __init__(self, taker: TicketTaker, send: Callable[[Command], None]):
+    def __init__(self, taker: PrefillPool, send: Callable[[Command], None]):
         """send: to the decode engine."""
         self.taker = taker
         self._send = send
@@ -51,7 +51,7 @@ class Tickets:
         self._alive: list[str] = []
         self._watching: asyncio.Task[None] | None = None
 
-    def bring(self, ticket: PrefillTicket) -> None:
+    def bring(self, ticket: RemotePrefillRequest) -> None:
         self._calls[ticket.handoff_id] = asyncio.create_task(self._call(ticket))
 
     def drop(self, handoff_id: str) -> None:
@@ -69,14 +69,14 @@ class Tickets:
             if task is not None:
                 task.cancel()
 
-    async def _call(self, ticket: PrefillTicket) -> None:
+    async def _call(self, ticket: RemotePrefillRequest) -> None:
         try:
             await self.taker.prefill(ticket, self._avoid)
         except ServingError as error:
             logger.warning("prefill ticket failed handoff_id=%s request_id=%s attempt=%d: %s",
                            ticket.handoff_id, ticket.request_id, ticket.attempt, error)  # fmt: skip
             retry = error.retryable and not isinstance(error, Overloaded)  # then all replicas are full
-            self._send(TicketFailed(ticket.handoff_id, str(error), retry))
+            self._send(RemotePrefillFailed(ticket.handoff_id, str(error), retry))
         finally:
             del self._calls[ticket.handoff_id]
 
@@ -94,7 +94,7 @@ class Tickets:
         others = [other.engine_id for other in found if other.fingerprint != status.fingerprint]
         self._avoid = [*others, *(status.handoffs.resting if status.handoffs else [])]
         fitting = [PrefillReplica.of(other) for other in found if other.engine_id not in others]
-        self._send(PrefillPool(fitting))
+        self._send(PrefillReplicas(fitting))
         alive = sorted(replica.engine_id for replica in fitting)
         if alive != self._alive:
             logger.info("prefill engines: %s", ", ".join(alive) or "none; prompts are computed here")

@@ -7,7 +7,7 @@ from engine.plan import BlockChange
 from engine.request import Request
 
 
-class BlockTables:
+class KVCacheManager:
     """Takes blocks from the pool for requests, shares them through its prefix cache, and gives them back.
 
     What changes for a request in a slot is kept until the next step's plan takes it to the ranks.

@@ -17,9 +17,9 @@ from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineUnavailable, RequestTimeout, ServingError
 from engine.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
-from engine.journal import Journal
+from engine.journal import RequestLog
 from engine.kv_transfer.fingerprint import fingerprint
-from engine.kv_transfer.ticket import PrefillTicket
+from engine.kv_transfer.ticket import RemotePrefillRequest
 from engine.messages import EngineStats, GenerateRequest
 from engine.model_config import ModelConfig
 from engine.model_folder import resolve
@@ -32,7 +32,7 @@ from engine.tp_group import TPGroup
 
 if TYPE_CHECKING:  # both need pyzmq, which an engine of one rank without handoffs does without
     from engine.kv_transfer.endpoint import HandoffEndpoint
-    from engine.lockstep import Leader
+    from engine.lockstep import PlanBroadcaster
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +79,12 @@ class EngineCore:
                 agent, ranks = start_agent(
                     config.handoff, self.runner.kv_cache, self.model_config.num_kv_heads, self._group, host
                 )
-            self._lockstep: Leader | None = None
+            self._lockstep: PlanBroadcaster | None = None
             if self._group.size > 1:
-                from engine.lockstep import Leader
+                from engine.lockstep import PlanBroadcaster
 
-                self._lockstep = Leader(self._group)
-        self.journal = Journal()
+                self._lockstep = PlanBroadcaster(self._group)
+        self.journal = RequestLog()
         self.step_times = StepTimes()
         self.handoffs: HandoffEndpoint | None = None
         if config.handoff is not None:
@@ -133,7 +133,7 @@ class EngineCore:
         now = time.monotonic()
         self._took(self.scheduler.add(message, now), now)
 
-    def prefill(self, ticket: PrefillTicket) -> bool:
+    def prefill(self, ticket: RemotePrefillRequest) -> bool:
         """Compute a prompt for another engine. False if it is refused, which that engine is told."""
         assert self.handoffs is not None
         if self.scheduler.is_live(ticket.handoff_id):

@@ -23,7 +23,7 @@ POLL_S = 20e-6
 Run = Callable[[], Tensor]
 
 
-class Parcel:
+class StagedCopy:
     """Small arrays on their way to the device. `add` gives a tensor at once; it holds the values after `send`."""
 
     def add(self, array: NDArray[Any]) -> Tensor:
@@ -33,7 +33,7 @@ class Parcel:
         """Put the copies into the device's queue. Once per parcel."""
 
 
-class Mark:
+class DeviceEvent:
     """A place in the device's queue of work: the place it had when the mark was made."""
 
     def wait(self) -> None:
@@ -55,15 +55,15 @@ class Device:
     def bind(self) -> None:
         """Every thread that launches work calls it first."""
 
-    def parcel(self) -> Parcel:
-        return Parcel()
+    def parcel(self) -> StagedCopy:
+        return StagedCopy()
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """`tensor` in host memory: its values are there when a mark that is made later has been reached."""
         return tensor
 
-    def mark(self) -> Mark:
-        return Mark()
+    def mark(self) -> DeviceEvent:
+        return DeviceEvent()
 
     def record(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
         """What `run` returns, and a function that does again what `run` did, on the same memory, into that tensor.
@@ -77,7 +77,7 @@ class Device:
         return 0
 
 
-class PinnedParcel(Parcel):
+class PinnedCopy(StagedCopy):
     """Arrays laid out side by side in pinned memory, from where one copy takes them all.
 
     The pinned memory must stay until the copy has ended: hold the parcel until a later mark has been reached. (Torch's
@@ -111,7 +111,7 @@ class PinnedParcel(Parcel):
         self._used.append(0)
 
 
-class CudaMark(Mark):
+class CudaEvent(DeviceEvent):
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
         self._event.record()
@@ -142,14 +142,14 @@ class CudaDevice(Device):
     def bind(self) -> None:
         torch.cuda.set_device(self.place)
 
-    def parcel(self) -> Parcel:
-        return PinnedParcel(self.place)
+    def parcel(self) -> StagedCopy:
+        return PinnedCopy(self.place)
 
     def fetch(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=True)  # into pinned memory, since it does not block
 
-    def mark(self) -> Mark:
-        return CudaMark()
+    def mark(self) -> DeviceEvent:
+        return CudaEvent()
 
     def record(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
         if self._stream is None:

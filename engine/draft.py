@@ -6,7 +6,7 @@ from engine.plan import BlockChange, NewSequence, StepPlan
 from engine.request import Request
 
 
-class Draft:
+class StepPlanBuilder:
     """What the scheduler has decided so far of one step."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ MAX_REQUESTS = 1000
 MAX_LINES = 200  # of one request; a request with more has been retried for very long
 
 
-class Journal:
+class RequestLog:
     """A ring of the newest requests, for all threads of an engine. A line never holds text or tokens of a request."""
 
     def __init__(self, clock: Callable[[], float] = time.time):

@@ -30,7 +30,7 @@ LINGER_MS = 1000
 HELLO, GONE = b"\x01rank ", b"\x00rank "  # what an XPUB socket receives when `rank N` subscribes and vanishes
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True):
+class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
     """number: counts from 1, so that a lost frame is noticed. plan: None at the end.
 
     checksum: of the tokens that step `checked` sampled; of no step if 0.
@@ -42,7 +42,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     checksum: int
 
 
-class Leader:
+class PlanBroadcaster:
     """Rank 0's end. One thread at a time."""
 
     def __init__(self, group: TPGroup):
@@ -89,7 +89,7 @@ class Leader:
 
     def _send(self, plan: StepPlan | None) -> None:
         self._number += 1
-        self._socket.send(self._encode(Frame(self._number, plan, self._checked, self._checksum)), zmq.NOBLOCK)
+        self._socket.send(self._encode(PlanMessage(self._number, plan, self._checked, self._checksum)), zmq.NOBLOCK)
 
     def _bind(self, group: TPGroup) -> str:
         if sys.platform == "linux" and group.local_size == group.size:
@@ -110,7 +110,7 @@ class Leader:
                 missing.discard(int(message.removeprefix(HELLO)))
 
 
-class Follower:
+class PlanReceiver:
     """Another rank's end. One thread at a time."""
 
     def __init__(self, group: TPGroup):
@@ -123,7 +123,7 @@ class Follower:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._decode = msgspec.msgpack.Decoder(Frame).decode
+        self._decode = msgspec.msgpack.Decoder(PlanMessage).decode
         self._number = 0
         try:
             address = group.exchange("")[0]
@@ -134,7 +134,7 @@ class Follower:
         self._socket.subscribe(f"rank {self._rank}")
         self._socket.connect(address)
 
-    def receive(self, timeout_s: float) -> Frame | None:
+    def receive(self, timeout_s: float) -> PlanMessage | None:
         """The next frame, or None if none came in time.
 
         Raises EngineUnavailable if rank 0 is gone or a frame is missing.

@@ -56,7 +56,7 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Edits:
+class LogitsEdits:
     """What the parameters of one sequence change, as arrays; made once per sequence.
 
     allowed: the only tokens that may come, or None. banned: those that never may. ends: those that may not before there
@@ -73,7 +73,7 @@ class Edits:
     penalties: tuple[float, float, float] | None
 
     @classmethod
-    def of(cls, params: SamplingParams, eos: frozenset[int]) -> Edits | None:
+    def of(cls, params: SamplingParams, eos: frozenset[int]) -> LogitsEdits | None:
         """None where nothing is to be changed. eos: tokens that end a generation."""
         words = [word for word in params.bad_words_token_ids if word]
         longer = [word for word in words if len(word) > 1]
@@ -98,14 +98,14 @@ class Edits:
 
 
 @dataclass(frozen=True, slots=True)
-class EditedRow:
+class RowEdits:
     """A row of logits whose sequence sits in `slot` and has `length` tokens, of which `num_prompt` are its prompt."""
 
     row: int
     slot: int
     num_prompt: int
     length: int
-    edits: Edits
+    edits: LogitsEdits
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def entries(row: int, tokens: Array) -> Array:
     return np.stack([np.full_like(tokens, row), tokens])
 
 
-def prepare(rows: Sequence[EditedRow], vocab_size: int, put: Put) -> BatchEdits | None:
+def prepare(rows: Sequence[RowEdits], vocab_size: int, put: Put) -> BatchEdits | None:
     """None where nothing is to be done in this step. put: brings an array to where the logits are."""
     allowed = [(row.row, row.edits.allowed) for row in rows if row.edits.allowed is not None]
     banned = [entries(row.row, row.edits.banned) for row in rows if len(row.edits.banned)]
@@ -185,7 +185,7 @@ def prepare(rows: Sequence[EditedRow], vocab_size: int, put: Put) -> BatchEdits 
     )
 
 
-def prepare_words(rows: Sequence[EditedRow], put: Put) -> BannedWords | None:
+def prepare_words(rows: Sequence[RowEdits], put: Put) -> BannedWords | None:
     """A prefix that is longer than the output is compared with NEVER: words do not begin in the prompt."""
     compare, target, last = [], [], []
     num_words = num_last = 0
@@ -206,7 +206,7 @@ def prepare_words(rows: Sequence[EditedRow], put: Put) -> BannedWords | None:
     )
 
 
-def prepare_penalties(rows: Sequence[EditedRow], vocab_size: int, put: Put) -> list[Penalties]:
+def prepare_penalties(rows: Sequence[RowEdits], vocab_size: int, put: Put) -> list[Penalties]:
     """In parts of so many rows as the counters are enough for."""
     where, amounts = [], []
     for row in rows:

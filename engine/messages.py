@@ -1,11 +1,11 @@
 """What travels between an engine and the processes that use it (msgspec over ZMQ).
 
-To the engine:      Add, Abort, AskJournal, Follow; Prefill, CancelPrefill (to one that computes prompts for others);
-                    TicketFailed, PrefillPool (to one that has its prompts computed)         (`Command`)
+To the engine:      Add, Abort, GetRequestLog, Subscribe; Prefill, CancelPrefill (to one that computes prompts for others);
+                    RemotePrefillFailed, PrefillReplicas (to one that has its prompts computed)         (`Command`)
 From the engine:    TokenBatch to each ingress that has requests there, one per step;
-                    EngineNews to each router that follows it;
-                    to the replica's control actor (`Notice`) EngineStatus, at least once a second, EngineJournal when
-                    asked, and from one that has its prompts computed WantPrefill and DropPrefill.
+                    EngineUpdate to each router that follows it;
+                    to the replica's control actor (`Notice`) EngineStatus, at least once a second, EngineRequestLog when
+                    asked, and from one that has its prompts computed DispatchPrefill and CancelDispatch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import msgspec
 from engine.errors import ServingError
 from engine.histogram import Histogram
 from engine.kv_transfer.stats import HandoffInfo, HandoffStats
-from engine.kv_transfer.ticket import PrefillTicket
+from engine.kv_transfer.ticket import RemotePrefillRequest
 from engine.model_identity import ModelIdentity
 from engine.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LIVE_HANDOFFS = 200  # in one status
-FOLLOW_S = 30.0
+SUBSCRIPTION_S = 30.0
 NAME_BYTES = 16  # of a KV block
 
 
@@ -208,7 +208,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     blocks_total: int = 0
 
 
-class EngineNews(msgspec.Struct, frozen=True, kw_only=True):
+class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """To a router that follows this engine: its load, and what has changed since the message before.
 
     number: one more than that of the message before, so that a lost one is noticed.
@@ -229,21 +229,21 @@ class EngineNews(msgspec.Struct, frozen=True, kw_only=True):
     settled: list[tuple[str, int]]
 
 
-class WantPrefill(msgspec.Struct, frozen=True, tag=True):
-    """To the control actor: have some prefill engine take this ticket (Prefill); tell TicketFailed if none does, or if
+class DispatchPrefill(msgspec.Struct, frozen=True, tag=True):
+    """To the control actor: have some prefill engine take this ticket (Prefill); tell RemotePrefillFailed if none does, or if
     the call fails before the engine has taken it."""
 
-    ticket: PrefillTicket
+    ticket: RemotePrefillRequest
 
 
-class DropPrefill(msgspec.Struct, frozen=True, tag=True):
+class CancelDispatch(msgspec.Struct, frozen=True, tag=True):
     """To the control actor: the call that carries this ticket is of no use any more."""
 
     handoff_id: str
 
 
-class EngineJournal(msgspec.Struct, frozen=True, tag=True):
-    """To the control actor: the answer to an AskJournal of the same number.
+class EngineRequestLog(msgspec.Struct, frozen=True, tag=True):
+    """To the control actor: the answer to an GetRequestLog of the same number.
 
     lines: by request id, (seconds since 1970, what happened), oldest first; nothing of requests that are not known.
     """
@@ -253,7 +253,7 @@ class EngineJournal(msgspec.Struct, frozen=True, tag=True):
     lines: dict[str, list[tuple[float, str]]]
 
 
-Notice = EngineStatus | EngineJournal | WantPrefill | DropPrefill
+Notice = EngineStatus | EngineRequestLog | DispatchPrefill | CancelDispatch
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -272,8 +272,8 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     reason: Literal["abort", "stop"] = "abort"
 
 
-class Follow(msgspec.Struct, frozen=True, tag=True):
-    """Send EngineNews to `address` for FOLLOW_S from now on, beginning with a snapshot unless that has been sent.
+class Subscribe(msgspec.Struct, frozen=True, tag=True):
+    """Send EngineUpdate to `address` for SUBSCRIPTION_S from now on, beginning with a snapshot unless that has been sent.
 
     again: with a snapshot in any case, since a message was lost.
     """
@@ -285,7 +285,7 @@ class Follow(msgspec.Struct, frozen=True, tag=True):
 class Prefill(msgspec.Struct, frozen=True, tag=True):
     """Compute a prompt for another engine. `EngineStatus.ended` names the handoff when it is over, however it ends."""
 
-    ticket: PrefillTicket
+    ticket: RemotePrefillRequest
 
 
 class CancelPrefill(msgspec.Struct, frozen=True, tag=True):
@@ -294,7 +294,7 @@ class CancelPrefill(msgspec.Struct, frozen=True, tag=True):
     handoff_id: str
 
 
-class TicketFailed(msgspec.Struct, frozen=True, tag=True):
+class RemotePrefillFailed(msgspec.Struct, frozen=True, tag=True):
     """No prefill engine has the ticket. retry: another attempt may succeed."""
 
     handoff_id: str
@@ -321,17 +321,17 @@ class PrefillReplica(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class PrefillPool(msgspec.Struct, frozen=True, tag=True):
+class PrefillReplicas(msgspec.Struct, frozen=True, tag=True):
     """The prefill engines that are alive, about once a second."""
 
     replicas: list[PrefillReplica]
 
 
-class AskJournal(msgspec.Struct, frozen=True, tag=True):
-    """Tell what happened to these requests (EngineJournal)."""
+class GetRequestLog(msgspec.Struct, frozen=True, tag=True):
+    """Tell what happened to these requests (EngineRequestLog)."""
 
     question: int
     request_ids: list[str]
 
 
-Command = Add | Abort | AskJournal | Follow | Prefill | CancelPrefill | TicketFailed | PrefillPool
+Command = Add | Abort | GetRequestLog | Subscribe | Prefill | CancelPrefill | RemotePrefillFailed | PrefillReplicas

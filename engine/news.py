@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.messages import FOLLOW_S, EngineLoad, EngineNews, Follow
+from engine.messages import SUBSCRIPTION_S, EngineLoad, EngineUpdate, Subscribe
 from engine.scheduler import Event, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class _Follower:
     synced: bool = False  # it has had a snapshot
 
 
-class News:
+class KVEventPublisher:
     """Everybody gets the same messages, after a snapshot of their own. Where nobody follows, nothing is recorded."""
 
     def __init__(self, engine_id: str, scheduler: Scheduler):
@@ -34,7 +34,7 @@ class News:
         self._settled: list[tuple[str, int]] = []
         self._unsettled: set[str] = set()
 
-    def follow(self, command: Follow, now: float) -> None:
+    def follow(self, command: Subscribe, now: float) -> None:
         if not self._followers:
             self._pool.track(True)
             self._unsettled = set(self._scheduler.live_ids)
@@ -42,7 +42,7 @@ class News:
         if follower is None:
             logger.info("news go to %s", command.address)
         synced = follower is not None and follower.synced and not command.again
-        self._followers[command.address] = _Follower(now + FOLLOW_S, synced)
+        self._followers[command.address] = _Follower(now + SUBSCRIPTION_S, synced)
 
     def took(self, request_id: str) -> None:
         """A request or a ticket has come; it may be refused yet."""
@@ -58,7 +58,7 @@ class News:
     def ended(self, request_id: str) -> None:
         self._settle(request_id, -1)
 
-    def messages(self, now: float) -> Iterator[tuple[EngineNews, list[str]]]:
+    def messages(self, now: float) -> Iterator[tuple[EngineUpdate, list[str]]]:
         """What is to be sent now, and the addresses that it goes to."""
         if not self._followers:
             return
@@ -91,14 +91,14 @@ class News:
     def _has_changed(self, load: EngineLoad) -> bool:
         return bool(self._pool.has_changes or self._taken or self._settled) or load != self._load
 
-    def _changes(self, load: EngineLoad) -> EngineNews:
+    def _changes(self, load: EngineLoad) -> EngineUpdate:
         self._number += 1
         stored, removed = self._pool.take_changes()
         taken, self._taken = self._taken, []
         settled, self._settled = self._settled, []
         return self._news(load, False, stored, removed, taken, settled)
 
-    def _snapshot(self, load: EngineLoad) -> EngineNews:
+    def _snapshot(self, load: EngineLoad) -> EngineUpdate:
         """As of now. What has changed since the message of this number comes with the next one again, harmlessly."""
         return self._news(load, True, self._pool.names(), [], list(self._scheduler.live_ids), [])
 
@@ -110,8 +110,8 @@ class News:
         removed: list[bytes],
         taken: list[str],
         settled: list[tuple[str, int]],
-    ) -> EngineNews:
-        return EngineNews(
+    ) -> EngineUpdate:
+        return EngineUpdate(
             engine_id=self._engine_id,
             number=self._number,
             snapshot=snapshot,

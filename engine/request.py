@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, Protocol
 
-from engine.kv_transfer.ticket import PrefillTicket
+from engine.kv_transfer.ticket import RemotePrefillRequest
 from engine.messages import GenerateRequest, RequestTimes, TokenLogprob
 from engine.sampling_params import SamplingParams
 
@@ -91,7 +91,7 @@ class Request:
     handoff_id: str = ""
     handoffs: int = 0
     stays: bool = False
-    ticket: PrefillTicket | None = None
+    ticket: RemotePrefillRequest | None = None
 
     @classmethod
     def create(cls, message: GenerateRequest, order: tuple[int, int], max_model_len: int, now: float) -> Request:
@@ -115,7 +115,7 @@ class Request:
         )
 
     @classmethod
-    def for_ticket(cls, ticket: PrefillTicket, order: tuple[int, int], now: float) -> Request:
+    def for_ticket(cls, ticket: RemotePrefillRequest, order: tuple[int, int], now: float) -> Request:
         """A prompt of another engine: one token is sampled, whatever it is."""
         return cls(
             request_id=ticket.handoff_id,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.errors import ServingError
-from engine.journal import Journal
-from engine.kv_transfer.ledger import HandoffLedger
+from engine.journal import RequestLog
+from engine.kv_transfer.ledger import HandoffManager
 from engine.messages import EngineLoad, EngineStats, FinishReason
 from engine.request import Request, State
 from engine.request_metrics import RequestMetrics
@@ -41,7 +41,7 @@ class Roster:
     The scheduler decides who goes where; this only moves them, and says how things are.
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, handoffs: HandoffLedger, journal: Journal):
+    def __init__(self, config: EngineConfig, pool: BlockPool, handoffs: HandoffManager, journal: RequestLog):
         self.config, self.pool, self.handoffs = config, pool, handoffs
         self.compiling: set[Request] = set()
         self.waiting: list[Request] = []  # in order

@@ -21,7 +21,7 @@ from engine import kv_cache
 from engine.batch import Batch, split
 from engine.config import EngineConfig
 from engine.cuda_graphs import DecodeGraphs, ladder
-from engine.device import Mark, open_device
+from engine.device import DeviceEvent, open_device
 from engine.loader import count_parameters, fill_with_noise, load_weights, pack_weights
 from engine.model_config import ModelConfig
 from engine.models.registry import Model, build_model
@@ -59,7 +59,7 @@ class Launched:
     tokens: Tensor
     logprobs: tuple[list[int], list[int], LogprobTable] | None
     prompt_logprobs: list[tuple[PromptRows, list[LogprobTable]]]
-    mark: Mark
+    mark: DeviceEvent
 
     def ready(self, timeout_s: float) -> bool:
         """Whether `collect` would not wait, once at most so much time has passed."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine import logits_processors
-from engine.logits_processors import BatchEdits, EditedRow, Edits, Put
+from engine.logits_processors import BatchEdits, LogitsEdits, Put, RowEdits
 from engine.messages import TokenLogprob
 from engine.ops import versions
 from engine.sampling_params import SamplingParams
@@ -113,7 +113,7 @@ class SampledRow:
     num_prompt: int
     seed: int
     params: SamplingParams
-    edits: Edits | None = None
+    edits: LogitsEdits | None = None
 
 
 def prepare_sampling(
@@ -129,7 +129,7 @@ def prepare_sampling(
         if not sequence.params.greedy:
             groups.setdefault(candidate_width(sequence.params, vocab_size), []).append(row)
         if sequence.edits is not None:
-            edited.append(EditedRow(row, sequence.slot, sequence.num_prompt, sequence.position, sequence.edits))
+            edited.append(RowEdits(row, sequence.slot, sequence.num_prompt, sequence.position, sequence.edits))
 
     def column(values: list[float]) -> Tensor:
         return put(np.array(values, dtype=np.float32)).unsqueeze(1)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.block_pool import BlockPool
-from engine.block_tables import BlockTables
+from engine.block_tables import KVCacheManager
 from engine.config import EngineConfig
-from engine.draft import Draft
+from engine.draft import StepPlanBuilder
 from engine.errors import EngineError, EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong, ServingError
-from engine.journal import Journal
+from engine.journal import RequestLog
 from engine.kv_transfer.events import Closed, Failed, HandoffEvent, Received
-from engine.kv_transfer.ledger import HandoffLedger
-from engine.kv_transfer.ticket import PrefillTicket
+from engine.kv_transfer.ledger import HandoffManager
+from engine.kv_transfer.ticket import RemotePrefillRequest
 from engine.messages import ErrorInfo, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 from engine.plan import StepPlan, StepResult
 from engine.request import Grammar, Request, State
@@ -59,19 +59,19 @@ class Scheduler(Roster):
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
-        handoffs: HandoffLedger | None = None,
-        journal: Journal | None = None,
+        handoffs: HandoffManager | None = None,
+        journal: RequestLog | None = None,
     ):
         """journal: where it writes down what becomes of each request."""
         assert max_model_len <= pool.num_blocks * pool.block_size, "one request alone must fit the pool"
-        super().__init__(config, pool, handoffs or HandoffLedger(), journal or Journal())
+        super().__init__(config, pool, handoffs or HandoffManager(), journal or RequestLog())
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self._arrivals = 0
-        self._tables = BlockTables(pool, config.enable_prefix_caching)
+        self._tables = KVCacheManager(pool, config.enable_prefix_caching)
         self._planned: deque[tuple[StepPlan, list[Request]]] = deque()
-        self._draft = Draft()
+        self._draft = StepPlanBuilder()
 
     @property
     def has_work(self) -> bool:
@@ -86,7 +86,7 @@ class Scheduler(Roster):
         priority = message.priority if self.config.scheduling_policy == "priority" else 0
         return self._take(Request.create(message, (priority, self._arrivals + 1), self.max_model_len, now))
 
-    def add_ticket(self, ticket: PrefillTicket, now: float) -> Request:
+    def add_ticket(self, ticket: RemotePrefillRequest, now: float) -> Request:
         """Take a prompt to be computed for another engine, or raise a ServingError and leave everything as it was."""
         self._check_tokens(ticket.token_ids, ticket.num_prompt)
         ticket.params.check_vocabulary(self.vocab_size)
@@ -165,7 +165,7 @@ class Scheduler(Roster):
         plan, requests = self._draft.plan(self.totals.steps, self._tables.take_changes()), self._draft.requests
         self.metrics.step(plan.num_tokens)
         self._planned.append((plan, requests))
-        self._draft = Draft()
+        self._draft = StepPlanBuilder()
         return plan
 
     def _plan_running(self) -> int:

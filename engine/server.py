@@ -17,21 +17,21 @@ from engine.messages import (
     MAX_LIVE_HANDOFFS,
     Abort,
     Add,
-    AskJournal,
     CancelPrefill,
     Command,
-    EngineJournal,
+    EngineRequestLog,
     EngineStatus,
     ErrorInfo,
-    Follow,
     GenerateRequest,
+    GetRequestLog,
     Prefill,
-    PrefillPool,
-    TicketFailed,
+    PrefillReplicas,
+    RemotePrefillFailed,
+    Subscribe,
     TokenBatch,
     TokenDelta,
 )
-from engine.news import News
+from engine.news import KVEventPublisher
 from engine.push_sockets import PushSockets
 from engine.scheduler import Event
 from engine.tp_group import TPGroup
@@ -49,7 +49,7 @@ class EngineServer:
 
     Receives `Command`s on a PULL socket at `address`. Pushes one `TokenBatch` per step to each ingress that has
     requests in it, and an `EngineStatus` to the control actor whenever requests ended, at least once a second; tickets
-    for other engines go there too. Routers that ask for them get `EngineNews`. While there is nothing to compute, the
+    for other engines go there too. Routers that ask for them get `EngineUpdate`. While there is nothing to compute, the
     loop waits for commands and for its handoffs.
     Sending never blocks the step loop: what a vanished peer does not take is dropped with its socket.
     """
@@ -81,7 +81,7 @@ class EngineServer:
         self._status_to = status_to
         self._decode = msgspec.msgpack.Decoder(Command).decode
         self._encode = msgspec.msgpack.Encoder().encode
-        self._news = News(engine_id, self._core.scheduler)
+        self._news = KVEventPublisher(engine_id, self._core.scheduler)
         self._ended: list[str] = []
         self._status_due = time.monotonic()
         self._stopping = threading.Event()
@@ -128,10 +128,10 @@ class EngineServer:
                     self._add(command.request, answers)
                 case Abort():
                     self._abort(command, answers)
-                case AskJournal(question, request_ids):
-                    journal = EngineJournal(self.engine_id, question, self._core.journal.of(request_ids))
+                case GetRequestLog(question, request_ids):
+                    journal = EngineRequestLog(self.engine_id, question, self._core.journal.of(request_ids))
                     self._push(self._status_to, self._encode(journal))
-                case Follow():
+                case Subscribe():
                     self._follow(command)
                 case _:
                     self._hand_over(command)
@@ -157,7 +157,7 @@ class EngineServer:
         if event is not None:
             answers.setdefault(event.request.reply_to, []).append(event.delta)
 
-    def _follow(self, command: Follow) -> None:
+    def _follow(self, command: Subscribe) -> None:
         try:
             self._peers.connect(command.address)
         except zmq.ZMQError as error:
@@ -165,7 +165,7 @@ class EngineServer:
         else:
             self._news.follow(command, time.monotonic())
 
-    def _hand_over(self, command: Prefill | CancelPrefill | TicketFailed | PrefillPool) -> None:
+    def _hand_over(self, command: Prefill | CancelPrefill | RemotePrefillFailed | PrefillReplicas) -> None:
         handoffs = self._core.handoffs
         if handoffs is None:
             logger.error("dropped a %s: this engine hands no KV over", type(command).__name__)
@@ -177,9 +177,9 @@ class EngineServer:
                     self._ended.append(ticket.handoff_id)
             case CancelPrefill(handoff_id):
                 self._core.abort(handoff_id)
-            case TicketFailed():
+            case RemotePrefillFailed():
                 handoffs.ticket_failed(command.handoff_id, command.reason, command.retry)
-            case PrefillPool(replicas):
+            case PrefillReplicas(replicas):
                 handoffs.set_prefill_pool(replicas)
 
     def _send(self, events: list[Event], answers: dict[str, list[TokenDelta]]) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from engine.batch import Batch, split
 from engine.config import EngineConfig
 from engine.cuda_graphs import pad
-from engine.device import Device, Parcel
-from engine.logits_processors import Edits
+from engine.device import Device, StagedCopy
+from engine.logits_processors import LogitsEdits
 from engine.model_config import ModelConfig
 from engine.plan import NewSequence, StepPlan
 from engine.sampler import MaskedRows, SampledRow, SamplingInputs, UniformSource, prepare_sampling
@@ -62,7 +62,7 @@ class StepInputs:
     """
 
     plan: StepPlan
-    parcel: Parcel
+    parcel: StagedCopy
     batch: Batch | None
     padded: Tensor | None
     tables: TableRows | None
@@ -97,7 +97,7 @@ class InputBuilder:
         self.tables = np.zeros((slots, -(-max_model_len // self._block_size)), dtype=np.int32)
         self._sequences: list[NewSequence | None] = [None] * slots
         self._eos = model_config.eos_token_ids
-        self._edits: list[Edits | None] = [None] * slots
+        self._edits: list[LogitsEdits | None] = [None] * slots
         self._simple = np.zeros(slots, dtype=bool)  # whether the sequence only ever takes its most likely token
         self._uniform = UniformSource()
 
@@ -149,13 +149,13 @@ class InputBuilder:
             prompt_rows=self._prompt_rows(plan, query_start, parcel),
         )
 
-    def _add(self, sequence: NewSequence, parcel: Parcel) -> NewTokens:
-        params, edits = sequence.params, Edits.of(sequence.params, self._eos)
+    def _add(self, sequence: NewSequence, parcel: StagedCopy) -> NewTokens:
+        params, edits = sequence.params, LogitsEdits.of(sequence.params, self._eos)
         self._sequences[sequence.slot], self._edits[sequence.slot] = sequence, edits
         self._simple[sequence.slot] = params.greedy and params.logprobs is None and edits is None
         return NewTokens(sequence.slot, parcel.add(np.array(sequence.tokens, dtype=np.int32)))
 
-    def _table_rows(self, plan: StepPlan, slots: np.ndarray, width: int, parcel: Parcel) -> TableRows:
+    def _table_rows(self, plan: StepPlan, slots: np.ndarray, width: int, parcel: StagedCopy) -> TableRows:
         entries = self.tables.shape[1]
         parts = [c.slot * entries + np.arange(c.index, c.index + len(c.blocks)) for c in plan.blocks]
         index = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
@@ -163,7 +163,7 @@ class InputBuilder:
         blocks = self.tables.reshape(-1)[index]
         return TableRows(parcel.add(slots), width, parcel.add(index), parcel.add(blocks))
 
-    def _sampling(self, plan: StepPlan, slots: np.ndarray, entries: list[int], parcel: Parcel) -> SamplingInputs:
+    def _sampling(self, plan: StepPlan, slots: np.ndarray, entries: list[int], parcel: StagedCopy) -> SamplingInputs:
         if self._simple[slots[entries]].all():
             inputs = SamplingInputs([], None, [None] * len(entries))
         else:
@@ -177,12 +177,12 @@ class InputBuilder:
             inputs.masked = self._masked_rows(plan, entries, parcel)
         return inputs
 
-    def _masked_rows(self, plan: StepPlan, entries: list[int], parcel: Parcel) -> MaskedRows:
+    def _masked_rows(self, plan: StepPlan, entries: list[int], parcel: StagedCopy) -> MaskedRows:
         rows = np.searchsorted(entries, plan.masked)
         allowed = np.frombuffer(plan.masks, dtype=np.uint8).reshape(len(rows), -1)
         return MaskedRows(parcel.add(rows), parcel.add(allowed.copy()))  # since torch does not like what is read-only
 
-    def _prompt_rows(self, plan: StepPlan, query_start: np.ndarray, parcel: Parcel) -> list[PromptRows]:
+    def _prompt_rows(self, plan: StepPlan, query_start: np.ndarray, parcel: StagedCopy) -> list[PromptRows]:
         rows = []
         for i, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
             sequence = self._sequence(slot)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
-from engine.kv_transfer.agent import KVAgent
+from engine.kv_transfer.agent import KVTransferWorker
 from engine.kv_transfer.ranks import start_agent
-from engine.lockstep import Follower, Frame, checksum
+from engine.lockstep import PlanMessage, PlanReceiver, checksum
 from engine.model_config import ModelConfig
 from engine.model_folder import resolve
 from engine.runner import Launched, ModelRunner, StepInputs
@@ -36,11 +36,11 @@ class Worker:
             folder: Path = resolve(config.model, weights=config.load_format == "auto")
             model_config = ModelConfig.from_folder(folder, config.quantization)
             self._runner = ModelRunner(config, model_config, folder, group)
-            self._agent: KVAgent | None = None
+            self._agent: KVTransferWorker | None = None
             if config.handoff is not None:
                 cache, heads = self._runner.kv_cache, model_config.num_kv_heads
                 self._agent, _ = start_agent(config.handoff, cache, heads, group, group.host)
-            self._follower = Follower(group)
+            self._follower = PlanReceiver(group)
         self._stopping = threading.Event()
 
     def run(self) -> None:
@@ -70,7 +70,7 @@ class Worker:
         """Let `run` return, from another thread."""
         self._stopping.set()
 
-    def _prepared(self) -> Iterator[tuple[Frame, StepInputs]]:
+    def _prepared(self) -> Iterator[tuple[PlanMessage, StepInputs]]:
         try:
             while not self._stopping.is_set():
                 frame = self._follower.receive(LOOK_S)
@@ -82,9 +82,9 @@ class Worker:
         finally:
             self._follower.close()
 
-    def _ahead(self) -> Iterator[tuple[Frame, StepInputs]]:
+    def _ahead(self) -> Iterator[tuple[PlanMessage, StepInputs]]:
         """`_prepared` from a thread of its own, which prepares a step while the one before computes."""
-        ready: queue.SimpleQueue[tuple[Frame, StepInputs] | BaseException | None] = queue.SimpleQueue()
+        ready: queue.SimpleQueue[tuple[PlanMessage, StepInputs] | BaseException | None] = queue.SimpleQueue()
 
         def receive() -> None:
             try:

@@ -12,25 +12,25 @@ import msgspec
 import zmq
 
 from engine.kv_transfer.stats import HandoffStats
-from engine.kv_transfer.ticket import PrefillTicket
+from engine.kv_transfer.ticket import RemotePrefillRequest
 from engine.messages import (
     Abort,
     Add,
-    AskJournal,
+    CancelDispatch,
     CancelPrefill,
     Command,
-    DropPrefill,
-    EngineJournal,
+    DispatchPrefill,
+    EngineRequestLog,
     EngineStatus,
     ErrorInfo,
     GenerateRequest,
+    GetRequestLog,
     Prefill,
-    PrefillPool,
-    TicketFailed,
+    PrefillReplicas,
+    RemotePrefillFailed,
     TokenBatch,
     TokenDelta,
     TokenLogprob,
-    WantPrefill,
 )
 from engine.request_metrics import RequestMetrics
 from tests.engine_stats import engine_stats
@@ -60,10 +60,10 @@ class FakeEngine:
         self.fingerprint = ""
         self.resting: list[str] = []
         self.logprobs = {"auto": -0.5, "local": -0.5, "remote": -0.5}
-        self.tickets: list[PrefillTicket] = []
+        self.tickets: list[RemotePrefillRequest] = []
         self.cancelled: list[str] = []
-        self.told: list[TicketFailed | PrefillPool] = []
-        self._notices: queue.SimpleQueue[WantPrefill | DropPrefill] = queue.SimpleQueue()
+        self.told: list[RemotePrefillFailed | PrefillReplicas] = []
+        self._notices: queue.SimpleQueue[DispatchPrefill | CancelDispatch] = queue.SimpleQueue()
         self._script = script or (lambda request: request.prompt * 100)
         self._live: dict[str, tuple[GenerateRequest, deque[int]]] = {}
         self._context = zmq.Context()
@@ -81,7 +81,7 @@ class FakeEngine:
     def num_live(self) -> int:
         return len(self._live)
 
-    def notify(self, notice: WantPrefill | DropPrefill) -> None:
+    def notify(self, notice: DispatchPrefill | CancelDispatch) -> None:
         """Send this to the control actor."""
         self._notices.put(notice)
 
@@ -115,14 +115,14 @@ class FakeEngine:
                 if request_id in self._live:
                     request, _ = self._live[request_id]
                     self._send(request, TokenDelta(request_id=request_id, finish_reason=reason))
-            case AskJournal(question, request_ids):
+            case GetRequestLog(question, request_ids):
                 lines = {name: [(time.time(), "asked")] for name in request_ids}
-                self._status.send(msgspec.msgpack.encode(EngineJournal("fake", question, lines)))
+                self._status.send(msgspec.msgpack.encode(EngineRequestLog("fake", question, lines)))
             case Prefill(ticket):
                 self.tickets.append(ticket)
             case CancelPrefill(handoff_id):
                 self.cancelled.append(handoff_id)
-            case TicketFailed() | PrefillPool():
+            case RemotePrefillFailed() | PrefillReplicas():
                 self.told.append(command)
 
     def _step(self) -> None:

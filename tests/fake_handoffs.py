@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.events import Closed, Failed, HandoffEvent, Received
-from engine.kv_transfer.ledger import Cancel, Finish, Forget, HandoffLedger, Open, Refuse, Report
+from engine.kv_transfer.ledger import Cancel, Finish, Forget, HandoffManager, Open, Refuse, Report
 from engine.kv_transfer.messages import FirstToken
-from engine.kv_transfer.placing import Placing
-from engine.kv_transfer.ticket import Party, PrefillTicket
+from engine.kv_transfer.placing import RemotePrefillPolicy
+from engine.kv_transfer.ticket import Peer, RemotePrefillRequest
 from engine.plan import StepPlan
 from engine.sampling_params import SamplingParams
 from engine.step_cost import StepCost
 from tests.fake_runner import FakeGrammar, Harness, next_token
 
 
-def first_token(ticket: PrefillTicket) -> int:
+def first_token(ticket: RemotePrefillRequest) -> int:
     grammar = FakeGrammar(ticket.token_ids[ticket.num_prompt :]) if ticket.params.structured_outputs else None
     return next_token(ticket.seed, ticket.token_ids, grammar.mask() if grammar else None)
 
@@ -25,8 +25,8 @@ class DecodeHarness(Harness):
 
     def __init__(self, *, max_attempts: int = 3, **options):
         config = HandoffConfig(role="decode", policy="always", max_attempts=max_attempts)
-        self.placing = Placing(config, StepCost())
-        super().__init__(handoffs=HandoffLedger(self.placing, Party("decode", "", 1), "print"), **options)
+        self.placing = RemotePrefillPolicy(config, StepCost())
+        super().__init__(handoffs=HandoffManager(self.placing, Peer("decode", "", 1), "print"), **options)
         self.open: dict[str, Open] = {}
         self.cancelled: set[str] = set()
         self.forgotten: set[str] = set()
@@ -92,14 +92,14 @@ class PrefillHarness(Harness):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.tickets: dict[str, PrefillTicket] = {}  # those that are not closed
+        self.tickets: dict[str, RemotePrefillRequest] = {}  # those that are not closed
         self.reports: dict[str, Report] = {}
         self.firsts: dict[str, FirstToken] = {}
         self.refused: dict[str, str] = {}
         self.ended: set[str] = set()
 
     def ticket(self, name: str, prompt: list[int], *, skip: int = 0, seed: int = 1, timeout_s=None, **params) -> None:
-        ticket = PrefillTicket(
+        ticket = RemotePrefillRequest(
             handoff_id=name,
             request_id=f"request of {name}",
             attempt=1,
@@ -110,7 +110,7 @@ class PrefillHarness(Harness):
             cache_salt="",
             skip=skip,
             fingerprint="print",
-            decode=Party("decode", "", 1),
+            decode=Peer("decode", "", 1),
             timeout_s=timeout_s,
         )
         request = self.scheduler.add_ticket(ticket, now=0.0)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
-from engine.journal import Journal
-from engine.kv_transfer.ledger import HandoffLedger
+from engine.journal import RequestLog
+from engine.kv_transfer.ledger import HandoffManager
 from engine.messages import GenerateRequest
 from engine.plan import NewSequence, StepPlan, StepResult
 from engine.sampling_params import SamplingParams
@@ -123,8 +123,8 @@ class Harness:
         num_blocks: int,
         max_model_len: int,
         depth: int = 1,
-        handoffs: HandoffLedger | None = None,
-        journal: Journal | None = None,
+        handoffs: HandoffManager | None = None,
+        journal: RequestLog | None = None,
         **options,
     ):
         self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, **options})

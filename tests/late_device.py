@@ -11,19 +11,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.device import Device, Mark, Parcel, PinnedParcel, Run
+from engine.device import Device, DeviceEvent, PinnedCopy, Run, StagedCopy
 
 NOISE = 0x55  # in every byte: in any integer type a number that is far out of range
 MIB = 2**20
 
 
-class LateParcel(PinnedParcel):
+class LateParcel(PinnedCopy):
     def _open(self, size: int) -> None:
         super()._open(size)
         self._chunks[-1][1].fill_(NOISE)
 
 
-class LateMark(Mark):
+class LateMark(DeviceEvent):
     def __init__(self, device: LateDevice):
         self._device, self._before = device, len(device.results)
 
@@ -48,7 +48,7 @@ class LateDevice(Device):
         self.replays: list[int] = []
         self._graph_bytes, self._taken = int(graph_mib * MIB), 0
 
-    def parcel(self) -> Parcel:
+    def parcel(self) -> StagedCopy:
         return LateParcel(self.place)
 
     def fetch(self, tensor: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class LateDevice(Device):
         self.results.append((there, tensor.clone()))
         return there
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         return LateMark(self)
 
     def record(self, run: Run) -> tuple[Tensor, Callable[[], None]]:

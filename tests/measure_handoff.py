@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from engine.config import EngineConfig
-from engine.kv_transfer.agent import KVAgent
+from engine.kv_transfer.agent import KVTransferWorker
 from engine.kv_transfer.config import HandoffConfig
 from tests.engine.kv_transfer.link import Link
 from tests.engine.kv_transfer.pair import Pair
@@ -28,7 +28,7 @@ SHAPE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, 
 links: list[Link] = []
 
 
-class LinkedAgent(KVAgent):
+class LinkedAgent(KVTransferWorker):
     """Others reach its memory over a link."""
 
     def __init__(self, *args, **options):
@@ -63,7 +63,7 @@ def median_s(pair: Pair, name: str) -> float:
 
 def main() -> None:
     ranks = RankPool(), RankPool()
-    with tempfile.TemporaryDirectory() as folder, patch("engine.kv_transfer.ranks.KVAgent", LinkedAgent):
+    with tempfile.TemporaryDirectory() as folder, patch("engine.kv_transfer.ranks.KVTransferWorker", LinkedAgent):
         model = make_model(Path(folder), "llama", **SHAPE)
         with Pair(config(model, "decode"), config(model, "prefill"), ranks) as pair:
             link = links[1]  # of prefill, which is read from

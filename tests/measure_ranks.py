@@ -20,7 +20,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.lockstep import Follower, Leader
+from engine.lockstep import PlanBroadcaster, PlanReceiver
 from engine.messages import GenerateRequest
 from engine.plan import BlockChange, StepPlan
 from engine.sampling_params import SamplingParams
@@ -74,7 +74,7 @@ def plans(pool: RankPool) -> None:
         group.join(TIMEOUT_S)
         if name == "tcp":
             group.local_size = 1  # as if the other rank were on another machine
-        leader = Leader(group)
+        leader = PlanBroadcaster(group)
         sent, costs = [], []
         for step in range(PLANS):
             time.sleep(0.002)  # the time of a step; the receiver falls asleep
@@ -91,7 +91,7 @@ def plans(pool: RankPool) -> None:
 
 def receive_as_rank_1(address: str) -> None:
     group = TPGroup.connect(1, 2, address, TIMEOUT_S, device="cpu")
-    follower = Follower(group)
+    follower = PlanReceiver(group)
     times = []
     for _ in range(PLANS):
         follower.receive(TIMEOUT_S)

@@ -17,7 +17,7 @@ from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.cost import Prompt
 from deployments.routing.prompts import PromptReader
-from engine.messages import NAME_BYTES, EngineLoad, EngineNews
+from engine.messages import NAME_BYTES, EngineLoad, EngineUpdate
 
 BLOCK_SIZE, PROMPT = 16, 10_000
 SHARED = 400  # leading blocks of the prompt that each engine has
@@ -57,8 +57,8 @@ def place(router: Balancer, prompt: Prompt, number: int, session: str, engines: 
     router.end(request.request_id, confirmed=False)
 
 
-def news(engine: str, load: EngineLoad, stored: bytes, number: int = 0) -> EngineNews:
-    return EngineNews(
+def news(engine: str, load: EngineLoad, stored: bytes, number: int = 0) -> EngineUpdate:
+    return EngineUpdate(
         engine_id=engine,
         number=number,
         snapshot=not number,

@@ -14,15 +14,15 @@ import zmq
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
 from engine.messages import (
+    CancelDispatch,
     CancelPrefill,
     Command,
-    DropPrefill,
+    DispatchPrefill,
     EngineStatus,
     Notice,
     Prefill,
-    PrefillPool,
     PrefillReplica,
-    WantPrefill,
+    PrefillReplicas,
 )
 
 START_TIMEOUT_S = 300.0
@@ -133,9 +133,9 @@ class Engines:
             case EngineStatus():
                 self._statuses[engine.name] = notice
                 if engine is prefill:
-                    self._engines["decode"].send(PrefillPool([PrefillReplica.of(notice)]))
-            case WantPrefill(ticket):
+                    self._engines["decode"].send(PrefillReplicas([PrefillReplica.of(notice)]))
+            case DispatchPrefill(ticket):
                 assert prefill is not None, "only an engine with a prefill engine asks for one"
                 prefill.send(Prefill(ticket))
-            case DropPrefill(handoff_id) if prefill is not None:
+            case CancelDispatch(handoff_id) if prefill is not None:
                 prefill.send(CancelPrefill(handoff_id))

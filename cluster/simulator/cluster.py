@@ -8,22 +8,22 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cluster.simulator.events import EventLoop
-from cluster.simulator.gaps import Gaps
+from cluster.simulator.gaps import LatencyHistogram
 from cluster.simulator.handoffs import HandoffTraffic
 from cluster.simulator.pool import Pool
-from cluster.simulator.records import Records, Report
+from cluster.simulator.records import Report, Results
 from cluster.simulator.replica import LEAP, Replica
 from cluster.simulator.requests import make_request
 from cluster.simulator.scaling import Scaling
 from cluster.simulator.spec import ClusterSpec, PoolSpec, Slo
 from cluster.simulator.trace import Trace
-from deployments.fair_queue import FairQueue, Ticket
+from deployments.fair_queue import FairQueue, QueuedRequest
 from deployments.routing.config import Role
 from engine.errors import PromptTooLong
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.ledger import HandoffAction, HandoffLedger
-from engine.kv_transfer.placing import Placing
-from engine.kv_transfer.ticket import Party
+from engine.kv_transfer.ledger import HandoffAction, HandoffManager
+from engine.kv_transfer.placing import RemotePrefillPolicy
+from engine.kv_transfer.ticket import Peer
 from engine.messages import GenerateRequest, PrefillReplica
 from engine.news import PERIOD_S
 from engine.step_cost import StepTimes
@@ -44,9 +44,9 @@ class Cluster:
         turns: of the event loop so far. Raises PromptTooLong."""
         if trace.longest >= spec.max_model_len:
             raise PromptTooLong(trace.longest, spec.max_model_len - 1)
-        self.spec, self.trace, self.records = spec, trace, Records(trace)
+        self.spec, self.trace, self.records = spec, trace, Results(trace)
         self._loop, self._leap = EventLoop(), 0 if spec.contention else leap
-        self._placings: list[Placing] = []
+        self._placings: list[RemotePrefillPolicy] = []
         self.pools: dict[Role, Pool] = {"decode": Pool("decode", spec.decode, self._decode_replica, spec.seed)}
         self.handoffs: HandoffTraffic | None = None
         if spec.prefill is not None:
@@ -56,8 +56,8 @@ class Cluster:
         most = NO_LIMIT if spec.max_waiting is None else spec.max_waiting
         self._queue = FairQueue(self._decode.room, most, NO_LIMIT)
         self.scaling = Scaling(spec.scaling, self.pools, self._queue, self._later) if spec.scaling else None
-        self._waiting: dict[Ticket, int] = {}
-        self._running: dict[str, Ticket] = {}
+        self._waiting: dict[QueuedRequest, int] = {}
+        self._running: dict[str, QueuedRequest] = {}
         self._looked_at = 0.0
         self._on_way = 0  # requests, to their replicas
         self.turns = 0
@@ -83,7 +83,7 @@ class Cluster:
         progress(self._done)
 
     def report(self, slo: Slo, took_s: float) -> Report:
-        gaps, duration_s = Gaps(), self.records.duration_s
+        gaps, duration_s = LatencyHistogram(), self.records.duration_s
         for pool in self.pools.values():
             for replica in pool.replicas:
                 gaps += replica.gaps
@@ -96,7 +96,7 @@ class Cluster:
     # -- a request -----------------------------------------------------------------------------------------
 
     def _arrive(self, index: int) -> None:
-        ticket = Ticket(CLIENT, 1, int(self.trace.prompt_tokens[index]))
+        ticket = QueuedRequest(CLIENT, 1, int(self.trace.prompt_tokens[index]))
         if self._queue.offer(ticket) is None:
             self.records.refused += 1
             return
@@ -141,21 +141,21 @@ class Cluster:
         if self.spec.prefill is None:
             return self._replica(name, "decode", self.spec.decode, None, StepTimes() if self.spec.scaling else None)
         times = StepTimes()
-        placing = Placing(HandoffConfig(role="decode", policy=self.spec.handoff), times.by_tokens)
+        placing = RemotePrefillPolicy(HandoffConfig(role="decode", policy=self.spec.handoff), times.by_tokens)
         self._placings.append(placing)
-        party = Party(name, name, len(self._placings))
-        return self._replica(name, "decode", self.spec.decode, HandoffLedger(placing, party), times)
+        party = Peer(name, name, len(self._placings))
+        return self._replica(name, "decode", self.spec.decode, HandoffManager(placing, party), times)
 
     def _prefill_replica(self, name: str) -> Replica:
         assert self.spec.prefill is not None
-        return self._replica(name, "prefill", self.spec.prefill, HandoffLedger(), StepTimes())
+        return self._replica(name, "prefill", self.spec.prefill, HandoffManager(), StepTimes())
 
     def _replica(
         self,
         name: str,
         role: Role,
         pool: PoolSpec,
-        handoffs: HandoffLedger | None,
+        handoffs: HandoffManager | None,
         times: StepTimes | None,
     ) -> Replica:
         def forward(actions: list[HandoffAction], now: float) -> None:

@@ -12,7 +12,7 @@ PER_DOUBLING = 32  # so that a value is known to 1 percent
 SMALLEST_S = 1e-6
 
 
-class Gaps:
+class LatencyHistogram:
     """Counts of seconds in steps of 2 ** (1 / PER_DOUBLING)."""
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class Gaps:
         return min(index, len(self._counts) - 1)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Gaps) and self._counts == other._counts
+        return isinstance(other, LatencyHistogram) and self._counts == other._counts
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __iadd__(self, other: Gaps) -> Gaps:
+    def __iadd__(self, other: LatencyHistogram) -> LatencyHistogram:
         self._counts = [a + b for a, b in zip(self._counts, other._counts, strict=True)]
         return self
 

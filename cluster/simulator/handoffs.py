@@ -17,14 +17,14 @@ from cluster.simulator.spec import Network
 from engine.errors import ServingError
 from engine.kv_transfer.events import Closed, Failed, Received
 from engine.kv_transfer.ledger import Finish, HandoffAction, Open, Report
-from engine.kv_transfer.ticket import PrefillTicket
+from engine.kv_transfer.ticket import RemotePrefillRequest
 
 
 @dataclass(slots=True)
 class _Handoff:
     """sent: tokens of the prompt whose KV is on its way or there; read_at: when the last of them is there."""
 
-    ticket: PrefillTicket
+    ticket: RemotePrefillRequest
     decode: Replica
     prefill: Replica
     sent: int
@@ -61,7 +61,7 @@ class HandoffTraffic:
             count=self.count, gigabytes=self.bytes / 1e9, link_busy=self.link_s / (senders * max(duration_s, 1e-9))
         )
 
-    def _bring(self, ticket: PrefillTicket, decode: Replica) -> None:
+    def _bring(self, ticket: RemotePrefillRequest, decode: Replica) -> None:
         self.on_way -= 1
         prefill = self._pool.choose(ticket.handoff_id, ticket.token_ids)
         try:

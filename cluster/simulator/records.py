@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.simulator.gaps import Gaps
+from cluster.simulator.gaps import LatencyHistogram
 from cluster.simulator.spec import Slo
 from cluster.simulator.trace import Trace
 from engine.request import Request
@@ -94,7 +94,7 @@ class Report:
     took_s: float
 
 
-class Records:
+class Results:
     """Arrays, one entry per request of the trace; nan where nothing is known. Seconds on the simulated clock."""
 
     def __init__(self, trace: Trace):
@@ -130,7 +130,13 @@ class Records:
         return (self.last_at - self.first_at) / gaps
 
     def report(
-        self, slo: Slo, gaps: Gaps, pools: dict[str, PoolUse], handoffs: Handoffs | None, gpus: int, took_s: float
+        self,
+        slo: Slo,
+        gaps: LatencyHistogram,
+        pools: dict[str, PoolUse],
+        handoffs: Handoffs | None,
+        gpus: int,
+        took_s: float,
     ) -> Report:
         trace, done = self._trace, ~np.isnan(self.last_at)
         tpot = self.tpot_s()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from cluster.simulator.gaps import Gaps
+from cluster.simulator.gaps import LatencyHistogram
 from cluster.simulator.leap import LeapingScheduler, token_of
 from cluster.simulator.step_cost import StepCost, Work
 from cluster.simulator.trace import VOCABULARY
@@ -15,10 +15,10 @@ from deployments.routing.config import Role
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.kv_transfer.events import HandoffEvent
-from engine.kv_transfer.ledger import HandoffAction, HandoffLedger
-from engine.kv_transfer.ticket import PrefillTicket
-from engine.messages import EngineNews, EngineStats, Follow, GenerateRequest
-from engine.news import News
+from engine.kv_transfer.ledger import HandoffAction, HandoffManager
+from engine.kv_transfer.ticket import RemotePrefillRequest
+from engine.messages import EngineStats, EngineUpdate, GenerateRequest, Subscribe
+from engine.news import KVEventPublisher
 from engine.plan import StepPlan, StepResult
 from engine.request import Request
 from engine.scheduler import Event
@@ -44,7 +44,7 @@ class Replica:
         *,
         num_blocks: int,
         max_model_len: int,
-        handoffs: HandoffLedger | None = None,
+        handoffs: HandoffManager | None = None,
         times: StepTimes | None = None,
         leap: int = LEAP,
         forward: Callable[[list[HandoffAction], float], None] | None = None,
@@ -55,7 +55,7 @@ class Replica:
         self.name, self.role, self.times = name, role, times
         self.due: float | None = None
         self.ended: list[Request] = []
-        self.gaps = Gaps()
+        self.gaps = LatencyHistogram()
         self.busy_s = 0.0
         self.scheduler = LeapingScheduler(
             config,
@@ -64,7 +64,7 @@ class Replica:
             vocab_size=VOCABULARY,
             handoffs=handoffs,
         )
-        self._news = News(name, self.scheduler)
+        self._news = KVEventPublisher(name, self.scheduler)
         self._cost, self._leap, self._forward, self._slowdown = cost, leap, forward, slowdown
         self._inbox: list[HandoffEvent] = []
         self._plan: StepPlan | None = None  # the step that computes
@@ -78,7 +78,7 @@ class Replica:
         self._news.took(message.request_id)
         self._came(now)
 
-    def add_ticket(self, ticket: PrefillTicket, now: float) -> None:
+    def add_ticket(self, ticket: RemotePrefillRequest, now: float) -> None:
         """Raises ServingError."""
         self.scheduler.add_ticket(ticket, now)
         self._news.took(ticket.handoff_id)
@@ -104,10 +104,10 @@ class Replica:
             self._record(steps)
 
     def follow(self, now: float) -> None:
-        """The router wants news of this engine; call again within FOLLOW_S."""
-        self._news.follow(Follow("router"), now)
+        """The router wants news of this engine; call again within SUBSCRIPTION_S."""
+        self._news.follow(Subscribe("router"), now)
 
-    def news(self, now: float) -> list[EngineNews]:
+    def news(self, now: float) -> list[EngineUpdate]:
         """For the router, if it is time."""
         return [news for news, _ in self._news.messages(now)]
 

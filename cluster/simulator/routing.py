@@ -9,7 +9,7 @@ from typing import Protocol
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
 from deployments.routing.prompts import PromptReader
-from engine.messages import EngineNews
+from engine.messages import EngineUpdate
 
 ROUTERS = ("prefix_aware", "power_of_two", "round_robin", "random")
 
@@ -24,7 +24,7 @@ class Router(Protocol):
     def follows(self) -> bool:
         """Whether it wants news of the engines."""
 
-    def news(self, news: EngineNews) -> None: ...
+    def news(self, news: EngineUpdate) -> None: ...
 
     def keep(self, engines: Sequence[str]) -> None:
         """These are all there are."""
@@ -44,7 +44,7 @@ class RandomRouter:
     def end(self, request_id: str) -> None:
         pass
 
-    def news(self, news: EngineNews) -> None:
+    def news(self, news: EngineUpdate) -> None:
         pass
 
     def keep(self, engines: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ class BalancerRouter:
     def end(self, request_id: str) -> None:
         self._balancer.end(request_id, confirmed=True)
 
-    def news(self, news: EngineNews) -> None:
+    def news(self, news: EngineUpdate) -> None:
         assert self._balancer.news(news), "no message is lost here"
 
     def keep(self, engines: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ Thinking = Literal["never", "maybe", "begun"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerGrammar:
+class ToolGrammar:
     """What the answers to one request may be.
 
     content: the form that the request asks of the content; None for any.

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from deployments.openai.answers import FinishReason
-from deployments.openai.pieces import CallArguments, CallStart, Content, Piece, PieceParser, Reasoning
+from deployments.openai.pieces import CallArguments, CallStart, Content, OutputParser, Piece, Reasoning
 from deployments.openai.reasoning import ThinkParser
 from deployments.openai.tool_parsers.hermes import HermesParser
 from deployments.openai.tool_parsers.json_calls import JsonCallsParser
@@ -15,7 +15,7 @@ from engine.text_stream import TextChunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerFormat:
+class OutputFormat:
     """What to look for in the answers to one request.
 
     tool_calls: a ToolCallParser other than auto; `json` for an array of calls; `named` for the arguments of the only
@@ -31,7 +31,7 @@ class AnswerFormat:
     reasoning_begun: bool = False
     include_reasoning: bool = True
 
-    def call_parser(self, *, early: bool) -> PieceParser | None:
+    def call_parser(self, *, early: bool) -> OutputParser | None:
         match self.tool_calls:
             case "none":
                 return None
@@ -43,10 +43,10 @@ class AnswerFormat:
                 return JsonCallsParser(self.tools, early=early)
 
 
-class AnswerReader:
+class ChoiceParser:
     """`early`: see CallReader; for streams."""
 
-    def __init__(self, form: AnswerFormat, *, early: bool):
+    def __init__(self, form: OutputFormat, *, early: bool):
         self._form = form
         self._think = ThinkParser(opened=form.reasoning_begun) if form.reasoning else None
         self._calls = form.call_parser(early=early)
@@ -87,7 +87,7 @@ class AnswerReader:
                 return True
 
 
-def _through(parser: PieceParser, pieces: list[Piece], *, final: bool) -> list[Piece]:
+def _through(parser: OutputParser, pieces: list[Piece], *, final: bool) -> list[Piece]:
     """What `parser` makes of the content."""
     out: list[Piece] = []
     for piece in pieces:

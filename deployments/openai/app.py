@@ -16,13 +16,13 @@ from starlette.requests import ClientDisconnect
 from deployments.api_keys import ApiKeys
 from deployments.metrics import CONTENT_TYPE, render_metrics
 from deployments.openai.answers import ModelCard, ModelList
-from deployments.openai.caller import Caller
+from deployments.openai.caller import RequestContext
 from deployments.openai.chat import ChatAnswer
 from deployments.openai.completion import CompletionAnswer
 from deployments.openai.connection import while_connected
 from deployments.openai.error_body import error_response
-from deployments.openai.gate import Gate, GateConfig
-from deployments.openai.header import Header
+from deployments.openai.gate import AuthConfig, AuthMiddleware
+from deployments.openai.header import ResponseMeta
 from deployments.openai.live_handoffs import live_handoffs
 from deployments.openai.openapi import openapi_document
 from deployments.openai.protocol import ChatBody, CompletionBody, GenerationBody, parse
@@ -31,7 +31,7 @@ from deployments.openai.served_model import ServedModel
 from deployments.openai.sse import stream
 from deployments.openai.status import VERSION, Load, Version
 from deployments.openai.tokenize import DetokenizeBody, TokenizeBody
-from deployments.telemetry import Observed, Telemetry
+from deployments.telemetry import MetricsMiddleware, Telemetry
 from engine.errors import InvalidParameter, ModelNotFound, RequestError, ServingError, UnsupportedMediaType
 
 MAX_REQUEST_ID = 128
@@ -40,7 +40,7 @@ MAX_REQUEST_ID = 128
 def openai_app(
     models: Mapping[str, ServedModel],
     telemetry: Telemetry,
-    gate: GateConfig = GateConfig(),  # noqa: B008  frozen
+    gate: AuthConfig = AuthConfig(),  # noqa: B008  frozen
 ) -> FastAPI:
     """models: by the names they are served under; if there is only one, it also answers requests that name none.
 
@@ -56,14 +56,14 @@ def openai_app(
     async def chat(request: Request) -> Response:
         body = parse(ChatBody, await json_of(request))
         model = find(body.model)
-        answer = await model.chat(body, header(request, body, "chatcmpl", model), Caller.of(request, body))
+        answer = await model.chat(body, header(request, body, "chatcmpl", model), RequestContext.of(request, body))
         return await _answered(request, body, answer)
 
     @app.post("/v1/completions")
     async def completion(request: Request) -> Response:
         body = parse(CompletionBody, await json_of(request))
         model = find(body.model)
-        answer = await model.completion(body, header(request, body, "cmpl", model), Caller.of(request, body))
+        answer = await model.completion(body, header(request, body, "cmpl", model), RequestContext.of(request, body))
         return await _answered(request, body, answer)
 
     @app.post("/tokenize")
@@ -119,8 +119,8 @@ def openai_app(
     async def on_error(_: Request, error: Exception) -> Response:
         return error_response(error)
 
-    app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=gate.max_body_bytes)
-    app.add_middleware(Observed, telemetry=telemetry)  # the last one is the outermost: it sees every answer
+    app.add_middleware(AuthMiddleware, api_keys=api_keys, max_body_bytes=gate.max_body_bytes)
+    app.add_middleware(MetricsMiddleware, telemetry=telemetry)  # the last one is the outermost: it sees every answer
 
     def find(name: str | None) -> ServedModel:
         if not name:
@@ -131,13 +131,13 @@ def openai_app(
             raise ModelNotFound(name, list(models))
         return models[name]
 
-    def header(request: Request, body: GenerationBody, prefix: str, model: ServedModel) -> Header:
+    def header(request: Request, body: GenerationBody, prefix: str, model: ServedModel) -> ResponseMeta:
         """Serve sends the request's id back as X-Request-Id, and makes one up if the client does not."""
         field = "X-Request-Id" if body.request_id is None else "request_id"
         given = body.request_id or request.headers.get("x-request-id", "")
         if len(given) > MAX_REQUEST_ID or not (given.isascii() and given.isprintable()):
             raise InvalidParameter(field, given, f"at most {MAX_REQUEST_ID} printable ASCII characters")
-        return Header(f"{prefix}-{given or uuid.uuid4().hex}", int(time.time()), model.info.name)
+        return ResponseMeta(f"{prefix}-{given or uuid.uuid4().hex}", int(time.time()), model.info.name)
 
     def card(model: ServedModel) -> ModelCard:
         return ModelCard(model.info.name, started, model.info.root, model.info.max_model_len)

@@ -15,7 +15,7 @@ MAX_SESSION_ID = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class RequestContext:
     """client: whose fair share a request counts to. timeout_s: None leaves the limit to the server. session_id: of
     requests that should meet in one engine, where what they have in common is cached; empty for none."""
 
@@ -24,7 +24,7 @@ class Caller:
     session_id: str = ""
 
     @classmethod
-    def of(cls, request: Request, body: GenerationBody) -> Caller:
+    def of(cls, request: Request, body: GenerationBody) -> RequestContext:
         """The API key's name; without keys, what the body says of its user; else the client's address.
 
         With keys the body's word does not count, or one client could take the shares of many.

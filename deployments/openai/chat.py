@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
 from deployments.generation import Generation
-from deployments.openai.answer_reader import AnswerFormat, AnswerReader
+from deployments.openai.answer_reader import ChoiceParser, OutputFormat
 from deployments.openai.answers import (
     CalledFunction,
     CalledFunctionDelta,
@@ -24,7 +24,7 @@ from deployments.openai.answers import (
     TopLogprob,
     UsageBody,
 )
-from deployments.openai.header import Header, usage_body
+from deployments.openai.header import ResponseMeta, usage_body
 from deployments.openai.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from deployments.openai.protocol import ChatBody
 from engine.text_stream import TextChunk
@@ -33,14 +33,14 @@ from engine.tokenizer import Tokenizer
 
 class ChatAnswer:
     def __init__(
-        self, header: Header, body: ChatBody, generation: Generation, tokenizer: Tokenizer, form: AnswerFormat
+        self, header: ResponseMeta, body: ChatBody, generation: Generation, tokenizer: Tokenizer, form: OutputFormat
     ):
         self._header, self._body, self._generation, self._tokenizer = header, body, generation, tokenizer
         self._form = form
-        self._readers: list[AnswerReader] = []
+        self._readers: list[ChoiceParser] = []
 
     async def whole(self) -> ChatCompletion:
-        self._readers = [AnswerReader(self._form, early=False) for _ in range(self._body.n)]
+        self._readers = [ChoiceParser(self._form, early=False) for _ in range(self._body.n)]
         choices = [ChatChoice(i, ChatMessage(), None, None, None) for i in range(self._body.n)]
         async with aclosing(self._generation.parts()) as parts:
             async for part in parts:
@@ -57,7 +57,7 @@ class ChatAnswer:
 
     async def chunks(self) -> AsyncGenerator[ChatChunk]:
         """The first chunk of each choice carries the role."""
-        self._readers = [AnswerReader(self._form, early=True) for _ in range(self._body.n)]
+        self._readers = [ChoiceParser(self._form, early=True) for _ in range(self._body.n)]
         options = self._body.stream_options
         started: set[int] = set()
         async with aclosing(self._generation.parts()) as parts:

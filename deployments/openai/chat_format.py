@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.openai import reasoning
-from deployments.openai.answer_grammar import AnswerGrammar, Thinking
-from deployments.openai.answer_reader import AnswerFormat
+from deployments.openai.answer_grammar import Thinking, ToolGrammar
+from deployments.openai.answer_reader import OutputFormat
 from deployments.openai.parser_names import ReasoningParser, ToolCallParser
 from deployments.openai.protocol import ChatBody
 from deployments.openai.tool_parsers import hermes
@@ -98,14 +98,14 @@ class ChatFormat:
             return "begun"
         return "never" if end.endswith(reasoning.CLOSE) else "maybe"
 
-    def answer(self, body: ChatBody, thinking: Thinking) -> AnswerFormat:
+    def answer(self, body: ChatBody, thinking: Thinking) -> OutputFormat:
         names = [tool.function.name for tool in body.offered_tools]
         calls: str = self.tool_call_parser if names else "none"
         if isinstance(body.tool_choice, NamedToolChoice):
             calls, names = "named", [body.tool_choice.function.name]
         elif body.tool_choice == "required":
             calls = "json"
-        return AnswerFormat(
+        return OutputFormat(
             tool_calls=calls,
             tools=frozenset(names),
             parallel=body.parallel_tool_calls,
@@ -121,7 +121,7 @@ class ChatFormat:
 
         Raises InvalidParameter.
         """
-        grammar = AnswerGrammar(
+        grammar = ToolGrammar(
             content=content,
             tools=body.offered_tools,
             choice=body.tool_choice,

@@ -15,7 +15,7 @@ from deployments.openai.answers import (
     PromptLogprob,
     PromptLogprobs,
 )
-from deployments.openai.header import Header, usage_body
+from deployments.openai.header import ResponseMeta, usage_body
 from deployments.openai.protocol import CompletionBody
 from engine.detokenizer import Detokenizer
 from engine.messages import TokenLogprob
@@ -30,7 +30,7 @@ class CompletionAnswer:
 
     def __init__(
         self,
-        header: Header,
+        header: ResponseMeta,
         body: CompletionBody,
         generation: Generation,
         tokenizer: Tokenizer,

@@ -15,14 +15,14 @@ OPEN_PATH = "/health"  # for probes, which have no key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateConfig:
+class AuthConfig:
     """api_keys_file: see ApiKeys; None lets everybody in. max_body_bytes: longest HTTP body."""
 
     api_keys_file: str | None = None
     max_body_bytes: int = 16 * 2**20
 
 
-class Gate:
+class AuthMiddleware:
     """ASGI middleware. Notes the name of the key as `api_key_name` in the request's state."""
 
     def __init__(self, app: ASGIApp, api_keys: ApiKeys | None, max_body_bytes: int):

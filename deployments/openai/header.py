@@ -9,7 +9,7 @@ from deployments.openai.answers import CompletionTokensDetails, PromptTokensDeta
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ResponseMeta:
     """created: in seconds since 1970."""
 
     id: str

@@ -13,7 +13,7 @@ from deployments.openai.live_handoffs import LiveHandoffs
 from deployments.openai.protocol import ChatBody, CompletionBody
 from deployments.openai.status import Load, Version
 from deployments.openai.tokenize import DetokenizeBody, Prompt, TokenizeBody, Tokens
-from deployments.stories import RequestStories
+from deployments.stories import RequestTimeline
 
 REF = "#/components/schemas/{}"
 POSTS: dict[str, tuple[str, type[BaseModel], type[msgspec.Struct]]] = {
@@ -31,7 +31,7 @@ GETS: dict[str, tuple[str, type[msgspec.Struct] | str | None]] = {
     "/load": ("Requests in work at this ingress.", Load),
     "/metrics": ("Prometheus metrics.", "text/plain"),
     "/debug/handoffs": ("KV on its way between engines.", LiveHandoffs),
-    "/debug/requests/{name}": ("What happened to a request; never its text.", RequestStories),
+    "/debug/requests/{name}": ("What happened to a request; never its text.", RequestTimeline),
 }
 STREAMING = {"/v1/chat/completions", "/v1/completions"}
 

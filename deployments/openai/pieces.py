@@ -36,7 +36,7 @@ Piece = Reasoning | Content | CallStart | CallArguments
 State = Callable[[list[Piece], bool], "State | None"]
 
 
-class PieceParser(Protocol):
+class OutputParser(Protocol):
     """Turns text into pieces; how the text is cut into calls of `add` does not change what they add up to."""
 
     def add(self, text: str) -> list[Piece]: ...
@@ -47,7 +47,7 @@ class PieceParser(Protocol):
 
 
 class BufferedParser(ABC):
-    """A PieceParser made of states.
+    """A OutputParser made of states.
 
     A state takes from `_buffer` what it can decide on, appends pieces to its first argument, and returns the next
     state, or None if it needs more text. Its second argument says that there will be no more.

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 import msgspec
 
 from deployments.engine_pool import EnginePool
-from deployments.stories import Moment, RequestStories, SequenceStory
+from deployments.stories import RequestTimeline, SequenceTimeline, TimelineEvent
 from deployments.telemetry import Telemetry
 from engine.errors import RequestNotFound
-from engine.messages import EngineJournal
+from engine.messages import EngineRequestLog
 
 
-async def request_stories(name: str, telemetry: Telemetry, pools: Mapping[str, EnginePool]) -> RequestStories:
-    """name: see SequenceStory.is_of. pools: by model name. An engine that is gone, or does not answer in time, tells
+async def request_stories(name: str, telemetry: Telemetry, pools: Mapping[str, EnginePool]) -> RequestTimeline:
+    """name: see SequenceTimeline.is_of. pools: by model name. An engine that is gone, or does not answer in time, tells
     nothing; nor does one that has had many requests since.
 
     Raises RequestNotFound if no ingress knows the request.
@@ -28,13 +28,13 @@ async def request_stories(name: str, telemetry: Telemetry, pools: Mapping[str, E
         attempts.setdefault(story.model, []).extend(story.attempts)
     asked = [pools[model].journals(names) for model, names in attempts.items() if model in pools]
     journals = [journal for pool in await asyncio.gather(*asked) for journal in pool]
-    return RequestStories(name, [_with_journals(story, journals) for story in stories])
+    return RequestTimeline(name, [_with_journals(story, journals) for story in stories])
 
 
-def _with_journals(story: SequenceStory, journals: list[EngineJournal]) -> SequenceStory:
+def _with_journals(story: SequenceTimeline, journals: list[EngineRequestLog]) -> SequenceTimeline:
     """A copy, with what the engines know."""
     told = [
-        Moment(at, journal.engine_id, line)
+        TimelineEvent(at, journal.engine_id, line)
         for journal in journals
         for attempt in story.attempts
         for at, line in journal.lines.get(attempt, ())

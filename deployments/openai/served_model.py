@@ -13,12 +13,12 @@ import msgspec
 from deployments.admission import Admission, AdmissionLimits
 from deployments.engine_pool import EnginePool
 from deployments.generation import Generation
-from deployments.openai.answer_reader import AnswerFormat
-from deployments.openai.caller import Caller
+from deployments.openai.answer_reader import OutputFormat
+from deployments.openai.caller import RequestContext
 from deployments.openai.chat import ChatAnswer
 from deployments.openai.chat_format import ChatFormat, VisibleMarkers
 from deployments.openai.completion import CompletionAnswer
-from deployments.openai.header import Header
+from deployments.openai.header import ResponseMeta
 from deployments.openai.parser_names import ReasoningParser, ToolCallParser
 from deployments.openai.protocol import ChatBody, CompletionBody, GenerationBody, Message, TemplateOptions
 from deployments.openai.tokenize import DetokenizeBody, Prompt, TokenizeBody, Tokens
@@ -96,7 +96,7 @@ class ServedModel:
             if not await self.pool.asleep():
                 raise
 
-    async def chat(self, body: ChatBody, header: Header, caller: Caller) -> ChatAnswer:
+    async def chat(self, body: ChatBody, header: ResponseMeta, caller: RequestContext) -> ChatAnswer:
         """Raises RequestError, and Overloaded before any work is done."""
         self.admission.check(caller.client)
         self._format.check(body)
@@ -105,7 +105,7 @@ class ServedModel:
         generation = self._generation([prompt], params, body, header, caller)
         return ChatAnswer(header, body, generation, self._tokenizer, form)
 
-    async def completion(self, body: CompletionBody, header: Header, caller: Caller) -> CompletionAnswer:
+    async def completion(self, body: CompletionBody, header: ResponseMeta, caller: RequestContext) -> CompletionAnswer:
         """Raises RequestError, and Overloaded before any work is done."""
         self.admission.check(caller.client)
         params = self._params(body)
@@ -134,7 +134,7 @@ class ServedModel:
         text = await asyncio.to_thread(self._tokenizer.decode, body.tokens, skip_special_tokens=False)
         return Prompt(text)
 
-    def _prepare(self, body: ChatBody, params: SamplingParams) -> tuple[list[int], SamplingParams, AnswerFormat]:
+    def _prepare(self, body: ChatBody, params: SamplingParams) -> tuple[list[int], SamplingParams, OutputFormat]:
         """The prompt, what its answers are held to, and how to read them."""
         tools = [tool.for_template() for tool in body.offered_tools] or None
         text, prompt = self._chat_prompt(body.messages, tools, body.template)
@@ -187,7 +187,12 @@ class ServedModel:
                 raise InvalidParameter("prompt", token_id, f"token ids from 0 to {self.info.vocab_size - 1}")
 
     def _generation(
-        self, prompts: list[list[int]], params: SamplingParams, body: GenerationBody, header: Header, caller: Caller
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        body: GenerationBody,
+        header: ResponseMeta,
+        caller: RequestContext,
     ) -> Generation:
         for prompt in prompts:
             if not prompt:

@@ -9,12 +9,12 @@ from functools import cache
 
 from deployments.routing.config import Role, RoutingConfig
 from deployments.routing.cost import Candidate, Cost, Prompt
-from deployments.routing.load_book import Charge, LoadBook
+from deployments.routing.load_book import LoadTracker, PendingLoad
 from deployments.routing.policies import Look, policy_of
 from deployments.routing.prefix_index import PrefixIndex, keys_of
 from deployments.routing.rendezvous import in_order_of
 from deployments.routing.stats import Reason, RoutingStats
-from engine.messages import EngineNews
+from engine.messages import EngineUpdate
 
 MAX_ESTIMATES = 4096  # that wait for what was really cached; only those whose engine is lost wait in vain
 
@@ -36,7 +36,7 @@ class Balancer:
     """
 
     def __init__(self, config: RoutingConfig, role: Role, block_size: int, rng: random.Random | None = None):
-        self.book, self.index = LoadBook(), PrefixIndex()
+        self.book, self.index = LoadTracker(), PrefixIndex()
         self.stats = RoutingStats(config.policy)
         self._cost = Cost(block_size, config.prefix_weight, config.running_weight_of(role))
         self._policy = policy_of(config.policy, self._cost, rng or random.Random())
@@ -57,7 +57,7 @@ class Balancer:
             ranked += suspects
         best = look(ranked[0])
         cached_tokens = self._cost.cached_tokens(prompt, best)
-        charge = Charge(best.engine, prompt.num_tokens - cached_tokens, self._cost.new_blocks(prompt, best))
+        charge = PendingLoad(best.engine, prompt.num_tokens - cached_tokens, self._cost.new_blocks(prompt, best))
         self.book.place(prompt.request_id, charge)
         self.index.expect(prompt.request_id, best.engine, prompt.keys[best.cached :])
         self._estimate(prompt.request_id, cached_tokens)
@@ -70,7 +70,7 @@ class Balancer:
         if stats is not self.stats:
             stats.policy, self.stats = self.stats.policy, stats
 
-    def news(self, news: EngineNews) -> bool:
+    def news(self, news: EngineUpdate) -> bool:
         """False if a message before this one is missing: a new snapshot is needed."""
         engine = news.engine_id
         self._suspects.discard(engine)

@@ -9,7 +9,7 @@ from engine.messages import EngineLoad
 
 
 @dataclass(frozen=True, slots=True)
-class Charge:
+class PendingLoad:
     """What one request adds to the load of the engine that it was sent to.
 
     tokens: of its prompt that have to be computed there. blocks: of KV that it needs there beside those that are there.
@@ -27,7 +27,7 @@ class _Sum:
     blocks: int = 0
 
 
-class LoadBook:
+class LoadTracker:
     """The last report of each engine, and what was sent there that the report does not have in it yet.
 
     A report is the truth: it replaces the one before, and ends the charges of the requests that it names as taken. A
@@ -36,10 +36,10 @@ class LoadBook:
 
     def __init__(self) -> None:
         self._reports: dict[str, EngineLoad] = {}
-        self._charges: dict[str, Charge] = {}
+        self._charges: dict[str, PendingLoad] = {}
         self._sums: dict[str, _Sum] = {}
 
-    def place(self, request_id: str, charge: Charge) -> None:
+    def place(self, request_id: str, charge: PendingLoad) -> None:
         """The request is sent to `charge.engine`; if it was sent elsewhere before, it is not there."""
         self.end(request_id)
         self._charges[request_id] = charge
@@ -85,7 +85,7 @@ class LoadBook:
         """Requests that were sent to the engine and are in no report yet."""
         return [name for name, charge in self._charges.items() if charge.engine == engine]
 
-    def _add(self, charge: Charge, sign: int) -> None:
+    def _add(self, charge: PendingLoad, sign: int) -> None:
         charged = self._sums.setdefault(charge.engine, _Sum())
         charged.sequences += sign
         charged.tokens += sign * charge.tokens

@@ -14,7 +14,7 @@ Outcome = Literal["answered", "lost", "ended"]
 NOTHING = Prompt("", 0, ())
 
 
-class RoutedCall:
+class RoutingContext:
     """An argument of the call. Nothing of it travels to the replica: what arrives there is empty.
 
     The caller closes it when the call has ended, whatever Serve knows by then: over gRPC it hears that a replica has
@@ -49,5 +49,5 @@ class RoutedCall:
         if self._release is not None:
             self._release(outcome)
 
-    def __reduce__(self) -> tuple[type[RoutedCall], tuple[()]]:
-        return RoutedCall, ()
+    def __reduce__(self) -> tuple[type[RoutingContext], tuple[()]]:
+        return RoutingContext, ()

@@ -25,7 +25,7 @@ LOOK_MS = 200  # how soon `close` is noticed
 
 
 @dataclass(slots=True, eq=False)
-class Source:
+class PeerState:
     """What is known of another engine, of one epoch.
 
     waiting: follow the job that `thread` does. transport: the one in use, as the log says. failed: transports that are
@@ -33,7 +33,7 @@ class Source:
     """
 
     epoch: int
-    waiting: deque[Job] = field(default_factory=deque)
+    waiting: deque[ReadTask] = field(default_factory=deque)
     thread: threading.Thread | None = None
     transport: str | None = None
     failed: set[str] = field(default_factory=set)
@@ -41,13 +41,13 @@ class Source:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ReadTask:
     read: Read
-    source: Source
+    source: PeerState
     stop: threading.Event = field(default_factory=threading.Event)
 
 
-class KVAgent:
+class KVTransferWorker:
     """Serves from the constructor on, with threads of its own. Commands (AgentCommand, msgpack) come to a ZMQ PULL
     socket at `address`: Attach first, then Read, StopRead and DropSource. One ReadEnded answers every Read.
 
@@ -86,8 +86,8 @@ class KVAgent:
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()  # of all below
         self._answers: zmq.Socket[bytes] | None = None
-        self._jobs: dict[int, Job] = {}  # by read_id, until answered
-        self._sources: dict[int, Source] = {}  # by epoch
+        self._jobs: dict[int, ReadTask] = {}  # by read_id, until answered
+        self._sources: dict[int, PeerState] = {}  # by epoch
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv agent", daemon=True)
         self._thread.start()
@@ -135,7 +135,7 @@ class KVAgent:
         for name, description in dropped:
             self._transports[name].drop(description)
 
-    def _work(self, source: Source) -> None:
+    def _work(self, source: PeerState) -> None:
         """A thread: one job after the other, until there are none."""
         while True:
             with self._lock:
@@ -147,7 +147,7 @@ class KVAgent:
             with self._lock:
                 self._end(job, ended)
 
-    def _read(self, job: Job) -> ReadEnded:
+    def _read(self, job: ReadTask) -> ReadEnded:
         read, source, started = job.read, job.source, time.monotonic()
         num_bytes, error, name = 0, None, ""
         try:
@@ -170,7 +170,7 @@ class KVAgent:
             source.failed.add(name)
         return ReadEnded(read.read_id, self._shard.rank, name, num_bytes, time.monotonic() - started, error)
 
-    def _choose(self, source: Source, ranks: list[dict[str, bytes]]) -> str:
+    def _choose(self, source: PeerState, ranks: list[dict[str, bytes]]) -> str:
         """The best transport that both sides have. Where there are two, one that has failed is left for the other."""
         if not ranks:
             raise TransportError("a source has at least one rank")
@@ -203,14 +203,14 @@ class KVAgent:
     def _start(self, read: Read) -> None:
         if read.read_id in self._jobs:
             return
-        source = self._sources.setdefault(read.source_epoch, Source(read.source_epoch))
-        job = self._jobs[read.read_id] = Job(read, source)
+        source = self._sources.setdefault(read.source_epoch, PeerState(read.source_epoch))
+        job = self._jobs[read.read_id] = ReadTask(read, source)
         source.waiting.append(job)
         if source.thread is None:
             source.thread = threading.Thread(target=self._work, args=(source,), name="kv read", daemon=True)
             source.thread.start()
 
-    def _stop(self, job: Job) -> None:
+    def _stop(self, job: ReadTask) -> None:
         job.stop.set()
         if job in job.source.waiting:
             job.source.waiting.remove(job)
@@ -226,7 +226,7 @@ class KVAgent:
                 self._stop(job)
         return set(source.descriptions)
 
-    def _end(self, job: Job, ended: ReadEnded) -> None:
+    def _end(self, job: ReadTask, ended: ReadEnded) -> None:
         del self._jobs[job.read.read_id]
         if self._answers is None:
             logger.error("nobody has attached to the KV agent, so nobody hears of %s", ended)

@@ -14,13 +14,13 @@ import msgspec
 import zmq
 
 from engine.errors import EngineUnavailable
-from engine.journal import Journal
+from engine.journal import RequestLog
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.events import Closed, Failed, HandoffEvent
 from engine.kv_transfer.messages import Attach, Envelope, FirstToken, ReadEnded
 from engine.kv_transfer.protocol import HandoffProtocol
 from engine.kv_transfer.stats import HandoffInfo, HandoffStats
-from engine.kv_transfer.ticket import Party, PrefillTicket
+from engine.kv_transfer.ticket import Peer, RemotePrefillRequest
 from engine.push_sockets import PushSockets
 from engine.waker import Waker
 
@@ -49,9 +49,9 @@ class HandoffChannel:
         ranks: list[dict[str, bytes]],
         block_size: int,
         wake: Callable[[], None],
-        journal: Journal,
+        journal: RequestLog,
     ):
-        """agent_addresses, ranks: address and description of the KVAgent of each rank, in rank order.
+        """agent_addresses, ranks: address and description of the KVTransferWorker of each rank, in rank order.
         wake: called from the channel's thread when `events` has something new; must not block.
         journal: where it is told how the handoffs of each request get on."""
         self.fingerprint = fingerprint
@@ -59,7 +59,7 @@ class HandoffChannel:
         self._context = zmq.Context()
         self._inbox, address = self._bind(host)
         self._answers, reply_to = self._bind(host)  # of the own agents
-        self.party = Party(engine_id, address, random.SystemRandom().getrandbits(64))
+        self.party = Peer(engine_id, address, random.SystemRandom().getrandbits(64))
         self._peers = PushSockets(self._context, PING | {zmq.SNDHWM: QUEUED_MESSAGES})
         self._agents, self._agent_addresses = PushSockets(self._context, PING), agent_addresses
         self._encode = msgspec.msgpack.Encoder().encode
@@ -79,7 +79,7 @@ class HandoffChannel:
 
     # -- decode --------------------------------------------------------------------------------------------
 
-    def open(self, ticket: PrefillTicket, blocks: list[int]) -> None:
+    def open(self, ticket: RemotePrefillRequest, blocks: list[int]) -> None:
         """Expect the KV of the ticket's tokens from `skip` on in these local blocks, which nobody else may touch until
         Received or Failed. To be called before the ticket is sent."""
         self._call(partial(self._protocol.open, ticket, blocks))
@@ -95,7 +95,7 @@ class HandoffChannel:
 
     # -- prefill -------------------------------------------------------------------------------------------
 
-    def accept(self, ticket: PrefillTicket) -> None:
+    def accept(self, ticket: RemotePrefillRequest) -> None:
         """Take a ticket (not twice): Closed follows, at the latest one lease after decode's last sign of life.
         Then the request, if it is still being computed, is wanted by nobody."""
         self._call(partial(self._protocol.accept, ticket))
@@ -109,7 +109,7 @@ class HandoffChannel:
         """The whole prompt is computed; `progress` has named all of its blocks."""
         self._call(partial(self._protocol.finish, handoff_id, first))
 
-    def refuse(self, ticket: PrefillTicket, reason: str) -> None:
+    def refuse(self, ticket: RemotePrefillRequest, reason: str) -> None:
         """It will not be computed. If it had been accepted, Closed still follows, as decode may be reading."""
         self._call(partial(self._protocol.refuse, ticket, reason))
 

@@ -6,17 +6,17 @@ import logging
 from collections.abc import Callable
 
 from engine.errors import InvalidParameter
-from engine.journal import Journal
-from engine.kv_transfer.agent import KVAgent
+from engine.journal import RequestLog
+from engine.kv_transfer.agent import KVTransferWorker
 from engine.kv_transfer.channel import HandoffChannel
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.events import HandoffEvent
-from engine.kv_transfer.ledger import Cancel, Finish, Forget, HandoffLedger, Open, Refuse, Report
-from engine.kv_transfer.placing import Placing
+from engine.kv_transfer.ledger import Cancel, Finish, Forget, HandoffManager, Open, Refuse, Report
+from engine.kv_transfer.placing import RemotePrefillPolicy
 from engine.kv_transfer.ranks import RankAgent
 from engine.kv_transfer.stats import HandoffInfo, HandoffStats
-from engine.kv_transfer.ticket import PrefillTicket
-from engine.messages import DropPrefill, PrefillReplica, WantPrefill
+from engine.kv_transfer.ticket import RemotePrefillRequest
+from engine.messages import CancelDispatch, DispatchPrefill, PrefillReplica
 from engine.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class HandoffEndpoint:
     def __init__(
         self,
         config: HandoffConfig,
-        agent: KVAgent,
+        agent: KVTransferWorker,
         ranks: list[RankAgent],
         *,
         engine_id: str,
@@ -41,7 +41,7 @@ class HandoffEndpoint:
         block_size: int,
         step_cost: StepCost,
         wake: Callable[[], None],
-        journal: Journal,
+        journal: RequestLog,
     ):
         """agent: rank 0's; closed by `close`. ranks: as of start_agent. step_cost: of this engine, as learned by its
         owner. wake, journal: see HandoffChannel."""
@@ -58,9 +58,11 @@ class HandoffEndpoint:
             wake=wake,
             journal=journal,
         )
-        self._placing = Placing(config, step_cost, self._channel.resting) if config.role == "decode" else None
-        self.ledger = HandoffLedger(self._placing, self._channel.party, fingerprint)
-        self._notices: list[WantPrefill | DropPrefill] = []
+        self._placing = (
+            RemotePrefillPolicy(config, step_cost, self._channel.resting) if config.role == "decode" else None
+        )
+        self.ledger = HandoffManager(self._placing, self._channel.party, fingerprint)
+        self._notices: list[DispatchPrefill | CancelDispatch] = []
         self._closed = False
 
     def events(self) -> list[HandoffEvent]:
@@ -74,12 +76,12 @@ class HandoffEndpoint:
             match action:
                 case Open(ticket, blocks):
                     channel.open(ticket, blocks)
-                    self._notices.append(WantPrefill(ticket))
+                    self._notices.append(DispatchPrefill(ticket))
                 case Cancel(handoff_id):
                     channel.cancel(handoff_id)
-                    self._notices.append(DropPrefill(handoff_id))
+                    self._notices.append(CancelDispatch(handoff_id))
                 case Forget(handoff_id):
-                    self._notices.append(DropPrefill(handoff_id))
+                    self._notices.append(CancelDispatch(handoff_id))
                 case Report(handoff_id, upto, blocks):
                     channel.progress(handoff_id, upto, blocks)
                 case Finish(handoff_id, first):
@@ -88,22 +90,22 @@ class HandoffEndpoint:
                     channel.refuse(ticket, reason)
         self.ledger.outbox.clear()
 
-    def notices(self) -> list[WantPrefill | DropPrefill]:
+    def notices(self) -> list[DispatchPrefill | CancelDispatch]:
         """For the control actor, since the last call."""
         notices, self._notices = self._notices, []
         return notices
 
     # -- commands ------------------------------------------------------------------------------------------
 
-    def check(self, ticket: PrefillTicket) -> None:
+    def check(self, ticket: RemotePrefillRequest) -> None:
         """Raise RequestError if what is computed here would be of no use there."""
         if ticket.fingerprint != self.fingerprint:
             raise InvalidParameter("fingerprint", ticket.fingerprint, f"that of this engine ({self.fingerprint})")
 
-    def accept(self, ticket: PrefillTicket) -> None:
+    def accept(self, ticket: RemotePrefillRequest) -> None:
         self._channel.accept(ticket)
 
-    def refuse(self, ticket: PrefillTicket, reason: str) -> None:
+    def refuse(self, ticket: RemotePrefillRequest, reason: str) -> None:
         logger.warning("refused a ticket handoff_id=%s reason=%s", ticket.handoff_id, reason)
         self._channel.refuse(ticket, reason)
 

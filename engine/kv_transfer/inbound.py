@@ -14,7 +14,7 @@ from enum import Enum
 
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.events import Failed, Received
-from engine.kv_transfer.landing import Landing
+from engine.kv_transfer.landing import ReceiveState
 from engine.kv_transfer.messages import (
     Cancel,
     Heartbeat,
@@ -26,8 +26,8 @@ from engine.kv_transfer.messages import (
     Released,
     StopRead,
 )
-from engine.kv_transfer.outbox import Outbox
-from engine.kv_transfer.ticket import Party, PrefillTicket
+from engine.kv_transfer.outbox import Effects
+from engine.kv_transfer.ticket import Peer, RemotePrefillRequest
 
 READ_LIMIT = 12  # times progress_s, for one read that does move: then the link is too slow to be of use
 LOST = ("unknown", "expired")  # reasons of Refused: the lease is over
@@ -66,13 +66,13 @@ class RunningRead:
     ticks: int = 0
 
 
-class Inbound:
+class DecodeHandoff:
     """Waits are counted in ticks of heartbeat_s, not in seconds: a decode engine that was itself paused has heard
     nothing either, and must not take that for the death of others."""
 
     def __init__(
         self,
-        ticket: PrefillTicket,
+        ticket: RemotePrefillRequest,
         blocks: list[int],
         *,
         config: HandoffConfig,
@@ -80,12 +80,12 @@ class Inbound:
         num_ranks: int,
         new_read_id: Callable[[], int],
         is_resting: Callable[[str], bool],
-        out: Outbox,
+        out: Effects,
         now: float,
     ):
-        self.ticket, self.landing = ticket, Landing(ticket, blocks, block_size)
+        self.ticket, self.landing = ticket, ReceiveState(ticket, blocks, block_size)
         self.state = State.WAITING
-        self.source: Party | None = None
+        self.source: Peer | None = None
         self.opened_at = now
         self.failure: tuple[str, str, bool] | None = None  # reason, detail, retry
         self.num_bytes = 0
@@ -115,7 +115,7 @@ class Inbound:
 
     # -- from prefill --------------------------------------------------------------------------------------
 
-    def on_progress(self, sender: Party, message: Progress, now: float) -> None:
+    def on_progress(self, sender: Peer, message: Progress, now: float) -> None:
         if self.source is None:
             self._accepted(sender, message.lease, now)
         if self._echo < message.echo <= self._sent:
@@ -133,7 +133,7 @@ class Inbound:
             self._note(f"first token known, {self.landing.read} of {len(self.landing.local)} blocks read")
         self._advance(now)
 
-    def on_refused(self, sender: Party, message: Refused, now: float) -> None:
+    def on_refused(self, sender: Peer, message: Refused, now: float) -> None:
         if self.source is None:
             self.source, self.lease = sender, message.lease  # its Progress may be lost: it gets a Cancel
         self.fail("lost_lease" if message.reason in LOST else "refused", now, message.reason)
@@ -225,7 +225,7 @@ class Inbound:
 
     # -- parts ---------------------------------------------------------------------------------------------
 
-    def _accepted(self, sender: Party, lease: int, now: float) -> None:
+    def _accepted(self, sender: Peer, lease: int, now: float) -> None:
         self.source, self.lease = sender, lease
         self._accepted_at = now
         self._out.counters.phase("accept", now - self.opened_at)

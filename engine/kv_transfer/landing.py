@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import deque
 
 from engine.kv_transfer.messages import FirstToken, Progress
-from engine.kv_transfer.ticket import PrefillTicket
+from engine.kv_transfer.ticket import RemotePrefillRequest
 from engine.request import block_hash, root_hash
 
 READ_TOKENS = 4096  # at most, in one read: what has been read in earlier ones survives the death of prefill
 
 
-class Landing:
+class ReceiveState:
     """local: blocks here, from the ticket's token `skip` on. Counts are of these, from the first one on:
     started, read, proven: that are being read or have been; that have been; that prefill held until after that."""
 
-    def __init__(self, ticket: PrefillTicket, local: list[int], block_size: int):
+    def __init__(self, ticket: RemotePrefillRequest, local: list[int], block_size: int):
         self.local, self.started, self.read, self.proven = local, 0, 0, 0
         self.remote: list[int] = []
         self.ranks: list[dict[str, bytes]] = []
@@ -83,7 +83,7 @@ class Landing:
         return None
 
 
-def chain_hash(ticket: PrefillTicket, block_size: int) -> bytes:
+def chain_hash(ticket: RemotePrefillRequest, block_size: int) -> bytes:
     """Name of the last block of the ticket's tokens, full or not, as FirstToken.chain gives it."""
     chain = root_hash((ticket.cache_salt,))
     for start in range(0, len(ticket.token_ids), block_size):

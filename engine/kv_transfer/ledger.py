@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from engine.kv_transfer.events import Received
 from engine.kv_transfer.messages import FirstToken
-from engine.kv_transfer.placing import Decision, Load, Placing, Prompt
-from engine.kv_transfer.ticket import Party, PrefillTicket
+from engine.kv_transfer.placing import Decision, Load, Prompt, RemotePrefillPolicy
+from engine.kv_transfer.ticket import Peer, RemotePrefillRequest
 from engine.messages import TokenLogprob
 from engine.request import Request
 
@@ -16,7 +16,7 @@ from engine.request import Request
 class Open:
     """blocks: the KV of the ticket's tokens from `skip` on is to come there."""
 
-    ticket: PrefillTicket
+    ticket: RemotePrefillRequest
     blocks: list[int]
 
 
@@ -51,7 +51,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    ticket: PrefillTicket
+    ticket: RemotePrefillRequest
     reason: str
 
 
@@ -60,7 +60,7 @@ ASKED = "asked"  # the request says where
 HandoffAction = Open | Cancel | Forget | Report | Finish | Refuse
 
 
-class HandoffLedger:
+class HandoffManager:
     """Belongs to one scheduler, which moves the requests and their blocks. Pure Python.
 
     receiving: by handoff id, requests whose KV another engine computes. Their blocks must not be touched until it is
@@ -69,7 +69,7 @@ class HandoffLedger:
     outbox: what the channel has to do next, oldest first; the caller empties it.
     """
 
-    def __init__(self, placing: Placing | None = None, party: Party | None = None, fingerprint: str = ""):
+    def __init__(self, placing: RemotePrefillPolicy | None = None, party: Peer | None = None, fingerprint: str = ""):
         """placing: of an engine that may have its prompts computed by others; `party` is then this engine."""
         self._placing, self._party, self._fingerprint = placing, party, fingerprint
         self.receiving: dict[str, Request] = {}
@@ -133,7 +133,7 @@ class HandoffLedger:
         assert self._party is not None
         self._count += 1
         request.handoffs += 1
-        ticket = PrefillTicket(
+        ticket = RemotePrefillRequest(
             handoff_id=f"{request.request_id}/{self._party.epoch:x}.{self._count}",
             request_id=request.request_id,
             attempt=request.handoffs,

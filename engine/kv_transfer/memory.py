@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.device import CudaMark
+from engine.device import CudaEvent
 from engine.kv_transfer.transport import Layout, runs
 
 Bytes = NDArray[np.uint8]
@@ -51,7 +51,7 @@ class BlockMemory:
         if self._stream is None:
             return
         with self.apart():
-            mark = CudaMark()
+            mark = CudaEvent()
         if not mark.reached(limit_s):
             raise RuntimeError(f"the GPU has not moved KV for {limit_s:g} s")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.kv_transfer.ticket import Party
+from engine.kv_transfer.ticket import Peer
 from engine.messages import TokenLogprob
 
 
@@ -92,7 +92,7 @@ Message = Progress | Refused | Released | Heartbeat | Release | Cancel
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """sender: who says it. to_epoch: for whom it is; any other engine drops it, and counts it."""
 
-    sender: Party
+    sender: Peer
     to_epoch: int
     message: Message
 

@@ -8,21 +8,21 @@ from __future__ import annotations
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.events import Closed
 from engine.kv_transfer.messages import FirstToken, Progress, Refused
-from engine.kv_transfer.outbox import Outbox
-from engine.kv_transfer.ticket import PrefillTicket
+from engine.kv_transfer.outbox import Effects
+from engine.kv_transfer.ticket import RemotePrefillRequest
 
 NUDGE = 1.5  # heartbeats without a word of decode: it may not know who computes for it, or has forgotten
 
 
-class Outbound:
+class PrefillHandoff:
     def __init__(
         self,
-        ticket: PrefillTicket,
+        ticket: RemotePrefillRequest,
         ranks: list[dict[str, bytes]],
         lease: int,
         *,
         config: HandoffConfig,
-        out: Outbox,
+        out: Effects,
         now: float,
     ):
         self.ticket, self.decode, self.lease = ticket, ticket.decode, lease

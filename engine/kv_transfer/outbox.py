@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from engine.kv_transfer.events import HandoffEvent
 from engine.kv_transfer.messages import AgentCommand, Message
 from engine.kv_transfer.stats import Counters
-from engine.kv_transfer.ticket import Party
+from engine.kv_transfer.ticket import Peer
 
 
 @dataclass(slots=True)
-class Outbox:
+class Effects:
     """messages: to other engines. commands: to the agents of all own ranks. events: to the own step loop.
     lines: (request id, what happened), for the journal."""
 
-    messages: list[tuple[Party, Message]] = field(default_factory=list)
+    messages: list[tuple[Peer, Message]] = field(default_factory=list)
     commands: list[AgentCommand] = field(default_factory=list)
     events: list[HandoffEvent] = field(default_factory=list)
     lines: list[tuple[str, str]] = field(default_factory=list)

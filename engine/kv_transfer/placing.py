@@ -43,7 +43,7 @@ class Load:
     decoding: int = 0
 
 
-class Placing:
+class RemotePrefillPolicy:
     """Weighs, for one prompt, the seconds that it costs everyone if it is computed here against those there.
 
     here:  queue + compute + what it holds up each request that is decoding

@@ -2,7 +2,7 @@
 
     decode                                  prefill
     open, reserves blocks
-      ── PrefillTicket (a call by Serve) ──▶  accept                     a lease begins
+      ── RemotePrefillRequest (a call by Serve) ──▶  accept                     a lease begins
       ◀─ Progress(blocks so far) ───────────  after each chunk, and in answer to each heartbeat
       ── Heartbeat(n) ──────────────────────▶  extends the lease         every second, and after each read
          reads the new blocks, one-sided
@@ -44,7 +44,7 @@ from __future__ import annotations
 from itertools import count
 
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.inbound import Inbound, State
+from engine.kv_transfer.inbound import DecodeHandoff, State
 from engine.kv_transfer.messages import (
     Cancel,
     DropSource,
@@ -57,10 +57,10 @@ from engine.kv_transfer.messages import (
     Release,
     Released,
 )
-from engine.kv_transfer.outbound import Outbound
-from engine.kv_transfer.outbox import Outbox
+from engine.kv_transfer.outbound import PrefillHandoff
+from engine.kv_transfer.outbox import Effects
 from engine.kv_transfer.stats import HandoffInfo, HandoffStats
-from engine.kv_transfer.ticket import Party, PrefillTicket
+from engine.kv_transfer.ticket import Peer, RemotePrefillRequest
 
 REMEMBER_S = 60.0  # answers to repeated Releases, and sources of which nothing is read any more
 RESTS = ("silent", "read", "chain")  # failures that speak against the link between two engines
@@ -69,15 +69,15 @@ RESTS = ("silent", "read", "chain")  # failures that speak against the link betw
 class HandoffProtocol:
     """`now`: seconds on any clock that does not go back. What is to be done about a call is in `out` after it."""
 
-    def __init__(self, config: HandoffConfig, party: Party, *, ranks: list[dict[str, bytes]], block_size: int):
-        self.party, self.out = party, Outbox()
-        self.inbound: dict[str, Inbound] = {}
-        self.outbound: dict[str, Outbound] = {}
+    def __init__(self, config: HandoffConfig, party: Peer, *, ranks: list[dict[str, bytes]], block_size: int):
+        self.party, self.out = party, Effects()
+        self.inbound: dict[str, DecodeHandoff] = {}
+        self.outbound: dict[str, PrefillHandoff] = {}
         self._config, self._ranks, self._block_size = config, ranks, block_size
         self._read_ids = count(1)
-        self._reads: dict[int, Inbound] = {}
+        self._reads: dict[int, DecodeHandoff] = {}
         self._leases = count(1)
-        self._released: dict[int, tuple[Party, float]] = {}  # lease -> its decode engine, when to forget it
+        self._released: dict[int, tuple[Peer, float]] = {}  # lease -> its decode engine, when to forget it
         self._rests: dict[str, float] = {}  # engine -> until when
         self._idle_sources: dict[int, float] = {}  # epoch -> when to forget it
 
@@ -93,11 +93,11 @@ class HandoffProtocol:
 
     # -- decode --------------------------------------------------------------------------------------------
 
-    def open(self, ticket: PrefillTicket, blocks: list[int], now: float) -> None:
+    def open(self, ticket: RemotePrefillRequest, blocks: list[int], now: float) -> None:
         missing = len(ticket.token_ids) - ticket.skip
         assert missing > 0 and ticket.skip % self._block_size == 0, "skip must leave something, and whole blocks"
         assert len(blocks) == -(-missing // self._block_size), "one block for every block_size tokens from skip on"
-        self.inbound[ticket.handoff_id] = Inbound(
+        self.inbound[ticket.handoff_id] = DecodeHandoff(
             ticket,
             blocks,
             config=self._config,
@@ -127,9 +127,9 @@ class HandoffProtocol:
 
     # -- prefill -------------------------------------------------------------------------------------------
 
-    def accept(self, ticket: PrefillTicket, now: float) -> None:
+    def accept(self, ticket: RemotePrefillRequest, now: float) -> None:
         assert ticket.handoff_id not in self.outbound, "a ticket is accepted once"
-        self.outbound[ticket.handoff_id] = Outbound(
+        self.outbound[ticket.handoff_id] = PrefillHandoff(
             ticket, self._ranks, next(self._leases), config=self._config, out=self.out, now=now
         )
 
@@ -141,7 +141,7 @@ class HandoffProtocol:
         if outbound := self.outbound.get(handoff_id):
             outbound.finish(first, now)
 
-    def refuse(self, ticket: PrefillTicket, reason: str, now: float) -> None:
+    def refuse(self, ticket: RemotePrefillRequest, reason: str, now: float) -> None:
         if outbound := self.outbound.get(ticket.handoff_id):
             outbound.refuse(reason, now)
         else:
@@ -221,7 +221,7 @@ class HandoffProtocol:
 
     # -- parts ---------------------------------------------------------------------------------------------
 
-    def _from_prefill(self, sender: Party, message: Progress | Refused | Released, now: float) -> None:
+    def _from_prefill(self, sender: Peer, message: Progress | Refused | Released, now: float) -> None:
         inbound = self.inbound.get(message.handoff_id)
         if inbound is None or (inbound.source and (inbound.source, inbound.lease) != (sender, message.lease)):
             self.out.counters.stale_messages += 1
@@ -236,7 +236,7 @@ class HandoffProtocol:
             inbound.on_released(message, now)
         self._settle(inbound, now)
 
-    def _from_decode(self, sender: Party, message: Heartbeat | Release | Cancel, now: float) -> None:
+    def _from_decode(self, sender: Peer, message: Heartbeat | Release | Cancel, now: float) -> None:
         outbound = self.outbound.get(message.handoff_id)
         if outbound is None or (outbound.decode, outbound.lease) != (sender, message.lease):
             self._about_a_closed_one(sender, message)
@@ -251,7 +251,7 @@ class HandoffProtocol:
             outbound.on_cancel(now)
         self._drop_if_over(outbound)
 
-    def _about_a_closed_one(self, sender: Party, message: Heartbeat | Release | Cancel) -> None:
+    def _about_a_closed_one(self, sender: Peer, message: Heartbeat | Release | Cancel) -> None:
         released = self._released.get(message.lease)
         held = released is not None and released[0] == sender
         if not held:
@@ -274,7 +274,7 @@ class HandoffProtocol:
         self._idle_sources.pop(inbound.source.epoch, None)
         return read_id
 
-    def _settle(self, inbound: Inbound, now: float) -> None:
+    def _settle(self, inbound: DecodeHandoff, now: float) -> None:
         """Forget it if it is over, and remember what it says about the link to its source."""
         if inbound.state is not State.OVER:
             return
@@ -294,6 +294,6 @@ class HandoffProtocol:
         self._idle_sources.pop(epoch, None)
         self.out.commands.append(DropSource(epoch))
 
-    def _drop_if_over(self, outbound: Outbound) -> None:
+    def _drop_if_over(self, outbound: PrefillHandoff) -> None:
         if outbound.over:
             del self.outbound[outbound.ticket.handoff_id]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from torch import Tensor
 
-from engine.kv_transfer.agent import KVAgent
+from engine.kv_transfer.agent import KVTransferWorker
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.tp_map import HeadShard
 from engine.tp_group import TPGroup
@@ -20,13 +20,13 @@ class RankAgent(msgspec.Struct, frozen=True):
 
 def start_agent(
     config: HandoffConfig, cache: Tensor, num_kv_heads: int, group: TPGroup, host: str
-) -> tuple[KVAgent, list[RankAgent]]:
+) -> tuple[KVTransferWorker, list[RankAgent]]:
     """This rank's agent, and what is known of those of all ranks; every rank has to call it, in `group.starting()`.
 
     num_kv_heads: of the model. host: at which others reach this rank. Raises StartupError.
     """
     shard = HeadShard(num_kv_heads, group.rank, group.size)
-    agent = KVAgent(cache, shard=shard, host=host, transport=config.transport, progress_s=config.progress_s)
+    agent = KVTransferWorker(cache, shard=shard, host=host, transport=config.transport, progress_s=config.progress_s)
     try:
         own = msgspec.json.encode(RankAgent(agent.address, agent.description)).decode()
         return agent, [msgspec.json.decode(other, type=RankAgent) for other in group.exchange(own)]

@@ -7,7 +7,7 @@ import msgspec
 from engine.sampling_params import SamplingParams
 
 
-class Party(msgspec.Struct, frozen=True, array_like=True):
+class Peer(msgspec.Struct, frozen=True, array_like=True):
     """One engine as it names itself.
 
     address: of its control channel (ZMQ). epoch: 64 random bits drawn at its start: a restarted engine is another one.
@@ -18,7 +18,7 @@ class Party(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
 
 
-class PrefillTicket(msgspec.Struct, frozen=True, kw_only=True):
+class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Ask a prefill engine to compute a prompt and the first token after it.
 
     handoff_id: unique for ever: a second attempt for the same request is another handoff.
@@ -38,5 +38,5 @@ class PrefillTicket(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str
     skip: int
     fingerprint: str
-    decode: Party
+    decode: Peer
     timeout_s: float | None = None

@@ -12,10 +12,10 @@ from aiohttp import web
 from rich.console import Console
 
 from cluster.explain import fetch, show, summary_of
-from deployments.stories import Moment, RequestStories, SequenceStory
+from deployments.stories import RequestTimeline, SequenceTimeline, TimelineEvent
 from engine.errors import EngineUnavailable, InvalidApiKey, RequestError, RequestNotFound
 
-STORY = SequenceStory(
+STORY = SequenceTimeline(
     request_id="chatcmpl-a-1-0",
     model="pocket",
     prompt_tokens=71,
@@ -32,7 +32,10 @@ STORY = SequenceStory(
     prefill_s=0.012,
     first_token_s=0.02,
     seconds=0.22,
-    moments=[Moment(1000.0, "ingress-1", "the request came"), Moment(1000.0214, "decode-1", "first [bold]token")],
+    moments=[
+        TimelineEvent(1000.0, "ingress-1", "the request came"),
+        TimelineEvent(1000.0214, "decode-1", "first [bold]token"),
+    ],
 )
 
 
@@ -51,7 +54,7 @@ def test_summary_has_all_figures_of_a_request_that_has_ended():
 
 
 def test_summary_of_a_request_that_waits_leaves_out_what_is_not_known_yet():
-    story = SequenceStory(request_id="cmpl-a-1-0", model="pocket", prompt_tokens=5, arrived_at=0.0)
+    story = SequenceTimeline(request_id="cmpl-a-1-0", model="pocket", prompt_tokens=5, arrived_at=0.0)
     assert summary_of(story) == [
         ("request", "cmpl-a-1-0"),
         ("model", "pocket"),
@@ -64,7 +67,7 @@ def test_summary_of_a_request_that_waits_leaves_out_what_is_not_known_yet():
 def test_moments_are_told_in_seconds_since_the_request_came_and_word_for_word():
     console = Console(width=100, record=True, markup=False)
     with console.capture() as shown:
-        show(msgspec.json.encode(RequestStories("a", [STORY])), console)
+        show(msgspec.json.encode(RequestTimeline("a", [STORY])), console)
     lines = [" ".join(line.split()) for line in shown.get().splitlines()]
     assert "+0.000 ingress-1 the request came" in lines
     assert "+0.021 decode-1 first [bold]token" in lines

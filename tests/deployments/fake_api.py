@@ -17,14 +17,14 @@ import httpx
 from deployments.admission import AdmissionLimits
 from deployments.engine_replica import EngineReplica
 from deployments.openai.app import openai_app
-from deployments.openai.gate import GateConfig
+from deployments.openai.gate import AuthConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replica_status import ReplicaStatus
 from deployments.telemetry import Telemetry
 from deployments.token_channel import TokenChannel
 from deployments.tracing import Tracing
 from engine.errors import EngineUnavailable
-from engine.messages import EngineJournal, GenerateRequest
+from engine.messages import EngineRequestLog, GenerateRequest
 from engine.tokenizer import Tokenizer
 from tests.fake_engine import FakeEngine, Script
 from tests.models import make_tokenizer
@@ -61,7 +61,7 @@ class LocalPool:
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return []
 
-    async def journals(self, request_ids: list[str]) -> list[EngineJournal]:
+    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
         return [await self._replica.journal(request_ids)]
 
 
@@ -100,7 +100,7 @@ async def fake_api(
     script: Script | None = None,
     *,
     tracing: Tracing | None = None,
-    gate: GateConfig = GateConfig(),  # noqa: B008  frozen
+    gate: AuthConfig = AuthConfig(),  # noqa: B008  frozen
     names: tuple[str, ...] = ("fake",),
     text_model: Tokenizer | None = None,
     **info: Any,

@@ -7,14 +7,14 @@ import asyncio
 from deployments.routing.stats import RoutingStats
 from deployments.tickets import PoolState
 from engine.errors import ServingError
-from engine.kv_transfer.ticket import Party, PrefillTicket
+from engine.kv_transfer.ticket import Peer, RemotePrefillRequest
 from engine.messages import EngineStatus
 from engine.sampling_params import SamplingParams
 from tests.engine_stats import engine_stats
 
 
 class FakePrefillPool:
-    """A TicketTaker whose calls stay open until `end` or `fail`.
+    """A PrefillPool whose calls stay open until `end` or `fail`.
 
     found: statuses of its replicas. state: what Serve says of them.
     open: calls by handoff. avoided: what each call asked to avoid. cancelled: calls that the caller gave up.
@@ -27,7 +27,7 @@ class FakePrefillPool:
         self.avoided: dict[str, list[str]] = {}
         self.cancelled: list[str] = []
 
-    async def prefill(self, ticket: PrefillTicket, avoid: list[str]) -> None:
+    async def prefill(self, ticket: RemotePrefillRequest, avoid: list[str]) -> None:
         self.avoided[ticket.handoff_id] = avoid
         call = self.open[ticket.handoff_id] = asyncio.get_running_loop().create_future()
         try:
@@ -51,8 +51,8 @@ class FakePrefillPool:
         self.open[handoff_id].set_exception(error)
 
 
-def ticket(handoff_id: str = "h1") -> PrefillTicket:
-    return PrefillTicket(
+def ticket(handoff_id: str = "h1") -> RemotePrefillRequest:
+    return RemotePrefillRequest(
         handoff_id=handoff_id,
         request_id="r",
         attempt=1,
@@ -63,7 +63,7 @@ def ticket(handoff_id: str = "h1") -> PrefillTicket:
         cache_salt="",
         skip=0,
         fingerprint="f",
-        decode=Party("decode-m-1", "tcp://127.0.0.1:9", 7),
+        decode=Peer("decode-m-1", "tcp://127.0.0.1:9", 7),
     )
 
 

@@ -18,11 +18,11 @@ from deployments.engine_pool import EnginePool
 from deployments.generation import Generation, Usage
 from deployments.ingress_stats import ModelStats
 from deployments.replica_status import ReplicaStatus
-from deployments.stories import Stories
+from deployments.stories import RequestTimelines
 from deployments.token_channel import TokenChannel
 from engine.errors import EngineUnavailable, ServingError
 from engine.messages import (
-    EngineJournal,
+    EngineRequestLog,
     ErrorInfo,
     GenerateRequest,
     TokenBatch,
@@ -100,7 +100,7 @@ class MortalPool:
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return []
 
-    async def journals(self, request_ids: list[str]) -> list[EngineJournal]:
+    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
         return []
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class Ingress:
 
     channel: TokenChannel
     stats: ModelStats = field(default_factory=ModelStats)
-    stories: Stories = field(default_factory=lambda: Stories("ingress-1"))
+    stories: RequestTimelines = field(default_factory=lambda: RequestTimelines("ingress-1"))
 
     def generation(
         self, requests: Sequence[GenerateRequest], pool: EnginePool, *, n: int = 1, max_replays: int = 3

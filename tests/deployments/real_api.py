@@ -31,8 +31,8 @@ from deployments.tracing import Tracing
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.ticket import PrefillTicket
-from engine.messages import EngineJournal
+from engine.kv_transfer.ticket import RemotePrefillRequest
+from engine.messages import EngineRequestLog
 from engine.server import EngineServer
 from engine.tokenizer import Tokenizer
 from tests.deployments.fake_api import LocalPool, until
@@ -74,7 +74,7 @@ class RealApi:
 
 
 class LocalPrefillPool:
-    """A TicketTaker of one replica in this process. It is chosen as any other would be, so that that counts."""
+    """A PrefillPool of one replica in this process. It is chosen as any other would be, so that that counts."""
 
     def __init__(self, replica: EngineReplica):
         self.routing = RoutingStats()
@@ -82,7 +82,7 @@ class LocalPrefillPool:
         self._balancer = Balancer(RoutingConfig(), "prefill", BLOCK_SIZE)
         self._balancer.count_in(self.routing)
 
-    async def prefill(self, ticket: PrefillTicket, avoid: list[str]) -> None:
+    async def prefill(self, ticket: RemotePrefillRequest, avoid: list[str]) -> None:
         prompt = Prompt(ticket.handoff_id, len(ticket.token_ids), ())
         self._balancer.choose(prompt, [self._replica.status().engine_id])
         await self._replica.prefill(ticket)
@@ -90,7 +90,7 @@ class LocalPrefillPool:
     async def statuses(self) -> list[ReplicaStatus]:
         return [self._replica.status()]
 
-    async def journal(self, request_ids: list[str]) -> EngineJournal:
+    async def journal(self, request_ids: list[str]) -> EngineRequestLog:
         return await self._replica.journal(request_ids)
 
     async def state(self) -> PoolState:
@@ -107,7 +107,7 @@ class LocalPools(LocalPool):
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return await self._prefill.statuses()
 
-    async def journals(self, request_ids: list[str]) -> list[EngineJournal]:
+    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
         return [*await super().journals(request_ids), await self._prefill.journal(request_ids)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from deployments.openai.answer_grammar import AnswerGrammar
+from deployments.openai.answer_grammar import ToolGrammar
 from deployments.openai.chat_format import VisibleMarkers
 from deployments.openai.tools import NamedToolChoice, Tool
 from engine.errors import InvalidParameter
@@ -51,7 +51,7 @@ def grammar(markers: str = "tokens", **fields: Any) -> StructuredOutputsParams |
         "thinking": "never",
         "token_of": tokens.ids.get,
     }
-    return AnswerGrammar(**{**defaults, **fields}).params()
+    return ToolGrammar(**{**defaults, **fields}).params()
 
 
 @cache

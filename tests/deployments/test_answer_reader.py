@@ -7,21 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.openai.answer_reader import AnswerFormat, AnswerReader
+from deployments.openai.answer_reader import ChoiceParser, OutputFormat
 from deployments.openai.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from engine.text_stream import TextChunk
 
-HERMES = AnswerFormat(tool_calls="hermes", tools={"f", "g"}, reasoning=True)
-LLAMA = AnswerFormat(tool_calls="llama3_json", tools={"f", "g"})
-REQUIRED = AnswerFormat(tool_calls="json", tools={"f", "g"}, reasoning=True, reasoning_begun=True)
-NAMED = AnswerFormat(tool_calls="named", tools={"f"}, reasoning=True)
+HERMES = OutputFormat(tool_calls="hermes", tools={"f", "g"}, reasoning=True)
+LLAMA = OutputFormat(tool_calls="llama3_json", tools={"f", "g"})
+REQUIRED = OutputFormat(tool_calls="json", tools={"f", "g"}, reasoning=True, reasoning_begun=True)
+NAMED = OutputFormat(tool_calls="named", tools={"f"}, reasoning=True)
 FORMATS = [HERMES, LLAMA, REQUIRED, NAMED]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def read(form: AnswerFormat, parts: list[str], *, early: bool = True, reason: str = "stop") -> list[Piece]:
+def read(form: OutputFormat, parts: list[str], *, early: bool = True, reason: str = "stop") -> list[Piece]:
     """All pieces, neighbours of one kind joined."""
-    reader, pieces, length = AnswerReader(form, early=early), [], 0
+    reader, pieces, length = ChoiceParser(form, early=early), [], 0
     for i, text in enumerate(parts):
         last = reason if i == len(parts) - 1 else None
         pieces += reader.add(TextChunk(text, [0], [length], None, None, last))
@@ -38,7 +38,7 @@ def joined(pieces: list[Piece]) -> list[Piece]:
     return out
 
 
-def whole(form: AnswerFormat, text: str) -> list[Piece]:
+def whole(form: OutputFormat, text: str) -> list[Piece]:
     return read(form, [text], early=False)
 
 
@@ -143,7 +143,7 @@ def test_call_that_lacks_its_last_brace_ends_at_the_closing_tag():
 
 
 def test_name_is_streamed_before_the_arguments_and_these_as_they_come():
-    reader = AnswerReader(HERMES, early=True)
+    reader = ChoiceParser(HERMES, early=True)
     text = '<tool_call>\n{"name": "f", "arguments": {"a": "long text'
     pieces = [reader.add(TextChunk(char, [0], [i], None, None)) for i, char in enumerate(text)]
     begun = text.index('{"a"')
@@ -183,7 +183,7 @@ def test_broken_arguments_are_content_in_a_whole_answer_and_passed_on_in_a_strea
 
 
 def test_answer_in_json_is_not_held_back_until_its_end():
-    reader = AnswerReader(LLAMA, early=True)
+    reader = ChoiceParser(LLAMA, early=True)
     pieces = [reader.add(TextChunk(text, [0], [0], None, None)) for text in ('{"tit', 'le": ', '"a long text')]
     assert joined([piece for found in pieces for piece in found]) == [Content('{"title": "a long text')]
 
@@ -193,7 +193,7 @@ def test_call_without_arguments_is_a_call():
 
 
 def test_only_the_first_call_counts_if_calls_must_not_be_parallel():
-    form = AnswerFormat(tool_calls="hermes", tools={"f"}, parallel=False)
+    form = OutputFormat(tool_calls="hermes", tools={"f"}, parallel=False)
     text = f"{CALL}\n{CALL} and more"
     assert whole(form, text) == read(form, [*text]) == [*call("f", '{"a": 1}'), Content(" and more")]
 
@@ -213,12 +213,12 @@ def test_only_the_first_call_counts_if_calls_must_not_be_parallel():
     ],
 )
 def test_reasoning_is_what_stands_between_the_tags(text, begun, expected):
-    form = AnswerFormat(tool_calls="hermes", tools={"f"}, reasoning=True, reasoning_begun=begun)
+    form = OutputFormat(tool_calls="hermes", tools={"f"}, reasoning=True, reasoning_begun=begun)
     assert whole(form, text) == read(form, [*text]) == expected
 
 
 def test_tags_are_not_counted_as_tokens_of_reasoning():
-    reader = AnswerReader(HERMES, early=True)
+    reader = ChoiceParser(HERMES, early=True)
     tokens = ["<think>", "\n", "a", " b", "</think>", "\n\n", "answer"]
     offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
     reader.add(TextChunk("".join(tokens[:4]), [0] * 4, offsets[:4], None, None))
@@ -228,5 +228,5 @@ def test_tags_are_not_counted_as_tokens_of_reasoning():
 
 
 def test_reasoning_can_be_left_out():
-    form = AnswerFormat(reasoning=True, include_reasoning=False)
+    form = OutputFormat(reasoning=True, include_reasoning=False)
     assert whole(form, "<think>a</think>b") == read(form, [*"<think>a</think>b"]) == [Content("b")]

@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, RequestCancelledError
 
-from deployments.routing.routed_call import RoutedCall
+from deployments.routing.routed_call import RoutingContext
 from deployments.serve_pool import _answer
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, ServingError
 
@@ -25,9 +25,9 @@ class Response:
         yield  # a generator, so that it can be awaited
 
 
-def outcome(error: Exception, call: RoutedCall | None = None) -> ServingError:
+def outcome(error: Exception, call: RoutingContext | None = None) -> ServingError:
     with pytest.raises(ServingError) as raised:
-        asyncio.run(_answer(Response(error), call or RoutedCall()))
+        asyncio.run(_answer(Response(error), call or RoutingContext()))
     return raised.value
 
 
@@ -35,7 +35,7 @@ def outcome(error: Exception, call: RoutedCall | None = None) -> ServingError:
     ("error", "told"), [(ActorDiedError(), "lost"), (BackPressureError(1, 1), "ended")], ids=["lost", "refused"]
 )
 def test_the_router_is_told_how_a_call_ended(error, told):
-    call, heard = RoutedCall(), []
+    call, heard = RoutingContext(), []
     call.placed(heard.append)
     outcome(error, call)
     assert heard == [told]

@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from deployments.fair_queue import FairQueue, Ticket
+from deployments.fair_queue import FairQueue, QueuedRequest
 
 
-def fill(queue: FairQueue, client: str, count: int, tokens: int = 1) -> list[Ticket]:
-    tickets = [Ticket(client, 1, tokens) for _ in range(count)]
+def fill(queue: FairQueue, client: str, count: int, tokens: int = 1) -> list[QueuedRequest]:
+    tickets = [QueuedRequest(client, 1, tokens) for _ in range(count)]
     for ticket in tickets:
         assert queue.offer(ticket) == []
     return tickets
@@ -84,7 +84,7 @@ def test_full_queue_refuses_its_largest_client():
     queue.start()
     fill(queue, "a", 1)
     assert queue.is_full_for("a")
-    assert queue.offer(Ticket("a", 1, 1)) is None
+    assert queue.offer(QueuedRequest("a", 1, 1)) is None
 
 
 def test_room_for_a_newcomer_is_taken_from_the_largest_client_newest_first():
@@ -92,7 +92,7 @@ def test_room_for_a_newcomer_is_taken_from_the_largest_client_newest_first():
     tickets = fill(queue, "a", 10)
     queue.start()
     tickets += fill(queue, "a", 1)
-    newcomer = Ticket("b", 2, 1)
+    newcomer = QueuedRequest("b", 2, 1)
     assert not queue.is_full_for("b")
     assert queue.offer(newcomer) == [tickets[10], tickets[9]]
     assert [t.state for t in tickets[9:]] == ["gone", "gone"]
@@ -103,13 +103,13 @@ def test_tokens_limit_the_queue_as_well():
     queue = FairQueue(1, 100, 1000)
     fill(queue, "a", 1, tokens=900)
     fill(queue, "b", 1, tokens=50)
-    assert queue.offer(Ticket("b", 1, 900)) is None
-    assert queue.offer(Ticket("c", 1, 60)) is not None
+    assert queue.offer(QueuedRequest("b", 1, 900)) is None
+    assert queue.offer(QueuedRequest("c", 1, 60)) is not None
 
 
 def test_request_larger_than_the_queue_may_wait_alone():
     queue = FairQueue(1, 10, 1000)
-    assert queue.offer(Ticket("a", 50, 5000)) == []
+    assert queue.offer(QueuedRequest("a", 50, 5000)) == []
     assert len(queue.start()) == 1
     assert queue.num_running == 50
     assert queue.start() == []
@@ -122,7 +122,7 @@ def test_with_equal_requests_no_client_is_two_turns_ahead_of_one_that_waits(clie
     for client in clients:
         fill(queue, client, 1)
     turns = dict.fromkeys("abc", 0)
-    running: list[Ticket] = []
+    running: list[QueuedRequest] = []
     while queue.num_waiting:
         running += queue.start()
         ticket = running.pop(0)
@@ -140,12 +140,12 @@ class Machine(RuleBasedStateMachine):
     def begin(self, window: int, max_waiting: int, max_tokens: int) -> None:
         self.queue = FairQueue(window, max_waiting, max_tokens)
         self.max_waiting, self.max_tokens = max_waiting, max_tokens
-        self.tickets: list[Ticket] = []
+        self.tickets: list[QueuedRequest] = []
 
     @rule(client=st.sampled_from("abcd"), sequences=st.integers(1, 10), tokens=st.integers(0, 50))
     def offer(self, client: str, sequences: int, tokens: int) -> None:
         before = self.in_state("waiting")
-        ticket = Ticket(client, sequences, tokens)
+        ticket = QueuedRequest(client, sequences, tokens)
         dropped = self.queue.offer(ticket)
         if dropped is None:
             assert ticket.state == "new"
@@ -185,7 +185,7 @@ class Machine(RuleBasedStateMachine):
         assert len(waiting) <= 1 or self.queue.num_waiting <= self.max_waiting
         assert len(waiting) <= 1 or self.queue.waiting_tokens <= self.max_tokens
 
-    def in_state(self, state: str) -> list[Ticket]:
+    def in_state(self, state: str) -> list[QueuedRequest]:
         return [t for t in self.tickets if t.state == state]
 
 

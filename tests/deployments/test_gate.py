@@ -9,7 +9,7 @@ import pytest
 
 from deployments.api_keys import hash_key
 from deployments.openai.app import openai_app
-from deployments.openai.gate import GateConfig
+from deployments.openai.gate import AuthConfig
 from deployments.telemetry import Telemetry
 from deployments.token_channel import TokenChannel
 from engine.errors import ConfigError
@@ -34,10 +34,10 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> GateConfig:
+def gate(tmp_path: Path) -> AuthConfig:
     path = tmp_path / "keys"
     path.write_text(f"alice:{hash_key('sk-a')}\nbob:{hash_key('sk-b')}\n")
-    return GateConfig(api_keys_file=str(path))
+    return AuthConfig(api_keys_file=str(path))
 
 
 def test_every_route_but_health_wants_a_key(gate):
@@ -104,7 +104,7 @@ def test_keys_share_fairly_whatever_their_requests_say_of_users(gate):
 
 def test_body_of_unknown_length_is_refused_as_soon_as_it_is_too_long():
     async def scenario() -> None:
-        async with fake_api(gate=GateConfig(max_body_bytes=10_000)) as api:
+        async with fake_api(gate=AuthConfig(max_body_bytes=10_000)) as api:
             sent = 0
 
             async def pieces() -> AsyncGenerator[bytes]:
@@ -123,7 +123,7 @@ def test_body_of_unknown_length_is_refused_as_soon_as_it_is_too_long():
 
 def test_longest_body_is_accepted():
     async def scenario() -> None:
-        async with fake_api(gate=GateConfig(max_body_bytes=10_000)) as api:
+        async with fake_api(gate=AuthConfig(max_body_bytes=10_000)) as api:
             body = b'{"prompt": "a", "max_tokens": 1}'
             for length, status in ((10_000, 200), (10_001, 413)):
                 answer = await api.client.post("/v1/completions", content=body.ljust(length), headers=JSON)
@@ -136,6 +136,6 @@ def test_bad_file_of_keys_keeps_the_application_from_starting():
     async def scenario() -> None:
         channel = TokenChannel("127.0.0.1")
         with pytest.raises(ConfigError, match="api_keys_file"):
-            openai_app({}, Telemetry("ingress-1", channel), GateConfig(api_keys_file="/none"))
+            openai_app({}, Telemetry("ingress-1", channel), AuthConfig(api_keys_file="/none"))
 
     run(scenario())

@@ -12,7 +12,7 @@ from deployments.openai.live_handoffs import live_handoffs
 from deployments.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.stats import HandoffInfo, HandoffStats
-from engine.messages import EngineJournal, EngineStatus, GenerateRequest
+from engine.messages import EngineRequestLog, EngineStatus, GenerateRequest
 from tests.deployments.fake_prefill import status
 
 STATS = HandoffStats(
@@ -91,7 +91,7 @@ class Pool:
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return self._prefill
 
-    async def journals(self, request_ids: list[str]) -> list[EngineJournal]:
+    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
         return []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deployments.openai.caller import Caller
+from deployments.openai.caller import RequestContext
 from deployments.openai.header import Header
 from deployments.openai.protocol import ChatBody
 from deployments.openai.sse import stream
@@ -129,7 +129,7 @@ def test_closing_a_stream_aborts_all_its_sequences():
     async def scenario() -> None:
         async with fake_api() as api:
             body = ChatBody.model_validate({"messages": HELLO, "n": 3, "stream": True})
-            answer = await api.model.chat(body, Header("chatcmpl-1", 0, "fake"), Caller("test"))
+            answer = await api.model.chat(body, Header("chatcmpl-1", 0, "fake"), RequestContext("test"))
             async with aclosing(answer.chunks()) as chunks:
                 await anext(chunks)
             await until(lambda: len(api.engine.aborted) == 3)
@@ -165,7 +165,7 @@ def test_loss_of_the_replica_ends_a_stream_with_an_error_event():
     async def scenario() -> None:
         async with fake_api(max_replays=0) as api:
             body = ChatBody.model_validate({"messages": HELLO, "stream": True})
-            answer = await api.model.chat(body, Header("chatcmpl-1", 0, "fake"), Caller("test"))
+            answer = await api.model.chat(body, Header("chatcmpl-1", 0, "fake"), RequestContext("test"))
             response = await stream(answer.chunks())
             api.engine.paused.set()
             api.replica.fail("rank 0 died")

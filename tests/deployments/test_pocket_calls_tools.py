@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from deployments.openai.answer_reader import AnswerReader
+from deployments.openai.answer_reader import ChoiceParser
 from deployments.openai.chat_format import ChatFormat, VisibleMarkers
 from deployments.openai.pieces import CallArguments, CallStart
 from deployments.openai.protocol import ChatBody
@@ -55,7 +55,7 @@ def test_forced_call_has_the_arguments_that_its_schema_asks_for(llm, fields: dic
     params = SamplingParams(temperature=0, max_tokens=200, structured_outputs=grammar)
     (output,) = llm.generate([prompt], params)[0].outputs
     assert output.finish_reason == "stop", output.text
-    pieces = AnswerReader(form.answer(body, "never"), early=False).add(
+    pieces = ChoiceParser(form.answer(body, "never"), early=False).add(
         TextChunk(output.text, [], [], None, None, finish_reason="stop")
     )
     assert pieces

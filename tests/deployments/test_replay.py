@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from deployments import generation, replay
-from deployments.replay import Journal, TokensLost
+from deployments.replay import RetryState, TokensLost
 from engine.errors import EngineError, EngineUnavailable, InvalidParameter, Overloaded, RequestTimeout, ServingError
 from engine.messages import GenerateRequest, TokenDelta
 from engine.request import Request
@@ -276,7 +276,7 @@ def tokens(*ids: int, **fields: Any) -> TokenDelta:
 
 
 def test_next_attempt_has_the_output_in_its_prompt_and_what_is_left_of_the_time():
-    journal = Journal(request(timeout_s=10.0, prompt_logprobs=1), 3, now=100.0)
+    journal = RetryState(request(timeout_s=10.0, prompt_logprobs=1), 3, now=100.0)
     assert journal.attempt(104.0) == request(timeout_s=6.0, prompt_logprobs=1)
     journal.add(tokens(8, 9))
     assert journal.replay(EngineUnavailable("rank 0 died")) == "engine_unavailable"
@@ -291,7 +291,7 @@ def test_next_attempt_has_the_output_in_its_prompt_and_what_is_left_of_the_time(
 
 
 def test_attempt_before_any_token_asks_for_all_that_the_first_one_did():
-    journal = Journal(request(timeout_s=None, prompt_logprobs=1, seed=7), 3, now=0.0)
+    journal = RetryState(request(timeout_s=None, prompt_logprobs=1, seed=7), 3, now=0.0)
     journal.replay(EngineUnavailable("rank 0 died"))
     again = journal.attempt(50.0)
     assert again == msgspec.structs.replace(journal.request, request_id="a.1", num_prompt=3)
@@ -299,14 +299,14 @@ def test_attempt_before_any_token_asks_for_all_that_the_first_one_did():
 
 @given(st.text(max_size=20), st.none() | st.integers(-(2**63), 2**63 - 1))
 def test_all_attempts_have_one_seed(name, seed):
-    journal = Journal(request(name, seed=seed), 3, now=0.0)
+    journal = RetryState(request(name, seed=seed), 3, now=0.0)
     first = Request.create(journal.attempt(0.0), (0, 0), MAX_MODEL_LEN, 0.0)
     journal.replay(EngineUnavailable("rank 0 died"))
     assert Request.create(journal.attempt(0.0), (0, 0), MAX_MODEL_LEN, 0.0).seed == first.seed
 
 
 def test_cached_tokens_are_those_of_the_attempt_that_gave_the_first_token():
-    journal = Journal(request(), 3, now=0.0)
+    journal = RetryState(request(), 3, now=0.0)
     assert journal.add(tokens(1, num_cached_tokens=2)).num_cached_tokens == 2
     journal.replay(EngineUnavailable("rank 0 died"))
     assert journal.add(tokens(2, position=1, num_cached_tokens=4)).num_cached_tokens == 0
@@ -314,7 +314,7 @@ def test_cached_tokens_are_those_of_the_attempt_that_gave_the_first_token():
 
 @pytest.mark.parametrize("position", [0, 1, 3])
 def test_journal_takes_no_token_that_does_not_follow_the_last_one(position):
-    journal = Journal(request(), 3, now=0.0)
+    journal = RetryState(request(), 3, now=0.0)
     journal.add(tokens(8, 9))
     with pytest.raises(TokensLost):
         journal.add(tokens(10, position=position))
@@ -324,7 +324,7 @@ def test_journal_takes_no_token_that_does_not_follow_the_last_one(position):
 
 def test_waits_grow_and_end_with_the_deadline(monkeypatch):
     monkeypatch.setattr(replay, "BACK_OFF_S", 0.25)
-    journal = Journal(request(timeout_s=60.0), 9, now=0.0)
+    journal = RetryState(request(timeout_s=60.0), 9, now=0.0)
     waits = []
     for _ in range(6):
         waits.append(journal.back_off_s(0.0))

@@ -13,7 +13,7 @@ from deployments import replay
 from deployments.engine_replica import EngineReplica
 from deployments.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable
-from engine.messages import EngineJournal, GenerateRequest
+from engine.messages import EngineRequestLog, GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.structured_outputs import StructuredOutputsParams
 from tests.deployments.fake_api import until
@@ -76,7 +76,7 @@ class UnsurePool:
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return []
 
-    async def journals(self, request_ids: list[str]) -> list[EngineJournal]:
+    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
         return []
 
 

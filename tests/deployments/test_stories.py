@@ -12,8 +12,8 @@ import pytest
 
 from deployments import replay
 from deployments.api_keys import hash_key
-from deployments.openai.gate import GateConfig
-from deployments.stories import MAX_ENDED, MAX_MOMENTS, Moment, SequenceStory, Stories
+from deployments.openai.gate import AuthConfig
+from deployments.stories import MAX_ENDED, MAX_MOMENTS, RequestTimelines, SequenceTimeline, TimelineEvent
 from deployments.telemetry import Telemetry
 from deployments.token_channel import TokenChannel
 from engine.messages import GenerateRequest
@@ -30,8 +30,8 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, 60))
 
 
-def story(request_id: str, arrived_at: float = 0.0, **fields: Any) -> SequenceStory:
-    return SequenceStory(request_id=request_id, model="m", prompt_tokens=1, arrived_at=arrived_at, **fields)
+def story(request_id: str, arrived_at: float = 0.0, **fields: Any) -> SequenceTimeline:
+    return SequenceTimeline(request_id=request_id, model="m", prompt_tokens=1, arrived_at=arrived_at, **fields)
 
 
 async def told(client: httpx.AsyncClient, name: str) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ def test_unknown_request_is_not_found_and_without_a_key_nothing_is_told(tmp_path
     async def scenario() -> None:
         keys = tmp_path / "keys"
         keys.write_text(f"alice:{hash_key('sk-1')}\n")
-        async with fake_api(gate=GateConfig(api_keys_file=str(keys))) as api:
+        async with fake_api(gate=AuthConfig(api_keys_file=str(keys))) as api:
             assert (await api.client.get("/debug/requests/cmpl-x")).status_code == 401
             answer = await api.client.get("/debug/requests/cmpl-x", headers={"Authorization": "Bearer sk-1"})
             assert answer.status_code == 404
@@ -166,7 +166,7 @@ def test_client_that_leaves_while_its_request_waits_for_admission_leaves_a_story
 
 
 def test_only_the_newest_of_those_that_have_ended_are_remembered_and_all_that_live():
-    stories = Stories("ingress-1")
+    stories = RequestTimelines("ingress-1")
     stories.begin(story("live-a-b-0"))
     for number in range(MAX_ENDED + 1):
         ended = story(f"cmpl-{number}-a-0")
@@ -177,8 +177,8 @@ def test_only_the_newest_of_those_that_have_ended_are_remembered_and_all_that_li
 
 
 def test_note_of_an_attempt_goes_to_its_live_sequence_once_and_none_to_others():
-    stories = Stories("ingress-1")
-    one = story("cmpl-x-a-0", moments=[Moment(0.0, "ingress-1", "sent")])
+    stories = RequestTimelines("ingress-1")
+    one = story("cmpl-x-a-0", moments=[TimelineEvent(0.0, "ingress-1", "sent")])
     stories.begin(one)
     for attempt in ("cmpl-x-a-0", "cmpl-x-a-0.1", "cmpl-x-a-1", "cmpl-x-a-0.1"):
         stories.note(attempt, f"routed for {attempt}")
@@ -198,9 +198,9 @@ class OtherIngress:
     async def stats(self) -> list[Any]:
         return []
 
-    async def stories(self, name: str) -> list[SequenceStory]:
+    async def stories(self, name: str) -> list[SequenceTimeline]:
         sent = msgspec.msgpack.encode([story("cmpl-x-1-0", 1.0), story("cmpl-x-2-0", 2.0, seconds=0.5)])
-        return msgspec.msgpack.decode(sent, type=list[SequenceStory])
+        return msgspec.msgpack.decode(sent, type=list[SequenceTimeline])
 
 
 def test_stories_of_other_ingresses_are_told_too_and_the_own_ones_once_and_never_stale():

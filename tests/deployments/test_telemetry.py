@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from deployments.ingress_stats import IngressStats, ModelStats
-from deployments.stories import SequenceStory
-from deployments.telemetry import Observed, Peers, Telemetry
+from deployments.stories import SequenceTimeline
+from deployments.telemetry import MetricsMiddleware, Peers, Telemetry
 from deployments.token_channel import TokenChannel
 
 
@@ -24,12 +24,12 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 @dataclass
 class FakePeers:
     found: list[IngressStats] = field(default_factory=list)
-    told: list[SequenceStory] = field(default_factory=list)
+    told: list[SequenceTimeline] = field(default_factory=list)
 
     async def stats(self) -> list[IngressStats]:
         return self.found
 
-    async def stories(self, name: str) -> list[SequenceStory]:
+    async def stories(self, name: str) -> list[SequenceTimeline]:
         return [story for story in self.told if story.is_of(name)]
 
 
@@ -100,7 +100,7 @@ def test_every_request_counts_once_however_it_ends(app, length, statuses, num_by
 
         scope = {"type": "http", "path": "/a", "method": "POST", "headers": [(b"content-length", length)]}
         async with telemetry_of("a") as telemetry:
-            call = asyncio.create_task(Observed(app, telemetry)(scope, None, send))
+            call = asyncio.create_task(MetricsMiddleware(app, telemetry)(scope, None, send))
             await asyncio.wait([call])
             assert call.cancelled() == (app in (is_cancelled, is_cancelled_late))
             assert call.cancelled() or isinstance(call.exception(), ValueError) == (app is fails)

@@ -11,7 +11,7 @@ import pytest
 from deployments import tickets
 from deployments.engine_replica import EngineReplica
 from engine.errors import EngineUnavailable, Overloaded, ServingError
-from engine.messages import DropPrefill, PrefillPool, TicketFailed, WantPrefill
+from engine.messages import CancelDispatch, DispatchPrefill, PrefillReplicas, RemotePrefillFailed
 from tests.deployments.fake_api import until
 from tests.deployments.fake_prefill import FakePrefillPool, status, ticket
 from tests.deployments.test_engine_replica import run
@@ -33,25 +33,25 @@ async def decode_with(pool: FakePrefillPool) -> AsyncGenerator[tuple[EngineRepli
         await asyncio.gather(task, return_exceptions=True)
 
 
-def failures(engine: FakeEngine) -> list[TicketFailed]:
-    return [told for told in engine.told if isinstance(told, TicketFailed)]
+def failures(engine: FakeEngine) -> list[RemotePrefillFailed]:
+    return [told for told in engine.told if isinstance(told, RemotePrefillFailed)]
 
 
-def pools(engine: FakeEngine) -> list[PrefillPool]:
-    return [told for told in engine.told if isinstance(told, PrefillPool)]
+def pools(engine: FakeEngine) -> list[PrefillReplicas]:
+    return [told for told in engine.told if isinstance(told, PrefillReplicas)]
 
 
 def test_ticket_is_one_call_until_its_handoff_is_over():
     async def scenario() -> None:
         pool = FakePrefillPool(status("p1"))
         async with decode_with(pool) as (_, engine):
-            engine.notify(WantPrefill(ticket("h1")))
-            engine.notify(WantPrefill(ticket("h2")))
+            engine.notify(DispatchPrefill(ticket("h1")))
+            engine.notify(DispatchPrefill(ticket("h2")))
             await until(lambda: set(pool.open) == {"h1", "h2"})
             pool.end("h1")
             await until(lambda: set(pool.open) == {"h2"})
-            engine.notify(DropPrefill("h2"))
-            engine.notify(DropPrefill("h1"))  # which is over already
+            engine.notify(CancelDispatch("h2"))
+            engine.notify(CancelDispatch("h1"))  # which is over already
             await until(lambda: pool.cancelled == ["h2"])
             assert not failures(engine)
 
@@ -65,11 +65,11 @@ def test_engine_hears_of_a_call_that_failed_and_whether_another_may_do_better(er
     async def scenario() -> None:
         pool = FakePrefillPool(status("p1"))
         async with decode_with(pool) as (_, engine):
-            engine.notify(WantPrefill(ticket()))
+            engine.notify(DispatchPrefill(ticket()))
             await until(lambda: pool.open)
             pool.fail("h1", error)
             await until(lambda: failures(engine))
-            assert failures(engine) == [TicketFailed("h1", str(error), retry)]
+            assert failures(engine) == [RemotePrefillFailed("h1", str(error), retry)]
 
     run(scenario())
 
@@ -100,7 +100,7 @@ def test_ticket_asks_to_avoid_engines_that_do_not_fit_or_whose_link_has_failed(m
 
             def avoided() -> bool:
                 name = f"h{next(looks)}"
-                engine.notify(WantPrefill(ticket(name)))
+                engine.notify(DispatchPrefill(ticket(name)))
                 return ["p3", "p1"] in pool.avoided.values()
 
             await until(avoided)
@@ -112,7 +112,7 @@ def test_loss_of_the_decode_engine_ends_its_calls_at_prefill():
     async def scenario() -> None:
         pool = FakePrefillPool(status("p1"))
         async with decode_with(pool) as (replica, engine):
-            engine.notify(WantPrefill(ticket()))
+            engine.notify(DispatchPrefill(ticket()))
             await until(lambda: pool.open)
             replica.fail("rank 0 died")
             await until(lambda: pool.cancelled == ["h1"])

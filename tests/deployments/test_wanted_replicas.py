@@ -9,7 +9,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.request_router import ReplicaID
 
 from deployments.engine_router import wanted_replicas
-from deployments.routing.routed_call import RoutedCall
+from deployments.routing.routed_call import RoutingContext
 from engine.model_identity import ModelIdentity
 
 POOL = DeploymentID("decode-m", "manta")
@@ -23,7 +23,7 @@ def wanted(weights: str | None, *avoid: str) -> set[str]:
         for name, of in WEIGHTS.items()
     ]
     model = None if weights is None else ModelIdentity(weights, "v")
-    call = RoutedCall(avoid=[f"decode-m-{name}" for name in avoid], model=model)
+    call = RoutingContext(avoid=[f"decode-m-{name}" for name in avoid], model=model)
     return {replica.replica_id.unique_id for replica in wanted_replicas(candidates, call)}
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.logits_processors import Edits
+from engine.logits_processors import LogitsEdits
 from engine.sampler import SampledRow
 from engine.sampling_params import SamplingParams
 
@@ -44,7 +44,7 @@ class Sequence:
     logits: Tensor
 
     def row(self, slot: int) -> SampledRow:
-        edits = Edits.of(self.params, EOS)
+        edits = LogitsEdits.of(self.params, EOS)
         return SampledRow(slot, len(self.tokens), self.num_prompt, self.seed, self.params, edits)
 
 

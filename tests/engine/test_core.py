@@ -10,8 +10,8 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.ticket import Party, PrefillTicket
-from engine.messages import DropPrefill, GenerateRequest, TokenDelta, WantPrefill
+from engine.kv_transfer.ticket import Peer, RemotePrefillRequest
+from engine.messages import CancelDispatch, DispatchPrefill, GenerateRequest, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Event
 from tests.models import make_model
@@ -331,9 +331,9 @@ def decode_engine(make_engine, **options) -> tuple[Engine, threading.Event]:
     return make_engine(handoff=handoff, wake=woken.set, **options), woken
 
 
-def ticket_of(engine: Engine) -> PrefillTicket:
+def ticket_of(engine: Engine) -> RemotePrefillRequest:
     (notice,) = engine.core.handoffs.notices()
-    assert isinstance(notice, WantPrefill)
+    assert isinstance(notice, DispatchPrefill)
     return notice.ticket
 
 
@@ -375,7 +375,7 @@ def test_a_deadline_ends_a_request_whose_kv_is_on_its_way(make_engine):
     while engine.core.has_work:
         engine.step()
     assert engine.core.stats().blocks_used == 0
-    assert engine.core.handoffs.notices()[0] == DropPrefill(ticket.handoff_id)
+    assert engine.core.handoffs.notices()[0] == CancelDispatch(ticket.handoff_id)
 
 
 def test_an_abort_of_a_request_whose_kv_is_on_its_way_leaves_the_others_as_they_were(make_engine):
@@ -388,14 +388,14 @@ def test_an_abort_of_a_request_whose_kv_is_on_its_way_leaves_the_others_as_they_
     engine.abort("a")
     assert engine.last("a").finish_reason == "abort"
     engine.step()
-    tickets = [n.ticket.handoff_id for n in engine.core.handoffs.notices() if isinstance(n, WantPrefill)]
+    tickets = [n.ticket.handoff_id for n in engine.core.handoffs.notices() if isinstance(n, DispatchPrefill)]
     assert first not in tickets
     fail(engine, woken, tickets[0])
     engine.go()
     assert len(engine.tokens("b")) == 10 and not engine.tokens("a")
 
 
-def make_ticket(engine: Engine, **change) -> PrefillTicket:
+def make_ticket(engine: Engine, **change) -> RemotePrefillRequest:
     """Of a decode engine that is not there."""
     fields = {
         "handoff_id": "h",
@@ -408,9 +408,9 @@ def make_ticket(engine: Engine, **change) -> PrefillTicket:
         "cache_salt": "",
         "skip": 0,
         "fingerprint": engine.core.handoffs.fingerprint,
-        "decode": Party("decode", "tcp://127.0.0.1:9", 1),
+        "decode": Peer("decode", "tcp://127.0.0.1:9", 1),
     }
-    return PrefillTicket(**{**fields, **change})
+    return RemotePrefillRequest(**{**fields, **change})
 
 
 def test_a_prefill_engine_computes_a_ticket_and_holds_its_blocks(make_engine):

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.cuda_graphs import LARGEST, ladder, pad
-from engine.device import PinnedParcel
+from engine.device import PinnedCopy
 from engine.messages import GenerateRequest, TokenLogprob
 from engine.ops import versions
 from engine.sampling_params import SamplingParams
@@ -217,7 +217,7 @@ def test_a_parcel_brings_arrays_of_every_kind_in_one_copy():
         rng.integers(0, 100, 20_000),  # more than a chunk holds
         rng.integers(0, 255, 5, dtype=np.uint8),
     ]
-    parcel = PinnedParcel(torch.device("cpu"))
+    parcel = PinnedCopy(torch.device("cpu"))
     tensors = [parcel.add(array) for array in arrays]
     parcel.send()
     for array, tensor in zip(arrays, tensors, strict=True):

@@ -1,12 +1,12 @@
 from itertools import count
 
-from engine.journal import MAX_LINES, MAX_REQUESTS, Journal
+from engine.journal import MAX_LINES, MAX_REQUESTS, RequestLog
 from tests.fake_runner import Harness
 
 
-def journal() -> Journal:
+def journal() -> RequestLog:
     """Its clock goes on by a second with every line."""
-    return Journal(clock=count(1).__next__)
+    return RequestLog(clock=count(1).__next__)
 
 
 def test_the_lines_of_a_request_come_in_the_order_in_which_they_were_written():

@@ -12,7 +12,7 @@ from engine import lockstep
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
-from engine.lockstep import Follower, Leader
+from engine.lockstep import PlanBroadcaster, PlanReceiver
 from engine.messages import GenerateRequest
 from engine.plan import BlockChange, NewSequence, StepPlan, StepResult
 from engine.sampling_params import SamplingParams
@@ -34,9 +34,9 @@ class Line:
 
     def __init__(self, size: int):
         groups = connect(size)
-        ends = on_all(size, lambda rank: Follower(groups[rank]) if rank else Leader(groups[rank]))
-        self.leader: Leader = ends[0]
-        self.followers: list[Follower] = ends[1:]
+        ends = on_all(size, lambda rank: PlanReceiver(groups[rank]) if rank else PlanBroadcaster(groups[rank]))
+        self.leader: PlanBroadcaster = ends[0]
+        self.followers: list[PlanReceiver] = ends[1:]
 
     def close(self) -> None:
         self.leader.close()
@@ -112,7 +112,7 @@ def test_a_follower_without_plans_returns_to_its_caller(line):
 def test_rank_0_does_not_wait_for_ever_for_followers_that_load_but_do_not_listen(monkeypatch):
     monkeypatch.setattr(lockstep, "JOIN_TIMEOUT_S", 0.2)
     groups = connect(3)
-    ends = [lambda: Leader(groups[0]), lambda: Follower(groups[1]), lambda: groups[2].exchange("")]
+    ends = [lambda: PlanBroadcaster(groups[0]), lambda: PlanReceiver(groups[1]), lambda: groups[2].exchange("")]
     with pytest.raises(RendezvousTimeout, match="rank 2 of 3"):
         on_all(3, lambda rank: ends[rank]())
 

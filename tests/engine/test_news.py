@@ -7,8 +7,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import rule
 
-from engine.messages import FOLLOW_S, NAME_BYTES, EngineNews, Follow
-from engine.news import HEARTBEAT_S, PERIOD_S, News
+from engine.messages import NAME_BYTES, SUBSCRIPTION_S, EngineUpdate, Subscribe
+from engine.news import HEARTBEAT_S, PERIOD_S, KVEventPublisher
 from engine.scheduler import Event
 from tests.engine.test_scheduler_machine import DecodeMachine
 from tests.fake_handoffs import DecodeHarness
@@ -25,12 +25,12 @@ class Reader:
 
     def __init__(self, address: str):
         self.address = address
-        self.news: EngineNews | None = None
+        self.news: EngineUpdate | None = None
         self.names: set[bytes] = set()
         self.unsettled: set[str] = set()
         self.cached: dict[str, int] = {}
 
-    def take(self, news: EngineNews) -> bool:
+    def take(self, news: EngineUpdate) -> bool:
         """False if one was lost before."""
         if news.snapshot:
             self.names, self.unsettled = set(split(news.stored)), set(news.taken)
@@ -50,7 +50,7 @@ class FollowedHarness(DecodeHarness):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.news = News("e", self.scheduler)
+        self.news = KVEventPublisher("e", self.scheduler)
         self.now = 0.0
 
     def add(self, name: str, *args, **options) -> None:
@@ -63,7 +63,7 @@ class FollowedHarness(DecodeHarness):
         if event.delta.finish_reason:
             self.news.ended(event.delta.request_id)
 
-    def send(self, *readers: Reader, after_s: float = PERIOD_S) -> list[EngineNews]:
+    def send(self, *readers: Reader, after_s: float = PERIOD_S) -> list[EngineUpdate]:
         """What is to be said after some time."""
         self.now += after_s
         sent = []
@@ -77,7 +77,7 @@ class FollowedHarness(DecodeHarness):
 
 def followed(**options) -> tuple[FollowedHarness, Reader]:
     harness, reader = FollowedHarness(**{"num_blocks": 16, "max_model_len": 64, **options}), Reader("a")
-    harness.news.follow(Follow("a"), harness.now)
+    harness.news.follow(Subscribe("a"), harness.now)
     harness.send(reader)
     return harness, reader
 
@@ -96,14 +96,14 @@ class NewsMachine(DecodeMachine):
     @rule(lost=st.booleans(), again=st.booleans())
     def send(self, lost, again):
         for address in self.readers:
-            self.h.news.follow(Follow(address, again), self.h.now)
+            self.h.news.follow(Subscribe(address, again), self.h.now)
         self.h.now += PERIOD_S
         for news, addresses in self.h.news.messages(self.h.now):
             for address in addresses:
                 if address == "whole":
                     assert self.readers[address].take(news)
                 elif not lost and not self.readers[address].take(news):
-                    self.h.news.follow(Follow(address, again=True), self.h.now)
+                    self.h.news.follow(Subscribe(address, again=True), self.h.now)
         self.check(self.readers["whole"])
 
     @rule()
@@ -124,7 +124,7 @@ class NewsMachine(DecodeMachine):
         super().teardown()
         if hasattr(self, "h"):
             for address in self.readers:
-                self.h.news.follow(Follow(address, again=True), self.h.now)
+                self.h.news.follow(Subscribe(address, again=True), self.h.now)
             self.h.send(*self.readers.values(), after_s=HEARTBEAT_S)
             for reader in self.readers.values():
                 self.check(reader)
@@ -185,12 +185,12 @@ def test_where_nobody_follows_nothing_is_recorded():
     harness.add("a", list(range(1, 11)), max_tokens=1)
     harness.run()
     assert harness.pool.has_changes
-    assert harness.send(reader, after_s=FOLLOW_S + 1) == []
+    assert harness.send(reader, after_s=SUBSCRIPTION_S + 1) == []
     harness.add("b", list(range(11, 21)), max_tokens=1)
     harness.run()
     assert not harness.pool.has_changes
     assert harness.news.wait_s(harness.now) is None
-    harness.news.follow(Follow("a"), harness.now)
+    harness.news.follow(Subscribe("a"), harness.now)
     (news,) = harness.send(reader)
     assert news.snapshot and reader.names == set(harness.pool.names())
     assert not news.settled, "what was before it followed is over"
@@ -198,7 +198,7 @@ def test_where_nobody_follows_nothing_is_recorded():
 
 def test_a_follower_that_renews_gets_no_second_snapshot_unless_it_asks():
     harness, reader = followed()
-    harness.news.follow(Follow("a"), harness.now)
+    harness.news.follow(Subscribe("a"), harness.now)
     assert all(not news.snapshot for news in harness.send(reader, after_s=HEARTBEAT_S))
-    harness.news.follow(Follow("a", again=True), harness.now)
+    harness.news.follow(Subscribe("a", again=True), harness.now)
     assert any(news.snapshot for news in harness.send(reader))

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.errors import InvalidParameter, Overloaded, PromptTooLong, RequestTimeout
-from engine.kv_transfer.ledger import HandoffLedger
+from engine.kv_transfer.ledger import HandoffManager
 from engine.request import State
 from engine.sampling_params import SamplingParams
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
@@ -413,7 +413,7 @@ def test_a_replay_with_nothing_left_to_give_is_refused():
 
 
 def test_an_engine_without_handoffs_decides_nothing():
-    h = Harness(num_blocks=16, max_model_len=64, handoffs=HandoffLedger())
+    h = Harness(num_blocks=16, max_model_len=64, handoffs=HandoffManager())
     h.add("a", ids(6))
     h.run()
     assert h.scheduler.stats().prefill_decisions == {}

@@ -8,19 +8,19 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.ticket import Party, PrefillTicket
+from engine.kv_transfer.ticket import Peer, RemotePrefillRequest
 from engine.messages import (
     Abort,
     CancelPrefill,
+    DispatchPrefill,
     EngineLoad,
-    EngineNews,
     EngineStatus,
-    Follow,
+    EngineUpdate,
     Notice,
     Prefill,
-    PrefillPool,
-    TicketFailed,
-    WantPrefill,
+    PrefillReplicas,
+    RemotePrefillFailed,
+    Subscribe,
 )
 from engine.request import block_names
 from engine.sampling_params import SamplingParams
@@ -207,8 +207,8 @@ def test_status_messages_report_what_ended_and_the_state_of_the_engine(ingress, 
 
 
 def test_a_router_that_follows_hears_of_load_and_blocks(context, server, ingress):
-    router = Inbox(context, EngineNews)
-    ingress.send(Follow(router.address))
+    router = Inbox(context, EngineUpdate)
+    ingress.send(Subscribe(router.address))
     first = router.receive()
     assert first.snapshot and first.engine_id == "engine-7"
     assert first.load == EngineLoad(slots=4, blocks_total=64)
@@ -225,7 +225,7 @@ def test_a_router_that_follows_hears_of_load_and_blocks(context, server, ingress
 
 
 def test_an_address_that_is_none_cannot_be_followed_and_harms_nobody(ingress):
-    ingress.send(Follow("nowhere"))
+    ingress.send(Subscribe("nowhere"))
     ingress.add("a")
     assert len(ingress.tokens("a")) == 8
 
@@ -258,9 +258,9 @@ def test_an_engine_that_waits_for_kv_sleeps_until_its_handoffs_wake_it(folder, c
     attempts = []
     while len(attempts) < 2:
         notice = control.receive()
-        if isinstance(notice, WantPrefill):
+        if isinstance(notice, DispatchPrefill):
             attempts.append(notice.ticket.attempt)
-            ingress.send(TicketFailed(notice.ticket.handoff_id, "nobody there", True))
+            ingress.send(RemotePrefillFailed(notice.ticket.handoff_id, "nobody there", True))
     assert attempts == [1, 2]
     assert len(ingress.tokens("a")) == 8
     server.stop()
@@ -278,7 +278,7 @@ def test_a_prefill_engine_names_handoffs_among_what_has_ended(folder, context):
     ingress = Ingress(context, thread.server)
     fingerprint = control.receive().fingerprint
     for name, tokens in [("taken", [5, 6, 7]), ("cancelled", [5, 6, 7]), ("too long", [5] * 300)]:
-        ticket = PrefillTicket(
+        ticket = RemotePrefillRequest(
             handoff_id=name,
             request_id=name,
             attempt=1,
@@ -289,7 +289,7 @@ def test_a_prefill_engine_names_handoffs_among_what_has_ended(folder, context):
             cache_salt="",
             skip=0,
             fingerprint=fingerprint,
-            decode=Party("decode", "tcp://127.0.0.1:9", 1),
+            decode=Peer("decode", "tcp://127.0.0.1:9", 1),
         )
         ingress.send(Prefill(ticket))
     ingress.send(CancelPrefill("cancelled"))
@@ -305,7 +305,7 @@ def test_a_prefill_engine_names_handoffs_among_what_has_ended(folder, context):
     assert thread.error is None
 
 
-@pytest.mark.parametrize("command", [CancelPrefill("h"), TicketFailed("h", "why", True), PrefillPool([])])
+@pytest.mark.parametrize("command", [CancelPrefill("h"), RemotePrefillFailed("h", "why", True), PrefillReplicas([])])
 def test_an_engine_without_handoffs_drops_commands_for_them(ingress, command):
     ingress.send(command)
     ingress.add("a")

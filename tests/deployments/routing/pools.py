@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from deployments.routing.cost import Prompt
 from deployments.routing.prefix_index import keys_of
 from engine.block_pool import BlockPool
-from engine.messages import EngineLoad, EngineNews
+from engine.messages import EngineLoad, EngineUpdate
 from engine.request import block_names
 
 BLOCK = 4
@@ -70,11 +70,11 @@ class PoolEngine:
         sequences = len(self.held) + len(self.queued)
         return EngineLoad(sequences, sum(self.queued.values()), self.pool.num_used, self.slots, self.num_blocks)
 
-    def news(self) -> EngineNews:
+    def news(self) -> EngineUpdate:
         self.number += 1
         stored, removed = self.pool.take_changes()
         taken, self.taken, settled, self.settled = self.taken, [], self.settled, []
-        return EngineNews(
+        return EngineUpdate(
             engine_id=self.name,
             number=self.number,
             snapshot=False,
@@ -85,8 +85,8 @@ class PoolEngine:
             settled=settled,
         )
 
-    def snapshot(self) -> EngineNews:
-        return EngineNews(
+    def snapshot(self) -> EngineUpdate:
+        return EngineUpdate(
             engine_id=self.name,
             number=self.number,
             snapshot=True,

@@ -9,7 +9,7 @@ import pytest
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.cost import Prompt
-from engine.messages import EngineLoad, EngineNews
+from engine.messages import EngineLoad, EngineUpdate
 from tests.deployments.routing.pools import BLOCK, PoolEngine, prompt
 
 ENGINES = ["decode-m-a", "decode-m-b", "decode-m-c", "decode-m-d"]
@@ -19,8 +19,8 @@ def balancer(policy: PolicyName = "prefix_aware", **weights: float) -> Balancer:
     return Balancer(RoutingConfig(policy=policy, **weights), "decode", BLOCK, random.Random(0))
 
 
-def report(engine: str, number: int = 0, *, snapshot: bool = True, stored: bytes = b"", **load: int) -> EngineNews:
-    return EngineNews(
+def report(engine: str, number: int = 0, *, snapshot: bool = True, stored: bytes = b"", **load: int) -> EngineUpdate:
+    return EngineUpdate(
         engine_id=engine,
         number=number,
         snapshot=snapshot,

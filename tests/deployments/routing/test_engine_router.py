@@ -17,9 +17,9 @@ from ray.serve.request_router import PendingRequest, ReplicaID
 
 from deployments.engine_router import EngineRouter, engine_id_of
 from deployments.routing.cost import Prompt
-from deployments.routing.routed_call import NOTHING, RoutedCall
+from deployments.routing.routed_call import NOTHING, RoutingContext
 from deployments.routing.stats import RoutingStats
-from engine.messages import Command, EngineLoad, EngineNews, Follow
+from engine.messages import Command, EngineLoad, EngineUpdate, Subscribe
 from tests.deployments.routing.pools import BLOCK, prompt
 
 POOL = DeploymentID("decode-m", "manta")
@@ -59,11 +59,11 @@ async def router(*replicas: FakeReplica, policy: str = "prefix_aware") -> AsyncG
             await asyncio.gather(made._receiving, return_exceptions=True)
 
 
-def pending(call: RoutedCall, internal_id: str = "internal") -> PendingRequest:
+def pending(call: RoutingContext, internal_id: str = "internal") -> PendingRequest:
     return PendingRequest(args=[b"request", call], kwargs={}, metadata=RequestMetadata("request", internal_id))
 
 
-async def route(router: EngineRouter, call: RoutedCall) -> str:
+async def route(router: EngineRouter, call: RoutingContext) -> str:
     """Name of the replica that Serve would send it to."""
     async with asyncio.timeout(10):
         replica = await router._choose_replica_for_request(pending(call))
@@ -71,8 +71,8 @@ async def route(router: EngineRouter, call: RoutedCall) -> str:
     return replica.replica_id.unique_id
 
 
-def plain(number: int, avoid: Sequence[str] = ()) -> RoutedCall:
-    return RoutedCall(prompt(f"r{number}", [number] * 40), RoutingStats(), avoid)
+def plain(number: int, avoid: Sequence[str] = ()) -> RoutingContext:
+    return RoutingContext(prompt(f"r{number}", [number] * 40), RoutingStats(), avoid)
 
 
 def test_calls_that_share_the_id_of_their_http_request_each_find_a_replica():
@@ -168,7 +168,7 @@ def test_engines_are_followed_from_the_first_call_on():
             await route(r, plain(1))
             async with asyncio.timeout(10):
                 command = msgspec.msgpack.decode(await engine.recv(), type=Command)
-            assert isinstance(command, Follow) and command.again
+            assert isinstance(command, Subscribe) and command.again
         engine.close(linger=0)
 
     asyncio.run(scenario())
@@ -194,7 +194,7 @@ def test_what_engines_report_is_also_what_serve_takes_for_their_open_calls():
     async def scenario() -> None:
         async with router(FakeReplica("a")) as r:
             load = EngineLoad(sequences=7)
-            news = EngineNews(
+            news = EngineUpdate(
                 engine_id="decode-m-a",
                 number=1,
                 snapshot=True,
@@ -211,10 +211,10 @@ def test_what_engines_report_is_also_what_serve_takes_for_their_open_calls():
 
 
 def test_nothing_of_a_routed_call_travels_to_the_replica():
-    long = RoutedCall(Prompt("r", 10_000, list(range(10_000))), RoutingStats(), ["decode-m-a"])
+    long = RoutingContext(Prompt("r", 10_000, list(range(10_000))), RoutingStats(), ["decode-m-a"])
     assert len(cloudpickle.dumps(long)) < 200
     arrived = pickle.loads(pickle.dumps(long))
-    assert isinstance(arrived, RoutedCall) and arrived.prompt == NOTHING
+    assert isinstance(arrived, RoutingContext) and arrived.prompt == NOTHING
 
 
 def test_the_name_of_an_engine_is_that_of_its_replica():

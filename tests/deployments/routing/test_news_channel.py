@@ -10,8 +10,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from deployments.news_channel import NewsChannel
-from engine.messages import Command, EngineLoad, EngineNews, Follow
+from deployments.news_channel import KVEventSubscriber
+from engine.messages import Command, EngineLoad, EngineUpdate, Subscribe
 
 LIMIT_S = 10.0
 
@@ -27,14 +27,14 @@ class Inbox:
         self._out = self._context.socket(zmq.PUSH)
         self._connected = ""
 
-    async def follow(self) -> Follow:
+    async def follow(self) -> Subscribe:
         async with asyncio.timeout(LIMIT_S):
             command = msgspec.msgpack.decode(await self._socket.recv(), type=Command)
-        assert isinstance(command, Follow)
+        assert isinstance(command, Subscribe)
         return command
 
-    async def send(self, to: Follow, number: int, *, snapshot: bool = False, name: str | None = None) -> None:
-        news = EngineNews(
+    async def send(self, to: Subscribe, number: int, *, snapshot: bool = False, name: str | None = None) -> None:
+        news = EngineUpdate(
             engine_id=name or self.name,
             number=number,
             snapshot=snapshot,
@@ -46,7 +46,7 @@ class Inbox:
         )
         await self.send_bytes(to, msgspec.msgpack.encode(news))
 
-    async def send_bytes(self, to: Follow, message: bytes) -> None:
+    async def send_bytes(self, to: Subscribe, message: bytes) -> None:
         if self._connected != to.address:
             self._out.connect(to.address)
             self._connected = to.address
@@ -64,20 +64,20 @@ class Taker:
 
     def __init__(self) -> None:
         self.understands = True
-        self._queue: asyncio.Queue[EngineNews] = asyncio.Queue()
+        self._queue: asyncio.Queue[EngineUpdate] = asyncio.Queue()
 
-    def take(self, news: EngineNews) -> bool:
+    def take(self, news: EngineUpdate) -> bool:
         self._queue.put_nowait(news)
         return self.understands
 
-    async def next(self) -> EngineNews:
+    async def next(self) -> EngineUpdate:
         async with asyncio.timeout(LIMIT_S):
             return await self._queue.get()
 
 
 @asynccontextmanager
-async def channel(taker: Taker, *engines: Inbox) -> AsyncGenerator[NewsChannel]:
-    made = NewsChannel("127.0.0.1", taker.take)
+async def channel(taker: Taker, *engines: Inbox) -> AsyncGenerator[KVEventSubscriber]:
+    made = KVEventSubscriber("127.0.0.1", taker.take)
     task = asyncio.create_task(made.run())
     made.follow({engine.name: engine.address for engine in engines})
     await asyncio.sleep(0)

@@ -27,7 +27,7 @@ def shard_cache(full: Tensor, shard: HeadShard) -> Tensor:
 
 
 class SourceProcess:
-    """A process with a KVAgent over `full_cache(num_blocks, 2, seed=seed)`, as the only rank of an engine."""
+    """A process with a KVTransferWorker over `full_cache(num_blocks, 2, seed=seed)`, as the only rank of an engine."""
 
     def __init__(self, transport: str, num_blocks: int, seed: int = 0):
         command = [sys.executable, "-m", "tests.engine.kv_transfer.caches", transport, str(num_blocks), str(seed)]
@@ -51,9 +51,9 @@ class SourceProcess:
 
 
 def serve(transport: str, num_blocks: int, seed: int) -> None:
-    from engine.kv_transfer.agent import KVAgent
+    from engine.kv_transfer.agent import KVTransferWorker
 
-    agent = KVAgent(full_cache(num_blocks, 2, seed=seed), shard=HeadShard(2, 0, 1), transport=transport)
+    agent = KVTransferWorker(full_cache(num_blocks, 2, seed=seed), shard=HeadShard(2, 0, 1), transport=transport)
     print(json.dumps({name: value.hex() for name, value in agent.description.items()}), flush=True)
     sys.stdin.read()  # until the parent ends, however it does
     agent.close()

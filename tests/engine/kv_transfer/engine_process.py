@@ -15,7 +15,7 @@ import engine.server
 from engine.config import EngineConfig
 from engine.kv_transfer import agent, channel
 from engine.kv_transfer.tcp import TcpTransport
-from engine.kv_transfer.ticket import Party
+from engine.kv_transfer.ticket import Peer
 from engine.runner import ModelRunner
 from engine.server import EngineServer
 
@@ -119,11 +119,11 @@ def be_reached_over_links(pipe: Connection) -> None:
             described: bytes = ask("data", super().describe())
             return described
 
-    def linked_party(engine_id: str, address: str, epoch: int) -> Party:
-        return Party(engine_id, ask("control", address), epoch)
+    def linked_party(engine_id: str, address: str, epoch: int) -> Peer:
+        return Peer(engine_id, ask("control", address), epoch)
 
     agent.TcpTransport = LinkedTransport  # type: ignore[misc]
-    channel.Party = linked_party  # type: ignore[assignment,misc]
+    channel.Peer = linked_party  # type: ignore[assignment,misc]
 
 
 def obey(pipe: Connection, gate: Gate, server: EngineServer) -> None:

@@ -1,4 +1,4 @@
-"""What a KVAgent is to a channel: a PULL socket that takes commands, and one answer to each read. Its memory is a dict,
+"""What a KVTransferWorker is to a channel: a PULL socket that takes commands, and one answer to each read. Its memory is a dict,
 and it holds reads back when told to."""
 
 from __future__ import annotations

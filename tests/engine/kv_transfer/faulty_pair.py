@@ -15,19 +15,19 @@ from engine.config import EngineConfig
 from engine.kv_transfer.tcp import address_of
 from engine.messages import (
     Add,
+    CancelDispatch,
     CancelPrefill,
     Command,
-    DropPrefill,
+    DispatchPrefill,
     EngineStatus,
     GenerateRequest,
     Notice,
     Prefill,
-    PrefillPool,
     PrefillReplica,
-    TicketFailed,
+    PrefillReplicas,
+    RemotePrefillFailed,
     TokenBatch,
     TokenDelta,
-    WantPrefill,
 )
 from engine.sampling_params import SamplingParams
 from tests.engine.kv_transfer.engine_process import EngineProcess
@@ -145,13 +145,13 @@ class FaultyPair:
         self.members.pop(name).kill()
         if name == "prefill":
             for handoff_id in self._open:
-                self.decode.send(TicketFailed(handoff_id, "the prefill replica died", True))
+                self.decode.send(RemotePrefillFailed(handoff_id, "the prefill replica died", True))
             self._tell_pool()
         self._open.clear()
 
     def _tell_pool(self) -> None:
         alive = [PrefillReplica(engine_id="prefill")] if "prefill" in self.members else []
-        self.decode.send(PrefillPool(alive))
+        self.decode.send(PrefillReplicas(alive))
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -244,13 +244,13 @@ class FaultyPair:
                 member.ended |= set(notice.ended)
                 if member.name == "prefill":
                     self._open -= member.ended
-            case WantPrefill(ticket):
+            case DispatchPrefill(ticket):
                 if "prefill" in self.members and self.prefill.is_ready:
                     self._open.add(ticket.handoff_id)
                     self.prefill.send(Prefill(ticket))
                 else:
-                    self.decode.send(TicketFailed(ticket.handoff_id, "there is no prefill replica", True))
-            case DropPrefill(handoff_id):
+                    self.decode.send(RemotePrefillFailed(ticket.handoff_id, "there is no prefill replica", True))
+            case CancelDispatch(handoff_id):
                 if handoff_id in self._open:
                     self.prefill.send(CancelPrefill(handoff_id))
 

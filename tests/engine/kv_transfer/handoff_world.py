@@ -15,7 +15,7 @@ from engine.kv_transfer.events import Closed, Failed, HandoffEvent, Received
 from engine.kv_transfer.landing import chain_hash
 from engine.kv_transfer.messages import Attach, DropSource, Envelope, FirstToken, Message, Read, ReadEnded, StopRead
 from engine.kv_transfer.protocol import HandoffProtocol
-from engine.kv_transfer.ticket import Party, PrefillTicket
+from engine.kv_transfer.ticket import Peer, RemotePrefillRequest
 from engine.sampling_params import SamplingParams
 
 BLOCK = 4  # tokens
@@ -44,7 +44,7 @@ class Flight:
 class Job:
     """What a prefill engine computes."""
 
-    ticket: PrefillTicket
+    ticket: RemotePrefillRequest
     blocks: list[int]
     computed: int
 
@@ -64,11 +64,11 @@ class Engine:
     reads: list[RunningRead] = field(default_factory=list)
     answers: deque[ReadEnded] = field(default_factory=deque)  # of the own agents, not yet handled
     jobs: dict[str, Job] = field(default_factory=dict)
-    opened: dict[str, tuple[PrefillTicket, list[int]]] = field(default_factory=dict)
+    opened: dict[str, tuple[RemotePrefillRequest, list[int]]] = field(default_factory=dict)
     results: dict[str, HandoffEvent] = field(default_factory=dict)
 
     def __post_init__(self):
-        self.party = Party(self.name, f"tcp://{self.name}", next(self.world.epochs))
+        self.party = Peer(self.name, f"tcp://{self.name}", next(self.world.epochs))
         self.protocol = HandoffProtocol(CONFIG, self.party, ranks=[{"fake": b""}] * self.num_ranks, block_size=BLOCK)
         self.free = set(range(self.num_blocks))
         self.memory: dict[tuple[int, int], object] = {}  # (rank, block) -> tokens up to its end
@@ -114,8 +114,8 @@ class Engine:
 
     # -- decode ------------------------------------------------------------------------------------------------
 
-    def open(self, tokens: list[int], skip: int = 0, **more) -> PrefillTicket:
-        ticket = PrefillTicket(
+    def open(self, tokens: list[int], skip: int = 0, **more) -> RemotePrefillRequest:
+        ticket = RemotePrefillRequest(
             **{
                 "handoff_id": f"h{next(self.world.ids)}",
                 "request_id": "r",
@@ -169,7 +169,7 @@ class Engine:
 
     # -- prefill -----------------------------------------------------------------------------------------------
 
-    def accept(self, ticket: PrefillTicket) -> None:
+    def accept(self, ticket: RemotePrefillRequest) -> None:
         blocks = self._take(-(-(len(ticket.token_ids) - ticket.skip) // BLOCK))
         if blocks is None:
             self.protocol.refuse(ticket, "no room", self.now)
@@ -213,7 +213,7 @@ class Engine:
             for block in blocks:
                 self.memory[rank, block] = object()  # somebody else's KV
 
-    def _check_tokens(self, ticket: PrefillTicket, blocks: list[int], verified: int) -> None:
+    def _check_tokens(self, ticket: RemotePrefillRequest, blocks: list[int], verified: int) -> None:
         tokens = ticket.token_ids
         for i, block in enumerate(blocks):
             end = min(len(tokens), ticket.skip + (i + 1) * BLOCK)

@@ -10,16 +10,16 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.kv_transfer.ticket import PrefillTicket
+from engine.kv_transfer.ticket import RemotePrefillRequest
 from engine.messages import (
+    CancelDispatch,
     CancelPrefill,
     Command,
-    DropPrefill,
+    DispatchPrefill,
     EngineStatus,
     Notice,
     Prefill,
-    TicketFailed,
-    WantPrefill,
+    RemotePrefillFailed,
 )
 from engine.server import EngineServer
 from engine.tp_group import TPGroup
@@ -77,8 +77,8 @@ class Pair:
         self.prefill = Engine(self._context, prefill, "prefill", ranks[1])
         self.ingress = Ingress(self._context, self.decode.server)
         self.forwards, self.fails = True, False
-        self.held: list[PrefillTicket] = []
-        self.tickets: list[PrefillTicket] = []
+        self.held: list[RemotePrefillRequest] = []
+        self.tickets: list[RemotePrefillRequest] = []
         self.dropped: set[str] = set()
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -144,19 +144,19 @@ class Pair:
             case EngineStatus():
                 engine.status = notice
                 engine.ended |= set(notice.ended)
-            case WantPrefill(ticket):
+            case DispatchPrefill(ticket):
                 self.tickets.append(ticket)
                 if self.fails:
-                    self.decode.send(TicketFailed(ticket.handoff_id, "nobody there", True))
+                    self.decode.send(RemotePrefillFailed(ticket.handoff_id, "nobody there", True))
                 elif self.forwards:
                     self._forward(ticket)
                 else:
                     self.held.append(ticket)
-            case DropPrefill(handoff_id):
+            case CancelDispatch(handoff_id):
                 self.dropped.add(handoff_id)
                 self.prefill.send(CancelPrefill(handoff_id))
 
-    def _forward(self, ticket: PrefillTicket) -> None:
+    def _forward(self, ticket: RemotePrefillRequest) -> None:
         self.prefill.send(Prefill(ticket))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.kv_transfer import tcp
-from engine.kv_transfer.agent import KVAgent
+from engine.kv_transfer.agent import KVTransferWorker
 from engine.kv_transfer.messages import AgentCommand, Attach, DropSource, Read, ReadEnded, StopRead
 from engine.kv_transfer.tp_map import HeadShard
 from tests.engine.kv_transfer.caches import SourceProcess, full_cache, shard_cache
@@ -26,7 +26,7 @@ ONE = HeadShard(2, 0, 1)
 class Channel:
     """Commands agents, and hears of what they have read."""
 
-    def __init__(self, *agents: KVAgent):
+    def __init__(self, *agents: KVTransferWorker):
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         port = self._inbox.bind_to_random_port("tcp://127.0.0.1")
@@ -70,21 +70,23 @@ class World:
     """Makes agents and channels, and closes them."""
 
     def __init__(self) -> None:
-        self._open: list[KVAgent | Channel | Link] = []
+        self._open: list[KVTransferWorker | Channel | Link] = []
 
-    def agent(self, cache: Tensor, shard: HeadShard = ONE, transport: str = "tcp", progress_s: float = 20.0) -> KVAgent:
-        self._open.append(KVAgent(cache, shard=shard, transport=transport, progress_s=progress_s))
+    def agent(
+        self, cache: Tensor, shard: HeadShard = ONE, transport: str = "tcp", progress_s: float = 20.0
+    ) -> KVTransferWorker:
+        self._open.append(KVTransferWorker(cache, shard=shard, transport=transport, progress_s=progress_s))
         return self._open[-1]
 
-    def engine(self, full: Tensor, size: int, transport: str = "tcp") -> list[KVAgent]:
+    def engine(self, full: Tensor, size: int, transport: str = "tcp") -> list[KVTransferWorker]:
         shards = [HeadShard(full.shape[3], rank, size) for rank in range(size)]
         return [self.agent(shard_cache(full, shard), shard, transport) for shard in shards]
 
-    def channel(self, *agents: KVAgent) -> Channel:
+    def channel(self, *agents: KVTransferWorker) -> Channel:
         self._open.append(Channel(*agents))
         return self._open[-1]
 
-    def link(self, source: KVAgent) -> tuple[Link, dict[str, bytes]]:
+    def link(self, source: KVTransferWorker) -> tuple[Link, dict[str, bytes]]:
         """A link to a source, and the description of the source over it."""
         link = Link.to(source.description["tcp"])
         self._open.append(link)
@@ -278,7 +280,7 @@ def test_nixl_that_was_asked_for_and_cannot_be_imported_is_a_startup_error(
 
 def test_an_address_of_another_host_is_a_startup_error() -> None:
     with pytest.raises(StartupError, match=r"tcp cannot listen at 192.0.2.1"):
-        KVAgent(full_cache(4, 2), shard=ONE, host="192.0.2.1", transport="tcp")
+        KVTransferWorker(full_cache(4, 2), shard=ONE, host="192.0.2.1", transport="tcp")
 
 
 @needs_nixl

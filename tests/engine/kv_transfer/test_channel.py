@@ -10,14 +10,14 @@ import torch
 import zmq
 
 from engine.errors import EngineUnavailable
-from engine.journal import Journal
-from engine.kv_transfer.agent import KVAgent
+from engine.journal import RequestLog
+from engine.kv_transfer.agent import KVTransferWorker
 from engine.kv_transfer.channel import HandoffChannel
 from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.events import Closed, Failed, Received
 from engine.kv_transfer.landing import chain_hash
 from engine.kv_transfer.messages import Envelope, FirstToken, Released
-from engine.kv_transfer.ticket import Party, PrefillTicket
+from engine.kv_transfer.ticket import Peer, RemotePrefillRequest
 from engine.kv_transfer.tp_map import HeadShard
 from engine.sampling_params import SamplingParams
 from tests.engine.kv_transfer.fake_agent import FakeAgent
@@ -34,7 +34,7 @@ class Engine:
 
     def __init__(self, name, agents, config=CONFIG):
         self.agents, self.told = agents, []
-        self.woken, self.journal = threading.Event(), Journal()
+        self.woken, self.journal = threading.Event(), RequestLog()
         self.channel = HandoffChannel(
             config,
             engine_id=name,
@@ -93,7 +93,7 @@ def engines():
 
 def ticket_for(decode, handoff_id="h", address=None):
     party = decode.channel.party
-    return PrefillTicket(
+    return RemotePrefillRequest(
         handoff_id=handoff_id,
         request_id="r",
         attempt=1,
@@ -104,7 +104,7 @@ def ticket_for(decode, handoff_id="h", address=None):
         cache_salt="",
         skip=0,
         fingerprint="f",
-        decode=party if address is None else Party(party.engine_id, address, party.epoch),
+        decode=party if address is None else Peer(party.engine_id, address, party.epoch),
     )
 
 
@@ -260,7 +260,7 @@ def test_real_agents_bring_the_heads_of_every_rank(engines, decode_ranks, prefil
     def agents(cache, size):
         shards = [HeadShard(heads, rank, size) for rank in range(size)]
         caches = [cache[:, :, :, shard.start : shard.stop].clone() for shard in shards]
-        made = [KVAgent(c, shard=s, transport="tcp") for c, s in zip(caches, shards, strict=True)]
+        made = [KVTransferWorker(c, shard=s, transport="tcp") for c, s in zip(caches, shards, strict=True)]
         return made, caches
 
     local_agents, local = agents(torch.zeros_like(whole), decode_ranks)

@@ -13,7 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.kv_transfer.config import HandoffConfig
-from engine.messages import Abort, GenerateRequest, PrefillPool, PrefillReplica
+from engine.messages import Abort, GenerateRequest, PrefillReplica, PrefillReplicas
 from engine.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair
 from tests.models import make_model
@@ -251,11 +251,11 @@ def test_a_ticket_that_nobody_takes_is_computed_here_in_the_end(fresh, alone):
 
 
 def test_without_prefill_engines_prompts_are_computed_here(fresh, alone):
-    fresh.ingress.send(PrefillPool([]))
+    fresh.ingress.send(PrefillReplicas([]))
     fresh.ingress.add("local", prompt(60))
     assert fresh.ingress.tokens("local") == alone(prompt(60))
     assert not fresh.tickets
-    fresh.ingress.send(PrefillPool([PrefillReplica(engine_id="prefill")]))
+    fresh.ingress.send(PrefillReplicas([PrefillReplica(engine_id="prefill")]))
     fresh.ingress.add("remote", prompt(60, 1))
     assert fresh.ingress.tokens("remote") == alone(prompt(60, 1))
     assert len(fresh.tickets) == 1

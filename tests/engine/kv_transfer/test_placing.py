@@ -1,7 +1,7 @@
 import pytest
 
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.placing import MIN_TOKENS, Load, Placing, Prompt
+from engine.kv_transfer.placing import MIN_TOKENS, Load, Prompt, RemotePrefillPolicy
 from engine.messages import PrefillReplica
 from engine.step_cost import StepCost
 
@@ -15,12 +15,12 @@ def replica(name: str = "p", queued: int = 0, token_s: float = TOKEN_S) -> Prefi
 
 def make(
     policy: str = "auto", replicas: list[PrefillReplica] | None = None, resting: set[str] | None = None
-) -> Placing:
+) -> RemotePrefillPolicy:
     """Of an engine whose steps cost 2 ms and 1 ms per token."""
     cost = StepCost()
     for tokens in (1, 8, 64, 512):
         cost.stepped(tokens, 0.002 + TOKEN_S * tokens)
-    placing = Placing(HandoffConfig(role="decode", policy=policy), cost, lambda: resting or set())
+    placing = RemotePrefillPolicy(HandoffConfig(role="decode", policy=policy), cost, lambda: resting or set())
     placing.replicas = replicas
     return placing
 
@@ -60,7 +60,7 @@ def test_a_prompt_goes_where_it_costs_everyone_least(placing, prompt, load, remo
 
 
 def test_an_engine_that_has_never_computed_a_prompt_computes_one_to_learn_what_it_costs():
-    placing = Placing(HandoffConfig(role="decode"), StepCost())
+    placing = RemotePrefillPolicy(HandoffConfig(role="decode"), StepCost())
     placing.replicas = [replica()]
     assert placing.decide(LONG, Load()).reason in ("saturated", "cheaper_local")
 
