@@ -27,7 +27,7 @@ test-all: $(INSTALLED)
 # With the environment of `make install` where there is one, else with the machine's own Python, as in a CUDA image
 # without a network: neither Ray nor anything else of Serve is needed.
 GPU_PYTHON ?= $(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON))
-GPU_TESTS := tests/gpu tests/engine/ops/gpu
+GPU_TESTS := tests/gpu tests/engine/model/ops/gpu
 GPU_OUT ?= build/gpu
 
 test-gpu:
@@ -35,7 +35,7 @@ test-gpu:
 	$(GPU_PYTHON) -m pytest $(GPU_TESTS) -o timeout_method=thread -rs $(PYTEST_ARGS)
 
 bench-gpu:
-	$(GPU_PYTHON) -m cluster.bench.gpu --out $(GPU_OUT) $(BENCH_ARGS)
+	$(GPU_PYTHON) -m benchmarks.gpu --out $(GPU_OUT) $(BENCH_ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -12,16 +12,16 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from cluster.autoscaling.settings import autoscaling_config
+from cluster.cli.serve import BUILDER
 from cluster.config import AppConfig, ModelSection
 from cluster.model_info import model_info
-from cluster.serve_command import BUILDER
 from deployments import ray_compat
 from deployments.decode import Decode
-from deployments.engine_router import EngineRouter
 from deployments.ingress import Ingress
 from deployments.openai.served_model import ModelInfo
 from deployments.prefill import Prefill
 from deployments.routing.config import Role
+from deployments.routing.router import EngineRouter
 from engine.errors import ConfigError, StartupError
 from placement import capacity
 from placement.console_log import LogConfig

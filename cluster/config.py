@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from cluster.autoscaling.settings import POLICY, PoolSettings
 from cluster.autoscaling.targets import Limits, Slo
-from deployments.api_keys import ApiKeys
-from deployments.openai.gate import AuthConfig
-from deployments.openai.parser_names import ReasoningParser, ToolCallParser
+from deployments.frontend.api_keys import ApiKeys
+from deployments.observability.tracing import TracingConfig
+from deployments.openai.middleware import AuthConfig
+from deployments.openai.parsers.names import ReasoningParser, ToolCallParser
 from deployments.routing.config import Role, RoutingConfig
-from deployments.tracing import TracingConfig
 from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig
 from engine.errors import ConfigError
 from engine.kv_transfer.config import HandoffConfig

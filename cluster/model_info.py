@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from cluster.config import IngressSection, ModelSection
-from deployments.admission import AdmissionLimits
+from deployments.frontend.admission import AdmissionLimits
 from deployments.openai.served_model import ModelInfo
-from engine import model_folder
-from engine.model_config import ModelConfig
-from engine.model_identity import ModelIdentity
-from engine.tokenizer import Tokenizer
+from engine.model import folder as model_folder
+from engine.model.config import ModelConfig
+from engine.text.tokenizer import Tokenizer
+from engine.wire.model_identity import ModelIdentity
 
 
 def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:

@@ -9,13 +9,13 @@ import ray
 from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
-from deployments.engine_deployment import EngineDeployment
-from deployments.pairing import pair
-from deployments.routing.routed_call import RoutingContext
-from deployments.serve_pool import ServePrefillPool
+from deployments.replicas.engine_deployment import EngineDeployment
+from deployments.replicas.pairing import pair
+from deployments.replicas.serve_pool import ServePrefillPool
+from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
 from engine.errors import OtherModel
-from engine.messages import GenerateRequest
+from engine.wire.messages import GenerateRequest
 from placement.spec import GroupSpec
 
 

@@ -13,16 +13,16 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.ingress_peers import IngressPeers
+from deployments.frontend.token_channel import TokenChannel
+from deployments.observability.ingress_peers import IngressPeers
+from deployments.observability.scaling_report import QueueReport
+from deployments.observability.telemetry import Telemetry
+from deployments.observability.tracing import Tracing, TracingConfig
 from deployments.openai.app import openai_app
-from deployments.openai.gate import AuthConfig
+from deployments.openai.middleware import AuthConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
-from deployments.scaling_report import QueueReport
-from deployments.serve_pool import ServePool
-from deployments.telemetry import Telemetry
-from deployments.token_channel import TokenChannel
-from deployments.tracing import Tracing, TracingConfig
-from engine.tokenizer import Tokenizer
+from deployments.replicas.serve_pool import ServePool
+from engine.text.tokenizer import Tokenizer
 from placement.console_log import LogConfig, log_to_console
 
 logger = logging.getLogger(__name__)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from deployments.engine_deployment import EngineDeployment
-from deployments.routing.routed_call import RoutingContext
+from deployments.replicas.engine_deployment import EngineDeployment
+from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
-from engine.kv_transfer.ticket import RemotePrefillRequest
+from engine.wire.remote_prefill import RemotePrefillRequest
 from placement.spec import GroupSpec
 
 

@@ -16,7 +16,7 @@ from ray.experimental import internal_kv
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.tickets import PoolState
+from deployments.replicas.prefill_dispatcher import PoolState
 
 logger = logging.getLogger(__name__)
 

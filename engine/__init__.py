@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 # default it spins for milliseconds, so that one other busy process on the cores makes a step ten times longer.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
-from engine.sampling_params import SamplingParams
-from engine.structured_outputs import StructuredOutputsParams
+from engine.wire.sampling_params import SamplingParams
+from engine.wire.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from engine.llm import LLM
+    from engine.offline.llm import LLM
 
 __all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
 
@@ -22,7 +22,7 @@ __all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
 def __getattr__(name: str) -> Any:
     """`LLM` brings torch with it: seconds that a process which only speaks text (the ingress) need not spend."""
     if name == "LLM":
-        from engine.llm import LLM
+        from engine.offline.llm import LLM
 
         return LLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

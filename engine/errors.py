@@ -216,7 +216,7 @@ class ModelFolderError(StartupError):
 
 
 class UnsupportedArchitecture(StartupError):
-    """The model's architecture has no file in engine/models/."""
+    """The model's architecture has no file in engine/model/models/."""
 
     def __init__(self, architecture: str, supported: list[str]):
         super().__init__(architecture, supported)

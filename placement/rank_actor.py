@@ -14,9 +14,9 @@ from placement.console_log import LogConfig, log_to_console
 from placement.rank_order import Place
 
 if TYPE_CHECKING:  # torch takes seconds, and the processes that start ranks do without
-    from engine.server import EngineServer
-    from engine.tp_group import ConnectedGroup
-    from engine.worker import Worker
+    from engine.core.server import EngineServer
+    from engine.distributed.tp_group import ConnectedGroup
+    from engine.runner.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class RankActor:
 
     def listen(self, task: RankTask) -> str:
         """Rank 0 of several: the address for the others."""
-        from engine.tp_group import TPGroup
+        from engine.distributed.tp_group import TPGroup
 
         config = task.config
         self._group = TPGroup.listen(config.tensor_parallel, ray.util.get_node_ip_address(), device=config.device)
@@ -91,7 +91,7 @@ class RankActor:
         self._part.run()
 
     def _lead(self, task: RankTask, host: str) -> RankReady:
-        from engine.server import EngineServer
+        from engine.core.server import EngineServer
 
         if self._group is not None:
             self._group.join(task.timeout_s)
@@ -102,8 +102,8 @@ class RankActor:
         return RankReady(server.address, server.max_model_len)
 
     def _follow(self, task: RankTask, rank: int, rank_0: str) -> None:
-        from engine.tp_group import TPGroup
-        from engine.worker import Worker
+        from engine.distributed.tp_group import TPGroup
+        from engine.runner.worker import Worker
 
         config = task.config
         group = TPGroup.connect(rank, config.tensor_parallel, rank_0, task.timeout_s, device=config.device)

@@ -7,9 +7,9 @@ import random
 import torch
 from torch import Tensor, nn
 
-from engine.batch import Batch, split
-from engine.model_config import ModelConfig
-from engine.tp_group import TPGroup
+from engine.distributed.tp_group import TPGroup
+from engine.model.batch import Batch, split
+from engine.model.config import ModelConfig
 
 
 class ByHand:

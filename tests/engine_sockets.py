@@ -8,9 +8,9 @@ from collections import defaultdict
 import msgspec
 import zmq
 
-from engine.messages import Add, GenerateRequest, TokenBatch, TokenDelta
-from engine.sampling_params import SamplingParams
-from engine.server import EngineServer
+from engine.core.server import EngineServer
+from engine.wire.messages import Add, GenerateRequest, TokenBatch, TokenDelta
+from engine.wire.sampling_params import SamplingParams
 
 LIMIT_MS = 60_000
 

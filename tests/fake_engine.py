@@ -1,4 +1,4 @@
-"""An engine without a model: the protocol of engine.server.EngineServer, with scripted tokens."""
+"""An engine without a model: the protocol of engine.core.server.EngineServer, with scripted tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from engine.kv_transfer.stats import HandoffStats
-from engine.kv_transfer.ticket import RemotePrefillRequest
-from engine.messages import (
+from engine.core.stats import RequestMetrics
+from engine.wire.handoff_stats import HandoffStats
+from engine.wire.messages import (
     Abort,
     Add,
     CancelDispatch,
@@ -32,7 +32,7 @@ from engine.messages import (
     TokenDelta,
     TokenLogprob,
 )
-from engine.request_metrics import RequestMetrics
+from engine.wire.remote_prefill import RemotePrefillRequest
 from tests.engine_stats import engine_stats
 
 Script = Callable[[GenerateRequest], list[int]]

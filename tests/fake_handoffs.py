@@ -3,15 +3,15 @@ allows."""
 
 from __future__ import annotations
 
+from engine.core.handoffs import Cancel, Finish, Forget, HandoffManager, Open, Refuse, Report
+from engine.core.remote_prefill_policy import RemotePrefillPolicy
+from engine.core.step_cost import StepCost
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.events import Closed, Failed, HandoffEvent, Received
-from engine.kv_transfer.ledger import Cancel, Finish, Forget, HandoffManager, Open, Refuse, Report
-from engine.kv_transfer.messages import FirstToken
-from engine.kv_transfer.placing import RemotePrefillPolicy
-from engine.kv_transfer.ticket import Peer, RemotePrefillRequest
-from engine.plan import StepPlan
-from engine.sampling_params import SamplingParams
-from engine.step_cost import StepCost
+from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Received
+from engine.kv_transfer.protocol.messages import FirstToken
+from engine.wire.plan import StepPlan
+from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.sampling_params import SamplingParams
 from tests.fake_runner import FakeGrammar, Harness, next_token
 
 

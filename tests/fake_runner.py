@@ -6,14 +6,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from engine.block_pool import BlockPool
 from engine.config import EngineConfig
-from engine.journal import RequestLog
-from engine.kv_transfer.ledger import HandoffManager
-from engine.messages import GenerateRequest
-from engine.plan import NewSequence, StepPlan, StepResult
-from engine.sampling_params import SamplingParams
-from engine.scheduler import Event, Scheduler
+from engine.core.block_pool import BlockPool
+from engine.core.handoffs import HandoffManager
+from engine.core.request_log import RequestLog
+from engine.core.scheduler import Event, Scheduler
+from engine.wire.messages import GenerateRequest
+from engine.wire.plan import NewSequence, StepPlan, StepResult
+from engine.wire.sampling_params import SamplingParams
 
 VOCAB = 50
 EOS = 0

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
+from engine.distributed.tp_group import TPGroup
 from engine.errors import ServingError
-from engine.tp_group import TPGroup
-from engine.worker import Worker
+from engine.runner.worker import Worker
 
 TIMEOUT_S = 30.0
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engine.tp_group import TPGroup
+from engine.distributed.tp_group import TPGroup
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ORDER = ["engine", "placement", "deployments", "cluster"]  # each may import those before it
 FILES = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in ORDER}
-MAY_USE_TORCH_DISTRIBUTED = ("engine/tp_group.py", "engine/kv_transfer/")
+MAY_USE_TORCH_DISTRIBUTED = ("engine/distributed/tp_group.py", "engine/kv_transfer/transport/")
 
 
 def imported_modules(source: str) -> set[str]:
@@ -85,11 +85,11 @@ def test_no_file_of_the_engine_names_ray():
 @pytest.mark.parametrize(
     ("code", "absent"),
     [
-        pytest.param("import engine.llm, engine.server", {"ray"}, id="the engine without Ray"),
+        pytest.param("import engine.offline.llm, engine.core.server", {"ray"}, id="the engine without Ray"),
         # each takes seconds, also of the start of a server, which looks at its configuration first
         pytest.param(
-            "import cluster.cli, deployments.openai.app\n"
-            "from cluster.config_file import check\n"
+            "import cluster.cli.main, deployments.openai.app\n"
+            "from cluster.cli.config_file import check\n"
             "check(Path('serve_config.yaml'))",
             {"ray", "torch", "transformers"},
             id="the API and what looks at a configuration without Ray and torch",
@@ -114,8 +114,11 @@ def test_torch_distributed_stays_in_the_tensor_parallel_group_and_kv_transfer():
 
 
 def test_the_scheduler_and_what_it_owns_know_neither_torch_nor_clock_nor_socket():
-    own = ["scheduler", "block_pool", "request", "plan", "sampling_params", "messages", "config", "errors"]
-    handoffs = ["ledger", "placing", "ticket", "events", "messages", "config", "protocol", "inbound", "outbound"]
-    for name in [*own, *(f"kv_transfer/{name}" for name in handoffs)]:
+    core = ["scheduler", "request_queue", "kv_cache_manager", "step_plan_builder", "block_pool", "request", "handoffs",
+            "remote_prefill_policy"]  # fmt: skip
+    protocol = ["protocol", "decode_side", "prefill_side", "receive_state", "messages", "events", "effects"]
+    wire = ["plan", "sampling_params", "messages", "remote_prefill", "handoff_stats"]
+    names = [f"core/{name}" for name in core] + [f"kv_transfer/protocol/{name}" for name in protocol]
+    for name in [*names, *(f"wire/{name}" for name in wire), "config", "errors"]:
         packages = imported_packages((ROOT / "engine" / f"{name}.py").read_text(encoding="utf-8"))
         assert not packages & {"torch", "time", "zmq", "socket", "asyncio", "threading"}, name

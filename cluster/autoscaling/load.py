@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """What a step costs in an engine, fitted there (engine/step_cost.py); 0 where not known yet.
+    """What a step costs in an engine, fitted there (engine/core/step_cost.py); 0 where not known yet.
 
     A step of n decoding sequences takes decode_step_s + n * decode_sequence_s. token_s: of each prompt token, all told.
     """

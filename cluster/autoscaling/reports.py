@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cluster.autoscaling.load import PoolLoad, ReplicaLoad, StepCosts
-from deployments.scaling_report import waiting_of, waiting_tokens_of
+from deployments.observability.scaling_report import waiting_of, waiting_tokens_of
 
 LEAST_WINDOW_S = 0.5  # between two reports, for rates
 

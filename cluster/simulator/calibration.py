@@ -6,13 +6,13 @@ import random
 import time
 from collections.abc import Callable
 
-from cluster.bench.prompts import random_ids
+from cluster.cli.bench.prompts import random_ids
 from cluster.simulator.step_cost import Work
-from engine.core import EngineCore
-from engine.messages import GenerateRequest
-from engine.plan import StepPlan
-from engine.sampling_params import SamplingParams
-from engine.scheduler import Event
+from engine.core.engine import EngineCore
+from engine.core.scheduler import Event
+from engine.wire.messages import GenerateRequest
+from engine.wire.plan import StepPlan
+from engine.wire.sampling_params import SamplingParams
 
 BATCHES = (1, 3, 8, 20, 48)
 PROMPTS = (32, 200, 800)

@@ -8,25 +8,25 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cluster.simulator.events import EventLoop
-from cluster.simulator.gaps import LatencyHistogram
 from cluster.simulator.handoffs import HandoffTraffic
+from cluster.simulator.latency_histogram import LatencyHistogram
 from cluster.simulator.pool import Pool
-from cluster.simulator.records import Report, Results
 from cluster.simulator.replica import LEAP, Replica
 from cluster.simulator.requests import make_request
+from cluster.simulator.results import Report, Results
 from cluster.simulator.scaling import Scaling
 from cluster.simulator.spec import ClusterSpec, PoolSpec, Slo
 from cluster.simulator.trace import Trace
-from deployments.fair_queue import FairQueue, QueuedRequest
+from deployments.frontend.fair_queue import FairQueue, QueuedRequest
 from deployments.routing.config import Role
+from engine.core.handoffs import HandoffAction, HandoffManager
+from engine.core.kv_events import PERIOD_S
+from engine.core.remote_prefill_policy import RemotePrefillPolicy
+from engine.core.step_cost import StepTimes
 from engine.errors import PromptTooLong
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.ledger import HandoffAction, HandoffManager
-from engine.kv_transfer.placing import RemotePrefillPolicy
-from engine.kv_transfer.ticket import Peer
-from engine.messages import GenerateRequest, PrefillReplica
-from engine.news import PERIOD_S
-from engine.step_cost import StepTimes
+from engine.wire.messages import GenerateRequest, PrefillReplica
+from engine.wire.remote_prefill import Peer
 
 LOOK_S = 1.0  # how often engines are asked how they are, as in the real cluster
 NO_LIMIT = 10**12

@@ -142,7 +142,7 @@ def run(
     """
     if context.invoked_subcommand is not None:
         return
-    from cluster.bench.progress import progress_bar
+    from cluster.cli.bench.progress import progress_bar
     from cluster.simulator.cluster import simulate as simulate_cluster
     from cluster.simulator.planner import Candidate, Planner
     from cluster.simulator.setup import ClusterOptions, check_plan, make_cluster, make_slo
@@ -203,7 +203,7 @@ def fit(
 
     manta simulate fit --base-url http://127.0.0.1:8000 --replicas 2 --output cost.json
     """
-    from cluster.bench.progress import progress_bar
+    from cluster.cli.bench.progress import progress_bar
     from cluster.simulator.cost_file import write_cost
     from cluster.simulator.tables import show_fit
     from engine.config import EngineConfig
@@ -224,7 +224,7 @@ def fit(
 def _fit_engine(config: EngineConfig, progress: Progress) -> Fit:
     from cluster.simulator.calibration import BATCHES, PROMPTS, measure_steps
     from cluster.simulator.step_cost import fit as fit_cost
-    from engine.core import EngineCore
+    from engine.core.engine import EngineCore
 
     task = progress.add_task("batches", total=len(BATCHES) * len(PROMPTS))
     core = EngineCore(config)

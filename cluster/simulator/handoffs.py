@@ -1,6 +1,6 @@
 """KV on its way from prefill to decode replicas. The schedulers' ledgers say what is to be done; here it takes time.
 
-Nothing is lost and nobody dies here, so leases and heartbeats (engine/kv_transfer/protocol.py) are left out but for the
+Nothing is lost and nobody dies here, so leases and heartbeats (engine/kv_transfer/protocol/protocol.py) are left out but for the
 time that their messages take. Reading begins with the first chunk, while prefill computes the next, as it really does.
 """
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from cluster.simulator.events import EventLoop
 from cluster.simulator.pool import Pool
-from cluster.simulator.records import Handoffs
 from cluster.simulator.replica import Replica
+from cluster.simulator.results import Handoffs
 from cluster.simulator.spec import Network
+from engine.core.handoffs import Finish, HandoffAction, Open, Report
 from engine.errors import ServingError
-from engine.kv_transfer.events import Closed, Failed, Received
-from engine.kv_transfer.ledger import Finish, HandoffAction, Open, Report
-from engine.kv_transfer.ticket import RemotePrefillRequest
+from engine.kv_transfer.protocol.events import Closed, Failed, Received
+from engine.wire.remote_prefill import RemotePrefillRequest
 
 
 @dataclass(slots=True)

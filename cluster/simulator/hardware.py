@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster.simulator.step_cost import Roofline
 from engine.errors import InvalidParameter
-from engine.model_config import DTYPES, ModelConfig
+from engine.model.config import DTYPES, ModelConfig
 
 COMPUTE_SHARE = 0.6  # of the dense peak that large matrix products reach
 ATTENTION_SHARE = 0.4  # and attention over long prompts

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.bench.openai_client import Chunk, OpenAIClient, Outcome, StreamFailed
-from cluster.bench.prompts import random_ids
+from cluster.cli.bench.openai_client import Chunk, OpenAIClient, Outcome, StreamFailed
+from cluster.cli.bench.prompts import random_ids
 from cluster.simulator.step_cost import LinearCost, Work, non_negative
 from engine.errors import EngineUnavailable, RequestError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cluster.simulator.cluster import simulate
-from cluster.simulator.records import Report
+from cluster.simulator.results import Report
 from cluster.simulator.spec import ClusterSpec, Slo
 from cluster.simulator.trace import Trace
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.simulator.records import PoolUse
 from cluster.simulator.replica import Replica
+from cluster.simulator.results import PoolUse
 from cluster.simulator.routing import make_router
 from cluster.simulator.spec import PoolSpec
 from deployments.routing.config import Role
@@ -52,7 +52,7 @@ class Pool:
 
     @property
     def room(self) -> int:
-        """Sequences that the ingress lets in: as `window` in deployments/admission.py without any news."""
+        """Sequences that the ingress lets in: as `window` in deployments/frontend/admission.py without any news."""
         most = self.spec.config.max_num_seqs
         return max(1, len(self.up) * (most + max(1, most // 8)))
 

@@ -7,28 +7,28 @@ from collections.abc import Callable
 
 import msgspec
 
-from cluster.simulator.gaps import LatencyHistogram
-from cluster.simulator.leap import LeapingScheduler, token_of
+from cluster.simulator.fast_forward import LeapingScheduler, token_of
+from cluster.simulator.latency_histogram import LatencyHistogram
 from cluster.simulator.step_cost import StepCost, Work
 from cluster.simulator.trace import VOCABULARY
 from deployments.routing.config import Role
-from engine.block_pool import BlockPool
 from engine.config import EngineConfig
-from engine.kv_transfer.events import HandoffEvent
-from engine.kv_transfer.ledger import HandoffAction, HandoffManager
-from engine.kv_transfer.ticket import RemotePrefillRequest
-from engine.messages import EngineStats, EngineUpdate, GenerateRequest, Subscribe
-from engine.news import KVEventPublisher
-from engine.plan import StepPlan, StepResult
-from engine.request import Request
-from engine.scheduler import Event
-from engine.step_cost import StepTimes, StepWork
+from engine.core.block_pool import BlockPool
+from engine.core.handoffs import HandoffAction, HandoffManager
+from engine.core.kv_events import KVEventPublisher
+from engine.core.request import Request
+from engine.core.scheduler import Event
+from engine.core.step_cost import StepTimes, StepWork
+from engine.kv_transfer.protocol.events import HandoffEvent
+from engine.wire.messages import EngineStats, EngineUpdate, GenerateRequest, Subscribe
+from engine.wire.plan import StepPlan, StepResult
+from engine.wire.remote_prefill import RemotePrefillRequest
 
 LEAP = 64  # steps at most in one: the next arrival may cut it short, and the rest of it was in vain
 
 
 class Replica:
-    """As the step loop of engine/core.py without overlap: what comes while a step computes is planned for in the next.
+    """As the step loop of engine/core/engine.py without overlap: what comes while a step computes is planned for in the next.
 
     due: when it has to be woken next, because the step or leap that it is in has ended; None: it has nothing to do.
     ended: requests that are over, oldest first; the caller empties it.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from cluster.simulator.trace import Trace
-from engine.messages import GenerateRequest
-from engine.sampling_params import SamplingParams
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
 
 
 def make_request(trace: Trace, index: int) -> GenerateRequest:

@@ -9,7 +9,7 @@ from typing import Protocol
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
 from deployments.routing.prompts import PromptReader
-from engine.messages import EngineUpdate
+from engine.wire.messages import EngineUpdate
 
 ROUTERS = ("prefix_aware", "power_of_two", "round_robin", "random")
 

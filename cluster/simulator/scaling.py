@@ -10,10 +10,10 @@ from itertools import pairwise
 from cluster.autoscaling.load import PoolLoad, ReplicaLoad, StepCosts
 from cluster.autoscaling.model import ModelScaler, PoolState
 from cluster.simulator.pool import Pool
-from cluster.simulator.records import ReplicaCounts
 from cluster.simulator.replica import Replica
+from cluster.simulator.results import ReplicaCounts
 from cluster.simulator.spec import ScalingSpec
-from deployments.fair_queue import FairQueue
+from deployments.frontend.fair_queue import FairQueue
 from deployments.routing.config import Role
 
 MEMORY_S = 5.0  # over which rates are taken

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from engine.plan import StepPlan
+from engine.wire.plan import StepPlan
 
 
 class Work(NamedTuple):

@@ -25,7 +25,7 @@ from itertools import count
 
 import numpy as np
 
-from cluster.bench.arrivals import arrival_times
+from cluster.cli.bench.arrivals import arrival_times
 from cluster.simulator.trace import PIECE, Counts, Times, Trace
 from engine.errors import InvalidParameter
 

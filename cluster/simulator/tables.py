@@ -7,10 +7,10 @@ from dataclasses import asdict
 import numpy as np
 from rich.table import Table
 
-from cluster.bench.tables import Total, figure, make_table, show, totals
+from cluster.cli.bench.tables import Total, figure, make_table, show, totals
 from cluster.simulator.http_calibration import HttpFit
 from cluster.simulator.planner import Candidate, Plan
-from cluster.simulator.records import PoolUse, Report
+from cluster.simulator.results import PoolUse, Report
 from cluster.simulator.spec import Slo
 from cluster.simulator.step_cost import Fit
 from cluster.simulator.trace import Trace

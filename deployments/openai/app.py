@@ -13,25 +13,25 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from deployments.api_keys import ApiKeys
-from deployments.metrics import CONTENT_TYPE, render_metrics
-from deployments.openai.answers import ModelCard, ModelList
-from deployments.openai.caller import RequestContext
+from deployments.frontend.api_keys import ApiKeys
+from deployments.observability.prometheus import CONTENT_TYPE, render_metrics
+from deployments.observability.telemetry import MetricsMiddleware, Telemetry
 from deployments.openai.chat import ChatAnswer
 from deployments.openai.completion import CompletionAnswer
 from deployments.openai.connection import while_connected
-from deployments.openai.error_body import error_response
-from deployments.openai.gate import AuthConfig, AuthMiddleware
-from deployments.openai.header import ResponseMeta
+from deployments.openai.context import RequestContext
+from deployments.openai.debug import request_stories
+from deployments.openai.errors import error_response
 from deployments.openai.live_handoffs import live_handoffs
+from deployments.openai.middleware import AuthConfig, AuthMiddleware
 from deployments.openai.openapi import openapi_document
-from deployments.openai.protocol import ChatBody, CompletionBody, GenerationBody, parse
-from deployments.openai.request_stories import request_stories
+from deployments.openai.requests import ChatBody, CompletionBody, GenerationBody, parse
+from deployments.openai.response_meta import ResponseMeta
+from deployments.openai.responses import ModelCard, ModelList
 from deployments.openai.served_model import ServedModel
-from deployments.openai.sse import stream
 from deployments.openai.status import VERSION, Load, Version
+from deployments.openai.streaming import stream
 from deployments.openai.tokenize import DetokenizeBody, TokenizeBody
-from deployments.telemetry import MetricsMiddleware, Telemetry
 from engine.errors import InvalidParameter, ModelNotFound, RequestError, ServingError, UnsupportedMediaType
 
 MAX_REQUEST_ID = 128

@@ -6,9 +6,12 @@ import uuid
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
-from deployments.generation import Generation
-from deployments.openai.answer_reader import ChoiceParser, OutputFormat
-from deployments.openai.answers import (
+from deployments.frontend.generation import Generation
+from deployments.openai.parsers.choice_parser import ChoiceParser, OutputFormat
+from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, Piece, Reasoning
+from deployments.openai.requests import ChatBody
+from deployments.openai.response_meta import ResponseMeta, usage_body
+from deployments.openai.responses import (
     CalledFunction,
     CalledFunctionDelta,
     ChatChoice,
@@ -24,11 +27,8 @@ from deployments.openai.answers import (
     TopLogprob,
     UsageBody,
 )
-from deployments.openai.header import ResponseMeta, usage_body
-from deployments.openai.pieces import CallArguments, CallStart, Content, Piece, Reasoning
-from deployments.openai.protocol import ChatBody
-from engine.text_stream import TextChunk
-from engine.tokenizer import Tokenizer
+from engine.text.text_stream import TextChunk
+from engine.text.tokenizer import Tokenizer
 
 
 class ChatAnswer:

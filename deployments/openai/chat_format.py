@@ -7,16 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.openai import reasoning
-from deployments.openai.answer_grammar import Thinking, ToolGrammar
-from deployments.openai.answer_reader import OutputFormat
-from deployments.openai.parser_names import ReasoningParser, ToolCallParser
-from deployments.openai.protocol import ChatBody
-from deployments.openai.tool_parsers import hermes
+from deployments.openai.parsers import hermes, reasoning
+from deployments.openai.parsers.choice_parser import OutputFormat
+from deployments.openai.parsers.names import ReasoningParser, ToolCallParser
+from deployments.openai.requests import ChatBody
+from deployments.openai.tool_grammar import Thinking, ToolGrammar
 from deployments.openai.tools import NamedToolChoice
 from engine.errors import RequestError
-from engine.structured_outputs import StructuredOutputsParams
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
+from engine.wire.structured_outputs import StructuredOutputsParams
 
 _QUESTION = {"role": "user", "content": "?"}
 _TOOL = {

@@ -7,19 +7,19 @@ from contextlib import aclosing
 
 from msgspec import UNSET
 
-from deployments.generation import Generation, Part
-from deployments.openai.answers import (
+from deployments.frontend.generation import Generation, Part
+from deployments.openai.requests import CompletionBody
+from deployments.openai.response_meta import ResponseMeta, usage_body
+from deployments.openai.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     PromptLogprob,
     PromptLogprobs,
 )
-from deployments.openai.header import ResponseMeta, usage_body
-from deployments.openai.protocol import CompletionBody
-from engine.detokenizer import Detokenizer
-from engine.messages import TokenLogprob
-from engine.tokenizer import Tokenizer
+from engine.text.detokenizer import Detokenizer
+from engine.text.tokenizer import Tokenizer
+from engine.wire.messages import TokenLogprob
 
 
 class CompletionAnswer:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from deployments.engine_pool import EnginePool, found_statuses
-from engine.kv_transfer.stats import HandoffInfo
+from deployments.replicas.engine_pool import EnginePool, found_statuses
+from engine.wire.handoff_stats import HandoffInfo
 
 
 class LiveHandoff(msgspec.Struct):

@@ -8,12 +8,12 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from deployments.openai.answers import ChatCompletion, Completion, ErrorBody, ModelCard, ModelList
+from deployments.observability.timeline import RequestTimeline
 from deployments.openai.live_handoffs import LiveHandoffs
-from deployments.openai.protocol import ChatBody, CompletionBody
+from deployments.openai.requests import ChatBody, CompletionBody
+from deployments.openai.responses import ChatCompletion, Completion, ErrorBody, ModelCard, ModelList
 from deployments.openai.status import Load, Version
 from deployments.openai.tokenize import DetokenizeBody, Prompt, TokenizeBody, Tokens
-from deployments.stories import RequestTimeline
 
 REF = "#/components/schemas/{}"
 POSTS: dict[str, tuple[str, type[BaseModel], type[msgspec.Struct]]] = {

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.errors import RequestError
-from engine.structured_outputs import StructuredOutputsParams
+from engine.wire.structured_outputs import StructuredOutputsParams
 
 
 class JsonSchema(BaseModel):

@@ -10,25 +10,25 @@ from typing import Any
 
 import msgspec
 
-from deployments.admission import Admission, AdmissionLimits
-from deployments.engine_pool import EnginePool
-from deployments.generation import Generation
-from deployments.openai.answer_reader import OutputFormat
-from deployments.openai.caller import RequestContext
+from deployments.frontend.admission import Admission, AdmissionLimits
+from deployments.frontend.generation import Generation
+from deployments.frontend.token_channel import TokenChannel
+from deployments.observability.telemetry import Telemetry
 from deployments.openai.chat import ChatAnswer
 from deployments.openai.chat_format import ChatFormat, VisibleMarkers
 from deployments.openai.completion import CompletionAnswer
-from deployments.openai.header import ResponseMeta
-from deployments.openai.parser_names import ReasoningParser, ToolCallParser
-from deployments.openai.protocol import ChatBody, CompletionBody, GenerationBody, Message, TemplateOptions
+from deployments.openai.context import RequestContext
+from deployments.openai.parsers.choice_parser import OutputFormat
+from deployments.openai.parsers.names import ReasoningParser, ToolCallParser
+from deployments.openai.requests import ChatBody, CompletionBody, GenerationBody, Message, TemplateOptions
+from deployments.openai.response_meta import ResponseMeta
 from deployments.openai.tokenize import DetokenizeBody, Prompt, TokenizeBody, Tokens
-from deployments.telemetry import Telemetry
-from deployments.token_channel import TokenChannel
+from deployments.replicas.engine_pool import EnginePool
 from engine.errors import EngineUnavailable, InvalidParameter, PromptTooLong
-from engine.messages import GenerateRequest
-from engine.model_identity import ModelIdentity
-from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
+from engine.wire.messages import GenerateRequest
+from engine.wire.model_identity import ModelIdentity
+from engine.wire.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from pydantic import Field
 
-from deployments.openai.protocol import Message, RequestBody, TemplateOptions
+from deployments.openai.requests import Message, RequestBody, TemplateOptions
 from deployments.openai.tools import Tool
 from engine.errors import InvalidParameter, RequestError
 

@@ -9,12 +9,12 @@ from functools import cache
 
 from deployments.routing.config import Role, RoutingConfig
 from deployments.routing.cost import Candidate, Cost, Prompt
-from deployments.routing.load_book import LoadTracker, PendingLoad
+from deployments.routing.load_tracker import LoadTracker, PendingLoad
 from deployments.routing.policies import Look, policy_of
 from deployments.routing.prefix_index import PrefixIndex, keys_of
 from deployments.routing.rendezvous import in_order_of
 from deployments.routing.stats import Reason, RoutingStats
-from engine.messages import EngineUpdate
+from engine.wire.messages import EngineUpdate
 
 MAX_ESTIMATES = 4096  # that wait for what was really cached; only those whose engine is lost wait in vain
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from deployments.routing.key_set import KeySet
-from engine.messages import NAME_BYTES
+from engine.wire.messages import NAME_BYTES
 
 
 def keys_of(names: bytes) -> list[int]:

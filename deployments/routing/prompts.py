@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from deployments.routing.cost import Prompt
 from deployments.routing.prefix_index import keys_of
-from engine.request import block_names
+from engine.core.request import block_names
 
 
 class PromptReader:

@@ -13,16 +13,16 @@ from functools import partial
 import msgspec
 import zmq
 
+from engine.core.request_log import RequestLog
+from engine.distributed.push_sockets import PushSockets
+from engine.distributed.waker import Waker
 from engine.errors import EngineUnavailable
-from engine.journal import RequestLog
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.events import Closed, Failed, HandoffEvent
-from engine.kv_transfer.messages import Attach, Envelope, FirstToken, ReadEnded
-from engine.kv_transfer.protocol import HandoffProtocol
-from engine.kv_transfer.stats import HandoffInfo, HandoffStats
-from engine.kv_transfer.ticket import Peer, RemotePrefillRequest
-from engine.push_sockets import PushSockets
-from engine.waker import Waker
+from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent
+from engine.kv_transfer.protocol.messages import Attach, Envelope, FirstToken, ReadEnded
+from engine.kv_transfer.protocol.protocol import HandoffProtocol
+from engine.wire.handoff_stats import HandoffInfo, HandoffStats
+from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 
 logger = logging.getLogger(__name__)
 

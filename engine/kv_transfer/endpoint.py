@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from engine.core.handoffs import Cancel, Finish, Forget, HandoffManager, Open, Refuse, Report
+from engine.core.remote_prefill_policy import RemotePrefillPolicy
+from engine.core.request_log import RequestLog
+from engine.core.step_cost import StepCost
 from engine.errors import InvalidParameter
-from engine.journal import RequestLog
-from engine.kv_transfer.agent import KVTransferWorker
 from engine.kv_transfer.channel import HandoffChannel
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.events import HandoffEvent
-from engine.kv_transfer.ledger import Cancel, Finish, Forget, HandoffManager, Open, Refuse, Report
-from engine.kv_transfer.placing import RemotePrefillPolicy
-from engine.kv_transfer.ranks import RankAgent
-from engine.kv_transfer.stats import HandoffInfo, HandoffStats
-from engine.kv_transfer.ticket import RemotePrefillRequest
-from engine.messages import CancelDispatch, DispatchPrefill, PrefillReplica
-from engine.step_cost import StepCost
+from engine.kv_transfer.protocol.events import HandoffEvent
+from engine.kv_transfer.transport.ranks import RankAgent
+from engine.kv_transfer.transport.worker import KVTransferWorker
+from engine.wire.handoff_stats import HandoffInfo, HandoffStats
+from engine.wire.messages import CancelDispatch, DispatchPrefill, PrefillReplica
+from engine.wire.remote_prefill import RemotePrefillRequest
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from engine.errors import ModelFolderError
-from engine.loader import tensors_by_file
-from engine.model_config import ModelConfig
-from engine.model_identity import sample_weights, short
+from engine.model.config import ModelConfig
+from engine.model.loader import tensors_by_file
+from engine.wire.model_identity import sample_weights, short
 
 LAYOUT_VERSION = 1  # of a block: [layers, 2, kv_heads, block_size, head_dim], rotated keys
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cluster import cli
+from cluster.cli import main as cli
 from cluster.config import AppConfig, EngineSection, HandoffSection, IngressSection
 from cluster.model_info import model_info
-from deployments import tracing
+from deployments.observability import tracing
 from deployments.routing.config import RoutingConfig
 from engine.config import EngineConfig
 from engine.errors import ConfigError, StartupError

@@ -14,18 +14,18 @@ from typing import Any
 
 import httpx
 
-from deployments.admission import AdmissionLimits
-from deployments.engine_replica import EngineReplica
+from deployments.frontend.admission import AdmissionLimits
+from deployments.frontend.token_channel import TokenChannel
+from deployments.observability.telemetry import Telemetry
+from deployments.observability.tracing import Tracing
 from deployments.openai.app import openai_app
-from deployments.openai.gate import AuthConfig
+from deployments.openai.middleware import AuthConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
-from deployments.replica_status import ReplicaStatus
-from deployments.telemetry import Telemetry
-from deployments.token_channel import TokenChannel
-from deployments.tracing import Tracing
+from deployments.replicas.engine_replica import EngineReplica
+from deployments.replicas.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable
-from engine.messages import EngineRequestLog, GenerateRequest
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
+from engine.wire.messages import EngineRequestLog, GenerateRequest
 from tests.fake_engine import FakeEngine, Script
 from tests.models import make_tokenizer
 

@@ -14,27 +14,27 @@ from typing import Any
 import httpx
 import uvicorn
 
-from deployments.admission import AdmissionLimits
-from deployments.engine_pool import EnginePool
-from deployments.engine_replica import EngineReplica
+from deployments.frontend.admission import AdmissionLimits
+from deployments.frontend.token_channel import TokenChannel
+from deployments.observability.telemetry import Telemetry
+from deployments.observability.tracing import Tracing
 from deployments.openai.app import openai_app
 from deployments.openai.served_model import ModelInfo, ServedModel
-from deployments.replica_status import ReplicaStatus
+from deployments.replicas.engine_pool import EnginePool
+from deployments.replicas.engine_replica import EngineReplica
+from deployments.replicas.prefill_dispatcher import PoolState
+from deployments.replicas.replica_status import ReplicaStatus
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import RoutingConfig
 from deployments.routing.cost import Prompt
 from deployments.routing.stats import RoutingStats
-from deployments.telemetry import Telemetry
-from deployments.tickets import PoolState
-from deployments.token_channel import TokenChannel
-from deployments.tracing import Tracing
 from engine.config import EngineConfig
+from engine.core.server import EngineServer
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.ticket import RemotePrefillRequest
-from engine.messages import EngineRequestLog
-from engine.server import EngineServer
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
+from engine.wire.messages import EngineRequestLog
+from engine.wire.remote_prefill import RemotePrefillRequest
 from tests.deployments.fake_api import LocalPool, until
 from tests.scrape import Scrape
 

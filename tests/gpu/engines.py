@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.messages import GenerateRequest, TokenLogprob
-from engine.sampling_params import SamplingParams
+from engine.core.engine import EngineCore
+from engine.wire.messages import GenerateRequest, TokenLogprob
+from engine.wire.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import torch
 from torch._dynamo import config as dynamo_config
 
 from engine import pocket
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from tests.gpu.engines import Answer, check_same, generate, make_core, requests, run
 from tests.models import FAMILIES, made_once
 

@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
-from engine.kv_transfer.memory import BlockMemory
-from engine.kv_transfer.tp_map import HeadPart
-from engine.kv_transfer.transport import BlockReads, KVTransport
+from engine.kv_transfer.transport.base import BlockReads, KVTransport
+from engine.kv_transfer.transport.head_map import HeadPart
+from engine.kv_transfer.transport.memory import BlockMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -28,16 +28,16 @@ def open_transport(name: str, memory: BlockMemory) -> KVTransport:
     if name == "tcp":
         if importlib.util.find_spec("xxhash") is None:
             pytest.skip("xxhash is not installed")
-        from engine.kv_transfer.tcp import TcpTransport
+        from engine.kv_transfer.transport.tcp import TcpTransport
 
         return TcpTransport(memory, "127.0.0.1", PROGRESS_S)
     if name == "nccl":
-        from engine.kv_transfer.nccl import NcclTransport
+        from engine.kv_transfer.transport.nccl import NcclTransport
 
         return NcclTransport(memory, "127.0.0.1", PROGRESS_S)
     if importlib.util.find_spec("nixl") is None:
         pytest.skip("nixl is not installed")
-    from engine.kv_transfer.nixl import NixlTransport
+    from engine.kv_transfer.transport.nixl import NixlTransport
 
     return NixlTransport(memory, PROGRESS_S)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import quantized_linear
-from engine.quantization.weight import FP8, QuantizedWeight, quantize_rows
+from engine.model.ops import quantized_linear
+from engine.model.quantization.weight import FP8, QuantizedWeight, quantize_rows
 
 pytestmark = [
     pytest.mark.gpu,

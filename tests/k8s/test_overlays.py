@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from cluster.app import build
+from cluster.cli.k8s_lint.lint import findings
+from cluster.cli.k8s_lint.manifests import OUR_BUILDER, Manifest, kustomize, read
 from cluster.config import AppConfig
-from cluster.k8s_lint.lint import findings
-from cluster.k8s_lint.manifests import OUR_BUILDER, Manifest, kustomize, read
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = sorted((ROOT / "k8s" / "overlays").iterdir())

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from deployments.api_keys import hash_key
+from deployments.frontend.api_keys import hash_key
 from tests.serve.fake_cluster import FakeCluster
 from tests.serve.pod_environment import pod_environment
 from tests.serve.serve_run import free_port, wait_until

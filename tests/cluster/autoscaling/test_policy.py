@@ -17,7 +17,7 @@ from cluster.autoscaling import policy as policy_module
 from cluster.autoscaling.policy import PERIOD_S, Policy
 from cluster.autoscaling.settings import POLICY, PoolSettings, autoscaling_config
 from cluster.autoscaling.targets import Limits, Slo
-from deployments.scaling_report import QueueReport, ReplicaReport
+from deployments.observability.scaling_report import QueueReport, ReplicaReport
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
 

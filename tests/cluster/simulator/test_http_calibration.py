@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from cluster import cli
-from cluster.bench.openai_client import Chunk, OpenAIClient, Outcome
+from cluster.cli import main as cli
+from cluster.cli.bench.openai_client import Chunk, OpenAIClient, Outcome
 from cluster.simulator.cluster import Cluster
 from cluster.simulator.cost_file import Measured, read_cost, write_cost
 from cluster.simulator.http_calibration import (
@@ -30,7 +30,7 @@ from cluster.simulator.spec import ClusterSpec, Network, Slo
 from cluster.simulator.step_cost import LinearCost
 from cluster.simulator.trace import Trace
 from engine.errors import EngineUnavailable, RequestError
-from tests.cluster.bench.fake_openai_server import FakeOpenAIServer
+from tests.cluster.cli.bench.fake_openai_server import FakeOpenAIServer
 from tests.cluster.simulator.small_cluster import small_cluster
 
 COST = LinearCost(step_s=1.5e-3, token_s=5e-5, sequence_s=1.5e-4, pair_s=5e-8, context_s=1e-7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from cluster import cli
+from cluster.cli import main as cli
 from cluster.simulator.hardware import MODELS
 from engine.errors import InvalidParameter
 from tests.models import make_model

@@ -4,7 +4,7 @@ import json
 
 from typer.testing import CliRunner
 
-from cluster import cli
+from cluster.cli import main as cli
 from cluster.simulator.cluster import simulate
 from cluster.simulator.planner import Planner
 from cluster.simulator.spec import Slo

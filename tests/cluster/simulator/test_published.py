@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.simulator.published import ENGINE_OF_2023, STRICT, goodput, prefix_groups
 from cluster.simulator.cluster import simulate
 from cluster.simulator.hardware import CARDS, MODELS, kv_tokens, roofline
 from cluster.simulator.spec import ClusterSpec, Network, PoolSpec, Slo
 from cluster.simulator.synthetic import make_trace
 from cluster.simulator.trace import Trace
 from engine.config import EngineConfig
-from tests.measure_simulator.published import ENGINE_OF_2023, STRICT, goodput, prefix_groups
 
 SHEET = roofline(MODELS["opt-13b"], CARDS["a100"])
 

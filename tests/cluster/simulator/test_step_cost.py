@@ -11,11 +11,11 @@ from cluster.simulator.cost_file import Measured, read_cost, write_cost
 from cluster.simulator.hardware import CARDS, MODELS, find_model, kv_tokens, roofline
 from cluster.simulator.step_cost import LinearCost, Work, fit
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.errors import InvalidParameter
-from engine.messages import GenerateRequest
-from engine.plan import StepPlan
-from engine.sampling_params import SamplingParams
+from engine.wire.messages import GenerateRequest
+from engine.wire.plan import StepPlan
+from engine.wire.sampling_params import SamplingParams
 from tests.models import make_model
 
 

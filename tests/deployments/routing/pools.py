@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from deployments.routing.cost import Prompt
 from deployments.routing.prefix_index import keys_of
-from engine.block_pool import BlockPool
-from engine.messages import EngineLoad, EngineUpdate
-from engine.request import block_names
+from engine.core.block_pool import BlockPool
+from engine.core.request import block_names
+from engine.wire.messages import EngineLoad, EngineUpdate
 
 BLOCK = 4
 

@@ -9,7 +9,7 @@ import pytest
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.cost import Prompt
-from engine.messages import EngineLoad, EngineUpdate
+from engine.wire.messages import EngineLoad, EngineUpdate
 from tests.deployments.routing.pools import BLOCK, PoolEngine, prompt
 
 ENGINES = ["decode-m-a", "decode-m-b", "decode-m-c", "decode-m-d"]

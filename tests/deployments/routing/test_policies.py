@@ -9,7 +9,7 @@ from deployments.routing.cost import Candidate, Cost, Prompt
 from deployments.routing.policies import Policy, PowerOfTwo, PrefixAware, RoundRobin
 from deployments.routing.prompts import PromptReader
 from deployments.routing.rendezvous import in_order_of
-from engine.messages import EngineLoad
+from engine.wire.messages import EngineLoad
 from tests.deployments.routing.pools import BLOCK, names, prompt
 
 NAMES = ["a", "b", "c", "d"]

@@ -9,7 +9,7 @@ import sys
 import torch
 from torch import Tensor
 
-from engine.kv_transfer.tp_map import HeadShard
+from engine.kv_transfer.transport.head_map import HeadShard
 
 LAYERS, BLOCK_SIZE, HEAD_DIM = 2, 4, 8
 
@@ -51,7 +51,7 @@ class SourceProcess:
 
 
 def serve(transport: str, num_blocks: int, seed: int) -> None:
-    from engine.kv_transfer.agent import KVTransferWorker
+    from engine.kv_transfer.transport.worker import KVTransferWorker
 
     agent = KVTransferWorker(full_cache(num_blocks, 2, seed=seed), shard=HeadShard(2, 0, 1), transport=transport)
     print(json.dumps({name: value.hex() for name, value in agent.description.items()}), flush=True)

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-import engine.server
+import engine.core.server
 from engine.config import EngineConfig
-from engine.kv_transfer import agent, channel
-from engine.kv_transfer.tcp import TcpTransport
-from engine.kv_transfer.ticket import Peer
-from engine.runner import ModelRunner
-from engine.server import EngineServer
+from engine.core.server import EngineServer
+from engine.kv_transfer import channel
+from engine.kv_transfer.transport import worker as agent
+from engine.kv_transfer.transport.tcp import TcpTransport
+from engine.runner.model_runner import ModelRunner
+from engine.wire.remote_prefill import Peer
 
 STATUS_PERIOD_S = 0.05
 ANSWER_S = 60.0
@@ -100,7 +101,7 @@ def serve(pipe: Connection) -> None:
         return compute(self, inputs)
 
     ModelRunner.launch = launch  # type: ignore[method-assign]
-    engine.server.STATUS_PERIOD_S = STATUS_PERIOD_S
+    engine.core.server.STATUS_PERIOD_S = STATUS_PERIOD_S
     server = EngineServer(config, engine_id=engine_id, status_to=status_to)
     pipe.send(("ready", server.address))
     threading.Thread(target=obey, args=(pipe, gate, server), daemon=True).start()

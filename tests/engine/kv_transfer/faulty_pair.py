@@ -12,8 +12,8 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.kv_transfer.tcp import address_of
-from engine.messages import (
+from engine.kv_transfer.transport.tcp import address_of
+from engine.wire.messages import (
     Add,
     CancelDispatch,
     CancelPrefill,
@@ -29,7 +29,7 @@ from engine.messages import (
     TokenBatch,
     TokenDelta,
 )
-from engine.sampling_params import SamplingParams
+from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.engine_process import EngineProcess
 from tests.engine.kv_transfer.link import Link
 from tests.engine.kv_transfer.pair import is_empty

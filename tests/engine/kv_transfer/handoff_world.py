@@ -1,4 +1,4 @@
-"""Engines with modelled memory and a modelled network around the real protocol (engine/kv_transfer/protocol.py).
+"""Engines with modelled memory and a modelled network around the real protocol (engine/kv_transfer/protocol/protocol.py).
 
 What a block holds is modelled as the tokens up to its end, since that is what its KV depends on. Blocks that are given
 back are overwritten at once, as if another request had got them. So a token from wrong KV would be seen.
@@ -11,12 +11,21 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.events import Closed, Failed, HandoffEvent, Received
-from engine.kv_transfer.landing import chain_hash
-from engine.kv_transfer.messages import Attach, DropSource, Envelope, FirstToken, Message, Read, ReadEnded, StopRead
-from engine.kv_transfer.protocol import HandoffProtocol
-from engine.kv_transfer.ticket import Peer, RemotePrefillRequest
-from engine.sampling_params import SamplingParams
+from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Received
+from engine.kv_transfer.protocol.messages import (
+    Attach,
+    DropSource,
+    Envelope,
+    FirstToken,
+    Message,
+    Read,
+    ReadEnded,
+    StopRead,
+)
+from engine.kv_transfer.protocol.protocol import HandoffProtocol
+from engine.kv_transfer.protocol.receive_state import chain_hash
+from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.sampling_params import SamplingParams
 
 BLOCK = 4  # tokens
 CONFIG = HandoffConfig(role="decode")  # lease 10 s, heartbeat 1 s, progress and accept 5 s, rest 30 s

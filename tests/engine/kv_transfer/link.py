@@ -6,7 +6,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from engine.kv_transfer.tcp import address_of, with_address
+from engine.kv_transfer.transport.tcp import address_of, with_address
 
 CHUNK = 64 << 10
 TIMEOUT_S = 20.0

@@ -10,8 +10,9 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.kv_transfer.ticket import RemotePrefillRequest
-from engine.messages import (
+from engine.core.server import EngineServer
+from engine.distributed.tp_group import TPGroup
+from engine.wire.messages import (
     CancelDispatch,
     CancelPrefill,
     Command,
@@ -21,8 +22,7 @@ from engine.messages import (
     Prefill,
     RemotePrefillFailed,
 )
-from engine.server import EngineServer
-from engine.tp_group import TPGroup
+from engine.wire.remote_prefill import RemotePrefillRequest
 from tests.engine_sockets import LIMIT_MS, Ingress, ServerThread
 from tests.rank_pool import TIMEOUT_S, RankPool, run_worker
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 import zmq
 
+from engine.core.request_log import RequestLog
 from engine.errors import EngineUnavailable
-from engine.journal import RequestLog
-from engine.kv_transfer.agent import KVTransferWorker
 from engine.kv_transfer.channel import HandoffChannel
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.events import Closed, Failed, Received
-from engine.kv_transfer.landing import chain_hash
-from engine.kv_transfer.messages import Envelope, FirstToken, Released
-from engine.kv_transfer.ticket import Peer, RemotePrefillRequest
-from engine.kv_transfer.tp_map import HeadShard
-from engine.sampling_params import SamplingParams
-from tests.engine.kv_transfer.fake_agent import FakeAgent
+from engine.kv_transfer.protocol.events import Closed, Failed, Received
+from engine.kv_transfer.protocol.messages import Envelope, FirstToken, Released
+from engine.kv_transfer.protocol.receive_state import chain_hash
+from engine.kv_transfer.transport.head_map import HeadShard
+from engine.kv_transfer.transport.worker import KVTransferWorker
+from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.sampling_params import SamplingParams
+from tests.engine.kv_transfer.fake_worker import FakeAgent
 
 WAIT_S = 20.0
 BLOCK = 4

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.kv_transfer.config import HandoffConfig
-from engine.kv_transfer.stats import HandoffInfo, HandoffStats
-from engine.messages import Abort
+from engine.wire.handoff_stats import HandoffInfo, HandoffStats
+from engine.wire.messages import Abort
 from tests.engine.kv_transfer.faulty_pair import Asked, FaultyPair, Member
 
 BLOCK = 16

@@ -10,7 +10,7 @@ import torch
 
 from engine.errors import ModelFolderError
 from engine.kv_transfer.fingerprint import fingerprint
-from engine.model_config import ModelConfig
+from engine.model.config import ModelConfig
 from tests.models import make_model
 
 

@@ -3,10 +3,9 @@
 import msgspec
 import pytest
 
-from engine.kv_transfer.events import Closed, Failed, Received
-from engine.kv_transfer.inbound import READ_LIMIT
-from engine.kv_transfer.landing import READ_TOKENS
-from engine.kv_transfer.messages import (
+from engine.kv_transfer.protocol.decode_side import READ_LIMIT
+from engine.kv_transfer.protocol.events import Closed, Failed, Received
+from engine.kv_transfer.protocol.messages import (
     Cancel,
     DropSource,
     Envelope,
@@ -18,6 +17,7 @@ from engine.kv_transfer.messages import (
     Release,
     Released,
 )
+from engine.kv_transfer.protocol.receive_state import READ_TOKENS
 from tests.engine.kv_transfer.handoff_world import BLOCK, CONFIG, World
 
 PROMPT = list(range(1, 31))  # 7 blocks and a half

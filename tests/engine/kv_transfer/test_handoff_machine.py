@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.kv_transfer.events import Failed
+from engine.kv_transfer.protocol.events import Failed
 from tests.engine.kv_transfer.handoff_world import BLOCK, CONFIG, World
 
 CLOCKS = st.tuples(st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([0.0, -1000.0, 1e6]))  # drift, offset

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.kv_transfer.config import HandoffConfig
-from engine.messages import Abort, GenerateRequest, PrefillReplica, PrefillReplicas
-from engine.sampling_params import SamplingParams
+from engine.wire.messages import Abort, GenerateRequest, PrefillReplica, PrefillReplicas
+from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair
 from tests.models import make_model
 from tests.rank_pool import RankPool
@@ -37,7 +37,7 @@ def make_config(role: str | None, *, handoff: dict[str, Any] | None = None, **op
 def short_status_period() -> Iterator[None]:
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.server.STATUS_PERIOD_S", 0.05)
+        patch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
         yield
     torch.set_num_threads(before)
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.kv_transfer.config import HandoffConfig
-from engine.messages import GenerateRequest
-from engine.sampling_params import SamplingParams
-from engine.structured_outputs import StructuredOutputsParams
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.engine.kv_transfer.pair import Pair
 from tests.rank_pool import RankPool
 
@@ -34,7 +34,7 @@ def fields(form: str, **more: Any) -> dict[str, Any]:
 
 
 def test_the_answer_is_that_of_one_engine_and_both_hold_to_the_form(monkeypatch):
-    monkeypatch.setattr("engine.server.STATUS_PERIOD_S", 0.05)
+    monkeypatch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
     threads = torch.get_num_threads()
     prompt = list(range(100, 150))
     alone = EngineCore(make_config(None))

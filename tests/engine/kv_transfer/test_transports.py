@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kv_transfer import nixl, tcp
-from engine.kv_transfer.memory import BlockMemory
-from engine.kv_transfer.nccl import NcclTransport
-from engine.kv_transfer.nixl import NixlTransport
-from engine.kv_transfer.tcp import TcpTransport, address_of, with_address
-from engine.kv_transfer.tp_map import HeadPart, HeadShard, parts
-from engine.kv_transfer.transport import BlockReads, KVTransport, Progress, TransportError
+from engine.kv_transfer.transport import nixl, tcp
+from engine.kv_transfer.transport.base import BlockReads, KVTransport, Progress, TransportError
+from engine.kv_transfer.transport.head_map import HeadPart, HeadShard, parts
+from engine.kv_transfer.transport.memory import BlockMemory
+from engine.kv_transfer.transport.nccl import NcclTransport
+from engine.kv_transfer.transport.nixl import NixlTransport
+from engine.kv_transfer.transport.tcp import TcpTransport, address_of, with_address
 from tests.engine.kv_transfer.caches import SourceProcess, full_cache, shard_cache
 from tests.engine.kv_transfer.link import Link
 

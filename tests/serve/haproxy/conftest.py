@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deployments.api_keys import hash_key
+from deployments.frontend.api_keys import hash_key
 from tests.serve.haproxy.clients import KEYS, MAX_NUM_SEQS, MAX_WAITING
 from tests.serve.serve_run import ServeRun, haproxy_ports
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cluster.cli import app
+from cluster.cli.main import app
 from tests.serve.fake_cluster import FakeCluster
 from tests.serve.serve_run import free_port, ray_environment, wait_until
 

@@ -7,7 +7,7 @@ import socket
 import httpx
 import pytest
 
-from tests.deployments.bad_requests import BAD, Bad
+from tests.deployments.openai.bad_requests import BAD, Bad
 
 pytestmark = pytest.mark.serve
 

@@ -1,0 +1,141 @@
+"""Engines in processes and on cores of their own, without Ray: what two pools of one engine each are made of."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.errors import EngineUnavailable
+from engine.wire.messages import (
+    CancelDispatch,
+    CancelPrefill,
+    Command,
+    DispatchPrefill,
+    EngineStatus,
+    Notice,
+    Prefill,
+    PrefillReplica,
+    PrefillReplicas,
+)
+
+START_TIMEOUT_S = 300.0
+POLL_MS = 100
+STOP_TIMEOUT_S = 10.0
+
+
+class EngineProcess:
+    """config, cores: of the engine; it has as many threads as cores."""
+
+    def __init__(self, context: zmq.Context, config: EngineConfig, cores: Sequence[int], *, name: str):
+        self.name = name
+        self.notices = context.socket(zmq.PULL)
+        port = self.notices.bind_to_random_port("tcp://127.0.0.1")
+        spawn = multiprocessing.get_context("spawn")  # a fork would share the parent's threads' locks
+        self._ready, theirs = spawn.Pipe()
+        self._process = spawn.Process(
+            target=_serve, args=(config, name, list(cores), f"tcp://127.0.0.1:{port}", theirs), name=name, daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self.commands = context.socket(zmq.PUSH)
+
+    def connect(self) -> None:
+        """Wait until the model is loaded. Raises EngineUnavailable."""
+        if not self._ready.poll(START_TIMEOUT_S):
+            raise EngineUnavailable(f"engine {self.name!r} was not ready within {START_TIMEOUT_S:.0f} s")
+        try:
+            self.commands.connect(self._ready.recv())
+        except EOFError:
+            raise EngineUnavailable(f"engine {self.name!r} could not start") from None
+
+    def send(self, command: Command) -> None:
+        self.commands.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.join(STOP_TIMEOUT_S)
+
+
+def _serve(config: EngineConfig, name: str, cores: list[int], status_to: str, ready: Connection) -> None:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    import torch
+
+    from engine.core.server import EngineServer
+
+    torch.set_num_threads(len(cores))
+    server = EngineServer(config, engine_id=name, status_to=status_to)
+    ready.send(server.address)
+    server.run()
+
+
+class Engines:
+    """Some engines, and what their control actors would do: tickets of the one that has its prompts computed go to the
+    one that computes them. A context manager."""
+
+    def __init__(self, parts: dict[str, tuple[EngineConfig, Sequence[int]]]):
+        """parts: by name, an engine's configuration and its cores. Raises EngineUnavailable."""
+        self._context = zmq.Context()
+        self._engines = {name: EngineProcess(self._context, *part, name=name) for name, part in parts.items()}
+        self._statuses: dict[str, EngineStatus] = {}
+        self._closing = threading.Event()
+        self._control = threading.Thread(target=self._run, name="control", daemon=True)
+        try:
+            for engine in self._engines.values():
+                engine.connect()
+        except EngineUnavailable:
+            self._stop()
+            raise
+        self._control.start()
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._control.join()
+        self._stop()
+
+    def __getitem__(self, name: str) -> EngineProcess:
+        return self._engines[name]
+
+    def remote_prompts(self, name: str) -> int:
+        """How many prompts of this engine were sent away to be computed."""
+        status = self._statuses.get(name)
+        return sum(status.stats.prefill_decisions.get("remote", {}).values()) if status else 0
+
+    def _stop(self) -> None:
+        for engine in self._engines.values():
+            engine.stop()
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        decode = msgspec.msgpack.Decoder(Notice).decode
+        poller = zmq.Poller()
+        for engine in self._engines.values():
+            poller.register(engine.notices, zmq.POLLIN)
+        while not self._closing.is_set():
+            ready = dict(poller.poll(POLL_MS))
+            for engine in self._engines.values():
+                if engine.notices in ready:
+                    self._handle(engine, decode(engine.notices.recv()))
+
+    def _handle(self, engine: EngineProcess, notice: Notice) -> None:
+        prefill = self._engines.get("prefill")
+        match notice:
+            case EngineStatus():
+                self._statuses[engine.name] = notice
+                if engine is prefill:
+                    self._engines["decode"].send(PrefillReplicas([PrefillReplica.of(notice)]))
+            case DispatchPrefill(ticket):
+                assert prefill is not None, "only an engine with a prefill engine asks for one"
+                prefill.send(Prefill(ticket))
+            case CancelDispatch(handoff_id) if prefill is not None:
+                prefill.send(CancelPrefill(handoff_id))

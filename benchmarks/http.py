@@ -1,0 +1,188 @@
+"""What a streamed token costs on its way through HTTP, in CPU time of the servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import psutil
+import yaml
+from rich.progress import Progress
+
+from cluster import haproxy
+from engine.errors import EngineUnavailable
+
+SERVERS = "benchmarks.http_servers"
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
+PATH_PROCESSES = re.compile(r"ray::(ServeReplica|Proxy)|haproxy")  # Ray's own daemons cost the same whatever is sent
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """application: in `http_servers`; the bare one runs without Serve."""
+
+    name: str
+    application: str
+    environment: Mapping[str, str]
+
+
+WAYS = [
+    Way("uvicorn alone", "bare", {}),
+    Way("Serve: proxy and streaming handle", "plain", {}),
+    Way("Manta behind Serve's proxy", "manta", {}),
+    Way("Manta behind HAProxy (make serve)", "manta", haproxy.environment()),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class WayResult:
+    """us_per_token: CPU time of all processes between the engine and the client, one value per repetition."""
+
+    name: str
+    us_per_token: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.us_per_token)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpReport:
+    streams: int
+    tokens: int
+    tick_s: float
+    ways: list[WayResult]
+
+
+def measure(*, streams: int, tokens: int, repetitions: int, progress: Progress) -> HttpReport:
+    """tokens: per stream. The first run against each server does not count. Raises EngineUnavailable."""
+    from benchmarks.http_servers import TICK_S
+
+    ways = [way for way in WAYS if sys.platform == "linux" or not way.environment]
+    bar = progress.add_task("http", total=len(ways) * (repetitions + 1))
+    results = []
+    for way in ways:
+        with _running(way) as (server, url):
+            costs = []
+            for _ in range(repetitions + 1):
+                before = _cpu_seconds(server)
+                received = asyncio.run(_load(url, streams, tokens))
+                costs.append(1e6 * (_cpu_seconds(server) - before) / received)
+                progress.advance(bar)
+            results.append(WayResult(way.name, costs[1:]))
+    return HttpReport(streams, tokens, TICK_S, results)
+
+
+@contextmanager
+def _running(way: Way) -> Iterator[tuple[psutil.Process, str]]:
+    """The server's first process, and its URL."""
+    with tempfile.TemporaryDirectory(prefix="manta", dir="/tmp") as folder:  # Ray's socket paths must be short
+        port = _free_port()
+        environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", **way.environment}
+        if way.environment:
+            environment |= {f"RAY_SERVE_HAPROXY_{name}_PORT": str(_free_port()) for name in ("METRICS", "STATS")}
+        with Path(folder, "log").open("w+") as log:
+            process = subprocess.Popen(
+                _command(way, port, folder), env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                asyncio.run(_wait_until_up(f"http://127.0.0.1:{port}/health", process, log.name))
+                yield psutil.Process(process.pid), f"http://127.0.0.1:{port}/v1/completions"
+            finally:
+                _stop(process)
+
+
+def _command(way: Way, port: int, folder: str) -> list[str]:
+    if way.application == "bare":
+        options = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+        return [sys.executable, "-m", "uvicorn", f"{SERVERS}:bare", *options]
+    config = {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "logging_config": {"enable_access_log": False},
+        "applications": [{"name": "http", "route_prefix": "/", "import_path": f"{SERVERS}:{way.application}"}],
+    }
+    path = Path(folder, "serve_config.yaml")
+    path.write_text(yaml.safe_dump(config))
+    return [str(Path(sys.executable).with_name("serve")), "run", "--address", "local", str(path)]
+
+
+async def _wait_until_up(url: str, process: subprocess.Popen[bytes], log: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    async with aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(url) as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise EngineUnavailable(f"the server did not come up: {Path(log).read_text()[-2000:]}")
+            await asyncio.sleep(0.2)
+
+
+async def _load(url: str, streams: int, tokens: int) -> int:
+    """Tokens that were received. Raises EngineUnavailable if any stream fell short."""
+    body = {"model": "pocket", "prompt": [300], "max_tokens": tokens, "stream": True, "ignore_eos": True}
+
+    async def receive(session: aiohttp.ClientSession) -> int:
+        async with session.post(url, json=body) as answer:
+            text = await answer.read()
+            received = text.count(b"data: {")
+            if received < tokens:
+                raise EngineUnavailable(
+                    f"a stream brought {received} of {tokens} tokens: {answer.status} {text[-200:]!r}"
+                )
+            return received
+
+    timeout = aiohttp.ClientTimeout(total=START_TIMEOUT_S)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        return sum(await asyncio.gather(*(receive(session) for _ in range(streams))))
+
+
+def _cpu_seconds(server: psutil.Process) -> float:
+    """Of the processes on the way of a token, so far."""
+    total = 0.0
+    for process in [server, *server.children(recursive=True)]:
+        try:
+            name = " ".join(process.cmdline())
+            if "uvicorn" in name or PATH_PROCESSES.search(name):
+                times = process.cpu_times()
+                total += times.user + times.system
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    for child in psutil.wait_procs(children, timeout=1)[1]:
+        child.kill()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,196 @@
+"""What long prompts do to streams that are running: one engine for both, against a pool for each, on the same cores."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+from rich.progress import Progress
+
+from benchmarks.engine_process import Engines
+from engine.config import EngineConfig
+from engine.errors import EngineError, InvalidParameter
+from engine.kv_transfer.config import HandoffConfig
+from engine.wire.messages import Add, GenerateRequest, TokenBatch
+from engine.wire.sampling_params import SamplingParams
+
+STREAM_PROMPT = 32  # tokens
+STREAM = "stream-"
+LONG_OUTPUT = 4  # tokens; their first is what counts
+WARM_S = 2.0  # from the first token of every stream until the measurement
+ANSWER_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """streams: that run all the time. prompt_len: tokens of each long prompt. interval_s: between two of them.
+    duration_s: of one measurement."""
+
+    streams: int
+    prompt_len: int
+    interval_s: float
+    duration_s: float
+    vocab_size: int
+    seed: int
+
+
+@dataclass(slots=True)
+class Setup:
+    """One way to use the cores, and what was seen of it; one entry per repetition. Milliseconds."""
+
+    name: str
+    itl_p50_ms: list[float] = field(default_factory=list)
+    itl_p99_ms: list[float] = field(default_factory=list)
+    itl_max_ms: list[float] = field(default_factory=list)
+    ttft_p50_ms: list[float] = field(default_factory=list)
+    stream_tokens_per_s: list[float] = field(default_factory=list)
+    remote_prompts: int = 0
+
+    def median(self, name: str) -> float:
+        """Over the repetitions."""
+        return statistics.median(getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class IsolationReport:
+    model: str
+    cores: int
+    repetitions: int
+    traffic: Traffic
+    setups: list[Setup]
+
+    @property
+    def gain(self) -> float:
+        """P99 time between tokens: the better of the shared engines over that of the two pools."""
+        *shared, pools = (setup.median("itl_p99_ms") for setup in self.setups)
+        return min(shared) / pools
+
+
+def measure(
+    *, model: str, dtype: str, max_model_len: int | None, traffic: Traffic, repetitions: int, chunk: int,
+    progress: Progress,
+) -> IsolationReport:  # fmt: skip
+    """Alternates between the setups. chunk: tokens per step of the second shared engine, which spares its streams by
+    taking prompts in small pieces."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    if len(cores) < 2:
+        raise InvalidParameter("cores", len(cores), "at least 2, one for each pool")
+    half = len(cores) // 2
+
+    def config(**more: object) -> EngineConfig:
+        return EngineConfig(model=model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=64, **more)  # type: ignore[arg-type]
+
+    ways: dict[str, dict[str, tuple[EngineConfig, Sequence[int]]]] = {
+        "one engine": {"decode": (config(), cores)},
+        f"one engine, {chunk} tokens per step": {"decode": (config(max_num_batched_tokens=chunk), cores)},
+        "prefill pool + decode pool": {
+            "prefill": (config(handoff=HandoffConfig(role="prefill")), cores[:half]),
+            "decode": (config(handoff=HandoffConfig(role="decode")), cores[half:]),
+        },
+    }
+    setups = [Setup(name) for name in ways]
+    bar = progress.add_task("isolation", total=repetitions * len(setups))
+    for repetition in range(repetitions):
+        for setup in setups:
+            with Engines(ways[setup.name]) as engines:
+                asyncio.run(_run(engines, traffic, setup, seed=traffic.seed + repetition))
+                setup.remote_prompts += engines.remote_prompts("decode")
+            progress.advance(bar)
+    return IsolationReport(model, len(cores), repetitions, traffic, setups)
+
+
+async def _run(engines: Engines, traffic: Traffic, setup: Setup, seed: int) -> None:
+    client = Client(engines, traffic, seed)
+    receiving = asyncio.create_task(client.receive())
+    try:
+        for _ in range(traffic.streams):
+            client.add_stream()
+        await client.until(lambda: len(client.arrivals) == traffic.streams, receiving)
+        await asyncio.sleep(WARM_S)
+        began = time.perf_counter()
+        prompts = max(1, round(traffic.duration_s / traffic.interval_s))
+        for i in range(prompts):
+            await asyncio.sleep(max(0.0, began + i * traffic.interval_s - time.perf_counter()))
+            client.add(f"long-{i}", traffic.prompt_len, output=LONG_OUTPUT)
+        await client.until(lambda: all(f"long-{i}" in client.arrivals for i in range(prompts)), receiving)
+        ended = time.perf_counter()
+        streams = [[t for t in times if t >= began] for name, times in client.arrivals.items() if is_stream(name)]
+        gaps_ms = [1000 * (b - a) for times in streams for a, b in pairwise(times)]
+        ttft_ms = [1000 * (client.arrivals[f"long-{i}"][0] - client.sent[f"long-{i}"]) for i in range(prompts)]
+        setup.itl_p50_ms.append(float(np.percentile(gaps_ms, 50)))
+        setup.itl_p99_ms.append(float(np.percentile(gaps_ms, 99)))
+        setup.itl_max_ms.append(max(gaps_ms))
+        setup.ttft_p50_ms.append(float(np.percentile(ttft_ms, 50)))
+        setup.stream_tokens_per_s.append(sum(map(len, streams)) / (ended - began))
+    finally:
+        receiving.cancel()
+        client.close()
+
+
+class Client:
+    """Sends requests to the engine named `decode`, and notes when tokens came. Seconds of `time.perf_counter`."""
+
+    def __init__(self, engines: Engines, traffic: Traffic, seed: int):
+        self.sent: dict[str, float] = {}
+        self.arrivals: dict[str, list[float]] = {}
+        self._engine = engines["decode"]
+        self._random = np.random.default_rng(seed)
+        self._vocab_size = traffic.vocab_size
+        self._context = zmq.asyncio.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._address = f"tcp://127.0.0.1:{self._inbox.bind_to_random_port('tcp://127.0.0.1')}"
+        self._news = asyncio.Event()
+
+    def add(self, request_id: str, prompt_len: int, output: int | None) -> None:
+        prompt = self._random.integers(10, self._vocab_size, prompt_len).tolist()
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        self.sent[request_id] = time.perf_counter()
+        self._engine.send(
+            Add(GenerateRequest(request_id=request_id, prompt=prompt, params=params, reply_to=self._address))
+        )
+
+    def add_stream(self) -> None:
+        self.add(f"{STREAM}{len(self.sent)}", STREAM_PROMPT, output=None)
+
+    async def receive(self) -> None:
+        """Until cancelled; starts a new stream for each that has reached the model's limit. Raises EngineError if a
+        request fails."""
+        decode = msgspec.msgpack.Decoder(TokenBatch).decode
+        while True:
+            batch = decode(await self._inbox.recv())
+            now = time.perf_counter()
+            for delta in batch.deltas:
+                if delta.error is not None:
+                    raise EngineError(delta.request_id, delta.error.message)
+                if delta.token_ids:
+                    self.arrivals.setdefault(delta.request_id, []).append(now)
+                if delta.finish_reason is not None and is_stream(delta.request_id):
+                    self.add_stream()
+            self._news.set()
+
+    async def until(self, condition: Callable[[], bool], receiving: asyncio.Task[None]) -> None:
+        """Raises what `receiving` raises, or TimeoutError."""
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            while not condition():
+                self._news.clear()
+                news = asyncio.create_task(self._news.wait())
+                await asyncio.wait([news, receiving], return_when=asyncio.FIRST_COMPLETED)
+                news.cancel()
+                if receiving.done():
+                    receiving.result()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def is_stream(request_id: str) -> bool:
+    return request_id.startswith(STREAM)

@@ -1,0 +1,64 @@
+"""How fast a decode step could be if it only had to read what it must, once, from memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.config import ModelConfig
+from engine.model.layers.embedding import VocabEmbedding
+from engine.model.layers.linear import Linear
+from engine.model.layers.moe import Experts
+from engine.model.models.registry import build_model
+
+READ_BYTES = 2**29  # far more than caches hold
+READS = 8
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, batch_size: int) -> float:
+    """Weights that a step of `batch_size` tokens reads: of an embedding only their rows, unless the head shares the
+    matrix; of experts, as many as an even choice would pick."""
+    model = build_model(config, TPGroup.single(), dtype, "meta")  # shapes only; loaded weights may be packed by now
+    total = float(sum(p.nbytes for p in model.parameters()))  # a shared matrix once
+    for layer in model.modules():
+        if isinstance(layer, VocabEmbedding) and layer.weight is not model.lm_head.weight:
+            total -= layer.weight.nbytes * max(0.0, 1 - batch_size / len(layer.weight))
+        elif isinstance(layer, Linear) and layer.stored is not None:
+            total += layer.stored.nbytes
+        elif isinstance(layer, Experts) and config.moe is not None:
+            idle = (1 - config.moe.experts_per_token / config.moe.num_experts) ** batch_size
+            total -= idle * sum(p.nbytes for p in layer.parameters())
+            total += (1 - idle) * layer.quantized_parameters * dtype.itemsize  # they are dequantized when loaded
+    return total
+
+
+def kv_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Sequence[int]) -> float:
+    """Keys and values that attention reads for one more token of each sequence; `lengths` are their tokens so far."""
+    token = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize  # in one layer
+    return float(token * sum(min(length, window or length) for window in config.window for length in lengths))
+
+
+def measure_bandwidth(device: torch.device) -> float:
+    """Bytes per second when torch reads a large tensor with all its threads; the best of several reads."""
+    floats = torch.ones(READ_BYTES // 4, dtype=torch.float32, device=device)
+    integers = floats.view(torch.int64)
+    # which of the two is held up by memory alone depends on the machine
+    reads: tuple[Callable[[], object], ...] = (lambda: torch.dot(floats, floats), integers.sum)
+    return READ_BYTES / min(seconds_of(read, device) for _ in range(READS) for read in reads)
+
+
+def seconds_of(read: Callable[[], object], device: torch.device) -> float:
+    synchronise(device)
+    started = time.perf_counter()
+    read()
+    synchronise(device)
+    return time.perf_counter() - started
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for what was launched: without that a clock on the host sees launches only."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()

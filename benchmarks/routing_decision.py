@@ -1,0 +1,83 @@
+"""python -m benchmarks.routing_decision [engines [blocks]]   time and memory of one routing decision, in a large
+cluster, in CPU time. blocks: that each engine has."""
+
+from __future__ import annotations
+
+import gc
+import random
+import resource
+import statistics
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from typing import get_args
+
+from deployments.routing.balancer import Balancer
+from deployments.routing.config import PolicyName, RoutingConfig
+from deployments.routing.cost import Prompt
+from deployments.routing.prompts import PromptReader
+from engine.wire.messages import NAME_BYTES, EngineLoad, EngineUpdate
+
+BLOCK_SIZE, PROMPT = 16, 10_000
+SHARED = 400  # leading blocks of the prompt that each engine has
+ROUNDS = 200
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+
+
+def main(num_engines: int = 100, num_blocks: int = 100_000) -> None:
+    rng = random.Random(0)
+    routers = {policy: Balancer(RoutingConfig(policy=policy), "decode", BLOCK_SIZE, rng) for policy in POLICIES}
+    router = routers["prefix_aware"]
+    tokens = [rng.randrange(100_000) for _ in range(PROMPT)]
+    prompt = PromptReader(BLOCK_SIZE).read("r", tokens, "")
+    words = array("Q", (word for key in prompt.keys[:SHARED] for word in (key, 0)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    engines = [f"decode-m-{number:03d}" for number in range(num_engines)]
+    for engine in engines:
+        others = rng.randbytes((num_blocks - SHARED) * NAME_BYTES)
+        load = EngineLoad(rng.randrange(50), rng.randrange(5000), rng.randrange(num_blocks // 2), 256, num_blocks)
+        router.news(news(engine, load, words.tobytes() + others))
+    mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    print(f"{num_engines} engines of {num_blocks} blocks, prompts of {PROMPT} tokens: {mib:.0f} MiB")
+    times(f"names of the {PROMPT // BLOCK_SIZE} blocks", lambda i: PromptReader(BLOCK_SIZE).read("r", list(tokens), ""))
+    for policy, other in routers.items():
+        other.index, other.book = router.index, router.book
+        for name, session in ((policy, ""), (f"{policy}, with a session", "s")):
+            times(f"choice by {name}", lambda i, b=other, s=session: place(b, prompt, i, s, engines))
+    small = engines[0]
+    stored = [rng.randbytes(50 * NAME_BYTES) for _ in range(ROUNDS)]
+    times("a full round of the garbage collector, part of the p99 above", lambda i: gc.collect(), rounds=3)
+    times("news of 50 new blocks", lambda i: router.news(news(small, EngineLoad(), stored[i], number=i + 1)))
+
+
+def place(router: Balancer, prompt: Prompt, number: int, session: str, engines: list[str]) -> None:
+    request = Prompt(f"r{number}", prompt.num_tokens, prompt.keys, session)
+    router.choose(request, engines)
+    router.end(request.request_id, confirmed=False)
+
+
+def news(engine: str, load: EngineLoad, stored: bytes, number: int = 0) -> EngineUpdate:
+    return EngineUpdate(
+        engine_id=engine,
+        number=number,
+        snapshot=not number,
+        load=load,
+        stored=stored,
+        removed=b"",
+        taken=[],
+        settled=[],
+    )
+
+
+def times(what: str, call: Callable[[int], object], rounds: int = ROUNDS) -> None:
+    taken = []
+    for number in range(rounds):
+        start = time.process_time()
+        call(number)
+        taken.append(time.process_time() - start)
+    print(f"{what}: {statistics.median(taken) * 1e3:.3f} ms, p99 {sorted(taken)[int(0.99 * rounds)] * 1e3:.3f} ms")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,298 @@
+"""Where the time of a decode step goes, in microseconds, beside what reading weights and KV from memory must take.
+
+The methods of one ordinary engine are wrapped on its objects, so nothing is slower elsewhere. Its steps run one after
+another (`overlap=False`), so the parts add up to the whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch.profiler import ProfilerActivity, record_function
+
+from benchmarks.memory_floor import kv_bytes, measure_bandwidth, synchronise, weight_bytes
+from cluster.cli.bench.distribution import Distribution
+from cluster.cli.bench.prompts import random_ids
+from engine.config import EngineConfig
+from engine.core.engine import EngineCore
+from engine.device import open_device
+from engine.errors import EngineError, InvalidParameter
+from engine.model.config import ModelConfig
+from engine.model.folder import resolve
+from engine.model.ops.attention import default_block_size
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+
+UNMEASURED = 5  # decode steps before the clock starts, for buffers and caches
+PARTS = ("schedule", "prepare", "forward", "logits", "rest", "commit", "loop")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """Medians over the steps, in microseconds; each of `parts` by its name in PARTS.
+
+    forward: the model up to its last hidden states. logits: the head, with the choice of the most likely token.
+    rest: what the runner does beside these: token ids in and out, other sampling. loop: the engine around it all.
+    floor_us: weight_bytes and kv_bytes over the measured bandwidth; tokens are as many as in the middle of the run.
+    """
+
+    batch_size: int
+    context_len: float
+    parts: dict[str, float]
+    total_us: float
+    weight_bytes: float
+    kv_bytes: float
+    floor_us: float
+    total_over_floor: float
+
+
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """A torch operation in an average step, without the operations that it calls.
+
+    Names without `::` are layers, or the parts of a step: their time is Python, and kernels that are not torch's.
+    """
+
+    op: str
+    calls: float
+    self_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """profile: of the largest batch, the costliest operation first; watching makes them all a little slower."""
+
+    model: str
+    dtype: str
+    threads: int
+    steps: int
+    bandwidth_gb_per_s: float
+    batches: list[BatchReport]
+    profile: list[OpTime] | None
+
+
+class Stopwatch:
+    """Microseconds spent in wrapped methods, by label; what one of them spends in another counts for that one only."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._spent: dict[str, float] = defaultdict(float)
+        self._inner_us = [0.0]  # for each wrapped method that is running: time in wrapped methods that it called
+
+    def wrap(self, owner: Any, name: str, label: str) -> None:
+        """Time a method of this one object: an attribute of the object hides the method of its class."""
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inner_us.append(0.0)
+            started = time.perf_counter()
+            result = method(*args, **kwargs)
+            synchronise(self._device)
+            whole_us = 1e6 * (time.perf_counter() - started)
+            self._spent[label] += whole_us - self._inner_us.pop()
+            self._inner_us[-1] += whole_us
+            return result
+
+        setattr(owner, name, timed)
+
+    def take(self) -> dict[str, float]:
+        """What was spent since the last time."""
+        spent, self._spent = self._spent, defaultdict(float)
+        return spent
+
+
+class Decoder:
+    """Brings an engine to where all its sequences decode, and nothing else happens."""
+
+    def __init__(self, core: EngineCore, vocab_size: int, context_len: int, seed: int):
+        self.core = core
+        self._vocab_size, self._context_len = vocab_size, context_len
+        self._rng = random.Random(seed)
+        self._live: list[str] = []
+
+    def start(self, batch_size: int) -> None:
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
+        self._live = [str(i) for i in range(batch_size)]
+        for request_id in self._live:
+            prompt = random_ids(self._rng, self._context_len, self._vocab_size)
+            self.core.add(GenerateRequest(request_id=request_id, prompt=prompt, params=params))
+        decoding: set[str] = set()
+        while len(decoding) < batch_size:
+            decoding |= self.step()
+        for _ in range(UNMEASURED):
+            self.step()
+
+    def step(self) -> set[str]:
+        """Requests that got a token."""
+        events = self.core.step()
+        for event in events:
+            if event.delta.finish_reason:
+                reason = event.delta.error.message if event.delta.error else "it ended before the measurement did"
+                raise EngineError(event.delta.request_id, reason)
+        return {event.delta.request_id for event in events}
+
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence; those whose prompt came first are ahead."""
+        return [request.computed for request in self.core.scheduler.running]
+
+    def stop(self) -> None:
+        for request_id in self._live:
+            self.core.abort(request_id)
+
+
+def measure(
+    *,
+    model: str = "pocket",
+    batch_sizes: Sequence[int] = (1, 16, 64),
+    context_len: int = 256,
+    steps: int = 50,
+    profile: bool = False,
+    seed: int = 0,
+    progress: Progress,
+    **options: Any,
+) -> StepReport:
+    """Decode `steps` tokens greedily for each batch size, from `context_len` tokens on.
+
+    profile: afterwards let torch's profiler watch the largest batch.
+    options: fields of EngineConfig; the KV cache is as large as the largest batch needs.
+    Raises StartupError, or InvalidParameter where the model's context is too short.
+    """
+    if min(batch_sizes) < 1:
+        raise InvalidParameter("batch_sizes", min(batch_sizes), "at least 1")
+    model_config = ModelConfig.from_folder(resolve(model))
+    core = EngineCore(config_for(model, model_config, max(batch_sizes), context_len, steps, options))
+    device, dtype = core.runner.device, core.runner.dtype
+    bandwidth = measure_bandwidth(device)
+    watch = Stopwatch(device)
+    for owner, name, part in timed_methods(core):
+        watch.wrap(owner, name, part)
+    decoder = Decoder(core, model_config.vocab_size, context_len, seed)
+    task = progress.add_task("decoding", total=steps * (len(batch_sizes) + profile))
+    batches = []
+    for size in batch_sizes:
+        progress.update(task, description=f"batch size {size}")
+        decoder.start(size)
+        lengths = [length + steps // 2 for length in decoder.lengths()]
+        watch.take()
+        spent = []
+        for _ in range(steps):
+            decoder.step()
+            spent.append(watch.take())
+            progress.advance(task)
+        decoder.stop()
+        weights, kv = weight_bytes(model_config, dtype, size), kv_bytes(model_config, dtype, lengths)
+        batches.append(summarise(spent, lengths, weights, kv, bandwidth))
+    operations = None
+    if profile:
+        progress.update(task, description="profiling")
+        decoder.start(max(batch_sizes))
+        operations = profile_steps(decoder, steps)
+        decoder.stop()
+    core.close()
+    return StepReport(
+        model=Path(model).name,
+        dtype=str(dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        steps=steps,
+        bandwidth_gb_per_s=bandwidth / 1e9,
+        batches=batches,
+        profile=operations,
+    )
+
+
+def config_for(
+    model: str, model_config: ModelConfig, batch_size: int, context_len: int, steps: int, options: dict[str, Any]
+) -> EngineConfig:
+    """An engine with room for one batch, until the last of its steps."""
+    defaults = EngineConfig()
+    budget = options.get("max_num_batched_tokens", defaults.max_num_batched_tokens)
+    block_size = options.get("block_size") or default_block_size(open_device(options.get("device", "auto")).place)
+    # while the last prompts are computed, the first sequences decode; one token each is the prompt's, one to spare
+    ahead = -(-batch_size * context_len // max(1, budget - batch_size)) + 1
+    longest = context_len + ahead + UNMEASURED + steps + 2
+    if longest > model_config.max_position_embeddings:
+        limit = (
+            f"at most {model_config.max_position_embeddings - longest + context_len}, with {steps} steps and batches"
+        )
+        limit += f" of {batch_size}: the model's context is {model_config.max_position_embeddings} tokens"
+        raise InvalidParameter("context_len", context_len, limit)
+    return EngineConfig(
+        model=model,
+        max_model_len=longest,
+        max_num_seqs=batch_size,
+        num_blocks=batch_size * (-(-longest // block_size) + 1),
+        overlap=False,
+        enforce_eager=True,  # a clock cannot look into a graph, nor stop while one is recorded
+        **options | {"block_size": block_size},
+    )
+
+
+def timed_methods(core: EngineCore) -> Iterator[tuple[Any, str, str]]:
+    """(object, name of its method, part that its own time belongs to)"""
+    yield core, "step", "loop"
+    yield core.scheduler, "schedule", "schedule"
+    yield core.scheduler, "commit", "commit"
+    yield core.runner, "prepare", "prepare"
+    yield core.runner, "launch", "rest"
+    yield core.runner, "collect", "rest"
+    yield core.runner.model, "forward", "forward"
+    yield core.runner.model, "logits", "logits"
+    yield core.runner.model, "best", "logits"
+
+
+def summarise(
+    spent: list[dict[str, float]], lengths: list[int], weights: float, kv: float, bandwidth: float
+) -> BatchReport:
+    total_us = median([sum(step.values()) for step in spent])
+    floor_us = 1e6 * (weights + kv) / bandwidth
+    return BatchReport(
+        batch_size=len(lengths),
+        context_len=sum(lengths) / len(lengths),
+        parts={part: median([step.get(part, 0.0) for step in spent]) for part in PARTS},
+        total_us=total_us,
+        weight_bytes=weights,
+        kv_bytes=kv,
+        floor_us=floor_us,
+        total_over_floor=total_us / floor_us,
+    )
+
+
+def median(values: Sequence[float]) -> float:
+    summary = Distribution.of(values)
+    assert summary is not None, "there is at least one step"
+    return summary.median
+
+
+def profile_steps(decoder: Decoder, steps: int) -> list[OpTime]:
+    """The costliest first."""
+    for owner, name, part in timed_methods(decoder.core):
+        setattr(owner, name, recorded(getattr(owner, name), part))
+    for module in decoder.core.runner.model.children():
+        for layer in module.modules():
+            layer.forward = recorded(layer.forward, type(layer).__name__)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(steps):
+            decoder.step()
+    times = [OpTime(e.key, e.count / steps, e.self_cpu_time_total / steps) for e in profiler.key_averages()]
+    return sorted(times, key=lambda time: -time.self_us)
+
+
+def recorded(function: Callable[..., Any], label: str) -> Callable[..., Any]:
+    """The same, and the profiler shows it under this name."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with record_function(label):
+            return function(*args, **kwargs)
+
+    return call

@@ -1,0 +1,199 @@
+"""`manta chat`: a conversation with a server, in a terminal or through pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from cluster.cli.bench.openai_client import Chunk, OpenAIClient, StreamFailed
+from engine.errors import EngineUnavailable, RequestError
+
+COMMANDS = """\
+/clear          forget the conversation
+/system TEXT    begin with this system message; without a text, with none
+/help           this
+A line that ends with \\ goes on in the next. Ctrl-C stops an answer, Ctrl-D ends."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What has come of it so far. id: as the server names it. Seconds from when it was asked for."""
+
+    text: str = ""
+    id: str = ""
+    tokens: int | None = None
+    first_s: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def figures(self) -> str:
+        """On one line; what is not known is left out."""
+        parts = [] if self.tokens is None else [f"{self.tokens} token" + "s" * (self.tokens != 1)]
+        if self.first_s is not None:
+            if self.tokens is not None and self.tokens > 1 and self.seconds > self.first_s:
+                parts.append(f"{(self.tokens - 1) / (self.seconds - self.first_s):.1f} tokens/s")
+            parts.append(f"the first after {self.first_s:.2f} s")
+        return ", ".join([*parts, *([self.id] if self.id else [])])
+
+
+@dataclass(slots=True)
+class Conversation:
+    """options: fields of each request beside its messages. messages: since the beginning, without the system's."""
+
+    client: OpenAIClient
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    async def ask(self, question: str, answer: Answer) -> AsyncGenerator[tuple[str, bool]]:
+        """Pieces of the answer's text, and whether each is reasoning; `answer` grows with them.
+
+        An answer that is broken off by the caller is part of the conversation; one that fails takes its question back.
+        Raises EngineUnavailable with what the server says.
+        """
+        self.messages.append({"role": "user", "content": question})
+        asked_at = time.monotonic()
+        try:
+            async for chunk in self.client.chunks("/v1/chat/completions", self._body()):
+                now = time.monotonic() - asked_at
+                answer.id, answer.seconds = chunk.id or answer.id, now
+                if chunk.usage is not None and chunk.usage.completion_tokens is not None:
+                    answer.tokens = chunk.usage.completion_tokens
+                for text, reasoning in _pieces(chunk):
+                    answer.first_s = now if answer.first_s is None else answer.first_s
+                    answer.text += "" if reasoning else text
+                    yield text, reasoning
+        except StreamFailed as error:
+            self.messages.pop()
+            raise EngineUnavailable(str(error)) from error
+        except (asyncio.CancelledError, GeneratorExit):
+            self._answered(answer)
+            raise
+        self._answered(answer)
+
+    def _answered(self, answer: Answer) -> None:
+        self.messages.append({"role": "assistant", "content": answer.text})
+
+    def _body(self) -> bytes:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        return msgspec.json.encode(
+            {"model": self.model, "messages": [*system, *self.messages], **stream, **self.options}
+        )
+
+
+def _pieces(chunk: Chunk) -> list[tuple[str, bool]]:
+    found = []
+    for delta in (choice.delta for choice in chunk.choices if choice.delta is not None):
+        found += [(text, True) for text in (delta.reasoning or delta.reasoning_content,) if text]
+        found += [(delta.content, False)] if delta.content else []
+    return found
+
+
+def printable(text: str) -> str:
+    """Without what would steer the terminal: an answer may hold escape sequences."""
+    return "".join(c for c in text if c.isprintable() or c in "\n\t")
+
+
+def chat(url: str, model: str | None, system: str | None, api_key: str | None, options: dict[str, Any]) -> None:
+    """Until the end of stdin; if that is no terminal, it is one question. options: as of Conversation.
+
+    Raises EngineUnavailable, InvalidApiKey, or RequestError.
+    """
+    with asyncio.Runner() as runner:
+        client = runner.run(_connect(url, api_key))
+        try:
+            names = runner.run(client.models())
+            if model is None and not names:
+                raise RequestError(f"{client.base_url} does not say what it serves; name a model with --model", "model")
+            conversation = Conversation(client, model or names[0], options, system)
+            if sys.stdin.isatty():
+                _converse(runner, conversation)
+            else:
+                runner.run(_answer_once(conversation, sys.stdin.read()))
+        finally:
+            runner.run(client.__aexit__())
+
+
+async def _connect(url: str, api_key: str | None) -> OpenAIClient:
+    """Inside of the loop that it is used in."""
+    return OpenAIClient(url, api_key, timeout_s=3600.0)
+
+
+async def _answer_once(conversation: Conversation, question: str) -> None:
+    """The answer on stdout as it comes, and nothing else."""
+    if not question.strip():
+        raise RequestError("stdin has no question", "question")
+    async for text, reasoning in conversation.ask(question.strip(), Answer()):
+        if not reasoning:
+            print(text, end="", flush=True)
+    print()
+
+
+def _converse(runner: asyncio.Runner, conversation: Conversation) -> None:
+    with suppress(ImportError):
+        import readline  # noqa: F401  gives `input` a history and editing
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(f"{conversation.model} at {conversation.client.base_url}; /help tells more", style="dim")
+    while True:
+        try:
+            line = _read()
+        except EOFError:
+            console.print()
+            return
+        except KeyboardInterrupt:
+            console.print()
+            continue
+        if line.startswith("/"):
+            _command(line, conversation, console)
+        elif line:
+            answer = Answer()
+            try:
+                runner.run(_show(conversation, line, answer, console))
+            except KeyboardInterrupt:
+                console.print("\n(stopped)", style="dim")
+            except EngineUnavailable as error:
+                console.print(f"\n{printable(str(error))}", style="red")
+                continue
+            console.print(answer.figures, style="dim")
+
+
+def _read() -> str:
+    line = input("> ")
+    while line.endswith("\\"):
+        line = f"{line[:-1]}\n{input('… ')}"
+    return line.strip()
+
+
+async def _show(conversation: Conversation, question: str, answer: Answer, console: Console) -> None:
+    reasons = False
+    async for text, reasoning in conversation.ask(question, answer):
+        if reasons and not reasoning:
+            console.print("\n")
+        reasons = reasoning
+        console.print(printable(text), end="", style="dim" if reasoning else None, soft_wrap=True)
+    console.print()
+
+
+def _command(line: str, conversation: Conversation, console: Console) -> None:
+    name, _, rest = line.partition(" ")
+    match name:
+        case "/clear":
+            conversation.messages.clear()
+        case "/system":
+            conversation.system = rest.strip() or None
+            conversation.messages.clear()
+        case "/help":
+            console.print(COMMANDS, style="dim")
+        case _:
+            console.print(f"there is no {printable(name)}\n{COMMANDS}", style="dim")

@@ -1,0 +1,106 @@
+"""A Serve configuration file, as far as it can be judged without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.cli.serve import BUILDER, HOST, PORT
+from cluster.config import AppConfig
+from cluster.model_info import model_info
+from engine.errors import ConfigError
+
+# Of Ray's schemas, which take any other key without a word; a test holds these against them.
+TOP_KEYS = frozenset({
+    "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
+    "applications", "target_capacity",
+})  # fmt: skip
+HTTP_KEYS = frozenset({
+    "host", "port", "root_path", "request_timeout_s", "keep_alive_timeout_s", "ssl_keyfile", "ssl_certfile",
+    "ssl_keyfile_password", "ssl_ca_certs",
+})  # fmt: skip
+APPLICATION_KEYS = frozenset({
+    "name", "route_prefix", "import_path", "runtime_env", "host", "port", "deployments", "autoscaling_policy", "args",
+    "logging_config", "external_scaler_enabled",
+})  # fmt: skip
+
+
+def check(path: Path) -> list[str]:
+    """Names of the models that a Serve configuration file would serve.
+
+    Raises StartupError for whatever can be seen without loading weights or starting Ray.
+    """
+    return check_serve_config(load(path))
+
+
+def check_serve_config(serve_config: dict[str, Any]) -> list[str]:
+    """As `check`, of what is in the file."""
+    _check_keys(serve_config, TOP_KEYS, "")
+    http = _section(serve_config, "http_options", "")
+    _check_keys(http, HTTP_KEYS, "http_options.")
+    host, port = http.get("host", HOST), http.get("port", PORT)
+    if not isinstance(host, str):
+        raise ConfigError("http_options.host", host, "a text, as 127.0.0.1")
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+        raise ConfigError("http_options.port", port, "a port between 1 and 65535")
+    names = []
+    for i, application in _ours(serve_config):
+        _check_keys(application, APPLICATION_KEYS, f"applications[{i}].")
+        config = AppConfig.of(application)
+        config.ingress.gate()
+        names += [model_info(model, config.ingress).name for model in config.models]
+        _check_deployments(application, config, f"applications[{i}].deployments")
+    return names
+
+
+def read(path: Path) -> list[AppConfig]:
+    """Manta's applications in a Serve configuration file. Raises StartupError."""
+    return [AppConfig.of(application) for _, application in _ours(load(path))]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A Serve configuration file with at least one application of Manta's. Raises ConfigError with one line."""
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), type(error).__name__, "a text file that can be read") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), " ".join(str(error).split()), "YAML") from None
+    if not isinstance(found, dict) or not isinstance(found.get("applications"), list):
+        raise ConfigError(str(path), type(found).__name__, "a mapping with a list `applications`, as for Serve")
+    if not any(_ours(found)):
+        raise ConfigError(str(path), None, f"given an application whose import_path is {BUILDER}")
+    return found
+
+
+def _ours(serve_config: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for i, application in enumerate(serve_config["applications"]):
+        if not isinstance(application, dict) or "import_path" not in application:
+            raise ConfigError(f"applications[{i}].import_path", None, "given")
+        if application["import_path"] == BUILDER:
+            yield i, application
+
+
+def _section(parent: Mapping[str, Any], key: str, path: str) -> dict[str, Any]:
+    value = parent.get(key)
+    if not isinstance(value, dict | None):
+        raise ConfigError(f"{path}{key}", value, "a section with keys")
+    return value or {}
+
+
+def _check_keys(section: Mapping[str, Any], known: Set[str], path: str) -> None:
+    for key in section:
+        if key not in known:
+            raise ConfigError(f"{path}{key}", key, f"one of the known keys ({', '.join(sorted(known))})")
+
+
+def _check_deployments(application: Mapping[str, Any], config: AppConfig, path: str) -> None:
+    """By their names; Serve looks at them only after it has built the application."""
+    known = ["ingress", *(f"{role}-{model.name}" for model in config.models for role in model.pools)]
+    for i, deployment in enumerate(application.get("deployments") or []):
+        name = deployment.get("name") if isinstance(deployment, dict) else deployment
+        if name not in known:
+            raise ConfigError(f"{path}[{i}].name", name, f"one of {', '.join(known)}")

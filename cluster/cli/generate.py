@@ -1,0 +1,190 @@
+"""`manta generate`: a file of prompts -> a file of answers, line by line, resumable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.errors import RequestError, ServingError
+from engine.offline.llm import LLM
+from engine.offline.outputs import RequestOutput
+from engine.wire.messages import TokenLogprob
+from engine.wire.sampling_params import SamplingParams
+
+SAMPLING_FIELDS = frozenset(field.name for field in msgspec.structs.fields(SamplingParams))
+BEGIN = b'{"index":'  # of each line of output
+LINE_FIELDS = frozenset({"id", "prompt", "messages"})
+
+
+class Choice(msgspec.Struct, omit_defaults=True):
+    """One generated sequence of an answer."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """One line of output; line k answers line k of the input, whose `id` it repeats."""
+
+    index: int
+    id: Any = None
+    choices: list[Choice] = []
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+class Place(msgspec.Struct):
+    """What an earlier answer is looked at for."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    resumed: int  # lines that an earlier run had finished
+    written: int
+    failed: int
+
+
+def generate_file(
+    llm: Callable[[], LLM], input_file: Path, output_file: Path, defaults: dict[str, Any], *, progress: bool = True
+) -> Summary:
+    """Answer every line of `input_file` that `output_file` does not answer yet.
+
+    An input line is {"prompt": text or token ids} or {"messages": [...]}, with any field of SamplingParams beside
+    it; `defaults` holds what lines do not say. Answers are written in the order of the input, each as soon as all
+    before it are there, so a killed run leaves whole answers and at most one torn line, which is removed here.
+    A line that cannot be served is answered with an `error`. `llm` is called only if there is something to do.
+    """
+    lines = [line for line in input_file.read_bytes().split(b"\n") if line.strip()]
+    done = complete_lines(output_file)
+    if done > len(lines):
+        problem = f"{output_file} has {done} answers for {len(lines)} lines; is it the output of another input?"
+        raise RequestError(problem, "output")
+    if done == len(lines):
+        return Summary(done, 0, 0)
+    failed = 0
+    with output_file.open("ab") as out:
+        for answer in in_order(answers(llm(), lines, done, defaults, progress), first=done):
+            out.write(msgspec.json.encode(answer) + b"\n")
+            out.flush()
+            failed += answer.error is not None
+        os.fsync(out.fileno())
+    return Summary(done, len(lines) - done, failed)
+
+
+def complete_lines(output_file: Path) -> int:
+    """Answers that an earlier run has written; cuts off a line that it did not finish.
+
+    Raises RequestError, and changes nothing, if the file holds anything else.
+    """
+    if not output_file.exists():
+        return 0
+    *whole, torn = output_file.read_bytes().split(b"\n")
+    for index, line in enumerate(whole):
+        if _index_of(line) != index:
+            raise _not_an_output(output_file, index)
+    if torn:
+        if not torn.startswith(BEGIN[: len(torn)]):
+            raise _not_an_output(output_file, len(whole))
+        os.truncate(output_file, sum(len(line) + 1 for line in whole))
+    return len(whole)
+
+
+def _index_of(line: bytes) -> int | None:
+    """Of the input's line that this one answers; None if it answers none."""
+    try:
+        return msgspec.json.decode(line, type=Place).index
+    except msgspec.MsgspecError:
+        return None
+
+
+def _not_an_output(file: Path, index: int) -> RequestError:
+    return RequestError(f"{file}:{index + 1} is no answer to line {index + 1} of the input; give a new file", "output")
+
+
+def answers(llm: LLM, lines: list[bytes], first: int, defaults: dict[str, Any], progress: bool) -> Iterator[Answer]:
+    """Answers to lines `first` and on, as they are finished."""
+    refused: list[Answer] = []
+    ids: dict[str, tuple[int, Any]] = {}
+
+    def jobs() -> Iterator[tuple[RequestOutput, SamplingParams]]:
+        for index in range(first, len(lines)):
+            line: dict[str, Any] = {}
+            try:
+                line = parse_line(lines[index])
+                check_fields(line)
+                request, params = to_request(llm, index, line, defaults)
+            except (ServingError, msgspec.MsgspecError) as error:
+                refused.append(Answer(index=index, id=line.get("id"), error=str(error)))
+                continue
+            ids[request.request_id] = (index, line.get("id"))
+            yield request, params
+
+    for output in llm.run(jobs(), total=len(lines) - first, progress=progress):
+        yield from refused
+        refused.clear()
+        index, name = ids.pop(output.request_id)
+        yield to_answer(index, name, output)
+    yield from refused
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    fields = msgspec.json.decode(line)
+    if not isinstance(fields, dict):
+        raise RequestError("a line must be a JSON object", "line")
+    return fields
+
+
+def check_fields(fields: dict[str, Any]) -> None:
+    unknown = fields.keys() - LINE_FIELDS - SAMPLING_FIELDS
+    if unknown:
+        known = ", ".join(sorted(LINE_FIELDS | SAMPLING_FIELDS))
+        raise RequestError(f"unknown field {sorted(unknown)[0]!r}; known: {known}", sorted(unknown)[0])
+    if ("prompt" in fields) == ("messages" in fields):
+        raise RequestError("a line needs either prompt or messages", "prompt")
+
+
+def to_request(
+    llm: LLM, index: int, line: dict[str, Any], defaults: dict[str, Any]
+) -> tuple[RequestOutput, SamplingParams]:
+    """The request's id, and so its seed, depends on the line alone: a resumed run gives what the first would have."""
+    own = {name: value for name, value in line.items() if name in SAMPLING_FIELDS}
+    params = msgspec.convert({"max_tokens": None, **defaults, **own}, SamplingParams)
+    if "messages" in line:
+        prompt = llm.tokenizer.apply_chat_template(msgspec.convert(line["messages"], list[dict[str, Any]]))
+    else:
+        prompt = msgspec.convert(line["prompt"], str | list[int])
+    return llm.request(prompt, params, request_id=f"line {index}"), params
+
+
+def to_answer(index: int, name: Any, output: RequestOutput) -> Answer:
+    errors = [choice.error for choice in output.outputs if choice.error]
+    return Answer(
+        index=index,
+        id=name,
+        choices=[Choice(c.text, c.token_ids, c.finish_reason, c.stop_reason, c.logprobs) for c in output.outputs],
+        prompt_tokens=len(output.prompt_token_ids),
+        cached_tokens=output.num_cached_tokens,
+        error=errors[0] if errors else None,
+    )
+
+
+def in_order(answers: Iterator[Answer], first: int) -> Iterator[Answer]:
+    """The same answers by rising index; one that comes early waits for those before it."""
+    early: dict[int, Answer] = {}
+    for answer in answers:
+        early[answer.index] = answer
+        while first in early:
+            yield early.pop(first)
+            first += 1
+    assert not early, f"line {first} was never answered"

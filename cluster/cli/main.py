@@ -1,0 +1,238 @@
+"""The command `manta`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cluster.cli.bench.commands import bench
+from cluster.cli.serve import serve
+from cluster.simulator.commands import simulate
+from engine.errors import RequestError, ServingError
+
+HELP = """Manta: serve large language models on a Ray cluster, behind an OpenAI-compatible API.
+
+Try it in two terminals, without any model of your own:
+
+  manta serve
+
+  manta chat
+
+`manta COMMAND --help` explains each command, with an example.
+"""
+RUN, ASK, LOOK = "Run a server", "Ask a model", "Look inside, and measure"
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP)
+app.command(rich_help_panel=RUN)(serve)
+app.add_typer(bench, name="bench", rich_help_panel=LOOK)
+app.add_typer(simulate, name="simulate", rich_help_panel=LOOK)
+k8s = typer.Typer(no_args_is_help=True, help="Manifests for Kubernetes (k8s/README.md).")
+app.add_typer(k8s, name="k8s", rich_help_panel=RUN)
+
+UrlOption = Annotated[str, typer.Option(help="Of the server.")]
+ApiKeyOption = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
+URL = "http://127.0.0.1:8000"
+ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a Hugging Face model folder, or a Hub id.")]
+
+
+@app.callback()
+def configure(verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log.")] = False) -> None:
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", stream=sys.stderr)
+
+
+@app.command(rich_help_panel=RUN)
+def check(
+    config: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="As for `serve run`.")] = Path(
+        "serve_config.yaml"
+    ),
+) -> None:
+    """Say in one line what is wrong with a serve_config.yaml, before any cluster is started.
+
+    Looks at every key, and at the model folders; exit code 1 if `serve run` would not get far.
+
+    Example: manta check serve_config_pd.yaml
+    """
+    from cluster.cli.config_file import check as check_file
+
+    print(f"{config} is fine; models: {', '.join(check_file(config))}", file=sys.stderr)
+
+
+@app.command(rich_help_panel=RUN)
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A serve_config.yaml: do its models fit?")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Of a Ray cluster. Default: $RAY_ADDRESS, or the one here, if there is one.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, for programs.")] = False,
+) -> None:
+    """What this machine and its Ray cluster can run, and what is missing.
+
+    Packages, CPU, memory, GPUs, ports, the cluster's nodes; and for a configuration, whether its replicas find a place,
+    how large their weights are, and how much KV cache is left. Exit code 1 if there is a problem.
+
+    Example: manta doctor --config serve_config_pd.yaml
+    """
+    from rich.console import Console
+
+    from cluster.cli.doctor.examine import examine
+    from cluster.cli.doctor.finding import show
+
+    findings = list(examine(config, address))
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        show(findings, Console(highlight=False, emoji=False))
+    if any(finding.level == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command(rich_help_panel=ASK)
+def chat(
+    url: UrlOption = URL,
+    model: Annotated[str | None, typer.Option(help="Default: the first that the server names.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy. Default: the model's own.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For answers that can be repeated.")] = None,
+    api_key: ApiKeyOption = None,
+) -> None:
+    """Talk to a model in the terminal; works with any OpenAI-compatible server.
+
+    Ctrl-C stops an answer, Ctrl-D ends; /help names the commands. Reasoning is dimmed.
+    Where stdin is no terminal it is one question, and stdout gets the answer alone.
+
+    Example: echo "What is an ocean?" | manta chat --temperature 0
+    """
+    from cluster.cli.chat import chat as talk
+
+    options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    talk(url, model, system, api_key, {name: value for name, value in options.items() if value is not None})
+
+
+@app.command(rich_help_panel=LOOK)
+def explain(
+    request_id: Annotated[str, typer.Argument(help="An answer's `id`, its X-Request-Id, or an id from a log line.")],
+    url: UrlOption = URL,
+    api_key: ApiKeyOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As the server tells it.")] = False,
+) -> None:
+    """What happened to a request: where it waited, which engines worked for it, and how it ended.
+
+    All ingresses and engines are asked. They remember their newest requests (docs/observability.md).
+
+    Example: manta explain chatcmpl-0123456789abcdef0123456789abcdef
+    """
+    from rich.console import Console
+
+    from cluster.cli.explain import fetch, show
+
+    body = fetch(url, request_id, api_key)
+    if as_json:
+        print(body.decode())
+    else:
+        show(body, Console(highlight=False, markup=False, emoji=False))
+
+
+@app.command(rich_help_panel=ASK)
+def generate(
+    input: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="JSON lines; see below.")],
+    output: Annotated[Path, typer.Option(dir_okay=False, help="Answers; what is in it already is kept.")],
+    model: ModelOption = "pocket",
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer; default: what the context holds.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Share of probability to sample from; default 1.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For lines that bring none.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + answer, in tokens.")] = None,
+    kv_cache_memory_gib: Annotated[float | None, typer.Option(help="Size of the KV cache.")] = None,
+) -> None:
+    """Answer a file of prompts, offline; run it again after a kill, and it goes on where it was.
+
+    A line of the input is a JSON object with a "prompt" (text, or a list of token ids) or with "messages" as in the
+    chat API; beside it an "id" of your choice and any sampling parameter. Line k of the output answers line k of the
+    input.
+
+    A line: {"messages": [{"role": "user", "content": "What is an ocean?"}], "temperature": 0}
+
+    Example: manta generate --input in.jsonl --output out.jsonl
+    """
+    from cluster.cli.generate import generate_file  # torch takes seconds; `manta --help` should not
+    from engine.offline.llm import LLM
+
+    given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    defaults = {name: value for name, value in given.items() if value is not None}
+    options: dict[str, Any] = {
+        "dtype": dtype, "max_model_len": max_model_len, "kv_cache_memory_gib": kv_cache_memory_gib
+    }  # fmt: skip
+    summary = generate_file(lambda: LLM(model, **options), input, output, defaults, progress=sys.stderr.isatty())
+    told = f"{summary.written} lines answered, {summary.failed} of them with an error"
+    print(f"{told}; {summary.resumed} were there before" if summary.resumed else told, file=sys.stderr)
+    raise typer.Exit(1 if summary.failed else 0)
+
+
+@app.command(name="hash-key", rich_help_panel=RUN)
+def print_key_line(
+    name: Annotated[str, typer.Argument(help="Whose key it is; shown in logs, and the unit of fair sharing.")],
+    generate: Annotated[bool, typer.Option(help="Make a new key, and show it once.")] = False,
+) -> None:
+    """Print the line for an API key that goes into `ingress.api_keys_file`; the key itself is stored nowhere.
+
+    Example: manta hash-key alice --generate >> keys
+    """
+    from deployments.frontend.api_keys import LINE, hash_key
+
+    key = f"sk-{secrets.token_urlsafe(32)}" if generate else typer.prompt("API key", hide_input=True, err=True)
+    line = f"{name}:{hash_key(key)}"
+    if LINE.fullmatch(line) is None:
+        raise RequestError(f"name must be without spaces and colons, got {name!r}")
+    if generate:
+        print(f"the key of {name}, shown only now: {key}", file=sys.stderr)
+    print(line)
+
+
+@k8s.command(name="lint")
+def lint_manifests(
+    path: Annotated[Path, typer.Argument(exists=True, help="A folder for kustomize, or a YAML file.")],
+) -> None:
+    """Say what is wrong with manifests that Kubernetes would accept; exit code 1 if anything is.
+
+    Holds the Serve configuration in a RayService against its pods: whether replicas fit, whether ports, labels and
+    deadlines agree, who may reach which port, and what pods are allowed to do.
+
+    Example: manta k8s lint k8s/overlays/single-gpu
+    """
+    from cluster.cli.k8s_lint.lint import lint  # ray takes seconds
+
+    found = lint(path)
+    for finding in found:
+        print(finding)
+    if found:
+        raise typer.Exit(1)
+    print(f"{path} is fine", file=sys.stderr)
+
+
+def main() -> None:
+    """Exit code 1 and one line for an error that the user can mend."""
+    try:
+        app()
+    except ServingError as error:
+        print(f"manta: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.filename is None:  # not about a file, so not about one that the user has named
+            raise
+        print(f"manta: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

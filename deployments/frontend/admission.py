@@ -1,0 +1,165 @@
+"""The queue of one model in one ingress, in front of the engines' own queues.
+
+Engines get only as many sequences as they can run and a few more, so that they never idle and yet who is next is
+decided here, where clients are known (fair_queue.py). With several ingresses each has its share of the engines and
+is fair among the clients that it serves itself: a client that reaches only one of them gets a share of that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from deployments.frontend.fair_queue import FairQueue, QueuedRequest
+from deployments.replicas.engine_pool import EnginePool
+from engine.errors import EngineUnavailable, Overloaded, RequestTimeout
+from engine.wire.messages import EngineStatus
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0  # how often engines are asked while they have work from here
+CROWDED = 0.8  # share of KV blocks in use above which waiting requests are taken to wait for blocks
+DURATIONS = 64  # last requests over which the time that one takes is averaged
+MAX_RETRY_AFTER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """max_num_seqs: that one engine runs. num_engines: at the start. num_ingresses: that share the engines.
+    max_waiting, max_waiting_tokens: sequences that may wait here, and tokens of their prompts.
+    """
+
+    max_num_seqs: int
+    num_engines: int
+    num_ingresses: int
+    max_waiting: int
+    max_waiting_tokens: int
+
+
+class Admission:
+    """refused: requests answered with Overloaded so far."""
+
+    def __init__(self, pool: EnginePool, limits: AdmissionLimits):
+        self.refused = 0
+        self._pool, self._limits = pool, limits
+        window = _shared(limits.num_engines * _room(limits), limits)
+        self._queue = FairQueue(window, limits.max_waiting, limits.max_waiting_tokens)
+        self._starts: dict[QueuedRequest, asyncio.Future[None]] = {}
+        self._durations_s: deque[float] = deque([1.0], maxlen=DURATIONS)
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in this queue."""
+        return self._queue.num_waiting
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of the prompts of those sequences."""
+        return self._queue.waiting_tokens
+
+    @property
+    def num_running(self) -> int:
+        """Sequences of this ingress that are in the engines."""
+        return self._queue.num_running
+
+    def check(self, client: str) -> None:
+        """Raises Overloaded if a request of this client would be refused, before any work is done for it."""
+        if self._queue.is_full_for(client):
+            raise self._overloaded()
+
+    @asynccontextmanager
+    async def enter(
+        self, request_id: str, client: str, sequences: int, prompt_tokens: int, timeout_s: float | None
+    ) -> AsyncGenerator[QueuedRequest]:
+        """Wait until the engines have room. Raises Overloaded or RequestTimeout."""
+        loop = asyncio.get_running_loop()
+        ticket, started = QueuedRequest(client, sequences, prompt_tokens), loop.create_future()
+        dropped = self._queue.offer(ticket)
+        if dropped is None:
+            raise self._overloaded()
+        self._starts[ticket] = started
+        for other in dropped:
+            if not (refused := self._starts.pop(other)).done():  # its client may have left just now
+                refused.set_exception(self._overloaded())
+        self._start()
+        try:
+            await _wait(started, request_id, timeout_s)
+            started_at = loop.time()
+            yield ticket
+            self._durations_s.append(loop.time() - started_at)
+        finally:
+            self._starts.pop(ticket, None)
+            self._queue.leave(ticket)
+            self._start()
+
+    def charge(self, ticket: QueuedRequest, output_tokens: int) -> None:
+        self._queue.charge(ticket, output_tokens)
+
+    def _start(self) -> None:
+        for ticket in self._queue.start():
+            if not (started := self._starts.pop(ticket)).done():  # it may have been cancelled just now
+                started.set_result(None)
+        if self._queue.num_running and (self._watch is None or self._watch.done()):
+            self._watch = asyncio.create_task(self._watch_engines())
+
+    async def _watch_engines(self) -> None:
+        """Follow what the engines report, as long as they work for this ingress."""
+        while self._queue.num_running:
+            await asyncio.sleep(POLL_S)
+            try:
+                statuses = await self._pool.statuses()
+            except EngineUnavailable as error:  # the window stays; whoever is sent there will be told
+                logger.warning("no status of the engines: %s", error)
+                continue
+            self._queue.window = window(statuses, self._limits)
+            self._start()
+
+    def _overloaded(self) -> Overloaded:
+        self.refused += 1
+        message = f"{self.num_waiting} sequences are waiting, the limit is {self._limits.max_waiting} sequences"
+        message += f" and {self._limits.max_waiting_tokens} prompt tokens"
+        return Overloaded(message, self._retry_after_s())
+
+    def _retry_after_s(self) -> float:
+        """When the queue of now will have been served, if requests go on taking as long as the last ones."""
+        mean_s = sum(self._durations_s) / len(self._durations_s)
+        return min(max(mean_s * self.num_waiting / self._queue.window, 1.0), MAX_RETRY_AFTER_S)
+
+
+async def _wait(started: asyncio.Future[None], request_id: str, timeout_s: float | None) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await started
+    except TimeoutError:
+        raise RequestTimeout(request_id, timeout_s or 0.0) from None
+
+
+def window(statuses: Sequence[EngineStatus], limits: AdmissionLimits) -> int:
+    """Sequences that one ingress may have in the engines.
+
+    Each engine takes what it may run, and a few more to go on with. One whose requests wait for KV blocks takes what it
+    does run, and as many more.
+    """
+    spare, total = _spare(limits), 0
+    for stats in (status.stats for status in statuses):
+        crowded = stats.waiting > spare and stats.blocks_used > CROWDED * stats.blocks_total
+        total += stats.running + spare if crowded else _room(limits)
+    return _shared(total, limits)
+
+
+def _spare(limits: AdmissionLimits) -> int:
+    return max(1, limits.max_num_seqs // 8)
+
+
+def _room(limits: AdmissionLimits) -> int:
+    return limits.max_num_seqs + _spare(limits)
+
+
+def _shared(sequences: int, limits: AdmissionLimits) -> int:
+    return max(1, math.ceil(sequences / limits.num_ingresses))

@@ -1,0 +1,145 @@
+"""What becomes known of one sequence: its counts, its log line, its part of a trace, and its story."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Literal
+
+from deployments.observability.stats import ModelStats
+from deployments.observability.telemetry import HttpRequest
+from deployments.observability.timeline import RequestTimelines, SequenceTimeline, TimelineEvent
+from deployments.observability.tracing import SequenceTrace
+from engine.wire.messages import GenerateRequest, RequestTimes, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+Reason = Literal["stop", "length", "abort", "error", "refused"]
+
+
+class SequenceMetrics:
+    """From the time when the prompt is ready until the sequence has ended for the client.
+
+    answered: a token of the present attempt has come.
+    """
+
+    def __init__(
+        self, request: GenerateRequest, http: HttpRequest, model: str, stats: ModelStats, stories: RequestTimelines
+    ):
+        self.answered = False
+        self._request, self._http, self._model, self._stats = request, http, model, stats
+        self._stories = stories
+        self._story = SequenceTimeline(
+            request_id=request.request_id,
+            model=model,
+            prompt_tokens=len(request.prompt),
+            arrived_at=http.started_ns / 1e9,
+        )
+        self._waits_at = http.started_at
+        self._first_at: float | None = None  # monotonic
+        self._times: RequestTimes | None = None
+        self._over = False
+        logger.debug(
+            "request sent request_id=%s model=%s prompt_tokens=%d", request.request_id, model, len(request.prompt)
+        )
+
+    def waits(self) -> None:
+        """For admission. `ended` must follow."""
+        self._waits_at = time.monotonic()
+        self._note("the request came", self._http.started_at)
+        self._note(f"its prompt of {len(self._request.prompt)} tokens waits for admission", self._waits_at)
+        self._stories.begin(self._story)
+
+    def admitted(self) -> None:
+        now = time.monotonic()
+        self._story.admission_s = now - self._waits_at
+        self._note("admitted", now)
+
+    def sent(self, request_id: str) -> None:
+        """request_id: of this attempt."""
+        self._note(f"sent to the engines as {request_id}")
+
+    def answered_by(self, engine_id: str) -> None:
+        """The first delta of the present attempt has come."""
+        self.answered, self._story.state = True, "running"
+        self._story.engines.append(engine_id)
+        self._note(f"first token from {engine_id}")
+
+    def replayed(self, reason: str, error: BaseException) -> None:
+        """An attempt has failed, and another follows."""
+        self.answered = False
+        self._story.replays += 1
+        self._note(f"the attempt failed after {self._story.output_tokens} tokens, another follows: {reason} ({error})")
+
+    def delta(self, delta: TokenDelta, tokens: int) -> None:
+        """A delta has come; `tokens` of it count."""
+        story = self._story
+        if self._first_at is None and delta.token_ids:
+            self._first_at = time.monotonic()
+            self._times, story.cached_tokens = delta.times, delta.num_cached_tokens
+            story.first_token_s = self._first_at - self._http.started_at
+            if delta.times is not None:
+                story.queue_s = delta.times.scheduled_s
+                story.prefill_s = delta.times.first_token_s - delta.times.scheduled_s
+            self._stats.histograms["time_to_first_token_seconds"].observe(story.first_token_s)
+        story.output_tokens += tokens
+        story.preemptions += delta.num_preemptions
+
+    def ended(self, reason: Reason, error: Exception | None = None) -> None:
+        """reason: as the client sees it; `refused` without any work, which is no end. Only the first call counts."""
+        if self._over:
+            return
+        self._over = True
+        now, story = time.monotonic(), self._story
+        story.state, story.reason, story.error = "ended", reason, None if error is None else str(error)
+        story.seconds = now - self._http.started_at
+        self._note(f"ended: {reason}, {story.output_tokens} output tokens", now)
+        self._stories.end(story)
+        if reason != "refused":
+            self._stats.finished[reason] += 1
+        if reason in ("stop", "length"):
+            self._stats.histograms["e2e_request_latency_seconds"].observe(story.seconds)
+        trace = self._http.trace
+        logger.info(
+            "request ended request_id=%s model=%s reason=%s prompt_tokens=%d cached_tokens=%d output_tokens=%d "
+            "queue_s=%s prefill_s=%s first_token_s=%s seconds=%.3f trace_id=%s",
+            self._request.request_id,
+            self._model,
+            reason,
+            story.prompt_tokens,
+            story.cached_tokens,
+            story.output_tokens,
+            rounded(story.queue_s),
+            rounded(story.prefill_s),
+            rounded(story.first_token_s),
+            story.seconds,
+            None if trace is None else trace.trace_id,
+        )
+        if error is not None:
+            logger.warning("request failed request_id=%s error=%s", self._request.request_id, error)
+        if trace is not None:
+            trace.sequence(self._trace(now, reason))
+
+    def _note(self, what: str, at: float | None = None) -> None:
+        """at: on the monotonic clock; None means now."""
+        since_1970 = self._http.ns_since_1970(time.monotonic() if at is None else at) / 1e9
+        self._story.moments.append(TimelineEvent(since_1970, self._stories.ingress_id, what))
+
+    def _trace(self, now: float, reason: Reason) -> SequenceTrace:
+        first = self._first_at
+        return SequenceTrace(
+            request_id=self._request.request_id,
+            model=self._model,
+            started_ns=self._http.started_ns,
+            first_at_ns=0 if first is None else self._http.ns_since_1970(first),
+            ended_at_ns=self._http.ns_since_1970(now),
+            times=self._times,
+            reason=reason,
+            prompt_tokens=self._story.prompt_tokens,
+            cached_tokens=self._story.cached_tokens,
+            output_tokens=self._story.output_tokens,
+        )
+
+
+def rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)

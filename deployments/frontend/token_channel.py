@@ -1,0 +1,96 @@
+"""Where tokens arrive at an ingress: one ZMQ socket, fed by every engine that works for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from engine.distributed.push_sockets import PushSockets
+from engine.wire.messages import Abort, TokenBatch, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+Inbox = asyncio.Queue[TokenDelta | None]  # None never comes from an engine: a reader may use it to wake up
+
+
+class TokenChannel:
+    """Sorts the deltas of all engines into the inboxes of the requests they belong to.
+
+    address: what goes into `GenerateRequest.reply_to`.
+    dropped: deltas that came for nobody; some are normal after a client went away.
+    """
+
+    def __init__(self, host: str):
+        self.dropped = 0
+        self._inboxes: dict[str, Inbox] = {}
+        self._working: dict[str, tuple[str, str]] = {}  # by request: id and address of the engine that works for it
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._engines = PushSockets(zmq.Context(self._context))
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.address = f"tcp://{host}:{port}"
+        self._decode = msgspec.msgpack.Decoder(TokenBatch).decode
+
+    def open(self, request_ids: Iterable[str]) -> Inbox:
+        """One inbox for all these requests."""
+        inbox: Inbox = asyncio.Queue()
+        for request_id in request_ids:
+            assert request_id not in self._inboxes, request_id
+            self._inboxes[request_id] = inbox
+        return inbox
+
+    def close(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._inboxes.pop(request_id, None)
+            self._working.pop(request_id, None)
+
+    def move(self, old: str, new: str) -> None:
+        """The request goes on under another id, in another engine: what still comes for the old one is dropped.
+
+        Its engine is told, since it may still be alive, or only pause.
+        """
+        self._inboxes[new] = self._inboxes.pop(old)
+        if old in self._working:
+            self._send(self._working.pop(old)[1], Abort(old))
+
+    def stop(self, request_id: str) -> None:
+        """Tell its engine that the text has reached a stop string. Only for a request that has had a delta."""
+        self._send(self._working[request_id][1], Abort(request_id, "stop"))
+
+    def engine_of(self, request_id: str) -> str:
+        """Id of the engine that works for it. Only for a request that has had a delta."""
+        return self._working[request_id][0]
+
+    def _send(self, address: str, command: Abort) -> None:
+        self._engines.forget_unused()
+        self._engines.send(address, msgspec.msgpack.encode(command))
+
+    async def run(self) -> None:
+        """Dispatch until cancelled, then close the socket."""
+        try:
+            while True:
+                self._dispatch(await self._socket.recv())
+        finally:
+            self._engines.close()  # its sockets are of a shadow context, which `destroy` does not know
+            self._context.destroy(linger=0)
+
+    def _dispatch(self, message: bytes) -> None:
+        try:
+            batch = self._decode(message)
+        except msgspec.MsgspecError as error:
+            logger.error("dropped a malformed token batch: %s", error)
+            return
+        engine = (batch.engine_id, batch.commands_to)
+        for delta in batch.deltas:
+            inbox = self._inboxes.get(delta.request_id)
+            if inbox is None:
+                self.dropped += 1
+            else:
+                self._working[delta.request_id] = engine
+                inbox.put_nowait(delta)

@@ -1,0 +1,156 @@
+"""What an ingress makes known of its requests: counts for /metrics, traces, and log lines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.frontend.admission import Admission
+from deployments.frontend.token_channel import TokenChannel
+from deployments.observability.stats import IngressStats, ModelStats
+from deployments.observability.timeline import RequestTimelines, SequenceTimeline
+from deployments.observability.tracing import RequestTrace, Tracing
+from deployments.routing.stats import RoutingStats
+
+NOT_COUNTED = frozenset({"/health", "/load", "/metrics", "/ping", "/version"})  # machines ask them; as vLLM does
+CLIENT_LEFT = 499  # as a status: nobody reads it, but proxies write it into their logs, and metrics count it
+NO_ROUTE, NO_METHOD = "none", "other"
+METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
+
+
+class Peers(Protocol):
+    """All ingresses of the application that answer, with or without the one that asks."""
+
+    async def stats(self) -> list[IngressStats]:
+        """What each of them counts."""
+
+    async def stories(self, name: str) -> list[SequenceTimeline]:
+        """See `RequestTimelines.of`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """The one that the current task works for.
+
+    started_at: on the monotonic clock, before its body was read. started_ns: the same moment, since 1970.
+    """
+
+    started_at: float
+    started_ns: int
+    trace: RequestTrace | None = None
+
+    def ns_since_1970(self, at: float) -> int:
+        """Of a time on the monotonic clock: the other one may be set meanwhile, and spans would overlap."""
+        return self.started_ns + round((at - self.started_at) * 1e9)
+
+
+_current: ContextVar[HttpRequest | None] = ContextVar("http_request", default=None)
+
+
+def current_request() -> HttpRequest:
+    """Outside of any HTTP request: one that starts now."""
+    return _current.get() or HttpRequest(time.monotonic(), time.time_ns())
+
+
+class Telemetry:
+    """One per ingress."""
+
+    def __init__(
+        self, ingress_id: str, channel: TokenChannel, tracing: Tracing | None = None, peers: Peers | None = None
+    ):
+        self.tracing = tracing
+        self.stories = RequestTimelines(ingress_id)
+        self._stats = IngressStats(ingress_id)
+        self._channel = channel
+        self._peers = peers
+        self._admissions: dict[str, Admission] = {}
+
+    def model(self, name: str, admission: Admission) -> ModelStats:
+        """Where the counts of this model go."""
+        self._admissions[name] = admission
+        return self._stats.models.setdefault(name, ModelStats())
+
+    def routed(self, name: str, routing: RoutingStats) -> None:
+        """The router of this model counts there."""
+        self._stats.models[name].routing = routing
+
+    @property
+    def stats(self) -> IngressStats:
+        """Of this ingress, as they are now."""
+        self._stats.dropped_deltas = self._channel.dropped
+        for name, admission in self._admissions.items():
+            model = self._stats.models[name]
+            model.refused, model.waiting = admission.refused, admission.num_waiting
+        return self._stats
+
+    def close(self) -> None:
+        """Send the traces that are left; takes up to two seconds."""
+        if self.tracing is not None:
+            self.tracing.close()
+
+    def answered(self, route: str, status: int, seconds: float, request_bytes: int, response_bytes: int) -> None:
+        """An HTTP request is over, its answer sent as far as it could be. route: see IngressStats."""
+        self._stats.answered(route, status, seconds, request_bytes, response_bytes)
+
+    async def all_stats(self) -> list[IngressStats]:
+        """Of every ingress that answers; its own counts always."""
+        others = await self._peers.stats() if self._peers is not None else []
+        return [self.stats, *(stats for stats in others if stats.ingress_id != self._stats.ingress_id)]
+
+    async def all_stories(self, name: str) -> list[SequenceTimeline]:
+        """Of every ingress that answers, oldest first; its own always. See `RequestTimelines.of`."""
+        others = await self._peers.stories(name) if self._peers is not None else []
+        found = {story.request_id: story for story in [*others, *self.stories.of(name)]}
+        return sorted(found.values(), key=lambda story: story.arrived_at)
+
+
+class MetricsMiddleware:
+    """ASGI middleware: counts, times and traces every HTTP request."""
+
+    def __init__(self, app: ASGIApp, telemetry: Telemetry):
+        self._app, self._telemetry = app, telemetry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in NOT_COUNTED:
+            await self._app(scope, receive, send)
+            return
+        started, started_ns, status, sent = time.monotonic(), time.time_ns(), 0, 0
+
+        async def counting(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                sent += len(message.get("body", b""))
+            await send(message)
+
+        tracing = self._telemetry.tracing
+        trace = tracing.start(scope, started_ns) if tracing else None
+        request = HttpRequest(started, started_ns, trace)
+        token = _current.set(request)
+        try:
+            await self._app(scope, receive, counting)
+        except asyncio.CancelledError:
+            status = status or CLIENT_LEFT
+            raise
+        finally:
+            status = status or 500  # the server that called us answers for us
+            _current.reset(token)
+            route = scope.get("route")
+            path = NO_ROUTE if route is None else route.path
+            method = scope["method"] if scope["method"] in METHODS else NO_METHOD
+            ended = time.monotonic()
+            self._telemetry.answered(f"{method} {path}", status, ended - started, _content_length(scope), sent)
+            if trace:
+                trace.end(path, status, request.ns_since_1970(ended))
+
+
+def _content_length(scope: Scope) -> int:
+    """Bytes; 0 if the client does not say, or no sensible number."""
+    given = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+    return int(given) if given.isdigit() and len(given) < 16 else 0

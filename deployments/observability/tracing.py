@@ -1,0 +1,179 @@
+"""OpenTelemetry traces of requests, sent by OTLP over HTTP. Needs the extra `otel`.
+
+One trace per HTTP request: the request itself (`ingress`), and under it, for each of its sequences, `sequence` with
+`queue`, `prefill`, `handoff` (the part of prefill that was left to another engine) and `decode`. The engine is not
+slowed down by any of it: its deltas carry the times that it keeps anyway, and the spans are made from them here,
+afterwards.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Scope
+
+from engine.errors import ConfigError, StartupError
+from engine.wire.messages import RequestTimes
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span, Tracer
+
+PACKAGE = "opentelemetry.exporter.otlp.proto.http"
+CLOSE_S = 2.0  # for what has not been sent when the ingress ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracingConfig:
+    """otlp_endpoint: URL that takes traces by OTLP over HTTP, for instance http://collector:4318/v1/traces.
+    sampling_ratio: share of traces that are begun here; what a client's `traceparent` says comes first."""
+
+    otlp_endpoint: str
+    sampling_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError("tracing.otlp_endpoint", self.otlp_endpoint, "a URL that begins with http:// or https://")
+        if not 0 <= self.sampling_ratio <= 1:
+            raise ConfigError("tracing.sampling_ratio", self.sampling_ratio, "from 0 to 1")
+
+    def check_installed(self) -> None:
+        """Raises StartupError."""
+        if not _installed(PACKAGE):
+            raise StartupError(f"`tracing` needs {PACKAGE}; install it with: pip install 'manta-serve[otel]'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceTrace:
+    """One sequence, as its trace shows it.
+
+    started_ns, first_at_ns, ended_at_ns: when the HTTP request came, and when the first and the last token did, in ns
+        since 1970. first_at_ns is 0 if none came.
+    times: the engine's, that came with the first token.
+    """
+
+    request_id: str
+    model: str
+    started_ns: int
+    first_at_ns: int
+    ended_at_ns: int
+    times: RequestTimes | None
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+class Tracing:
+    """Makes spans and sends them in the background."""
+
+    def __init__(self, config: TracingConfig, *, exporter: SpanExporter | None = None):
+        """exporter: in place of one for `config.otlp_endpoint`. Raises StartupError."""
+        config.check_installed()
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+
+        self._provider = TracerProvider(
+            sampler=ParentBasedTraceIdRatio(config.sampling_ratio),
+            resource=Resource.create({"service.name": "manta"}),
+            shutdown_on_exit=False,
+        )
+        exporter = exporter or OTLPSpanExporter(endpoint=config.otlp_endpoint)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("manta")
+
+    def start(self, scope: Scope, started_ns: int) -> RequestTrace | None:
+        """The trace of an HTTP request, which continues that of its `traceparent` header. None if it is not sampled."""
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        span = self._tracer.start_span(
+            "ingress",
+            context=TraceContextTextMapPropagator().extract(headers),
+            kind=SpanKind.SERVER,
+            start_time=started_ns,
+            attributes={"http.request.method": scope["method"], "url.path": scope["path"]},
+        )
+        return RequestTrace(self._tracer, span) if span.is_recording() else None
+
+    def close(self) -> None:
+        """Send what is left, for at most CLOSE_S: `shutdown` tries for half a minute if nobody listens."""
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(CLOSE_S)
+
+
+class RequestTrace:
+    """The trace of one HTTP request."""
+
+    def __init__(self, tracer: Tracer, span: Span):
+        self._tracer, self._span = tracer, span
+        self.trace_id = f"{span.get_span_context().trace_id:032x}"
+
+    def sequence(self, done: SequenceTrace) -> None:
+        """A sequence of this request has ended."""
+        from opentelemetry.trace import set_span_in_context
+
+        attributes: dict[str, Any] = {
+            "gen_ai.request.model": done.model,
+            "gen_ai.request.id": done.request_id,
+            "gen_ai.usage.input_tokens": done.prompt_tokens,
+            "gen_ai.usage.cached_tokens": done.cached_tokens,
+            "gen_ai.usage.output_tokens": done.output_tokens,
+            "gen_ai.response.finish_reasons": [done.reason],
+        }
+        span = self._tracer.start_span(
+            "sequence",
+            context=set_span_in_context(self._span),
+            start_time=done.started_ns,
+            attributes=attributes,
+        )
+        inside = set_span_in_context(span)
+        for name, (start_ns, end_ns) in phases(done).items():
+            self._tracer.start_span(name, context=inside, start_time=start_ns).end(end_ns)
+        if done.reason == "error":
+            self._fail(span)
+        span.end(done.ended_at_ns)
+
+    def end(self, route: str, status: int, ended_ns: int) -> None:
+        self._span.set_attributes({"http.route": route, "http.response.status_code": status})
+        if status >= 500:
+            self._fail(self._span)
+        self._span.end(ended_ns)
+
+    def _fail(self, span: Span) -> None:
+        from opentelemetry.trace import StatusCode
+
+        span.set_status(StatusCode.ERROR)
+
+
+def phases(done: SequenceTrace) -> dict[str, tuple[int, int]]:
+    """Start and end of each phase that was reached, in ns since 1970.
+
+    The engine's clock is another one; what ties the two is the moment when the first token came, the length of the
+    message's way apart (a millisecond or so).
+    """
+    if done.times is None:
+        return {"queue": (done.started_ns, done.ended_at_ns)}
+    scheduled_ns = done.first_at_ns - round((done.times.first_token_s - done.times.scheduled_s) * 1e9)
+    found = {"queue": (min(done.started_ns, scheduled_ns), scheduled_ns), "prefill": (scheduled_ns, done.first_at_ns)}
+    if done.times.handoff_s is not None:
+        arrived_ns = done.first_at_ns - round(done.times.first_token_s * 1e9)
+        start_s, end_s = done.times.handoff_s
+        found["handoff"] = (arrived_ns + round(start_s * 1e9), arrived_ns + round(end_s * 1e9))
+    found["decode"] = (done.first_at_ns, done.ended_at_ns)
+    return found
+
+
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # not even its parents
+        return False

@@ -1,0 +1,147 @@
+"""The form that an answer is held to where calls are forced or strict, or where reasoning or calls may come before it.
+
+Written in Lark as llguidance reads it, see its docs/syntax.md. `<[7]>` there is the token 7, which no pattern matches.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from llguidance import LLMatcher
+
+from deployments.openai.parsers import hermes, reasoning
+from deployments.openai.parsers.names import ToolCallParser
+from deployments.openai.tools import NamedToolChoice, Tool, ToolChoice, schema_of_calls
+from engine.errors import InvalidParameter
+from engine.text.grammar import WHITESPACE, limits, one_line
+from engine.wire.structured_outputs import StructuredOutputsParams
+
+Thinking = Literal["never", "maybe", "begun"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolGrammar:
+    """What the answers to one request may be.
+
+    content: the form that the request asks of the content; None for any.
+    tools: that may be called; choice: whether they must be; parallel: more than one at once.
+    call_parser: how the model writes calls, unless they are forced.
+    thinking: whether the answer begins with reasoning: never, maybe, or the prompt has begun it already.
+    token_of: the id of the token that stands for a marker, or None if it is plain text.
+    """
+
+    content: StructuredOutputsParams | None
+    tools: list[Tool]
+    choice: ToolChoice | None
+    parallel: bool
+    call_parser: ToolCallParser
+    thinking: Thinking
+    token_of: Callable[[str], int | None]
+
+    def params(self) -> StructuredOutputsParams | None:
+        """None if nothing needs to be enforced. Raises InvalidParameter."""
+        forced = self.choice == "required" or isinstance(self.choice, NamedToolChoice)
+        for i, tool in enumerate(self.tools):
+            if forced or tool.function.strict:
+                check_schema(tool.schema_of_arguments, f"tools[{i}].function.parameters")
+        if forced:
+            schema = self._forced_schema()
+            if self.thinking == "never":
+                return StructuredOutputsParams(json=schema, field="tools")
+            return self._lark(_json_rule(schema), "tools")
+        if self.tools and (self.content is not None or any(tool.function.strict for tool in self.tools)):
+            return self._lark(self._content_or_calls(), "tools" if self.content is None else self.content.field)
+        if self.content is None or self.thinking == "never":
+            return self.content
+        return self._lark(_content_rule(self.content), self.content.field)
+
+    def _forced_schema(self) -> dict[str, Any]:
+        if isinstance(self.choice, NamedToolChoice):
+            named = self.choice.function.name
+            return next(tool.schema_of_arguments for tool in self.tools if tool.function.name == named)
+        calls = schema_of_calls(self.tools, "arguments", "#/items", strict_only=False)
+        most = {} if self.parallel else {"maxItems": 1}
+        return {"type": "array", "minItems": 1, **most, "items": calls}
+
+    def _content_or_calls(self) -> str:
+        """Calls as the model writes them of its own accord."""
+        if self.call_parser == "hermes":
+            schema = schema_of_calls(self.tools, "arguments", "#", strict_only=True)
+            call = f"GAP {_json_rule(schema)} GAP {self._marker(hermes.CLOSE)}"
+            if self.content is None:
+                return f"(until_call {call})* TEXT" if self.parallel else f"TEXT | until_call {call}"
+            call = f"{self._marker(hermes.OPEN)} {call}"
+            calls = f"{call} (GAP {call})*" if self.parallel else call
+        else:
+            call = _json_rule(schema_of_calls(self.tools, "parameters", "#", strict_only=True))
+            calls = f'{call} (";" GAP {call})*' if self.parallel else call
+        return f"{'OTHER_TEXT?' if self.content is None else _content_rule(self.content)} | {calls}"
+
+    def _lark(self, answer: str, field: str) -> StructuredOutputsParams:
+        match self.thinking:
+            case "never":
+                start = "answer"
+            case "maybe":
+                start = f"({self._marker(reasoning.OPEN)} until_answer GAP)? answer"
+            case "begun":
+                start = "until_answer GAP answer"
+        lines = [
+            "%llguidance {}",
+            f"start: {start}",
+            f"answer: {answer}",
+            self._until("until_answer", reasoning.CLOSE),
+            self._until("until_call", hermes.OPEN),
+            r"TEXT: /(?s:.*)/",
+            r"OTHER_TEXT: /[^{\[\s](?s:.*)/",
+            r"GAP: /[ \n]{0,4}/",
+        ]
+        return StructuredOutputsParams(grammar="\n".join(lines), field=field)
+
+    def _marker(self, marker: str) -> str:
+        token = self.token_of(marker)
+        return json.dumps(marker) if token is None else f"<[{token}]>"
+
+    def _until(self, rule: str, marker: str) -> str:
+        """A rule for any text up to the first `marker`, and that."""
+        if self.token_of(marker) is None:
+            return f"{rule}[lazy]: {_regex_rule(f'(?s:.*){marker}')}"
+        return f"{rule}: TEXT {self._marker(marker)}"
+
+
+def _content_rule(content: StructuredOutputsParams) -> str:
+    match content.kind:
+        case "json" | "json_object":
+            return _json_rule(msgspec.json.decode(content.text))
+        case "regex":
+            return _regex_rule(content.text)
+        case "choice":
+            return f"({' | '.join(json.dumps(choice) for choice in content.choice or [])})"
+        case "grammar":
+            limit = "of another kind where the model may reason or call tools (json, json_object, regex or choice)"
+            raise content.invalid(limit)
+
+
+def _json_rule(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+
+
+def _regex_rule(regex: str) -> str:
+    escaped = re.sub(
+        r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), regex, flags=re.DOTALL
+    )
+    return f"/{escaped}/"
+
+
+def check_schema(schema: dict[str, Any], field: str) -> None:
+    """Raise InvalidParameter for a JSON schema that cannot be enforced."""
+    try:
+        problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema), None, limits=limits())
+    except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception, and concerns this schema only
+        problem = str(error) or type(error).__name__
+    if problem:
+        raise InvalidParameter(field, schema, f"a JSON schema that can be enforced ({one_line(problem)})")

@@ -1,0 +1,125 @@
+"""What decode and prefill replicas have in common: a Serve replica that controls one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+import ray
+from ray import serve
+
+from deployments import ray_compat
+from deployments.observability.scaling_report import ReplicaReport
+from deployments.replicas.engine_replica import EngineReplica
+from deployments.replicas.prefill_dispatcher import PrefillPool
+from engine.config import EngineConfig
+from engine.errors import EngineUnavailable, StartupError
+from engine.model.folder import resolve
+from engine.wire.model_identity import ModelIdentity
+from placement.console_log import log_to_console
+from placement.rank_actor import RankReady
+from placement.rank_group import RankGroup
+from placement.spec import GroupSpec
+
+logger = logging.getLogger(__name__)
+
+EXIT_DELAY_S = 0.2  # open calls get their answer before the process ends
+
+
+class EngineDeployment:
+    """The control actor. Neither tokens nor KV pass here."""
+
+    _engine: EngineReplica
+    _ranks: RankGroup | None = None  # until the constructor has got there
+    _commands_to: str
+    _model: ModelIdentity
+    _tasks: Sequence[asyncio.Task[None]] = ()
+
+    @asynccontextmanager
+    async def _starting(self) -> AsyncGenerator[None]:
+        """Around all that a constructor does."""
+        started = time.monotonic()
+        try:
+            yield
+        except StartupError as error:
+            self._stop()
+            await asyncio.to_thread(ray_compat.end_serve_run, str(error))
+            raise
+        except EngineUnavailable as error:  # a second try may do better
+            self._stop()
+            logger.error("replica cannot start: %s", error)
+            raise
+        logger.info("replica ready startup_s=%.1f", time.monotonic() - started)
+
+    async def _start_engine(
+        self, config: EngineConfig, spec: GroupSpec, prefill: PrefillPool | None = None
+    ) -> RankReady:
+        """Returns once the model is loaded. prefill: where its engine may have prompts computed.
+
+        Raises StartupError, or EngineUnavailable.
+        """
+        replica_id = serve.get_replica_context().replica_id
+        engine_id = f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
+        log_to_console(engine_id, spec.log)
+        self._engine = EngineReplica(ray.util.get_node_ip_address(), spec.stall_timeout_s, prefill)
+        self._ranks = ranks = RankGroup(spec)
+        ready = await ranks.start(config, engine_id=engine_id, status_to=self._engine.status_to)
+        self._engine.connect(ready.address)
+        self._commands_to = ready.address
+        self._model = await asyncio.to_thread(lambda: ModelIdentity.of(resolve(config.model)))
+        self._tasks = [asyncio.create_task(self._engine.run()), asyncio.create_task(self._exit_with_engine(ranks))]
+        return ready
+
+    async def record_replica_metadata(self) -> dict[str, str]:
+        """Called by Serve once, for all routers (engine_router.py). commands_to: where the engine takes commands."""
+        return {"commands_to": self._commands_to, "weights": self._model.weights, "vocabulary": self._model.vocabulary}
+
+    async def status(self) -> bytes:
+        """The newest ReplicaStatus, in msgpack. Raises EngineUnavailable if the engine hangs or is gone."""
+        return msgspec.msgpack.encode(self._engine.status())
+
+    async def journal(self, request_ids: list[str]) -> bytes:
+        """What the engine has noted of these requests: EngineRequestLog, in msgpack. Raises EngineUnavailable."""
+        return msgspec.msgpack.encode(await self._engine.journal(request_ids))
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve once a second where the model is autoscaled."""
+        try:
+            return ReplicaReport.of(self._engine.status()).numbers()
+        except EngineUnavailable:
+            return {}
+
+    async def check_health(self) -> None:
+        """Called by Serve, which replaces the replica after three failures."""
+        self._engine.check_health()
+
+    async def _exit_with_engine(self, ranks: RankGroup) -> None:
+        """When a rank dies, or the engine hangs. Serve would stop a replica that hangs in an orderly way, and give its
+        requests `drain_s` to end, which they would not."""
+        ends = [asyncio.create_task(ranks.run()), asyncio.create_task(self._engine.until_unhealthy())]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        reason = done.pop().result()
+        logger.error("replica exits, since its engine ended: %s", reason)
+        self._engine.fail(reason)
+        ranks.kill()  # those whose `run` failed still live
+        # An exit makes Serve replace the group at once; failing health checks would take it much longer.
+        asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
+
+    async def __del__(self) -> None:
+        """Serve calls this after the last request, when it removes the replica."""
+        self._stop()
+
+    def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._ranks is not None:
+            self._ranks.kill()

@@ -1,0 +1,198 @@
+"""The control side of one engine: opens and ends requests there, and judges its health. Knows no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from deployments.replicas.prefill_dispatcher import PrefillDispatcher, PrefillPool
+from deployments.replicas.replica_status import ReplicaStatus
+from engine.errors import EngineUnavailable, RequestTimeout
+from engine.wire.messages import (
+    Abort,
+    Add,
+    CancelDispatch,
+    CancelPrefill,
+    Command,
+    DispatchPrefill,
+    EngineRequestLog,
+    EngineStatus,
+    GenerateRequest,
+    GetRequestLog,
+    Notice,
+    Prefill,
+)
+from engine.wire.remote_prefill import RemotePrefillRequest
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # how often `until_unhealthy` looks
+LOOKS = 3  # unhealthy as often in a row: after a pause of this very process, statuses are still to be read
+JOURNAL_TIMEOUT_S = 2.0  # a step may take as long
+TIMEOUT_GRACE_S = 5.0  # the engine ends a late request itself; this is for one that does not
+
+
+class EngineReplica:
+    """One engine as its replica sees it.
+
+    A call stays open as long as its request lives in the engine, so that counting calls is counting requests.
+    """
+
+    def __init__(self, host: str, stall_timeout_s: float = 10.0, prefill: PrefillPool | None = None):
+        """host: address of this machine under which the engine reaches `status_to`.
+        stall_timeout_s: without a step while work is queued, or without any status, until the engine counts as hung.
+        prefill: where the engine may have prompts computed.
+        """
+        self._stall_timeout_s = stall_timeout_s
+        self._tickets = None if prefill is None else PrefillDispatcher(prefill, self._send)
+        self._calls: dict[str, asyncio.Future[None]] = {}
+        self._questions: dict[int, asyncio.Future[EngineRequestLog]] = {}
+        self._num_questions = 0
+        self._broken: str | None = None
+        self._status: EngineStatus | None = None
+        self._status_at = time.monotonic()
+        self._context = zmq.asyncio.Context()
+        self._statuses = self._context.socket(zmq.PULL)
+        port = self._statuses.bind_to_random_port(f"tcp://{host}")
+        self.status_to = f"tcp://{host}:{port}"
+        self._commands = zmq.Context(self._context).socket(zmq.PUSH)
+        self._commands.setsockopt(zmq.SNDHWM, 0)
+
+    def connect(self, engine_address: str) -> None:
+        self._commands.connect(engine_address)
+        self._status_at = time.monotonic()
+
+    async def run(self) -> None:
+        """Take in statuses until cancelled, then close the sockets."""
+        decode = msgspec.msgpack.Decoder(Notice).decode
+        if self._tickets is not None:
+            self._tickets.start(self.status)
+        try:
+            while True:
+                self._handle(decode(await self._statuses.recv()))
+        finally:
+            if self._tickets is not None:
+                self._tickets.close()
+            self._commands.close(linger=0)  # of a shadow context, which `destroy` does not know
+            self._context.destroy(linger=0)
+
+    async def generate(self, request: GenerateRequest) -> None:
+        """Returns when the request has ended in the engine, however it ended; its tokens go to `reply_to`.
+
+        When cancelled, the engine drops the request at once. Raises EngineUnavailable if the engine breaks.
+        """
+        await self._until_ended(request.request_id, Add(request), Abort(request.request_id), request.timeout_s)
+
+    async def prefill(self, ticket: RemotePrefillRequest) -> None:
+        """Returns when the handoff is over in the engine, however it ended; the decode engine hears of it by itself.
+
+        When cancelled, the engine drops the ticket at once. Raises EngineUnavailable if the engine breaks.
+        """
+        name = ticket.handoff_id
+        await self._until_ended(name, Prefill(ticket), CancelPrefill(name), ticket.timeout_s)
+
+    async def _until_ended(self, name: str, start: Command, end: Command, timeout_s: float | None) -> None:
+        if self._broken is not None:
+            raise EngineUnavailable(self._broken)
+        assert name not in self._calls, name
+        ended = asyncio.get_running_loop().create_future()
+        self._calls[name] = ended
+        limit_s = None if timeout_s is None else timeout_s + TIMEOUT_GRACE_S
+        try:
+            self._send(start)
+            async with asyncio.timeout(limit_s):
+                await ended
+        except asyncio.CancelledError:
+            self._send(end)
+            raise
+        except TimeoutError:
+            self._send(end)
+            raise RequestTimeout(name, limit_s or 0.0) from None
+        finally:
+            self._calls.pop(name)
+
+    async def journal(self, request_ids: list[str]) -> EngineRequestLog:
+        """What the engine has noted of these requests. Raises EngineUnavailable if it is gone, or does not say."""
+        if self._broken is not None:
+            raise EngineUnavailable(self._broken)
+        self._num_questions += 1
+        question = self._num_questions
+        told = self._questions[question] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(GetRequestLog(question, request_ids))
+            async with asyncio.timeout(JOURNAL_TIMEOUT_S):
+                return await told
+        except TimeoutError:
+            raise EngineUnavailable(f"the engine told nothing of its requests for {JOURNAL_TIMEOUT_S:.0f} s") from None
+        finally:
+            del self._questions[question]
+
+    def fail(self, reason: str) -> None:
+        """The engine is gone: end all open calls with EngineUnavailable, and refuse new ones."""
+        self._broken = reason
+        if self._tickets is not None:
+            self._tickets.close()
+        for ended in self._calls.values():
+            if not ended.done():
+                ended.set_exception(EngineUnavailable(reason))
+
+    def check_health(self) -> None:
+        """Raises EngineUnavailable if the engine is gone, silent, or makes no progress."""
+        if self._broken is not None:
+            raise EngineUnavailable(self._broken)
+        silent_s = time.monotonic() - self._status_at
+        if silent_s > self._stall_timeout_s:
+            raise EngineUnavailable(f"no status from the engine for {silent_s:.0f} s")
+        if self._status is not None and self._status.last_step_age_s > self._stall_timeout_s:
+            raise EngineUnavailable(f"work is queued, but no step ended for {self._status.last_step_age_s:.0f} s")
+
+    async def until_unhealthy(self) -> str:
+        """Returns what is wrong once `check_health` raises and goes on raising."""
+        failures = 0
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self.check_health()
+                failures = 0
+            except EngineUnavailable as error:
+                failures += 1
+                if failures == LOOKS:
+                    return str(error)
+
+    def status(self) -> ReplicaStatus:
+        """The newest status. Raises EngineUnavailable if the engine is unhealthy or has not reported yet."""
+        self.check_health()
+        if self._status is None:
+            raise EngineUnavailable("the engine has just started")
+        routing = None if self._tickets is None else self._tickets.taker.routing
+        return ReplicaStatus.of(self._status, routing)
+
+    def _handle(self, notice: Notice) -> None:
+        match notice:
+            case EngineStatus():
+                self._update(notice)
+            case EngineRequestLog(_, question):
+                told = self._questions.get(question)
+                if told is not None and not told.done():  # it may have been given up
+                    told.set_result(notice)
+            case DispatchPrefill(ticket):
+                assert self._tickets is not None, "the engine has no prefill pool"
+                self._tickets.bring(ticket)
+            case CancelDispatch(handoff_id):
+                assert self._tickets is not None, "the engine has no prefill pool"
+                self._tickets.drop(handoff_id)
+
+    def _update(self, status: EngineStatus) -> None:
+        self._status, self._status_at = status, time.monotonic()
+        for request_id in status.ended:
+            ended = self._calls.get(request_id)
+            if ended is not None and not ended.done():
+                ended.set_result(None)
+
+    def _send(self, command: Command) -> None:
+        self._commands.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)

@@ -1,0 +1,131 @@
+"""The replicas of one model on Serve, for an ingress and for a decode replica. All calls to them are made here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+from ray.exceptions import RayTaskError, TaskCancelledError
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
+
+from deployments import ray_compat
+from deployments.replicas.prefill_dispatcher import PoolState
+from deployments.replicas.replica_status import ReplicaStatus
+from deployments.routing.prompts import PromptReader
+from deployments.routing.routing_context import Outcome, RoutingContext
+from deployments.routing.stats import RoutingStats
+from engine.errors import EngineUnavailable, Overloaded, ServingError
+from engine.wire.messages import EngineRequestLog, GenerateRequest
+from engine.wire.remote_prefill import RemotePrefillRequest
+
+logger = logging.getLogger(__name__)
+
+STATUS_TIMEOUT_S = 3.0
+
+
+class ServePool:
+    """Replicas of a `Decode` deployment, and of its `Prefill` deployment if it has one."""
+
+    def __init__(
+        self,
+        handle: DeploymentHandle,
+        prefill: DeploymentHandle | None = None,
+        block_size: int | None = None,
+        may_sleep: bool = False,
+        note: Callable[[str, str], None] | None = None,
+    ):
+        """block_size: of the replicas' KV blocks; None where they share no prefixes. may_sleep: whether there may be no
+        replicas while nobody needs one. note: is told by request id where each request is sent; from any thread."""
+        self._may_sleep = may_sleep
+        self.routing = RoutingStats()
+        self._handle, self._prompts = handle, PromptReader(block_size)
+        self._note = note
+        self._prefill = None if prefill is None else ServePrefillPool(prefill)
+
+    async def generate(self, request: GenerateRequest) -> None:
+        prompt = self._prompts.read(request.request_id, request.prompt, request.cache_salt, request.session_id)
+        if request.params.prompt_logprobs is not None:
+            prompt = replace(prompt, keys=())  # all of it is computed, whatever is cached
+        note = None if self._note is None else partial(self._note, request.request_id)
+        call = RoutingContext(prompt, self.routing, model=request.model, note=note)
+        await _answer(self._handle.generate.remote(msgspec.msgpack.encode(request), call), call)
+
+    async def statuses(self) -> list[ReplicaStatus]:
+        statuses = await _statuses(self._handle)
+        if not statuses:
+            raise EngineUnavailable("no replica is up and healthy")
+        return statuses
+
+    async def asleep(self) -> bool:
+        return self._may_sleep and await asyncio.to_thread(ray_compat.is_at_rest, self._handle)
+
+    async def prefill_statuses(self) -> list[ReplicaStatus]:
+        return [] if self._prefill is None else await self._prefill.statuses()
+
+    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
+        handles = [self._handle] if self._prefill is None else [self._handle, self._prefill.handle]
+        answers = await asyncio.gather(
+            *(ray_compat.broadcast(handle, "journal", STATUS_TIMEOUT_S, request_ids) for handle in handles)
+        )
+        found = [answer for pool in answers for answer in pool if isinstance(answer, bytes)]
+        return [msgspec.msgpack.decode(answer, type=EngineRequestLog) for answer in found]
+
+
+class ServePrefillPool:
+    """Replicas of a `Prefill` deployment; a PrefillPool."""
+
+    def __init__(self, handle: DeploymentHandle, block_size: int | None = None):
+        """block_size: as for ServePool; needed to send tickets only."""
+        self.routing = RoutingStats()
+        self.handle, self._prompts = handle, PromptReader(block_size)
+
+    async def prefill(self, ticket: RemotePrefillRequest, avoid: list[str]) -> None:
+        prompt = self._prompts.read(ticket.handoff_id, ticket.token_ids, ticket.cache_salt)
+        call = RoutingContext(prompt, self.routing, avoid=avoid)
+        await _answer(self.handle.prefill.remote(msgspec.msgpack.encode(ticket), call), call)
+
+    async def statuses(self) -> list[ReplicaStatus]:
+        return await _statuses(self.handle)
+
+    async def state(self) -> PoolState:
+        return await asyncio.to_thread(ray_compat.pool_state, self.handle)
+
+
+async def _answer(response: DeploymentResponse, call: RoutingContext) -> None:
+    """Raises ServingError. Cancelling it cancels the call."""
+    outcome: Outcome = "ended"
+    try:
+        await response
+        outcome = "answered"
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+    except Exception as error:  # Ray's, Serve's or gRPC's: whatever it is, the call is lost
+        translated = _translate(error)
+        outcome = "lost" if isinstance(translated, EngineUnavailable) else "ended"
+        raise translated from error
+    finally:
+        call.close(outcome)
+
+
+async def _statuses(handle: DeploymentHandle) -> list[ReplicaStatus]:
+    answers = await ray_compat.broadcast(handle, "status", STATUS_TIMEOUT_S)
+    return [msgspec.msgpack.decode(answer, type=ReplicaStatus) for answer in answers if isinstance(answer, bytes)]
+
+
+def _translate(error: Exception) -> ServingError:
+    if isinstance(error, RayTaskError) and isinstance(error.cause, ServingError):
+        return error.cause
+    if isinstance(error, ServingError):
+        return error
+    if isinstance(error, BackPressureError):
+        return Overloaded("all replicas are busy and their queues are full")
+    if isinstance(error, TaskCancelledError):
+        return EngineUnavailable("the replica is shutting down")
+    logger.warning("call to a replica failed: %r", error)
+    return EngineUnavailable(f"the replica died: {type(error).__name__}")

@@ -1,0 +1,106 @@
+"""Which replica gets a call. Serve makes one of these wherever there is a handle: for decode replicas in every ingress,
+for prefill replicas in every decode replica."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import Any
+
+import ray
+from ray.serve._private.common import RequestMetadata
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from deployments.routing.balancer import Balancer
+from deployments.routing.config import Role, RoutingConfig
+from deployments.routing.routing_context import Outcome, RoutingContext
+from deployments.routing.subscriber import KVEventSubscriber
+from engine.wire.messages import EngineUpdate
+from engine.wire.model_identity import ModelIdentity
+
+logger = logging.getLogger(__name__)
+
+
+def engine_id_of(replica_id: ReplicaID) -> str:
+    return f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
+
+
+def wanted_replicas(candidates: list[RunningReplica], call: RoutingContext) -> list[RunningReplica]:
+    """Those of the model that the call is for, or else all, which then refuse it; of these not those to avoid, if there
+    are others."""
+    fitting = [r for r in candidates if call.model in (None, _model_of(r))] or candidates
+    return [r for r in fitting if engine_id_of(r.replica_id) not in call.avoid] or fitting
+
+
+def _model_of(replica: RunningReplica) -> ModelIdentity:
+    told = replica.replica_metadata
+    return ModelIdentity(told.get("weights", ""), told.get("vocabulary", ""))
+
+
+class EngineRouter(RequestRouter):
+    """Asks a Balancer, and feeds it with what engines say. Serve keeps the set of replicas, and the limits of each."""
+
+    _balancer: Balancer
+    _channel: KVEventSubscriber | None = None  # until the first call: some handles only ask all replicas how they are
+    _receiving: asyncio.Task[None] | None = None
+
+    def initialize_state(self, *, role: Role, block_size: int, **routing: Any) -> None:
+        """Of RequestRouterConfig.request_router_kwargs. routing: keys of RoutingConfig."""
+        self._balancer = Balancer(RoutingConfig(**routing), role, block_size)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        assert pending_request is not None
+        if self._channel is None:
+            self._channel = KVEventSubscriber(ray.util.get_node_ip_address(), self._take)
+            self._receiving = asyncio.get_running_loop().create_task(self._channel.run())
+            self._follow()
+        pending_request.routing_context.should_backoff = True  # or a full pool would be asked without a pause
+        call = next(arg for arg in pending_request.args if isinstance(arg, RoutingContext))
+        wanted = wanted_replicas(candidate_replicas, call)
+        with_room = self.select_available_replicas(wanted) or wanted
+        replicas = {engine_id_of(replica.replica_id): replica for replica in with_room}
+        self._balancer.count_in(call.stats)
+        decision = self._balancer.choose(call.prompt, list(replicas))
+        call.note(f"routed to {decision.engines[0]}: {decision.reason}, {decision.cached_tokens} tokens cached there")
+        loop, end = asyncio.get_running_loop(), partial(self._end, call.prompt.request_id, decision.engines[0])
+        call.placed(partial(loop.call_soon_threadsafe, end))
+        return [[replicas[engine_id]] for engine_id in decision.engines]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._follow()
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._follow()
+
+    def _get_pending_request_matching_internal_request_id(
+        self, request_metadata: RequestMetadata | None = None
+    ) -> PendingRequest | None:
+        """Serve's own looks the id up, which all calls of one HTTP request share: the second would wait for ever."""
+        waiting = self._pending_requests_to_fulfill
+        return next((p for p in waiting if p.metadata is request_metadata and not p.future.done()), None)
+
+    def _follow(self) -> None:
+        engines = {engine_id_of(replica_id): replica for replica_id, replica in self.curr_replicas.items()}
+        self._balancer.keep(engines)
+        if self._channel is not None:
+            addresses = {e: replica.replica_metadata.get("commands_to") for e, replica in engines.items()}
+            self._channel.follow({e: address for e, address in addresses.items() if address is not None})
+
+    def _take(self, news: EngineUpdate) -> bool:
+        understood = self._balancer.news(news)
+        for replica_id in self.curr_replicas:
+            if engine_id_of(replica_id) == news.engine_id:
+                # Serve's own count of open calls: of calls over gRPC it hears too late, and it asks the replica anew
+                # when it has had no call for some seconds
+                self.on_new_queue_len_info(replica_id, self._balancer.book.load(news.engine_id).sequences)
+        return understood
+
+    def _end(self, request_id: str, engine_id: str, outcome: Outcome) -> None:
+        self._balancer.end(request_id, confirmed=outcome == "answered")
+        if outcome == "lost":
+            self._balancer.suspect(engine_id)

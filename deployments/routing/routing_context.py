@@ -1,0 +1,53 @@
+"""What goes along with a Serve call for the router of its handle, which runs in the same process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from deployments.routing.cost import Prompt
+from deployments.routing.stats import RoutingStats
+from engine.wire.model_identity import ModelIdentity
+
+# answered: the engine had the request, and has ended it. lost: the replica is gone, or its engine. ended: all else.
+Outcome = Literal["answered", "lost", "ended"]
+NOTHING = Prompt("", 0, ())
+
+
+class RoutingContext:
+    """An argument of the call. Nothing of it travels to the replica: what arrives there is empty.
+
+    The caller closes it when the call has ended, whatever Serve knows by then: over gRPC it hears that a replica has
+    accepted a call only when that ends. The router may run in another thread.
+
+    avoid: engines that should not get it if there are others. model: that it is for, if there are such engines.
+    stats: where the router counts. note: is told in words where the router sends it, each time it tries.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt = NOTHING,
+        stats: RoutingStats | None = None,
+        avoid: Sequence[str] = (),
+        model: ModelIdentity | None = None,
+        note: Callable[[str], None] | None = None,
+    ):
+        self.prompt, self.avoid, self.model = prompt, avoid, model
+        self.stats = RoutingStats() if stats is None else stats
+        self.note = note or (lambda _: None)
+        self._outcome: Outcome | None = None
+        self._release: Callable[[Outcome], object] | None = None
+
+    def placed(self, release: Callable[[Outcome], object]) -> None:
+        """release: called when the call has ended; perhaps twice, and from any thread."""
+        self._release = release
+        if self._outcome is not None:  # just now: `close` may have come too early to see `release`
+            release(self._outcome)
+
+    def close(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        if self._release is not None:
+            self._release(outcome)
+
+    def __reduce__(self) -> tuple[type[RoutingContext], tuple[()]]:
+        return RoutingContext, ()

@@ -1,0 +1,196 @@
+"""The scheduler's view of handoffs: whose KV is on its way, whose is read by others, and what has to be told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core.remote_prefill_policy import Decision, Load, Prompt, RemotePrefillPolicy
+from engine.core.request import Request
+from engine.kv_transfer.protocol.events import Received
+from engine.kv_transfer.protocol.messages import FirstToken
+from engine.wire.messages import TokenLogprob
+from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """blocks: the KV of the ticket's tokens from `skip` on is to come there."""
+
+    ticket: RemotePrefillRequest
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody wants it any more."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """It has failed: the call that carries its ticket need not go on."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """blocks: hold the KV of all tokens from `skip` up to `upto`."""
+
+    handoff_id: str
+    upto: int
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    handoff_id: str
+    first: FirstToken
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    ticket: RemotePrefillRequest
+    reason: str
+
+
+RESUMED = "resumed"  # its prompt was computed before, so there is nothing to decide
+ASKED = "asked"  # the request says where
+HandoffAction = Open | Cancel | Forget | Report | Finish | Refuse
+
+
+class HandoffManager:
+    """Belongs to one scheduler, which moves the requests and their blocks. Pure Python.
+
+    receiving: by handoff id, requests whose KV another engine computes. Their blocks must not be touched until it is
+        over, even if the request itself has ended.
+    leased: by handoff id, prompts that were computed for others, and whose blocks may still be read.
+    outbox: what the channel has to do next, oldest first; the caller empties it.
+    """
+
+    def __init__(self, placing: RemotePrefillPolicy | None = None, party: Peer | None = None, fingerprint: str = ""):
+        """placing: of an engine that may have its prompts computed by others; `party` is then this engine."""
+        self._placing, self._party, self._fingerprint = placing, party, fingerprint
+        self.receiving: dict[str, Request] = {}
+        self.leased: dict[str, Request] = {}
+        self.outbox: list[HandoffAction] = []
+        self._opened_at: dict[str, float] = {}
+        self._count = 0
+
+    # -- a prompt of ours, computed by another engine ------------------------------------------------------
+
+    @property
+    def decides(self) -> bool:
+        """Whether there is a choice."""
+        return self._placing is not None
+
+    def decide(self, request: Request, cached: int, running: list[Request]) -> Decision:
+        """Where the prompt of a waiting request should be computed. cached: leading tokens that are here."""
+        if self._placing is None or request.ticket is not None:
+            return Decision(False, "")
+        load = Load(
+            queued=sum(r.queued_tokens for r in running),
+            receiving=sum(len(r.tokens) for r in self.receiving.values()),
+            decoding=sum(r.pending <= 1 for r in running),
+        )
+        local_only = self._local_only(request)
+        if request.prefill == "remote" and not local_only:
+            return Decision(True, ASKED)
+        return self._placing.decide(Prompt(len(request.tokens), cached, local_only), load)
+
+    def gives_up(self, request: Request) -> bool:
+        """Whether a handoff of this request has failed for good, and its prompt must not be computed here."""
+        return request.prefill == "remote" and bool(self._local_only(request))
+
+    def _local_only(self, request: Request) -> str:
+        assert self._placing is not None
+        if request.first_token_at is not None or request.num_preemptions:
+            return RESUMED
+        if request.prompt_logprobs is not None:
+            return "prompt_logprobs"
+        if request.prefill == "local":
+            return ASKED
+        if request.handoffs >= self._placing.config.max_attempts:
+            return "attempts"
+        return "failed" if request.stays else ""
+
+    def count(self, decision: Decision) -> None:
+        """It is carried out."""
+        if self._placing is not None and decision.reason not in ("", RESUMED):
+            self._placing.count(decision)
+
+    def decisions(self) -> dict[str, dict[str, int]]:
+        """How often prompts were computed where, and why."""
+        found: dict[str, dict[str, int]] = {}
+        if self._placing is not None:
+            for (where, reason), count in self._placing.decisions.items():
+                found.setdefault(where, {})[reason] = count
+        return found
+
+    def open(self, request: Request, cached: int, now: float, block_size: int) -> None:
+        """The request holds all blocks that its prompt needs; the first `cached` tokens are there already."""
+        assert self._party is not None
+        self._count += 1
+        request.handoffs += 1
+        ticket = RemotePrefillRequest(
+            handoff_id=f"{request.request_id}/{self._party.epoch:x}.{self._count}",
+            request_id=request.request_id,
+            attempt=request.handoffs,
+            token_ids=list(request.tokens),
+            num_prompt=request.num_prompt,
+            params=request.params,
+            seed=request.seed,
+            cache_salt=request.cache_salt,
+            skip=cached,
+            fingerprint=self._fingerprint,
+            decode=self._party,
+            timeout_s=None if request.deadline_at is None else max(0.0, request.deadline_at - now),
+        )
+        request.handoff_id = ticket.handoff_id
+        self.receiving[ticket.handoff_id] = request
+        self._opened_at[ticket.handoff_id] = now
+        stop = -(-len(request.tokens) // block_size)
+        self.outbox.append(Open(ticket, request.blocks[cached // block_size : stop]))
+
+    def cancel(self, request: Request) -> None:
+        """The request has ended; it stays in `receiving` until nothing writes into its blocks any more."""
+        self.outbox.append(Cancel(request.handoff_id))
+
+    def received(self, event: Received, now: float) -> Request:
+        request = self.receiving.pop(event.handoff_id)
+        assert self._placing is not None
+        prompt = Prompt(len(request.tokens), request.num_cached)
+        self._placing.received(prompt, event.first.cached, now - self._opened_at.pop(event.handoff_id))
+        return request
+
+    def failed(self, handoff_id: str, retry: bool) -> Request:
+        request = self.receiving.pop(handoff_id)
+        del self._opened_at[handoff_id]
+        request.stays = not retry
+        self.outbox.append(Forget(handoff_id))
+        return request
+
+    # -- the prompt of another engine, computed here -------------------------------------------------------
+
+    def report(self, request: Request, computed: int, block_size: int) -> None:
+        """The KV of `computed` tokens is complete, and its full blocks are published.
+
+        A block that is not full may still be exchanged for another of the same content when it is published, so only
+        the one at the very end of the prompt, which never is, is told of.
+        """
+        ticket = request.ticket
+        assert ticket is not None
+        upto = computed if computed == len(request.tokens) else computed // block_size * block_size
+        if upto > ticket.skip:
+            blocks = request.blocks[ticket.skip // block_size : -(-upto // block_size)]
+            self.outbox.append(Report(ticket.handoff_id, upto, blocks))
+
+    def finish(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> None:
+        assert request.ticket is not None
+        first = FirstToken(token, logprob, request.last_hash(block_size), request.num_cached)
+        self.outbox.append(Finish(request.ticket.handoff_id, first))
+
+    def refuse(self, request: Request, reason: str) -> None:
+        assert request.ticket is not None
+        self.outbox.append(Refuse(request.ticket, reason))

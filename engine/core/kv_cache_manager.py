@@ -1,0 +1,77 @@
+"""The blocks that each request holds. Pure Python."""
+
+from __future__ import annotations
+
+from engine.core.block_pool import BlockPool
+from engine.core.request import Request
+from engine.wire.plan import BlockChange
+
+
+class KVCacheManager:
+    """Takes blocks from the pool for requests, shares them through its prefix cache, and gives them back.
+
+    What changes for a request in a slot is kept until the next step's plan takes it to the ranks.
+    """
+
+    def __init__(self, pool: BlockPool, prefix_caching: bool):
+        self._pool, self._prefix_caching = pool, prefix_caching
+        self._changes: list[BlockChange] = []
+
+    def match(self, request: Request) -> list[int]:
+        """Cached blocks that hold a prefix of the request; its last token is always computed, for its logits."""
+        if not self._prefix_caching or request.prompt_logprobs is not None:
+            return []
+        full = (len(request.tokens) - 1) // self._pool.block_size
+        return self._pool.match(request.hashes(full, self._pool.block_size))
+
+    def reserve(self, request: Request, matched: list[int], tokens: int, spare: int) -> bool:
+        """Give the request the matched blocks, and new ones for the rest of `tokens` tokens. False, and nothing has
+        changed, if there are not that many and `spare` more."""
+        blocks = self._pool.reserve(matched, self._pool.blocks_for(tokens) - len(matched), spare=spare)
+        if blocks is None:
+            return False
+        request.blocks, request.published = blocks, len(matched)
+        return True
+
+    def enter(self, request: Request) -> None:
+        """The request has got a slot."""
+        self._changes.append(BlockChange(request.slot, 0, list(request.blocks)))
+
+    def grow(self, request: Request, tokens: int) -> bool:
+        """Give the request, which has a slot, blocks for `tokens` tokens in all. False if there are too few."""
+        need = self._pool.blocks_for(tokens) - len(request.blocks)
+        if need <= 0:
+            return True
+        taken = self._pool.take(need)
+        if taken is None:
+            return False
+        self._changes.append(BlockChange(request.slot, len(request.blocks), taken))
+        request.blocks += taken
+        return True
+
+    def publish(self, request: Request, computed: int) -> None:
+        """Put the blocks that a finished step has filled into the prefix cache."""
+        if not self._prefix_caching:
+            return
+        full = computed // self._pool.block_size
+        if full <= request.published:
+            return
+        names = request.hashes(full, self._pool.block_size)
+        for index in range(request.published, full):
+            own = request.blocks[index]
+            block = self._pool.publish(own, names[index])
+            if block != own:  # another request computed the same prefix: share its copy
+                request.blocks[index] = block
+                if request.slot >= 0:
+                    self._changes.append(BlockChange(request.slot, index, [block]))
+        request.published = full
+
+    def release(self, request: Request) -> None:
+        self._pool.release(request.blocks)
+        request.blocks = []
+        request.computed = request.published = 0
+
+    def take_changes(self) -> list[BlockChange]:
+        """Since the last call, oldest first."""
+        changes, self._changes = self._changes, []
+        return changes

@@ -1,0 +1,414 @@
+"""Decides what each step computes. Pure Python: no torch, no clock, no socket."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.core.block_pool import BlockPool
+from engine.core.handoffs import HandoffManager
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.request import Grammar, Request, State
+from engine.core.request_log import RequestLog
+from engine.core.request_queue import Roster
+from engine.core.step_plan_builder import StepPlanBuilder
+from engine.errors import EngineError, EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong, ServingError
+from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Received
+from engine.wire.messages import ErrorInfo, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from engine.wire.plan import StepPlan, StepResult
+from engine.wire.remote_prefill import RemotePrefillRequest
+
+logger = logging.getLogger(__name__)
+
+NO_TOKEN = "no token can be sampled: all are banned, or the model's logits are not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something to tell whoever asked for `request`."""
+
+    request: Request
+    delta: TokenDelta
+
+
+class Scheduler(Roster):
+    """Continuous batching without phases: every request has tokens that it wants computed and tokens that are
+    computed, and a step narrows the gap, under one token budget for all.
+
+    `schedule` decides, `commit` records. A second step may be planned before the first is committed; the tokens
+    that the first will bring are then counted as `in_flight`.
+
+    Requests are served in `order` (priority, then arrival). Running requests come first; each leaves one token
+    of the budget to every one behind it, so a long prompt never stops the others' decoding. When blocks run
+    out, only a request that comes later in the order is preempted: the first in order always gets on, so
+    everyone finishes.
+
+    The KV of a prompt may come from another engine (`handoffs`). Its request holds all blocks that the prompt needs
+    meanwhile, and takes a slot only when the KV is there, as if its prompt had been cached.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        handoffs: HandoffManager | None = None,
+        journal: RequestLog | None = None,
+    ):
+        """journal: where it writes down what becomes of each request."""
+        assert max_model_len <= pool.num_blocks * pool.block_size, "one request alone must fit the pool"
+        super().__init__(config, pool, handoffs or HandoffManager(), journal or RequestLog())
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self._arrivals = 0
+        self._tables = KVCacheManager(pool, config.enable_prefix_caching)
+        self._planned: deque[tuple[StepPlan, list[Request]]] = deque()
+        self._draft = StepPlanBuilder()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live or self._planned or self.handoffs.receiving)
+
+    # -- requests come and go ------------------------------------------------------------------------------
+
+    def add(self, message: GenerateRequest, now: float) -> Request:
+        """Take a request, or raise a ServingError and leave everything as it was."""
+        self.check_request(message)
+        self._check_room()
+        priority = message.priority if self.config.scheduling_policy == "priority" else 0
+        return self._take(Request.create(message, (priority, self._arrivals + 1), self.max_model_len, now))
+
+    def add_ticket(self, ticket: RemotePrefillRequest, now: float) -> Request:
+        """Take a prompt to be computed for another engine, or raise a ServingError and leave everything as it was."""
+        self._check_tokens(ticket.token_ids, ticket.num_prompt)
+        ticket.params.check_vocabulary(self.vocab_size)
+        self._check_room()
+        return self._take(Request.for_ticket(ticket, (0, self._arrivals + 1), now))
+
+    def _check_room(self) -> None:
+        if self.num_waiting >= self.config.max_waiting:
+            raise Overloaded(f"{self.num_waiting} requests are waiting, the limit is {self.config.max_waiting}")
+
+    def _take(self, request: Request) -> Request:
+        self._arrivals += 1
+        self._enlist(request)
+        if request.params.structured_outputs is None:
+            self._wait(request)
+        else:
+            self._compile(request)
+        return request
+
+    def compiled(self, request: Request, grammar: Grammar) -> None:
+        """The request's grammar is there, so that it may run."""
+        self.compiling.remove(request)
+        request.grammar = grammar
+        self._wait(request)
+
+    def check_request(self, message: GenerateRequest) -> None:
+        """Raise RequestError if this request could never be served."""
+        if message.request_id in self._live:
+            raise InvalidParameter("request_id", message.request_id, "unique among live requests")
+        self._check_tokens(message.prompt, message.num_prompt)
+        message.params.check_vocabulary(self.vocab_size)
+        given = 0 if message.num_prompt is None else len(message.prompt) - message.num_prompt
+        if message.params.max_tokens is not None and given >= message.params.max_tokens:
+            raise InvalidParameter("max_tokens", message.params.max_tokens, f"above the {given} that are given already")
+        only_here = message.params.prompt_logprobs is not None or not self.handoffs.decides
+        if message.prefill == "remote" and only_here:
+            raise InvalidParameter("prefill", message.prefill, "auto or local where no other engine computes prompts")
+
+    def _check_tokens(self, tokens: list[int], num_prompt: int | None) -> None:
+        if not tokens:
+            raise InvalidParameter("prompt", tokens, "at least one token")
+        if len(tokens) >= self.max_model_len:
+            raise PromptTooLong(len(tokens), self.max_model_len)
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < self.vocab_size:
+                raise InvalidParameter("prompt", token, f"token ids from 0 to {self.vocab_size - 1}")
+        if num_prompt is not None and not 1 <= num_prompt <= len(tokens):
+            raise InvalidParameter("num_prompt", num_prompt, f"between 1 and the length of the prompt ({len(tokens)})")
+
+    def abort(
+        self, request_id: str, now: float, error: ServingError | None = None, *, reason: FinishReason = "abort"
+    ) -> Event | None:
+        """End a request now and free what it holds. None if it is not live (it may just have finished), or if it is
+        computed for another engine, which may still read its blocks: that one is told, and the end is left to it."""
+        request = self._live.get(request_id)
+        if request is None:
+            return None
+        if request.ticket is not None:
+            if request.state is not State.LEASED:
+                self._retire(request)
+            self.handoffs.refuse(request, "cancelled" if error is None else str(error))
+            return None
+        return self._finish(request, "error" if error else reason, now, error=error)
+
+    # -- plan ----------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, or None when there is nothing that could be computed now."""
+        before = self.totals.preemptions
+        budget = self._plan_running()
+        if self.totals.preemptions == before:  # none are started while blocks run out
+            self._admit(budget, now)
+        if not self._draft.requests:
+            return None
+        self.totals.steps += 1
+        plan, requests = self._draft.plan(self.totals.steps, self._tables.take_changes()), self._draft.requests
+        self.metrics.step(plan.num_tokens)
+        self._planned.append((plan, requests))
+        self._draft = StepPlanBuilder()
+        return plan
+
+    def _plan_running(self) -> int:
+        """Plan all running requests, in order. Returns the budget left for new ones."""
+        budget = self.config.max_num_batched_tokens
+        queue = list(self.running)
+        for behind, request in zip(range(len(queue) - 1, -1, -1), queue, strict=True):
+            if request.state is not State.RUNNING:
+                continue  # preempted by one before it
+            if request.held_back:
+                continue
+            count = min(request.pending, budget - behind)
+            if count > 0 and self._grow(request, request.computed + count):
+                self._draft.compute(request, count)
+                budget -= count
+        return budget
+
+    def _admit(self, budget: int, now: float) -> None:
+        """Start waiting requests, strictly in order, while budget, slots and blocks last."""
+        for request in list(self.waiting):
+            if request.in_flight:
+                return  # it was preempted, and its last token has not arrived yet
+            if request.held_back:
+                continue  # what may come next is still being worked out, which may take long
+            startable = budget > 0 and bool(self._slots)
+            if not request.blocks:
+                matched = self._tables.match(request)
+                cached = len(matched) * self.pool.block_size
+                place = self.handoffs.decide(request, cached, self.running)
+                if not (startable or place.remote) or not self._reserve(request, matched, place.remote):
+                    return
+                self.handoffs.count(place)
+                self._count_scheduled(request, cached, now)
+                why = f": {place.reason}" if place.reason else ""
+                where = "by a prefill engine" if place.remote else "here"
+                self._note(request, f"to be computed {where}{why}; {cached} of {len(request.tokens)} tokens are cached")
+                if place.remote:
+                    self.waiting.remove(request)
+                    request.state = State.RECEIVING
+                    request.handoff_at = (now, now)
+                    self.handoffs.open(request, cached, now, self.pool.block_size)
+                    continue
+                request.published, request.computed = len(matched), cached
+            if not startable:
+                continue  # its KV has come from elsewhere; others may be sent to be computed there meanwhile
+            self.waiting.remove(request)
+            self._start(request)
+            count = min(request.pending, budget)
+            self._draft.compute(request, count)
+            budget -= count
+
+    def _reserve(self, request: Request, matched: list[int], remote: bool) -> bool:
+        """Blocks for all tokens that are known. Requests behind it that only wait for a slot give theirs back."""
+        # one more where the first token comes with the KV: then nothing is missing when there is a slot
+        tokens = len(request.tokens) + remote
+        while True:
+            received = self.received
+            # a spare block for everyone who will grow: to start a request only to preempt another would be work done
+            # twice
+            growing = sum(r.ticket is None for r in self.running) + len(received) + len(self.handoffs.receiving)
+            if self._tables.reserve(request, matched, tokens, spare=growing):
+                return True
+            if not received or received[-1].order < request.order:
+                return False
+            self._preempt(received[-1])
+
+    def _start(self, request: Request) -> None:
+        """Give the request, which holds its blocks, a slot."""
+        self._run(request)
+        self._draft.enter(request)
+        self._tables.enter(request)
+        if request.ticket is not None:
+            self.handoffs.report(request, request.computed, self.pool.block_size)
+
+    # -- blocks --------------------------------------------------------------------------------------------
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        """Give the request blocks for `tokens` tokens, preempting others if needed; False if it went itself."""
+        while not self._tables.grow(request, tokens):
+            victim = self._victim(request)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _victim(self, request: Request) -> Request:
+        """Of the requests behind `request`, the cheapest to compute again, then the newest; rather one that only
+        waits for a slot. Not one that is computed for another engine, which reads its blocks."""
+        holders = [*self.running, *self.received]
+        behind = [r for r in holders if r.order > request.order and r.ticket is None and self.pool.private(r.blocks)]
+        waits = State.WAITING
+        return max(behind, key=lambda r: (r.state is waits, -self.pool.private(r.blocks), r.order), default=request)
+
+    def _preempt(self, request: Request) -> None:
+        logger.info(
+            "preempted request_id=%s computed_tokens=%d private_blocks=%d times=%d",
+            request.request_id,
+            request.computed,
+            self.pool.private(request.blocks),
+            request.num_preemptions + 1,
+        )
+        self._note(request, f"preempted, since blocks ran out; {request.computed} computed tokens are given up")
+        self._leave(request)
+        self._tables.release(request)
+        self._wait(request)
+        request.num_preemptions += 1
+        self.totals.preemptions += 1
+
+    # -- results -------------------------------------------------------------------------------------------
+
+    def commit(self, result: StepResult, now: float) -> list[Event]:
+        """Record the result of the oldest planned step; returns what is new, one event per request."""
+        plan, requests = self._planned.popleft()
+        assert plan.step == result.step, f"step {result.step} came back, step {plan.step} was expected"
+        events = []
+        for i, request in enumerate(requests):
+            if request.state in (State.FINISHED, State.LEASED):
+                continue  # ended after this step was planned
+            computed = plan.starts[i] + plan.counts[i]
+            if request.state is State.RUNNING:
+                self._tables.publish(request, computed)
+            self._collect_prompt_logprobs(request, plan.starts[i], result.prompt_logprobs[i])
+            token = result.tokens[i]
+            if request.ticket is not None:
+                self._report(request, computed, token, result.logprobs[i])
+            elif token is not None:
+                events.append(self._append(request, token, result.logprobs[i], now))
+        return events
+
+    def _append(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> Event:
+        request.in_flight -= 1
+        if token < 0:
+            error: ServingError = EngineError(request.request_id, NO_TOKEN)
+            if request.grammar is not None and request.grammar.error is not None:
+                assert request.params.structured_outputs is not None
+                error = request.params.structured_outputs.invalid(f"simple enough to follow ({request.grammar.error})")
+            return self._finish(request, "error", now, error=error)
+        first = request.first_token_at is None
+        if first:
+            request.first_token_at = now
+            self._note(request, "first token")
+        request.tokens.append(token)
+        if request.grammar is not None:
+            request.grammar.accept(token)
+        self.totals.generation_tokens += 1
+        self.metrics.token(request, now)
+        delta = TokenDelta(
+            request_id=request.request_id,
+            position=request.num_output - 1,
+            token_ids=[token],
+            logprobs=None if logprob is None else [logprob],
+            num_cached_tokens=request.num_cached if first else 0,
+            prompt_logprobs=request.prompt_logprobs if first else None,
+            times=request.times(now) if first else None,
+        )
+        params = request.params
+        if token in self.eos_token_ids and not params.ignore_eos:
+            return self._finish(request, "stop", now, delta)
+        if token in params.stop_token_ids:
+            return self._finish(request, "stop", now, delta, stop_reason=token)
+        if request.grammar is not None and request.grammar.is_done:
+            return self._finish(request, "stop", now, msgspec.structs.replace(delta, text_complete=True))
+        if request.num_output >= request.max_tokens:
+            return self._finish(request, "length", now, delta)
+        return Event(request, delta)
+
+    def _collect_prompt_logprobs(self, request: Request, start: int, rows: list[TokenLogprob] | None) -> None:
+        have = request.prompt_logprobs
+        if rows and have is not None and len(have) >= start + 1:  # less only if computed again after preemption
+            have.extend(rows[len(have) - start - 1 :])
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        now: float,
+        delta: TokenDelta | None = None,
+        *,
+        stop_reason: int | None = None,
+        error: ServingError | None = None,
+    ) -> Event:
+        self._leave(request)
+        if request.state is State.RECEIVING:
+            self.handoffs.cancel(request)
+        else:
+            self._tables.release(request)
+        self.handoffs.leased.pop(request.request_id, None)
+        self._dismiss(request, reason, error, now)
+        last = msgspec.structs.replace(
+            delta or TokenDelta(request_id=request.request_id, position=request.num_output),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            error=ErrorInfo.of(error) if error else None,
+            times=request.times(now),
+            num_preemptions=request.num_preemptions,
+        )
+        return Event(request, last)
+
+    # -- handoffs ------------------------------------------------------------------------------------------
+
+    def handle(self, event: HandoffEvent, now: float) -> list[Event]:
+        """A handoff has got on; returns what is new."""
+        match event:
+            case Closed():
+                request = self._live[event.handoff_id]
+                return [self._finish(request, "length" if event.reason == "released" else "abort", now)]
+            case Received():
+                request = self.handoffs.received(event, now)
+                verified = len(request.tokens)
+            case Failed():
+                request = self.handoffs.failed(event.handoff_id, event.retry)
+                verified = event.verified
+        request.handoff_at = request.handoff_at and (request.handoff_at[0], now)
+        self._tables.publish(request, verified)
+        if request.state is State.FINISHED:
+            self._tables.release(request)
+            return []
+        self._wait(request)
+        if isinstance(event, Failed):
+            self._tables.release(request)
+            if self.handoffs.gives_up(request):
+                why = f"{event.reason} {event.detail}".rstrip()
+                error = EngineUnavailable(f"no other engine could compute the prompt: {why}")
+                return [self._finish(request, "error", now, error=error)]
+            return []
+        request.computed, request.in_flight = verified, 1
+        request.num_cached = max(request.num_cached, event.first.cached)
+        return [self._append(request, event.first.token, event.first.logprob, now)]
+
+    def _report(self, request: Request, computed: int, token: int | None, logprob: TokenLogprob | None) -> None:
+        """Tell the engine that wanted this prompt how far it is; with a token it is done, and only holds its blocks."""
+        self.handoffs.report(request, computed, self.pool.block_size)
+        if token is None:
+            return
+        request.in_flight -= 1
+        if token < 0:
+            self.handoffs.refuse(request, NO_TOKEN)
+        else:
+            self.handoffs.finish(request, token, logprob, self.pool.block_size)
+        self._retire(request)
+
+    def _retire(self, request: Request) -> None:
+        """Nothing more is computed for it; its blocks stay until they are read."""
+        self._leave(request)
+        request.state = State.LEASED
+        self.handoffs.leased[request.request_id] = request

@@ -1,0 +1,228 @@
+"""An engine core with its sockets: requests come in, tokens go out, over ZMQ and msgspec."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.core.engine import EngineCore
+from engine.core.kv_events import KVEventPublisher
+from engine.core.scheduler import Event
+from engine.distributed.push_sockets import PushSockets
+from engine.distributed.tp_group import TPGroup
+from engine.distributed.waker import Waker
+from engine.errors import ServingError
+from engine.wire.messages import (
+    MAX_LIVE_HANDOFFS,
+    Abort,
+    Add,
+    CancelPrefill,
+    Command,
+    EngineRequestLog,
+    EngineStatus,
+    ErrorInfo,
+    GenerateRequest,
+    GetRequestLog,
+    Prefill,
+    PrefillReplicas,
+    RemotePrefillFailed,
+    Subscribe,
+    TokenBatch,
+    TokenDelta,
+)
+
+logger = logging.getLogger(__name__)
+
+STATUS_PERIOD_S = 1.0
+QUEUED_MESSAGES = 100_000  # to a receiver that does not take them; newer ones are lost
+POLL_MS = 200  # how soon `stop` is noticed when there is nothing to do
+
+
+class EngineServer:
+    """Runs in the process of rank 0.
+
+    Receives `Command`s on a PULL socket at `address`. Pushes one `TokenBatch` per step to each ingress that has
+    requests in it, and an `EngineStatus` to the control actor whenever requests ended, at least once a second; tickets
+    for other engines go there too. Routers that ask for them get `EngineUpdate`. While there is nothing to compute, the
+    loop waits for commands and for its handoffs.
+    Sending never blocks the step loop: what a vanished peer does not take is dropped with its socket.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        engine_id: str,
+        status_to: str,
+        host: str = "127.0.0.1",
+        group: TPGroup | None = None,
+    ):
+        """group: as for EngineCore."""
+        self.engine_id = engine_id
+        self._waker = Waker()
+        self._core = EngineCore(config, group, engine_id=engine_id, host=host, wake=self._waker.wake)
+        self.model_config = self._core.model_config
+        self.max_model_len = self._core.max_model_len
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.setsockopt(zmq.RCVHWM, 0)
+        port = self._inbox.bind_to_random_port(f"tcp://{host}")
+        self.address = f"tcp://{host}:{port}"
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._waker, zmq.POLLIN)
+        self._peers = PushSockets(self._context, {zmq.SNDHWM: QUEUED_MESSAGES})
+        self._status_to = status_to
+        self._decode = msgspec.msgpack.Decoder(Command).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._news = KVEventPublisher(engine_id, self._core.scheduler)
+        self._ended: list[str] = []
+        self._status_due = time.monotonic()
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Serve until `stop` is called from another thread. On the way out, closes the sockets and ends other ranks.
+
+        Raises EngineUnavailable if one of those dies.
+        """
+        try:
+            while not self._stopping.is_set():
+                refused = self._receive()
+                events = self._core.step()
+                self._send(events, refused)
+        finally:
+            self._core.close()
+            self._context.destroy(linger=0)
+            self._waker.close()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._waker.wake()
+
+    def _receive(self) -> dict[str, list[TokenDelta]]:
+        """Handle all commands that have come; wait for one if there is nothing to compute.
+
+        Returns final deltas of requests that were refused or aborted, by reply address.
+        """
+        answers: dict[str, list[TokenDelta]] = {}
+        news_in_s = self._news.wait_s(time.monotonic())
+        wait_ms = POLL_MS if news_in_s is None else min(POLL_MS, math.ceil(news_in_s * 1000))
+        if self._core.idle and self._waker.fileno() in dict(self._poller.poll(wait_ms)):
+            self._waker.clear()
+        while True:
+            try:
+                command = self._decode(self._inbox.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return answers
+            except (msgspec.MsgspecError, ServingError) as error:
+                logger.error("dropped a malformed command: %s", error)
+                continue
+            match command:
+                case Add():
+                    self._add(command.request, answers)
+                case Abort():
+                    self._abort(command, answers)
+                case GetRequestLog(question, request_ids):
+                    journal = EngineRequestLog(self.engine_id, question, self._core.journal.of(request_ids))
+                    self._push(self._status_to, self._encode(journal))
+                case Subscribe():
+                    self._follow(command)
+                case _:
+                    self._hand_over(command)
+
+    def _add(self, request: GenerateRequest, answers: dict[str, list[TokenDelta]]) -> None:
+        self._news.took(request.request_id)
+        try:
+            self._peers.connect(request.reply_to)
+        except zmq.ZMQError as error:
+            logger.error(
+                "dropped request_id=%s: no reply can be sent to %r: %s", request.request_id, request.reply_to, error
+            )
+            self._ended.append(request.request_id)
+            return
+        try:
+            self._core.add(request)
+        except ServingError as error:
+            delta = TokenDelta(request_id=request.request_id, finish_reason="error", error=ErrorInfo.of(error))
+            answers.setdefault(request.reply_to, []).append(delta)
+
+    def _abort(self, command: Abort, answers: dict[str, list[TokenDelta]]) -> None:
+        event = self._core.abort(command.request_id, command.reason)
+        if event is not None:
+            answers.setdefault(event.request.reply_to, []).append(event.delta)
+
+    def _follow(self, command: Subscribe) -> None:
+        try:
+            self._peers.connect(command.address)
+        except zmq.ZMQError as error:
+            logger.error("no news can be sent to %r: %s", command.address, error)
+        else:
+            self._news.follow(command, time.monotonic())
+
+    def _hand_over(self, command: Prefill | CancelPrefill | RemotePrefillFailed | PrefillReplicas) -> None:
+        handoffs = self._core.handoffs
+        if handoffs is None:
+            logger.error("dropped a %s: this engine hands no KV over", type(command).__name__)
+            return
+        match command:
+            case Prefill(ticket):
+                self._news.took(ticket.handoff_id)
+                if not self._core.prefill(ticket):
+                    self._ended.append(ticket.handoff_id)
+            case CancelPrefill(handoff_id):
+                self._core.abort(handoff_id)
+            case RemotePrefillFailed():
+                handoffs.ticket_failed(command.handoff_id, command.reason, command.retry)
+            case PrefillReplicas(replicas):
+                handoffs.set_prefill_pool(replicas)
+
+    def _send(self, events: list[Event], answers: dict[str, list[TokenDelta]]) -> None:
+        for event in events:
+            self._news.told(event)
+            if event.request.ticket is None:
+                answers.setdefault(event.request.reply_to, []).append(event.delta)
+            else:  # a prompt for another engine, which has heard of its end
+                self._ended.append(event.delta.request_id)
+        now = time.monotonic()
+        if self._core.handoffs is not None:
+            for notice in self._core.handoffs.notices():
+                self._push(self._status_to, self._encode(notice))
+        steps = self._core.scheduler.totals.steps
+        for address, deltas in answers.items():
+            batch = TokenBatch(engine_id=self.engine_id, commands_to=self.address, step=steps, deltas=deltas)
+            self._push(address, self._encode(batch))
+            self._ended += [delta.request_id for delta in deltas if delta.finish_reason]
+        for request_id in self._ended:
+            self._news.ended(request_id)
+        for news, addresses in self._news.messages(now):
+            message = self._encode(news)
+            for address in addresses:
+                self._push(address, message)
+        if self._ended or now >= self._status_due:
+            self._send_status(now)
+
+    def _send_status(self, now: float) -> None:
+        handoffs = self._core.handoffs
+        status = EngineStatus(
+            engine_id=self.engine_id,
+            ended=self._ended,
+            stats=self._core.stats(),
+            last_step_age_s=self._core.last_step_age_s,
+            handoffs=handoffs.stats() if handoffs else None,
+            live_handoffs=handoffs.live()[:MAX_LIVE_HANDOFFS] if handoffs else [],
+            fingerprint=handoffs.fingerprint if handoffs else "",
+        )
+        self._push(self._status_to, self._encode(status))
+        self._ended = []
+        self._status_due = now + STATUS_PERIOD_S
+        self._peers.forget_unused()
+
+    def _push(self, address: str, message: bytes) -> None:
+        if not self._peers.send(address, message):
+            logger.warning("receiver takes no messages, dropped one: %s", address)

@@ -1,0 +1,44 @@
+"""A step in the making."""
+
+from __future__ import annotations
+
+from engine.core.request import Request
+from engine.wire.plan import BlockChange, NewSequence, StepPlan
+
+
+class StepPlanBuilder:
+    """What the scheduler has decided so far of one step."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []  # that compute something, in order of their entries in the plan
+        self._added: list[NewSequence] = []
+        self._slots: list[int] = []
+        self._starts: list[int] = []
+        self._counts: list[int] = []
+        self._samples: list[bool] = []
+
+    def enter(self, request: Request) -> None:
+        """The request has got a slot."""
+        added = NewSequence(request.slot, list(request.tokens), request.num_prompt, request.params, request.seed)
+        self._added.append(added)
+
+    def compute(self, request: Request, count: int) -> None:
+        """The next `count` tokens of the request, and a new one if these are its last: from now on they count as
+        `computed` and `in_flight`."""
+        samples = request.computed + count == len(request.tokens) + request.in_flight
+        self.requests.append(request)
+        self._slots.append(request.slot)
+        self._starts.append(request.computed)
+        self._counts.append(count)
+        self._samples.append(samples)
+        request.computed += count
+        request.in_flight += samples
+
+    def plan(self, step: int, blocks: list[BlockChange]) -> StepPlan:
+        masks = {
+            i: request.grammar.mask()
+            for i, request in enumerate(self.requests)
+            if request.grammar is not None and self._samples[i]
+        }
+        lists = self._slots, self._starts, self._counts, self._samples
+        return StepPlan(step, self._added, blocks, *lists, list(masks), b"".join(masks.values()))

@@ -1,0 +1,163 @@
+"""How ranks stay in step: rank 0 sends every plan to the others, once, and they compute it without answering.
+
+All ranks get the same logits and draw the same random numbers, so they know the sampled tokens themselves, and nothing
+is sent back. A checksum of tokens that rank 0 has sampled goes with a later plan: a rank that sampled others stops.
+
+What it costs stands in docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import uuid
+import zlib
+
+import msgspec
+import zmq
+
+from engine.distributed.tp_group import TPGroup
+from engine.errors import EngineUnavailable, RendezvousTimeout
+from engine.wire.plan import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 30.0  # from the moment that all ranks have loaded the model
+HEARTBEAT_MS = 1000
+SILENCE_MS = 10_000  # without an answer to heartbeats, the other side counts as gone
+LINGER_MS = 1000
+HELLO, GONE = b"\x01rank ", b"\x00rank "  # what an XPUB socket receives when `rank N` subscribes and vanishes
+
+
+class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
+    """number: counts from 1, so that a lost frame is noticed. plan: None at the end.
+
+    checksum: of the tokens that step `checked` sampled; of no step if 0.
+    """
+
+    number: int
+    plan: StepPlan | None
+    checked: int
+    checksum: int
+
+
+class PlanBroadcaster:
+    """Rank 0's end. One thread at a time."""
+
+    def __init__(self, group: TPGroup):
+        """Returns when all ranks have loaded their model and listen. Raises StartupError."""
+        self._group = group
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.XPUB)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # nothing is ever dropped; rank 0 is at most one step ahead
+        _set_heartbeat(self._socket)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._number = self._checked = self._checksum = 0
+        self._gone: int | None = None
+        try:
+            group.exchange(self._bind(group))
+            self._wait_for(set(range(1, group.size)))
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def send(self, plan: StepPlan) -> None:
+        """Never waits. A rank that is gone is noticed by `check`."""
+        self._send(plan)
+
+    def committed(self, result: StepResult) -> None:
+        """A step's tokens, to be compared with the others' tokens."""
+        self._checked, self._checksum = result.step, checksum(result)
+
+    def check(self) -> None:
+        """Raise EngineUnavailable if a rank is gone."""
+        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            message = self._socket.recv()
+            if message.startswith(GONE):
+                self._gone = int(message.removeprefix(GONE))
+        if self._gone is not None:
+            reason = f"rank {self._gone} is gone"
+            self._group.abort(reason)  # a step may be waiting for it
+            raise EngineUnavailable(reason)
+
+    def close(self) -> None:
+        """Let the other ranks end."""
+        if not self._context.closed:
+            self._send(None)
+            self._context.destroy(linger=LINGER_MS)
+
+    def _send(self, plan: StepPlan | None) -> None:
+        self._number += 1
+        self._socket.send(self._encode(PlanMessage(self._number, plan, self._checked, self._checksum)), zmq.NOBLOCK)
+
+    def _bind(self, group: TPGroup) -> str:
+        if sys.platform == "linux" and group.local_size == group.size:
+            address = f"ipc://@manta-{uuid.uuid4().hex}"  # no file: Linux' abstract namespace
+            self._socket.bind(address)
+            return address
+        port = self._socket.bind_to_random_port(f"tcp://{group.host}")
+        return f"tcp://{group.host}:{port}"
+
+    def _wait_for(self, missing: set[int]) -> None:
+        size = len(missing) + 1
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        while missing:
+            if not self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
+                raise RendezvousTimeout(sorted(missing), size, JOIN_TIMEOUT_S, "lockstep")
+            message = self._socket.recv()
+            if message.startswith(HELLO):
+                missing.discard(int(message.removeprefix(HELLO)))
+
+
+class PlanReceiver:
+    """Another rank's end. One thread at a time."""
+
+    def __init__(self, group: TPGroup):
+        self._rank = group.rank
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        _set_heartbeat(self._socket)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._decode = msgspec.msgpack.Decoder(PlanMessage).decode
+        self._number = 0
+        try:
+            address = group.exchange("")[0]
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._socket.subscribe(b"")
+        self._socket.subscribe(f"rank {self._rank}")
+        self._socket.connect(address)
+
+    def receive(self, timeout_s: float) -> PlanMessage | None:
+        """The next frame, or None if none came in time.
+
+        Raises EngineUnavailable if rank 0 is gone or a frame is missing.
+        """
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        if ready and self._socket.poll(0):  # again: what came just before the end counts
+            frame = self._decode(self._socket.recv())
+            self._number += 1
+            if frame.number != self._number:
+                raise EngineUnavailable(f"rank {self._rank} missed plan {self._number}; plan {frame.number} came")
+            return frame
+        if ready:
+            raise EngineUnavailable(f"rank 0 is gone, so rank {self._rank} ends")
+        return None
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def checksum(result: StepResult) -> int:
+    return zlib.crc32(msgspec.msgpack.encode(result.tokens))
+
+
+def _set_heartbeat(socket: zmq.Socket) -> None:
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)

@@ -1,0 +1,352 @@
+"""Tensor-parallel group: the only file beside kv_transfer/ that knows torch.distributed.
+
+How the ranks of one model come together:
+
+    rank 0       group = TPGroup.listen(size, host)     group.address is told to the others
+                 group.join(timeout_s)
+    rank 1, ...  group = TPGroup.connect(rank, size, address, timeout_s)
+
+Groups share nothing with each other, not even torch's default group, so a process may have several.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.device import is_gpu
+from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
+from engine.model.ops.dispatch import numba_found
+
+if TYPE_CHECKING:
+    from engine.distributed.shared_memory import SharedMemory
+
+logger = logging.getLogger(__name__)
+
+COLLECTIVE_TIMEOUT_S = 120.0  # ranks do equal work, so far less; a first step may compile kernels
+LOADING_TIMEOUT_S = 1800.0  # one rank may be done with its weights long before another
+POLL_S = 0.01
+STORE_TIMEOUT = timedelta(seconds=10)  # of one answer of rank 0
+
+
+class TPGroup:
+    """The ranks that share one model. With one rank every collective is the identity."""
+
+    local_size = 1  # ranks on this machine
+    host = "127.0.0.1"  # of this rank, as the others reach it
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+    @staticmethod
+    def single() -> TPGroup:
+        return TPGroup(rank=0, size=1)
+
+    @staticmethod
+    def listen(size: int, host: str = "127.0.0.1", port: int = 0, **options: Any) -> ConnectedGroup:
+        """Rank 0 of a group of `size`, waiting at `.address`; `join` completes it. port: 0 takes any free one.
+
+        options: as of `connect`.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)  # TCPStore would listen on all interfaces
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=STORE_TIMEOUT,
+            master_listen_fd=listener.detach(),
+        )
+        return ConnectedGroup(0, size, store, host, f"{host}:{port}", **options)
+
+    @staticmethod
+    def connect(rank: int, size: int, address: str, timeout_s: float, **options: Any) -> ConnectedGroup:
+        """Join the group whose rank 0 listens at `address` (host:port).
+
+        options: device, `auto` (the default), `cpu` or `cuda`; shared_memory=False for gloo even on one machine.
+        Raises RendezvousTimeout that names the ranks that are missing, or the StartupError of another rank.
+        """
+        deadline = time.monotonic() + timeout_s
+        host, _, port = address.rpartition(":")
+        while True:
+            try:
+                with socket.create_connection(
+                    (host, int(port)), timeout=max(0.1, deadline - time.monotonic())
+                ) as probe:
+                    own_host = probe.getsockname()[0]  # the interface through which rank 0 is reached
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise RendezvousTimeout([0], size, timeout_s, f"{address}: {error}") from None
+                time.sleep(POLL_S)
+        with _lost_rank_0():
+            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
+        group = ConnectedGroup(rank, size, store, own_host, address, **options)
+        group.join(deadline - time.monotonic())
+        return group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum of `x` over all ranks, any shape, with the same bits on every rank. May overwrite `x`."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Concatenation of every rank's `x` along the last dimension, in rank order."""
+        return x
+
+    def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
+        """Every rank's value, in rank order. For the start: it polls.
+
+        Raises RendezvousTimeout that names the ranks that are missing, or StartupError if another rank failed.
+        """
+        return [value]
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """An error inside ends the start of all ranks, not only of this one."""
+        yield
+
+    def abort(self, reason: str) -> None:
+        """Let whatever waits for other ranks raise, now and from now on; from any thread."""
+
+    def close(self) -> None:
+        """Give up connections and memory. The others are not told."""
+
+
+class Collectives(Protocol):
+    def all_reduce(self, x: Tensor) -> Tensor: ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape]"""
+
+    def abort(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ConnectedGroup(TPGroup):
+    """Several ranks, each a process.
+
+    On one machine without GPUs they meet in shared memory; GPUs use NCCL; CPUs of several machines gloo. Not encrypted
+    and not authenticated, like NCCL and gloo themselves: the network between ranks has to be trusted.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store,
+        host: str,
+        address: str,
+        device: str = "auto",
+        shared_memory: bool = True,
+    ):
+        super().__init__(rank, size)
+        self.host, self.address = host, address
+        self._store: dist.Store | None = store
+        self._cuda = is_gpu(device)
+        self._shared_memory = shared_memory
+        self._collectives: Collectives | None = None
+        self._exchanges = 0
+        self._broken: str | None = None
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for all ranks and connect to them. Raises RendezvousTimeout, or another rank's StartupError."""
+        deadline = time.monotonic() + timeout_s
+        with self.starting():
+            answers = self.exchange(json.dumps([self.size, _machine(), os.getpid()]), timeout_s)
+            sizes, machines, pids = zip(*map(json.loads, answers), strict=True)
+            if set(sizes) != {self.size}:
+                raise StartupError(f"the ranks were told different sizes of their group: {sizes}")
+            self.local_size = machines.count(_machine())
+            if self.size > 1:
+                self._collectives = self._connect(list(pids), deadline)
+                self._check_sum()
+        logger.info(
+            "ranks joined size=%d local=%d over=%s", self.size, self.local_size, type(self._collectives).__name__
+        )
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._running().all_reduce(x) if self.size > 1 else x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._running().all_gather(x).unbind(), dim=-1) if self.size > 1 else x
+
+    def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
+        deadline = time.monotonic() + timeout_s
+        self._exchanges += 1
+        keys = [f"exchange/{self._exchanges}/{rank}" for rank in range(self.size)]
+        missing = list(range(self.size))
+        with _lost_rank_0():
+            store = self._open_store()
+            store.set(keys[self.rank], value)
+            while True:
+                missing = [rank for rank in missing if not store.check([keys[rank]])]
+                if not missing:
+                    return [store.get(key).decode() for key in keys]
+                if store.check(["failed"]):
+                    raise StartupError(store.get("failed").decode())
+                if self._broken is not None:
+                    raise StartupError(self._broken)
+                if time.monotonic() > deadline:
+                    raise RendezvousTimeout(missing, self.size, timeout_s, self.address)
+                time.sleep(POLL_S)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if self._store is not None:
+                try:
+                    if not self._store.check(["failed"]):
+                        self._store.set("failed", f"rank {self.rank}: {str(error) or type(error).__name__}")
+                except RuntimeError:  # rank 0 is gone, and nobody left to be told
+                    logger.warning("rank %d could not tell the others that it failed", self.rank)
+            raise
+
+    def abort(self, reason: str) -> None:
+        self._broken = reason
+        if self._collectives is not None:
+            self._collectives.abort(reason)
+
+    def close(self) -> None:
+        if self._collectives is not None:
+            self._collectives.close()
+        self._collectives = self._store = None
+
+    def _open_store(self) -> dist.Store:
+        if self._store is None:
+            raise EngineUnavailable(self._broken or "the group of ranks is closed")
+        return self._store
+
+    def _running(self) -> Collectives:
+        if self._collectives is None or self._broken is not None:
+            raise EngineUnavailable(self._broken or "the group of ranks is closed")
+        return self._collectives
+
+    def _connect(self, pids: list[int], deadline: float) -> Collectives:
+        if not self._cuda and self._shared_memory and self.local_size == self.size and numba_found():
+            shared = self._share_memory(pids)
+            if shared is not None:
+                return shared
+        store = dist.PrefixStore("collectives", self._open_store())
+        timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+        try:
+            make = nccl if self._cuda else gloo
+            return ProcessGroup(make(store, self.rank, self.size, self.host, timeout), self.size)
+        except RuntimeError as error:
+            raise StartupError(f"rank {self.rank} could not connect to the other ranks: {error}") from error
+
+    def _share_memory(self, pids: list[int]) -> SharedMemory | None:
+        """None unless every rank has it."""
+        from engine.distributed.shared_memory import SharedMemory  # compiles its wait; of no use to others
+
+        shared, problem, path = None, "", ""
+        try:
+            if self.rank == 0:
+                shared = SharedMemory(0, pids, None, COLLECTIVE_TIMEOUT_S)
+                path = shared.path
+        except OSError as error:
+            problem = str(error)
+        path = self.exchange(path)[0]
+        try:
+            if self.rank and path:
+                shared = SharedMemory(self.rank, pids, path, COLLECTIVE_TIMEOUT_S)
+        except OSError as error:
+            problem = str(error)
+        problems = [text for text in self.exchange(problem) if text]
+        if shared is not None:
+            shared.close_file()
+        if problems:
+            logger.warning("ranks on one machine use gloo, since shared memory cannot be had: %s", problems[0])
+            return None
+        return shared
+
+    def _check_sum(self) -> None:
+        """NCCL connects at its first collective; and a sum that is right here is worth having seen."""
+        device = "cuda" if self._cuda else "cpu"
+        total = self.all_reduce(torch.tensor([2**self.rank], dtype=torch.float32, device=device))
+        assert total.item() == 2**self.size - 1, "the ranks' first sum is wrong"
+
+
+class ProcessGroup:
+    """Collectives of torch.distributed."""
+
+    def __init__(self, group: Any, size: int):
+        self._group, self._size = group, size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        options = dist.AllreduceOptions()
+        options.asyncOp = False  # NCCL: in the stream of the layers, without events to and from one of its own
+        self._run(lambda: self._group.allreduce([x], options))
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1)
+        out = x.new_empty(self._size * flat.numel())
+        self._run(lambda: self._group._allgather_base(out, flat))
+        return out.view(self._size, *x.shape)
+
+    def abort(self, reason: str) -> None:
+        """NCCL. What waits in gloo ends as soon as the other rank's connection does, or by its timeout."""
+        self._group.abort()
+
+    def close(self) -> None:
+        """Connections close with the last reference."""
+
+    def _run(self, collective: Callable[[], dist.Work | None]) -> None:
+        try:
+            work = collective()
+            if work is not None:  # what runs in the caller's stream may have nothing to wait for
+                work.wait()
+        except RuntimeError as error:
+            raise EngineUnavailable(f"a collective failed, as when another rank has died: {error}") from error
+
+
+def gloo(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()  # the only way to say which interface to use
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    group = kind(store, rank, size, options)
+    group._set_default_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    return group
+
+
+def nccl(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _machine() -> str:
+    """Equal for processes that can share memory and reach each other by process id and local socket."""
+    if sys.platform != "linux":
+        return socket.gethostname()
+    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
+    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])
+
+
+@contextmanager
+def _lost_rank_0() -> Iterator[None]:
+    """The store lives in rank 0."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise StartupError(f"rank 0 cannot be reached any more: {error}") from error

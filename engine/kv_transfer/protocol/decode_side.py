@@ -1,0 +1,294 @@
+"""Decode's side of one handoff. Pure: no clock, socket or thread; see protocol.py.
+
+WAITING ──Progress──▶ READING ──all read, first token known──▶ RELEASING ──Released(held)──▶ OVER: Received
+   │                     │                                         │
+   └────── failure ──────┴──▶ STOPPING, while a read runs ──▶ OVER: Failed
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from engine.kv_transfer.config import HandoffConfig
+from engine.kv_transfer.protocol.effects import Effects
+from engine.kv_transfer.protocol.events import Failed, Received
+from engine.kv_transfer.protocol.messages import (
+    Cancel,
+    Heartbeat,
+    Progress,
+    Read,
+    ReadEnded,
+    Refused,
+    Release,
+    Released,
+    StopRead,
+)
+from engine.kv_transfer.protocol.receive_state import ReceiveState
+from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+
+READ_LIMIT = 12  # times progress_s, for one read that does move: then the link is too slow to be of use
+LOST = ("unknown", "expired")  # reasons of Refused: the lease is over
+
+# Why a handoff fails, and whether another prefill engine may do better.
+FAILURES = {
+    "cancelled": False,  # nobody wants it
+    "ticket_failed": True,  # the call with the ticket failed; whether to retry is the caller's word
+    "not_accepted": True,  # no answer within accept_s
+    "refused": True,  # prefill cannot or will not compute it
+    "resting": True,  # the ticket went to an engine to which the link has just failed
+    "silent": True,  # heartbeats or releases stay unanswered for progress_s
+    "read": True,  # a rank could not read
+    "lost_lease": True,  # prefill no longer holds the blocks
+    "chain": False,  # prefill computed another prompt
+    "protocol": False,  # prefill contradicts itself
+}
+DOUBTFUL = ("lost_lease", "chain", "protocol")  # failures after which nothing that was read is kept
+
+
+class State(Enum):
+    WAITING = "waiting"
+    READING = "reading"
+    RELEASING = "releasing"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+@dataclass(slots=True)
+class RunningRead:
+    """waiting: ranks that have not ended. ticks: its age."""
+
+    read_id: int
+    num_blocks: int
+    waiting: set[int]
+    ticks: int = 0
+
+
+class DecodeHandoff:
+    """Waits are counted in ticks of heartbeat_s, not in seconds: a decode engine that was itself paused has heard
+    nothing either, and must not take that for the death of others."""
+
+    def __init__(
+        self,
+        ticket: RemotePrefillRequest,
+        blocks: list[int],
+        *,
+        config: HandoffConfig,
+        block_size: int,
+        num_ranks: int,
+        new_read_id: Callable[[], int],
+        is_resting: Callable[[str], bool],
+        out: Effects,
+        now: float,
+    ):
+        self.ticket, self.landing = ticket, ReceiveState(ticket, blocks, block_size)
+        self.state = State.WAITING
+        self.source: Peer | None = None
+        self.opened_at = now
+        self.failure: tuple[str, str, bool] | None = None  # reason, detail, retry
+        self.num_bytes = 0
+        self.reading: RunningRead | None = None
+        self.unstoppable = False  # a rank does not stop writing
+        self.due = now + config.heartbeat_s  # of the next tick
+        self._config, self._out = config, out
+        self._num_ranks, self._new_read_id, self._is_resting = num_ranks, new_read_id, is_resting
+        self._missed = 0  # ticks since the last sign of life, or since the state was entered
+        self.lease = 0  # at the source; as long as that is known
+        self._sent = self._echo = 0  # numbers of heartbeats
+        self._accepted_at = self._first_at = self._released_at = now
+
+    # -- from the step loop --------------------------------------------------------------------------------
+
+    def fail(self, reason: str, now: float, detail: str = "", retry: bool | None = None) -> None:
+        """Only the first reason counts. Failed follows as soon as nothing is being read."""
+        if self.state in (State.STOPPING, State.OVER):
+            return
+        self.failure = (reason, detail, FAILURES[reason] if retry is None else retry)
+        self._note(f"fails: {reason} {detail}".rstrip())
+        if self.reading is None:
+            self._end(now)
+        else:
+            self._enter(State.STOPPING, now)
+            self._out.commands.append(StopRead(self.reading.read_id))
+
+    # -- from prefill --------------------------------------------------------------------------------------
+
+    def on_progress(self, sender: Peer, message: Progress, now: float) -> None:
+        if self.source is None:
+            self._accepted(sender, message.lease, now)
+        if self._echo < message.echo <= self._sent:
+            self._echo, self._missed = message.echo, 0
+            self.landing.echoed(message.echo)
+        if self.state is not State.READING:
+            return
+        knew_first = self.landing.first is not None
+        if problem := self.landing.update(message):
+            self.fail("protocol", now, problem)
+            return
+        if self.landing.first is not None and not knew_first:
+            self._first_at = now
+            self._out.counters.phase("compute", now - self._accepted_at)
+            self._note(f"first token known, {self.landing.read} of {len(self.landing.local)} blocks read")
+        self._advance(now)
+
+    def on_refused(self, sender: Peer, message: Refused, now: float) -> None:
+        if self.source is None:
+            self.source, self.lease = sender, message.lease  # its Progress may be lost: it gets a Cancel
+        self.fail("lost_lease" if message.reason in LOST else "refused", now, message.reason)
+
+    def on_released(self, message: Released, now: float) -> None:
+        if self.state is not State.RELEASING:
+            return
+        if not message.held:
+            self.fail("lost_lease", now, "the blocks were given up before they were released")
+            return
+        assert self.landing.first is not None
+        self.state = State.OVER
+        self._out.events.append(Received(self.ticket.handoff_id, self.landing.first))
+        self._out.counters.ended("received", "")
+        self._out.counters.phase("release", now - self._released_at)
+        self._out.counters.phase("total", now - self.opened_at)
+        self._note(f"received, {self.num_bytes} bytes")
+
+    # -- from the own agents -------------------------------------------------------------------------------
+
+    def on_read_ended(self, message: ReadEnded, now: float) -> None:
+        read = self.reading
+        if read is None or read.read_id != message.read_id or message.rank not in read.waiting:
+            self._out.counters.stale_messages += 1
+            return
+        read.waiting.remove(message.rank)
+        self.num_bytes += message.num_bytes
+        if message.num_bytes:
+            overlapped = self.landing.first is None
+            self._out.counters.read(message.transport, message.num_bytes, message.seconds, overlapped)
+        if message.error is not None:
+            self.fail("read", now, f"rank {message.rank}: {message.error}")
+        if read.waiting:
+            return
+        self.reading = None
+        if self.state is State.STOPPING:
+            self._end(now)
+            return
+        self.landing.ended(next_heartbeat=self._sent + 1)
+        self._note(f"{self.landing.read} of {len(self.landing.local)} blocks read")
+        self._advance(now)
+        if self.state is State.READING:
+            self._send_heartbeat()  # at once: its echo proves what has just been read
+
+    # -- time ----------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Call at `due`, or later."""
+        if self.state is State.OVER or now < self.due:
+            return
+        self.due = now + self._config.heartbeat_s
+        self._missed += 1
+        if self.reading is not None:
+            self.reading.ticks += 1
+        if self._missed > self._patience():
+            self._lose_patience(now)
+        elif self.state is State.READING:
+            if self.reading is not None and self.reading.ticks > READ_LIMIT * self._ticks(self._config.progress_s):
+                self.fail("read", now, f"one read of {self.reading.num_blocks} blocks takes too long")
+            else:
+                self._send_heartbeat()
+        elif self.state is State.RELEASING:
+            self._send(Release(self.ticket.handoff_id, self.lease))
+        elif self.state is State.STOPPING:
+            assert self.reading is not None
+            self._out.commands.append(StopRead(self.reading.read_id))
+
+    def deadline_s(self, now: float) -> float:
+        """Seconds until this side gives up if it hears nothing more."""
+        return self.due - now + self._config.heartbeat_s * (self._patience() - self._missed)
+
+    def _patience(self) -> int:
+        if self.state is State.WAITING:
+            return self._ticks(self._config.accept_s)
+        if self.state is State.STOPPING:
+            return 2 * self._ticks(self._config.progress_s)  # a blocked read ends by itself after progress_s
+        return self._ticks(self._config.progress_s)
+
+    def _lose_patience(self, now: float) -> None:
+        if self.state is State.WAITING:
+            self.fail("not_accepted", now, f"no prefill engine has answered within {self._config.accept_s:g} s")
+        elif self.state is State.STOPPING:
+            self.unstoppable = True
+        else:
+            self.fail("silent", now, f"no answer for {self._config.progress_s:g} s")
+
+    def _ticks(self, seconds: float) -> int:
+        return math.ceil(seconds / self._config.heartbeat_s)
+
+    # -- parts ---------------------------------------------------------------------------------------------
+
+    def _accepted(self, sender: Peer, lease: int, now: float) -> None:
+        self.source, self.lease = sender, lease
+        self._accepted_at = now
+        self._out.counters.phase("accept", now - self.opened_at)
+        self._note(f"accepted by {sender.engine_id}")
+        if self._is_resting(sender.engine_id):
+            self.fail("resting", now, f"the link to {sender.engine_id} has just failed")
+        else:
+            self._enter(State.READING, now)
+            self._send_heartbeat()
+
+    def _advance(self, now: float) -> None:
+        """Read the next blocks, or release if there are none."""
+        if self.reading is not None or self.state is not State.READING:
+            return
+        blocks = self.landing.start()
+        if blocks is not None:
+            self._read(*blocks)
+        elif self.landing.complete and not self.landing.is_asked_prompt:
+            self.fail("chain", now, "prefill computed another prompt")
+        elif self.landing.complete:
+            self._out.counters.phase("exposed", now - self._first_at)
+            self._released_at = now
+            self._enter(State.RELEASING, now)
+            self._send(Release(self.ticket.handoff_id, self.lease))
+
+    def _read(self, start: int, stop: int) -> None:
+        assert self.source is not None
+        landing = self.landing
+        self.reading = RunningRead(self._new_read_id(), stop - start, set(range(self._num_ranks)))
+        self._out.commands.append(
+            Read(
+                read_id=self.reading.read_id,
+                source_epoch=self.source.epoch,
+                ranks=landing.ranks,
+                source_blocks=landing.remote[start:stop],
+                local_blocks=landing.local[start:stop],
+            )
+        )
+
+    def _end(self, now: float) -> None:
+        """Nothing is being read any more."""
+        assert self.failure is not None
+        reason, detail, retry = self.failure
+        self.state = State.OVER
+        if self.source is not None:
+            self._send(Cancel(self.ticket.handoff_id, self.lease))
+        # proven or not: something may be wrong that is not understood
+        verified = self.ticket.skip if reason in DOUBTFUL else self.landing.verified
+        self._out.events.append(Failed(self.ticket.handoff_id, reason, verified, retry, detail))
+        self._out.counters.ended("failed", reason)
+        self._out.counters.phase("total", now - self.opened_at)
+        self._note(f"failed: {reason}, {verified - self.ticket.skip} tokens kept of what was read")
+
+    def _enter(self, state: State, now: float) -> None:
+        self.state, self._missed, self.due = state, 0, now + self._config.heartbeat_s
+
+    def _send_heartbeat(self) -> None:
+        self._sent += 1
+        self._send(Heartbeat(self.ticket.handoff_id, self.lease, self._sent))
+
+    def _send(self, message: Heartbeat | Release | Cancel) -> None:
+        assert self.source is not None
+        self._out.messages.append((self.source, message))
+
+    def _note(self, line: str) -> None:
+        self._out.lines.append((self.ticket.request_id, f"{self.ticket.handoff_id} decode: {line}"))

@@ -1,0 +1,126 @@
+"""Prefill's side of one handoff. Pure: no clock, socket or thread; see protocol.py.
+
+Closed, and nothing else, ends prefill's claim on the blocks.
+"""
+
+from __future__ import annotations
+
+from engine.kv_transfer.config import HandoffConfig
+from engine.kv_transfer.protocol.effects import Effects
+from engine.kv_transfer.protocol.events import Closed
+from engine.kv_transfer.protocol.messages import FirstToken, Progress, Refused
+from engine.wire.remote_prefill import RemotePrefillRequest
+
+NUDGE = 1.5  # heartbeats without a word of decode: it may not know who computes for it, or has forgotten
+
+
+class PrefillHandoff:
+    def __init__(
+        self,
+        ticket: RemotePrefillRequest,
+        ranks: list[dict[str, bytes]],
+        lease: int,
+        *,
+        config: HandoffConfig,
+        out: Effects,
+        now: float,
+    ):
+        self.ticket, self.decode, self.lease = ticket, ticket.decode, lease
+        self.accepted_at = now
+        self.over = False
+        self.lease_until = now + config.lease_s
+        self._ranks, self._config, self._out = ranks, config, out
+        self._blocks: list[int] = []
+        self._upto = ticket.skip
+        self._first: FirstToken | None = None
+        self._refused: str | None = None
+        self._echo = 0
+        self._nudge_at = now
+        self._finished_at = now
+        self._note("accepted")
+        self._tell(now)
+
+    @property
+    def state(self) -> str:
+        if self._refused is not None:
+            return "refused"
+        return "computing" if self._first is None else "leased"
+
+    # -- from the step loop --------------------------------------------------------------------------------
+
+    def progress(self, upto: int, blocks: list[int], now: float) -> None:
+        assert blocks[: len(self._blocks)] == self._blocks, "blocks of a handoff must not change"
+        self._upto, self._blocks = upto, blocks
+        self._tell(now)
+
+    def finish(self, first: FirstToken, now: float) -> None:
+        assert self._upto == len(self.ticket.token_ids), "finished before all blocks were named"
+        self._first, self._finished_at = first, now
+        self._note("first token computed")
+        self._tell(now)
+
+    def refuse(self, reason: str, now: float) -> None:
+        """Decode may still be reading, so the blocks are held until it cancels; but the lease is not extended more."""
+        self._refused = reason
+        self._note(f"refused: {reason}")
+        self._tell(now)
+
+    # -- from decode ---------------------------------------------------------------------------------------
+
+    def on_heartbeat(self, number: int, now: float) -> None:
+        if number > self._echo:
+            self._echo = number
+            if self._refused is None:
+                self.lease_until = now + self._config.lease_s
+        self._tell(now)
+
+    def on_release(self, now: float) -> None:
+        self._close("released", now)
+
+    def on_cancel(self, now: float) -> None:
+        self._close("cancelled", now)
+
+    # -- time ----------------------------------------------------------------------------------------------
+
+    @property
+    def due(self) -> float:
+        return min(self.lease_until, self._nudge_at)
+
+    def tick(self, now: float) -> None:
+        """Call at `due`, or later."""
+        if now >= self.lease_until:
+            self._out.counters.lease_expiries += 1
+            self._out.messages.append((self.decode, Refused(self.ticket.handoff_id, self.lease, "expired")))
+            self._close("expired", now)
+        elif now >= self._nudge_at:
+            self._tell(now)
+
+    # -- parts ---------------------------------------------------------------------------------------------
+
+    def _tell(self, now: float) -> None:
+        self._nudge_at = now + NUDGE * self._config.heartbeat_s
+        message: Progress | Refused
+        if self._refused is not None:
+            message = Refused(self.ticket.handoff_id, self.lease, self._refused)
+        else:
+            message = Progress(
+                handoff_id=self.ticket.handoff_id,
+                lease=self.lease,
+                ranks=self._ranks,
+                blocks=self._blocks,
+                upto=self._upto,
+                first=self._first,
+                echo=self._echo,
+            )
+        self._out.messages.append((self.decode, message))
+
+    def _close(self, reason: str, now: float) -> None:
+        self.over = True
+        self._out.events.append(Closed(self.ticket.handoff_id, reason))
+        self._out.counters.ended("closed", reason)
+        if self._first is not None:
+            self._out.counters.phase("held", now - self._finished_at)
+        self._note(f"closed: {reason}")
+
+    def _note(self, line: str) -> None:
+        self._out.lines.append((self.ticket.request_id, f"{self.ticket.handoff_id} prefill: {line}"))

@@ -1,0 +1,102 @@
+"""A rank's KV cache as bytes, for transports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.device import CudaEvent
+from engine.kv_transfer.transport.base import Layout, runs
+
+Bytes = NDArray[np.uint8]
+
+
+class BlockMemory:
+    """cache: [num_blocks, layers, 2, kv_heads, block_size, head_dim], contiguous, on any device."""
+
+    def __init__(self, cache: Tensor):
+        num_blocks, layers, two, heads, block_size, head_dim = cache.shape
+        head_bytes = block_size * head_dim * cache.element_size()
+        self.layout = Layout(num_blocks, layers * two, heads, head_bytes)
+        self.device = cache.device
+        self.tensor = cache.view(torch.uint8).view(num_blocks, layers * two, heads, head_bytes)
+        self._stream: Any = None  # its own, so that copies and the steps that compute do not wait for each other
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # where the cache is filled with zeros
+        else:
+            # numpy, since torch would start a team of threads for every thread that copies
+            self._array: Bytes = self.tensor.numpy()
+            self._flat = self._array.reshape(-1).data
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What a thread puts into a GPU's queue inside, it puts into this memory's own; tensors that it makes there are
+        safe for others than torch to write to as soon as they exist. Outside it would be the queue of the model's
+        steps: these would wait for a peer, and a copy for the steps."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._stream):
+                yield
+
+    def settle(self, limit_s: float) -> None:
+        """Wait for all that was put into the memory's own queue. Raises RuntimeError when that takes too long."""
+        if self._stream is None:
+            return
+        with self.apart():
+            mark = CudaEvent()
+        if not mark.reached(limit_s):
+            raise RuntimeError(f"the GPU has not moved KV for {limit_s:g} s")
+
+    def direct(self, count: int) -> bool:
+        """Whether `count` heads of a block are one piece of host memory, so that sockets can read and write them."""
+        return self._stream is None and count == self.layout.heads
+
+    def views(self, blocks: list[int]) -> list[memoryview]:
+        """The memory of whole blocks, one view for each run of neighbours. Only where `direct`."""
+        size = self.layout.piece_bytes(self.layout.heads)
+        return [self._flat[blocks[i] * size : (blocks[i] + n) * size] for i, n in runs(blocks)]
+
+    def gather(self, blocks: list[int], start: int, count: int) -> Bytes:
+        """A copy in host memory of heads [start, start + count) of the blocks, flat, block after block."""
+        if self._stream is not None:
+            with self.apart():
+                there = self.gather_tensor(blocks, start, count).to("cpu", non_blocking=True)  # into pinned memory
+                self._stream.synchronize()
+            found: Bytes = there.numpy()
+            return found
+        out = np.empty((len(blocks), self.layout.slabs, count, self.layout.head_bytes), np.uint8)
+        for i, n in runs(blocks):
+            out[i : i + n] = self._array[blocks[i] : blocks[i] + n, :, start : start + count]
+        return out.reshape(-1)
+
+    def gather_tensor(self, blocks: list[int], start: int, count: int) -> Tensor:
+        """As `gather`, but where the cache is."""
+        if self._stream is None:
+            return torch.from_numpy(self.gather(blocks, start, count))
+        with self.apart():
+            index = torch.tensor(blocks, device=self.device)
+            found = self.tensor[index, :, start : start + count].reshape(-1)
+        self._stream.synchronize()
+        return found
+
+    def scatter(self, blocks: list[int], start: int, count: int, data: Bytes | Tensor) -> None:
+        """The opposite of `gather`. data: uint8, in host memory or where the cache is. Returns when it is written."""
+        heads = slice(start, start + count)
+        shape = (len(blocks), self.layout.slabs, count, self.layout.head_bytes)
+        if self._stream is None:
+            source = np.asarray(data).reshape(shape)
+            for i, n in runs(blocks):
+                self._array[blocks[i] : blocks[i] + n, :, heads] = source[i : i + n]
+            return
+        with self.apart():
+            index = torch.tensor(blocks, device=self.device)
+            self.tensor[index, :, heads] = torch.as_tensor(data, device=self.device).view(shape)
+        self._stream.synchronize()

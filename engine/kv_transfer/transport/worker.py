@@ -1,0 +1,258 @@
+"""One rank's part in the handoff: lets others read its KV cache, and reads remote blocks into it when it is told to."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+from torch import Tensor
+
+from engine.errors import StartupError
+from engine.kv_transfer.protocol.messages import AgentCommand, Attach, DropSource, Read, ReadEnded
+from engine.kv_transfer.transport.base import STOPPED, BlockReads, KVTransport, TransportError
+from engine.kv_transfer.transport.head_map import HeadShard, parts
+from engine.kv_transfer.transport.memory import BlockMemory
+from engine.kv_transfer.transport.tcp import TcpTransport
+
+logger = logging.getLogger(__name__)
+
+LOOK_MS = 200  # how soon `close` is noticed
+
+
+@dataclass(slots=True, eq=False)
+class PeerState:
+    """What is known of another engine, of one epoch.
+
+    waiting: follow the job that `thread` does. transport: the one in use, as the log says. failed: transports that are
+    not tried again. descriptions: of its ranks, by transport, as far as they were used.
+    """
+
+    epoch: int
+    waiting: deque[ReadTask] = field(default_factory=deque)
+    thread: threading.Thread | None = None
+    transport: str | None = None
+    failed: set[str] = field(default_factory=set)
+    descriptions: set[tuple[str, bytes]] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class ReadTask:
+    read: Read
+    source: PeerState
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+class KVTransferWorker:
+    """Serves from the constructor on, with threads of its own. Commands (AgentCommand, msgpack) come to a ZMQ PULL
+    socket at `address`: Attach first, then Read, StopRead and DropSource. One ReadEnded answers every Read.
+
+    Reads from one source follow each other, those from different ones go side by side, so that a source that hangs
+    holds up nothing else. `description`: transport -> how others reach this rank; goes into Progress.ranks.
+    """
+
+    def __init__(
+        self,
+        cache: Tensor,
+        *,
+        shard: HeadShard,
+        host: str = "127.0.0.1",
+        transport: str = "auto",
+        progress_s: float = 5.0,
+    ):
+        """cache: [num_blocks, layers, 2, kv_heads, block_size, head_dim], as engine/runner/kv_cache.py allocates it.
+
+        shard: the heads in it. host: IP address at which others reach this rank. transport: `auto` offers nixl, where
+        it can be had, and tcp; any other only itself. progress_s: a read to which nothing comes for so long fails.
+        Raises StartupError if the transport cannot be had.
+        """
+        if cache.shape[3] != shard.stop - shard.start:
+            raise ValueError(f"the cache has {cache.shape[3]} heads, its shard {shard.stop - shard.start}")
+        self._shard, self._auto = shard, transport == "auto"
+        self._transports = open_transports(BlockMemory(cache), host, transport, progress_s)
+        self.description = {name: transport.describe() for name, transport in self._transports.items()}
+        self._context = zmq.Context()
+        self._commands = self._context.socket(zmq.PULL)
+        self._commands.setsockopt(zmq.RCVHWM, 0)
+        if ":" in host:
+            self._commands.setsockopt(zmq.IPV6, 1)
+            host = f"[{host}]"
+        port = self._commands.bind_to_random_port(f"tcp://{host}")
+        self.address = f"tcp://{host}:{port}"
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._lock = threading.Lock()  # of all below
+        self._answers: zmq.Socket[bytes] | None = None
+        self._jobs: dict[int, ReadTask] = {}  # by read_id, until answered
+        self._sources: dict[int, PeerState] = {}  # by epoch
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv agent", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop all reads, and let nobody read here any more. What others are to hear of it may be lost."""
+        self._closing.set()
+        self._thread.join()
+        with self._lock:
+            threads = {job.source.thread for job in self._jobs.values()}
+            for job in list(self._jobs.values()):
+                self._stop(job)
+        for thread in filter(None, threads):
+            thread.join()
+        for transport in self._transports.values():
+            transport.close()
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        decode = msgspec.msgpack.Decoder(AgentCommand).decode
+        while not self._closing.is_set():
+            if not self._commands.poll(LOOK_MS):
+                continue
+            try:
+                command = decode(self._commands.recv())
+            except msgspec.MsgspecError as error:
+                logger.error("dropped a malformed command to the KV agent: %s", error)
+                continue
+            try:
+                self._do(command)
+            except Exception:
+                logger.exception("the KV agent could not do %s", type(command).__name__)
+
+    def _do(self, command: AgentCommand) -> None:
+        dropped: set[tuple[str, bytes]] = set()
+        with self._lock:
+            if isinstance(command, Attach):
+                self._attach(command.reply_to)
+            elif isinstance(command, Read):
+                self._start(command)
+            elif isinstance(command, DropSource):
+                dropped = self._drop(command.source_epoch)
+            elif command.read_id in self._jobs:  # else it has just ended
+                self._stop(self._jobs[command.read_id])
+        for name, description in dropped:
+            self._transports[name].drop(description)
+
+    def _work(self, source: PeerState) -> None:
+        """A thread: one job after the other, until there are none."""
+        while True:
+            with self._lock:
+                if not source.waiting:
+                    source.thread = None
+                    return
+                job = source.waiting.popleft()
+            ended = self._read(job)
+            with self._lock:
+                self._end(job, ended)
+
+    def _read(self, job: ReadTask) -> ReadEnded:
+        read, source, started = job.read, job.source, time.monotonic()
+        num_bytes, error, name = 0, None, ""
+        try:
+            name = self._choose(source, read.ranks)
+            for part in parts(self._shard, len(read.ranks)):
+                description = read.ranks[part.source_rank][name]
+                with self._lock:  # so that no job of a source that was dropped makes it known again
+                    if job.stop.is_set():
+                        raise TransportError(STOPPED)
+                    source.descriptions.add((name, description))
+                reads = BlockReads(read.source_blocks, read.local_blocks, part)
+                num_bytes += self._transports[name].read(description, reads, job.stop)
+        except (TransportError, ValueError, msgspec.MsgspecError) as problem:  # the latter: what was told is wrong
+            error = STOPPED if job.stop.is_set() else str(problem)
+            logger.info("kv read ended read_id=%d transport=%s: %s", read.read_id, name, error)
+        except Exception as problem:
+            logger.exception("kv read failed read_id=%d", read.read_id)
+            error = f"internal error: {problem!r}"
+        if name and error not in (None, STOPPED):
+            source.failed.add(name)
+        return ReadEnded(read.read_id, self._shard.rank, name, num_bytes, time.monotonic() - started, error)
+
+    def _choose(self, source: PeerState, ranks: list[dict[str, bytes]]) -> str:
+        """The best transport that both sides have. Where there are two, one that has failed is left for the other."""
+        if not ranks:
+            raise TransportError("a source has at least one rank")
+        common = [name for name in self._transports if all(name in rank for rank in ranks)]
+        if not common:
+            theirs = sorted(set().union(*ranks))
+            raise TransportError(
+                f"no transport in common: {', '.join(self._transports)} here, {', '.join(theirs)} there"
+            )
+        name = next((name for name in common if name not in source.failed), common[-1])
+        if name != source.transport:
+            why = "both have it" if name == next(iter(self._transports)) else "the other side has no other"
+            if source.transport is not None:
+                why = f"{source.transport} has failed"
+            logger.info("kv from epoch %x travels over %s: %s", source.epoch, name, why)
+            source.transport = name
+        return name
+
+    # -- with the lock -------------------------------------------------------------------------------------
+
+    def _attach(self, reply_to: str) -> None:
+        if self._answers is not None:
+            self._answers.close()
+        self._answers = self._context.socket(zmq.PUSH)
+        self._answers.setsockopt(zmq.SNDHWM, 0)
+        if "[" in reply_to:
+            self._answers.setsockopt(zmq.IPV6, 1)
+        self._answers.connect(reply_to)
+
+    def _start(self, read: Read) -> None:
+        if read.read_id in self._jobs:
+            return
+        source = self._sources.setdefault(read.source_epoch, PeerState(read.source_epoch))
+        job = self._jobs[read.read_id] = ReadTask(read, source)
+        source.waiting.append(job)
+        if source.thread is None:
+            source.thread = threading.Thread(target=self._work, args=(source,), name="kv read", daemon=True)
+            source.thread.start()
+
+    def _stop(self, job: ReadTask) -> None:
+        job.stop.set()
+        if job in job.source.waiting:
+            job.source.waiting.remove(job)
+            self._end(job, ReadEnded(job.read.read_id, self._shard.rank, "", 0, 0.0, STOPPED))
+
+    def _drop(self, epoch: int) -> set[tuple[str, bytes]]:
+        """Returns what transports are to forget, by name."""
+        source = self._sources.pop(epoch, None)
+        if source is None:
+            return set()
+        for job in list(self._jobs.values()):
+            if job.source is source:
+                self._stop(job)
+        return set(source.descriptions)
+
+    def _end(self, job: ReadTask, ended: ReadEnded) -> None:
+        del self._jobs[job.read.read_id]
+        if self._answers is None:
+            logger.error("nobody has attached to the KV agent, so nobody hears of %s", ended)
+        else:
+            self._answers.send(self._encode(ended))
+
+
+def open_transports(memory: BlockMemory, host: str, name: str, progress_s: float) -> dict[str, KVTransport]:
+    """By preference. Raises StartupError."""
+    found: dict[str, KVTransport] = {}
+    if name in ("auto", "nixl"):
+        from engine.kv_transfer.transport.nixl import NixlTransport
+
+        try:
+            found["nixl"] = NixlTransport(memory, progress_s)
+        except TransportError as error:
+            if name == "nixl":
+                raise StartupError(f"handoff.transport is nixl, which cannot be had: {error}") from error
+            logger.info("kv travels over tcp, since nixl cannot be had: %s", error)
+    try:
+        if name == "nccl":
+            from engine.kv_transfer.transport.nccl import NcclTransport
+
+            found["nccl"] = NcclTransport(memory, host, progress_s)
+        elif name != "nixl":
+            found["tcp"] = TcpTransport(memory, host, progress_s)
+    except OSError as error:
+        raise StartupError(f"KV transport {name} cannot listen at {host}: {error}") from error
+    return found

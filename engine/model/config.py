@@ -1,0 +1,353 @@
+"""What a model is, read from the config.json of its folder. Whatever would change the output and is not supported
+is an error at start, never ignored.
+
+Imports torch for quantized models only, so that what merely looks at a model is fast.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from engine.errors import ConfigError, ModelFolderError, UnsupportedArchitecture
+from engine.model.folder import eos_token_ids, read_json
+from engine.model.quantization.unsupported import UnsupportedScheme
+
+if TYPE_CHECKING:
+    from engine.model.quantization.format import WeightFormat
+    from engine.model.quantization.scheme import Scheme
+
+Fields = dict[str, Any]
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # with the bytes of a number
+
+# Supported families, each with what its config.json may leave unsaid (transformers' defaults, or part of the code).
+FAMILIES: dict[str, Fields] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": 4096},
+    "Qwen2ForCausalLM": {"use_sliding_window": False, "max_window_layers": 28, "qkv_bias": True},
+    "Qwen3ForCausalLM": {"use_sliding_window": False, "max_window_layers": 28, "head_dim": 128},
+    "Qwen3MoeForCausalLM": {"use_sliding_window": False},
+    "Gemma3ForCausalLM": {
+        "tie_word_embeddings": True,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+}
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+# Each changes the output when it is set.
+UNSUPPORTED = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """One set of rotary frequencies. Fields after `factor` belong to one type each; see engine/model/layers/rope.py.
+
+    attention_factor: multiplies cos and sin (yarn).
+    """
+
+    type: RopeType = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts, in the layers that are sparse; the others have an ordinary MLP."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder-only transformer; sizes are of the whole model, not of one rank.
+
+    rope, window: one entry per layer; a window w lets a token see itself and the w - 1 before it, None sees all.
+    attention_scale: factor on q @ k.
+    max_position_embeddings: longest sequence the rotary embedding is made for, context extension included.
+    dtype: name of that of the stored weights, where they are not quantized.
+    quantization: which linear layers of the checkpoint are quantized, and how.
+    eos_token_ids: tokens that end a generation; empty where the model names none.
+    """
+
+    architecture: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    attention_scale: float
+    activation: str
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: tuple[RopeConfig, ...]
+    window: tuple[int | None, ...]
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    eos_token_ids: frozenset[int]
+    moe: MoEConfig | None
+    quantization: Scheme | None = None
+
+    @classmethod
+    def from_folder(cls, folder: Path, quantization: str | None = None) -> ModelConfig:
+        """quantization: `fp8` for weights that are to be rounded when they are loaded.
+
+        Raise UnsupportedArchitecture, ModelFolderError that names the field of config.json, or ConfigError."""
+        raw = read_json(folder, "config.json")
+        architecture = (raw.get("architectures") or ["none"])[0]
+        if architecture not in FAMILIES:
+            raise UnsupportedArchitecture(architecture, sorted(FAMILIES))
+        try:
+            cfg = _parse(architecture, FAMILIES[architecture] | raw, eos_token_ids(folder))
+        except KeyError as e:
+            raise ModelFolderError(str(folder), f"config.json has no {e.args[0]!r}") from e
+        except _Unsupported as e:
+            raise ModelFolderError(str(folder), f"config.json: {e.field} = {e.value!r} is not supported") from e
+        except UnsupportedScheme as e:
+            problem = f"config.json: quantization_config.{e.key} = {e.value!r} is not supported: must be {e.limit}"
+            raise ModelFolderError(str(folder), problem) from e
+
+        return cfg.rounded() if quantization == "fp8" else cfg
+
+    def rounded(self) -> ModelConfig:
+        """The same model with weights in FP8, whether they are stored so or not. Raises ConfigError."""
+        from engine.model.quantization.scheme import ONLINE_FP8
+
+        if self.quantization is None:
+            return replace(self, quantization=ONLINE_FP8)
+        if self.quantization.method != "fp8":
+            raise ConfigError("quantization", "fp8", f"left out: the model is quantized ({self.quantization.method})")
+        return self
+
+    def weight_format(self, where: str, *names: str) -> WeightFormat | None:
+        """How the checkpoint stores the weights of linear layers that are merged into one; None: as they are.
+
+        Raises ConfigError if they are stored in different ways."""
+        if self.quantization is None:
+            return None
+        try:
+            return self.quantization.format_of([f"model.{where}.{name}" for name in names])
+        except UnsupportedScheme as e:
+            raise ConfigError(f"quantization_config.{e.key}", e.value, e.limit) from e
+
+    def kv_heads_per_rank(self, tp_size: int = 1) -> int:
+        """With more ranks than KV heads, every head is held by several ranks.
+
+        Raises ConfigError when heads and ranks do not divide."""
+        if self.num_heads % tp_size:
+            raise ConfigError("tensor_parallel", tp_size, f"a divisor of the model's {self.num_heads} heads")
+        if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
+            limit = f"a divisor or a multiple of the model's {self.num_kv_heads} KV heads"
+            raise ConfigError("tensor_parallel", tp_size, limit)
+        return max(1, self.num_kv_heads // tp_size)
+
+    def longest_sequence(self, max_model_len: int | None) -> int:
+        """In tokens; None is the model's own context. Raises ConfigError for more than that."""
+        longest = self.max_position_embeddings if max_model_len is None else max_model_len
+        if longest > self.max_position_embeddings:
+            limit = f"at most the model's own context ({self.max_position_embeddings})"
+            raise ConfigError("max_model_len", longest, limit)
+        return longest
+
+    def kv_bytes_per_token(self, itemsize: int, tp_size: int = 1) -> int:
+        """Bytes of K and V of one token over all layers, on one rank. itemsize: bytes of a number."""
+        return 2 * self.num_layers * self.kv_heads_per_rank(tp_size) * self.head_dim * itemsize
+
+
+class _Unsupported(Exception):
+    """A field of config.json has a value that this engine cannot honour."""
+
+    def __init__(self, field: str, value: object):
+        super().__init__(field, value)
+        self.field, self.value = field, value
+
+
+def _parse(architecture: str, raw: Fields, eos: frozenset[int]) -> ModelConfig:
+    for field in UNSUPPORTED:
+        if raw.get(field):
+            raise _Unsupported(field, raw[field])
+    num_layers, num_heads = raw["num_hidden_layers"], raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
+    windows = _windows(raw, num_layers)
+    ropes = _ropes(raw, windows)
+    attention_bias = bool(raw.get("attention_bias"))
+    return ModelConfig(
+        architecture=architecture,
+        dtype=_dtype(raw),
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        attention_scale=float(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+        activation=_activation(raw),
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        max_position_embeddings=_max_positions(raw["max_position_embeddings"], ropes),
+        rope=ropes,
+        window=windows,
+        qkv_bias=raw.get("qkv_bias", attention_bias),
+        output_bias=attention_bias,
+        mlp_bias=bool(raw.get("mlp_bias")),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
+        eos_token_ids=eos,
+        moe=_moe(raw, num_layers),
+        quantization=_quantization(raw),
+    )
+
+
+def _dtype(raw: Fields) -> str:
+    name: str = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise _Unsupported("dtype", name)
+    return name
+
+
+def _quantization(raw: Fields) -> Scheme | None:
+    config = raw.get("quantization_config") or raw.get("compression_config")
+    if not config:
+        return None
+    from engine.model.quantization import scheme
+
+    found = scheme.parse(config)
+    if not raw.get("tie_word_embeddings") and found.format_of(["lm_head"]) is not None:
+        raise UnsupportedScheme("ignore", config.get("ignore"), "a list with lm_head, which is not quantized here")
+    return found
+
+
+def _activation(raw: Fields) -> str:
+    name: str = raw.get("hidden_activation") or raw["hidden_act"]
+    if name not in ACTIVATIONS:
+        raise _Unsupported("hidden_act", name)
+    return name
+
+
+def _windows(raw: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """Sliding window of each layer. Families say it in four ways: per layer, by a pattern (Gemma 3: every sixth layer
+    is global), from a layer on (Qwen), or for all (Mistral)."""
+    window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
+    if window is None:
+        return (None,) * num_layers
+    if types := raw.get("layer_types"):
+        for t in types:
+            if t not in ("full_attention", "sliding_attention"):
+                raise _Unsupported("layer_types", t)
+        sliding = [t == "sliding_attention" for t in types]
+    elif pattern := raw.get("sliding_window_pattern"):
+        sliding = [(i + 1) % pattern != 0 for i in range(num_layers)]
+    else:
+        sliding = [i >= raw.get("max_window_layers", 0) for i in range(num_layers)]
+    return tuple(window if s else None for s in sliding)
+
+
+def _ropes(raw: Fields, windows: tuple[int | None, ...]) -> tuple[RopeConfig, ...]:
+    """Rotary embedding of each layer.
+
+    transformers 5 writes `rope_parameters`, one set or one per layer type; before, it was `rope_theta` with
+    `rope_scaling`, and for Gemma 3 `rope_local_base_freq` for its windowed layers.
+    """
+    context = raw["max_position_embeddings"]
+    parameters = raw.get("rope_parameters") or {}
+    if "full_attention" in parameters or "sliding_attention" in parameters:
+        full = _rope(parameters.get("full_attention") or {}, raw.get("rope_theta", 10_000.0), context)
+        local = _rope(parameters.get("sliding_attention") or {}, raw.get("rope_local_base_freq", 10_000.0), context)
+    else:
+        full = _rope(raw.get("rope_scaling") or parameters, raw.get("rope_theta", 10_000.0), context)
+        local = RopeConfig(theta=raw["rope_local_base_freq"]) if "rope_local_base_freq" in raw else full
+    return tuple(full if window is None else local for window in windows)
+
+
+def _rope(parameters: Fields, theta: float, context: int) -> RopeConfig:
+    """One set of parameters; `theta` and `context` (max_position_embeddings) where it does not say its own."""
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise _Unsupported("rope_type", kind)
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise _Unsupported("partial_rotary_factor", parameters["partial_rotary_factor"])
+    theta = parameters.get("rope_theta", theta)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(type="linear", theta=theta, factor=parameters["factor"])
+    original = parameters.get("original_max_position_embeddings") or context
+    if kind == "llama3":
+        return RopeConfig(
+            type="llama3",
+            theta=theta,
+            factor=parameters["factor"],
+            original_max_position_embeddings=original,
+            low_freq_factor=parameters["low_freq_factor"],
+            high_freq_factor=parameters["high_freq_factor"],
+        )
+    factor = parameters.get("factor") or context / original
+    return RopeConfig(
+        type="yarn",
+        theta=theta,
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=parameters.get("beta_fast") or 32.0,
+        beta_slow=parameters.get("beta_slow") or 1.0,
+        truncate=parameters.get("truncate", True),
+        attention_factor=_yarn_attention_factor(parameters, factor),
+    )
+
+
+def _yarn_attention_factor(parameters: Fields, factor: float) -> float:
+    """YaRN, arXiv:2309.00071, section 3.4; DeepSeek's variant divides by a second such term."""
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    top, bottom = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return mscale(top) / mscale(bottom) if top and bottom else mscale(1.0)
+
+
+def _max_positions(stated: int, ropes: tuple[RopeConfig, ...]) -> int:
+    """Qwen ships YaRN with the original context in max_position_embeddings; what the scaling reaches counts."""
+    reached = [int(r.factor * r.original_max_position_embeddings) for r in ropes if r.type == "yarn"]
+    return max([stated, *reached])
+
+
+def _moe(raw: Fields, num_layers: int) -> MoEConfig | None:
+    num_experts = raw.get("num_experts") or raw.get("num_local_experts")
+    if not num_experts:
+        return None
+    step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    return MoEConfig(
+        num_experts=num_experts,
+        experts_per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"],
+        norm_topk_prob=raw.get("norm_topk_prob", False),
+        layers=frozenset(i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense),
+    )

@@ -1,0 +1,31 @@
+"""Attention of one layer over the paged KV cache, with rotary positions."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.layers.rope import layer_table
+from engine.model.ops import attention
+
+
+class Attention(nn.Module):
+    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim]; the memory of q
+    and k may be used.
+
+    Turns q and k by their positions, and writes K and V of this step's tokens first, so that a token also sees itself
+    and its neighbours.
+    """
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.scale = cfg.attention_scale
+        self.window = cfg.window[layer]
+        self.table = layer_table(cfg, layer)
+        self.ops = attention.choose()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        q = self.ops.rotate_and_write(q, k, v, self.table, batch, self.layer)
+        return self.ops.paged_attention(q, batch, self.layer, self.scale, self.window).flatten(1)

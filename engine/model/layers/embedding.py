@@ -1,0 +1,79 @@
+"""Embedding and LM head, split over the ranks by vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.layers.linear import packed
+from engine.model.ops import linear
+from engine.model.shard import Shard, Sharded
+
+
+class VocabParallel(Sharded):
+    """Rows of a [vocab_size, hidden_size] matrix. The vocabulary is padded to a multiple of the ranks; the padding's
+    rows stay uninitialised, since no id points to them and their logits are cut off."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup):
+        super().__init__()
+        self.tp = tp
+        self.vocab_size = vocab_size
+        rows = -(-vocab_size // tp.size)
+        self.start = min(tp.rank * rows, vocab_size)
+        self.stop = min(self.start + rows, vocab_size)
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size), requires_grad=False)
+
+    def shards(self) -> dict[str, Shard]:
+        rows = self.weight.data[: self.stop - self.start]
+        return {"weight": Shard(rows, (self.vocab_size, self.weight.shape[1]), start=self.start)}
+
+
+class VocabEmbedding(VocabParallel):
+    """[tokens] int64 -> [tokens, hidden]. Each rank looks up its own ids and contributes zeros for the others."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.embedding(ids, self.weight)
+        elsewhere = (ids < self.start) | (ids >= self.stop)
+        rows = F.embedding((ids - self.start).masked_fill(elsewhere, 0), self.weight)
+        return self.tp.all_reduce(rows.masked_fill(elsewhere[:, None], 0))
+
+
+class LMHead(VocabParallel):
+    """[rows, hidden] -> logits [rows, vocab_size] float32, on every rank."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = self.tp.all_gather(linear.linear(hidden, self.weight))
+        return logits[:, : self.vocab_size].float()
+
+    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Largest logit of each row [rows] float32, and its id [rows] int64: the lowest one where several are equal.
+
+        As `forward(hidden).max(-1)`, but the ranks exchange two numbers per row instead of the logits.
+        """
+        own = linear.linear(hidden, self.weight)[:, : self.stop - self.start].float()
+        if self.start == self.stop:  # a rank past the end of an odd vocabulary
+            own = hidden.new_full((len(hidden), 1), -torch.inf, dtype=torch.float32)
+        values, ids = own.max(-1)
+        pairs = torch.stack([values, (ids + self.start).float()], dim=-1)  # float32 has all integers up to 2^24
+        values, ids = self.tp.all_gather(pairs).unflatten(-1, (-1, 2)).unbind(-1)
+        values, rank = values.max(-1)  # the first of equals, which has the lowest ids
+        return values, ids.gather(1, rank[:, None]).squeeze(1).long()
+
+    def pack(self) -> None:
+        self.weight = packed(self.weight)  # of a tied head, a copy: the embedding needs the rows as they are
+
+
+class TiedLMHead(LMHead):
+    """Shares its matrix with the embedding, and so reads nothing from the checkpoint."""
+
+    def __init__(self, embedding: VocabEmbedding):
+        nn.Module.__init__(self)
+        self.tp, self.vocab_size = embedding.tp, embedding.vocab_size
+        self.start, self.stop = embedding.start, embedding.stop
+        self.weight = embedding.weight
+
+    def shards(self) -> dict[str, Shard]:
+        return {}

@@ -1,0 +1,33 @@
+"""RMSNorm, arXiv:1910.07467."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.ops import norm
+from engine.model.shard import Shard, Sharded, replicated
+
+
+class RMSNorm(Sharded):
+    """Over the last dimension, computed in float32, scaled by `shift` + weight. Every rank holds the whole weight."""
+
+    shift: ClassVar[float] = 0.0
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.rms_norm, self.add_rms_norm = norm.choose(), norm.choose_add()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rms_norm(x, self.weight, self.eps, self.shift)
+
+    def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + y, its norm), which a GPU computes at once."""
+        return self.add_rms_norm(x, y, self.weight, self.eps, self.shift)
+
+    def shards(self) -> dict[str, Shard]:
+        return {"weight": replicated(self.weight)}

@@ -1,0 +1,67 @@
+"""Rotary position embedding, arXiv:2104.09864, with the context extensions that models ship with.
+
+Formulas and their float32 order of operations follow transformers' modeling_rope_utils.py, so that results agree.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from engine.model.config import ModelConfig, RopeConfig
+
+
+def layer_table(cfg: ModelConfig, layer: int) -> Tensor:
+    """The table of one layer, in the dtype and on the device that the model under construction has set as defaults."""
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    return rope_table(cfg.rope[layer], cfg.head_dim, cfg.max_position_embeddings, dtype, device)
+
+
+@lru_cache(maxsize=8)  # layers share a table, as do models of one kind
+def rope_table(rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[positions, head_dim]: cos of every frequency, then sin. Computed in float32, rounded to `dtype` at the end."""
+    angles = torch.outer(torch.arange(positions, device=device).float(), inverse_frequencies(rope, head_dim).to(device))
+    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor).to(dtype)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """[head_dim / 2] float32, radians per token, on the CPU."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    wavelengths = rope.theta**exponents
+    if rope.type == "linear":
+        return 1.0 / wavelengths / rope.factor
+    if rope.type == "llama3":
+        return _llama3(1.0 / wavelengths, rope)
+    if rope.type == "yarn":
+        return _yarn(wavelengths, rope, head_dim)
+    return 1.0 / wavelengths
+
+
+def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Long waves are stretched, short ones kept, those between interpolated: Llama 3.1, arXiv:2407.21783."""
+    context = rope.original_max_position_embeddings
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (context / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = smooth.clamp(0, 1)
+    return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+
+
+def _yarn(wavelengths: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+    """Interpolate dimensions that turn fewer than `beta_slow` times over the original context, keep those that turn
+    more than `beta_fast` times, with a ramp between: arXiv:2309.00071, section 3.2."""
+
+    def dimension(turns: float) -> float:
+        context = rope.original_max_position_embeddings
+        return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # no division by zero
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    return ramp / (rope.factor * wavelengths) + (1 - ramp) / wavelengths

@@ -1,0 +1,147 @@
+"""Weights of a model folder -> the sharded parameters of one rank.
+
+Files are memory-mapped and only this rank's part of each tensor is read, one tensor at a time, so loading needs no
+memory beyond the parameters themselves and one tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from safetensors import SafetensorError, safe_open
+
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ModelFolderError
+from engine.model.folder import read_json
+from engine.model.models.registry import Model
+from engine.model.shard import Shard, Sharded, TensorSlice
+
+logger = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+# Tensors that a checkpoint may hold and that are known without: rotary frequencies and a copy of a tied head; of
+# quantized weights their shape and a trivial order of columns; scales of activations that were fixed beforehand, since
+# here inputs are scaled as they come. Those of an FP8 KV cache are read by engine/runner/kv_cache.py.
+UNUSED = (
+    ".inv_freq", "lm_head.weight", ".weight_shape", ".g_idx",
+    ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".prob_scale",
+)  # fmt: skip
+
+
+def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
+    """Fill every parameter of `model`, each exactly once. Rank 0 shows the progress, if there is a terminal.
+
+    Raises ModelFolderError that names the tensors that are missing, unexpected or of a wrong shape.
+    """
+    started = time.monotonic()
+    shards = checkpoint_shards(model)
+    files = tensors_by_file(folder)
+    unused = zero_biases(files, set(shards))
+    check_names(folder, set(shards), [name for names in files.values() for name in names if name not in unused])
+    quiet = tp.rank > 0 or not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), disable=quiet) as progress:
+        bar = progress.add_task("loading weights", total=len(shards))
+        for file, names in files.items():
+            with safe_open(file, framework="pt") as tensors:
+                for name in filter(shards.__contains__, names):
+                    load_tensor(shards[name], tensors.get_slice(name), name, folder)
+                    progress.advance(bar)
+    num_bytes = sum(shard.target.nbytes for shard in shards.values())
+    seconds = time.monotonic() - started
+    logger.info("weights loaded folder=%s gb=%.2f seconds=%.1f", folder, num_bytes / 1e9, seconds)
+
+
+def pack_weights(model: Model) -> None:
+    """Bring loaded weights into the form that the ops want, one layer at a time, each in place of the original."""
+    for layer in model.modules():
+        if isinstance(layer, Sharded):
+            layer.pack()
+
+
+def count_parameters(model: Model) -> int:
+    """Of this rank, before they are packed."""
+    quantized = sum(layer.quantized_parameters for layer in model.modules() if isinstance(layer, Sharded))
+    return quantized + sum(parameter.numel() for parameter in model.parameters())
+
+
+def load_tensor(shard: Shard, source: TensorSlice, name: str, folder: Path) -> None:
+    if (tuple(source.get_shape()) or (1,)) != shard.shape:
+        problem = f"{name} has shape {source.get_shape()}, config.json asks for {list(shard.shape)}"
+        raise ModelFolderError(str(folder), problem)
+    shard.load(source)
+
+
+def fill_with_noise(model: Model) -> None:
+    """Random weights in place of a checkpoint's, to measure. Tensors that every rank holds are the same on all."""
+    for name, shard in checkpoint_shards(model).items():
+        target = shard.target
+        generator = torch.Generator(target.device).manual_seed(zlib.crc32(name.encode()))
+        if not target.dtype.is_floating_point:  # of quantized weights: values, or the groups of columns
+            target.zero_() if target.dim() == 1 else target.random_(generator=generator)
+            continue
+        noise = torch.randn(target.shape, generator=generator, dtype=torch.float32, device=target.device)
+        # as models start out: small, and norms near one, so that hidden states neither vanish nor overflow
+        target.copy_(noise.mul_(0.02).add_(1.0) if target.dim() == 1 else noise.mul_(0.02))
+
+
+def checkpoint_shards(model: Model) -> dict[str, Shard]:
+    """Every shard of the model by the name of its tensor in the checkpoint."""
+    shards = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, Sharded):
+            for name, shard in layer.shards().items():
+                shards[checkpoint_name(f"{path}.{name}", model.packed)] = shard
+    return shards
+
+
+def checkpoint_name(name: str, packed: dict[str, tuple[str, str]]) -> str:
+    """`layers.0.self_attn.qkv_proj.q.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
+    for original, (layer, part) in packed.items():
+        name = name.replace(f".{layer}.{part}.", f".{original}.")
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def zero_biases(files: dict[Path, list[str]], wanted: set[str]) -> set[str]:
+    """Biases that the model does not have and that are 0: older GPTQ checkpoints hold one for every layer."""
+    found = set()
+    for file, names in files.items():
+        if biases := [name for name in names if name.endswith(".bias") and name not in wanted]:
+            with safe_open(file, framework="pt") as tensors:
+                found |= {name for name in biases if not tensors.get_tensor(name).any()}
+    return found
+
+
+def check_names(folder: Path, wanted: set[str], found: list[str]) -> None:
+    """Raise ModelFolderError unless `found` is `wanted`, once each."""
+    twice = {name for name, count in Counter(found).items() if count > 1}
+    extra = {name for name in set(found) - wanted if not name.endswith(UNUSED)}
+    for problem, names in (("missing", wanted - set(found)), ("unexpected", extra), ("duplicate", twice)):
+        if names:
+            shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise ModelFolderError(str(folder), f"{len(names)} {problem} tensors: {shown}")
+
+
+def tensors_by_file(folder: Path) -> dict[Path, list[str]]:
+    """Names in every safetensors file of the model; other files may lie beside those that the index names."""
+    if (folder / INDEX).exists():
+        files = sorted({folder / file for file in read_json(folder, INDEX).get("weight_map", {}).values()})
+    elif (folder / "model.safetensors").exists():
+        files = [folder / "model.safetensors"]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    names = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                names[file] = list(tensors.keys())
+        except (OSError, SafetensorError) as e:
+            raise ModelFolderError(str(folder), f"cannot read {file.name}: {e}") from e
+    return names

@@ -1,0 +1,59 @@
+"""Gemma 3, text only, arXiv:2503.19786: scaled embeddings, norms before and after each block, norms of queries and
+keys, and windowed layers with a rotary embedding of their own (the last is a matter of configuration)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.config import ModelConfig
+from engine.model.layers.norm import RMSNorm
+from engine.model.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+
+
+class GemmaRMSNorm(RMSNorm):
+    """Scales by 1 + weight."""
+
+    shift = 1.0
+
+
+class Gemma3Attention(LlamaAttention):
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__(cfg, tp, layer)
+        self.q_norm = GemmaRMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+        self.k_norm = GemmaRMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(x)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class Gemma3Layer(LlamaLayer):
+    """Residual block with norms on both sides: [tokens, hidden] -> [tokens, hidden]."""
+
+    attention_type = Gemma3Attention
+    norm_type = GemmaRMSNorm
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__(cfg, tp, layer)
+        self.pre_feedforward_layernorm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.post_feedforward_layernorm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        projected = self.post_attention_layernorm(self.self_attn.o_proj(attended))
+        x, normed = self.pre_feedforward_layernorm.add(x, projected)
+        return x + self.post_feedforward_layernorm(self.mlp(normed))
+
+
+class Gemma3ForCausalLM(LlamaForCausalLM):
+    layer_type = Gemma3Layer
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+        super().__init__(cfg, tp)
+        self.norm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        # rounded to the model's dtype, as in training: sqrt(3072) is 55.5 in bfloat16
+        self.embed_scale = torch.tensor(cfg.hidden_size**0.5, device="cpu").to(torch.get_default_dtype()).item()
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return super().embed(input_ids) * self.embed_scale

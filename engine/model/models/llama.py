@@ -1,0 +1,106 @@
+"""Llama 2 and 3: arXiv:2307.09288, arXiv:2407.21783. The other families say how they differ from this one."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.layers.attention import Attention
+from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
+from engine.model.layers.linear import QKVLinear, RowParallelLinear
+from engine.model.layers.mlp import GatedMLP
+from engine.model.layers.norm import RMSNorm
+
+# Modules here are named as in the checkpoint, except for those that are merged: checkpoint's name -> layer and part.
+PACKED = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "gate_proj": ("gate_up_proj", "gate"),
+    "up_proj": ("gate_up_proj", "up"),
+}
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention with rotary positions: `project`, `attend`, `o_proj`."""
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__()
+        where = f"layers.{layer}.self_attn"
+        self.qkv_proj = QKVLinear(cfg, tp, where)
+        self.attend = Attention(cfg, layer)
+        self.o_proj = RowParallelLinear(
+            cfg.num_heads * cfg.head_dim, cfg.hidden_size, tp, cfg.output_bias, cfg.weight_format(where, "o_proj")
+        )
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as `attend` takes them."""
+        return self.qkv_proj(x)
+
+
+class LlamaLayer(nn.Module):
+    """Pre-norm residual block: [tokens, hidden] -> [tokens, hidden].
+
+    In two pieces that know nothing of the batch, so that they can be compiled (engine/model/torch_compile.py).
+    """
+
+    attention_type: ClassVar[type[LlamaAttention]] = LlamaAttention
+    norm_type: ClassVar[type[RMSNorm]] = RMSNorm
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__()
+        self.input_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
+        self.self_attn = self.attention_type(cfg, tp, layer)
+        self.post_attention_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
+        self.mlp = self.make_mlp(cfg, tp, layer)
+
+    def make_mlp(self, cfg: ModelConfig, tp: TPGroup, layer: int) -> nn.Module:
+        return GatedMLP(cfg, tp, f"layers.{layer}.mlp")
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.before_attention(x)
+        return self.after_attention(x, self.self_attn.attend(q, k, v, batch))
+
+    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(self.input_layernorm(x))
+
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        x, normed = self.post_attention_layernorm.add(x, self.self_attn.o_proj(attended))
+        return x + self.mlp(normed)
+
+
+class LlamaForCausalLM(nn.Module):
+    """input_ids [tokens] int64 -> hidden [tokens, hidden]; `logits` then takes the rows that are sampled from."""
+
+    packed: ClassVar[dict[str, tuple[str, str]]] = PACKED
+    layer_type: ClassVar[type[nn.Module]] = LlamaLayer
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(cfg.vocab_size, cfg.hidden_size, tp)
+        self.layers = nn.ModuleList(self.layer_type(cfg, tp, i) for i in range(cfg.num_layers))
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.lm_head = (
+            TiedLMHead(self.embed_tokens) if cfg.tie_word_embeddings else LMHead(cfg.vocab_size, cfg.hidden_size, tp)
+        )
+
+    def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, batch)
+        return self.norm(x)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.embed_tokens(input_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab_size] float32."""
+        return self.lm_head(hidden)
+
+    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows, hidden] -> the largest logit of each row, and its id."""
+        return self.lm_head.best(hidden)

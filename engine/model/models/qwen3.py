@@ -1,0 +1,29 @@
+"""Qwen 3, arXiv:2505.09388: Llama with RMSNorm on every head's query and key."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.config import ModelConfig
+from engine.model.layers.norm import RMSNorm
+from engine.model.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+
+
+class Qwen3Attention(LlamaAttention):
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__(cfg, tp, layer)
+        self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+        self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(x)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class Qwen3Layer(LlamaLayer):
+    attention_type = Qwen3Attention
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    layer_type = Qwen3Layer

@@ -1,0 +1,53 @@
+"""Attention over the paged KV cache. What every version of the two ops must do; `attention_plain` is the oracle.
+
+rotate_and_write(q, k, v, table, batch, layer) -> q turned, possibly q itself
+    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; each token's values contiguous
+    q and k are turned by `batch.positions` (see rope.py), k and v written to the cache at `batch.slot_mapping`. The
+    memory of q and k may be used.
+
+paged_attention(q, batch, layer, scale, window) -> [tokens, heads, head_dim]
+    q: [tokens, heads, head_dim]; query head h reads KV head h // (heads / kv_heads).
+    A sequence with kv_len L and Q query rows has its row i at position L - Q + i, and the row sees the positions up to
+    its own; with a window w only the last w of them. Its own K and V must have been written before.
+
+A token with slot -1 and a sequence with kv_len 0 are padding: nothing is written or read for them, and the sequence's
+row of the output is 0.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from engine.config import BLOCK_SIZES
+from engine.model.ops import attention_plain, dispatch
+
+TRITON_BLOCK_SIZE = 64  # a head's K of a block is then one tile of the kernel, and one run of 16 KiB
+
+
+def choose() -> ModuleType:
+    """A module that has both ops."""
+    if dispatch.cpu_kernels():
+        from engine.model.ops.cpu import attention
+
+        return attention
+    if dispatch.gpu_kernels():
+        from engine.model.ops.gpu import flash
+
+        flash.choose(torch.get_default_device())  # now, as the model is built, and not in its first step
+        return flash
+    return attention_plain
+
+
+def default_block_size(device: torch.device) -> int:
+    """Tokens per KV block, where nobody asked for a number: what the fastest attention on this device takes."""
+    if device.type == "cpu":
+        return BLOCK_SIZES["cpu"]
+    if dispatch.triton_found():
+        from engine.model.ops.gpu import flash
+
+        backend = flash.choose(device)
+        if backend is not None and backend.page > TRITON_BLOCK_SIZE:
+            return backend.page
+    return TRITON_BLOCK_SIZE

@@ -1,0 +1,68 @@
+"""Paged attention in plain torch: gather each sequence's K and V, then attend densely. See attention.py."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.model.batch import Batch
+from engine.model.ops.rope import rotate_plain
+
+
+def rotate_and_write(q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: Batch, layer: int) -> Tensor:
+    write_kv(rotate_plain(k, table, batch.positions), v, batch, layer)
+    return rotate_plain(q, table, batch.positions)
+
+
+def write_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
+    block_size = batch.kv_cache.shape[4]
+    real = batch.slot_mapping >= 0
+    k, v, slots = k[real], v[real], batch.slot_mapping[real]
+    if batch.kv_scales is not None:
+        k, v = (to_fp8(values, scale) for values, scale in zip((k, v), batch.kv_scales[layer], strict=True))
+    blocks, offsets = slots // block_size, slots % block_size
+    batch.kv_cache[blocks, layer, 0, :, offsets] = k
+    batch.kv_cache[blocks, layer, 1, :, offsets] = v
+
+
+def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None) -> Tensor:
+    out = torch.empty_like(q)
+    starts = batch.query_start.tolist()
+    for seq, kv_len in enumerate(batch.kv_len.tolist()):
+        rows = slice(starts[seq], starts[seq + 1])
+        if kv_len == 0:  # padding
+            out[rows] = 0
+            continue
+        k, v = gather_kv(batch, seq, layer, kv_len)
+        if batch.kv_scales is not None:
+            k, v = ((x.float() * scale).to(q.dtype) for x, scale in zip((k, v), batch.kv_scales[layer], strict=True))
+        out[rows] = attend(q[rows].transpose(0, 1), k, v, scale, window).transpose(0, 1)
+    return out
+
+
+def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
+    """float8_e4m3fn, saturating: the cast alone would make NaN of what is too large."""
+    return (values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def gather_kv(batch: Batch, seq: int, layer: int, kv_len: int) -> tuple[Tensor, Tensor]:
+    """K and V of one sequence, each [kv_heads, kv_len, head_dim]; copies."""
+    block_size = batch.kv_cache.shape[4]
+    blocks = batch.block_table[seq, : -(-kv_len // block_size)]
+    # [blocks, 2, kv_heads, block_size, head_dim] -> [2, kv_heads, blocks * block_size, head_dim]
+    k, v = batch.kv_cache[blocks, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]
+    return k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """q [heads, queries, head_dim] at the end of k, v [kv_heads, length, head_dim] -> like q."""
+    queries, length = q.shape[1], k.shape[1]
+    position = torch.arange(length - queries, length, device=q.device)[:, None]
+    key = torch.arange(length, device=q.device)[None]
+    visible = key <= position
+    if window is not None:
+        visible &= key > position - window
+    # a batch dimension, because torch's fast kernels want one
+    out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=True)
+    return out[0]

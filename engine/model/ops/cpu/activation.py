@@ -1,0 +1,49 @@
+"""SiLU of the gate times the value, on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.model.ops.cpu.kernel import Kernel, as_bf16, as_f32, device_function, exp, kernel, load, store, take
+
+TOKENS = 2  # that a thread takes at a time
+
+
+@device_function
+def silu_mul_rows(cast: Any, args: Any) -> None:
+    x, out = cast(args[1]), cast(args[2])
+    tokens, size = args[3], args[4]
+    one = np.float32(1.0)
+    while True:
+        first = take(args, TOKENS)
+        if first >= tokens:
+            break
+        for token in range(first, min(first + TOKENS, tokens)):
+            gate, value = 2 * token * size, (2 * token + 1) * size
+            for i in range(size):
+                g = load(x, gate + i)
+                store(out, token * size + i, g / (one + exp(-g)) * load(x, value + i))
+
+
+@kernel
+def silu_mul_bf16(args: Any) -> None:
+    silu_mul_rows(as_bf16, args)
+
+
+@kernel
+def silu_mul_f32(args: Any) -> None:
+    silu_mul_rows(as_f32, args)
+
+
+SILU_MUL = Kernel({torch.bfloat16: silu_mul_bf16, torch.float32: silu_mul_f32})
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    tokens, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty(tokens, size, dtype=x.dtype)
+    SILU_MUL.launch(x.dtype, -(-tokens // TOKENS), x, out, tokens, size)
+    return out

@@ -1,0 +1,50 @@
+"""Rotary embedding on a CPU, in place: q and k are fresh from their projection, and nobody else reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.model.ops.cpu.kernel import Kernel, as_bf16, as_f32, as_i64, device_function, kernel, load, store, take
+
+TOKENS = 4  # that a thread takes at a time
+
+
+@device_function
+def rotate_rows(cast: Any, args: Any) -> None:
+    x, table, positions = cast(args[1]), cast(args[2]), as_i64(args[3])
+    tokens, stride, heads, half = args[4], args[5], args[6], args[7]
+    while True:
+        first = take(args, TOKENS)
+        if first >= tokens:
+            break
+        for token in range(first, min(first + TOKENS, tokens)):
+            angles = positions[token] * 2 * half
+            for head in range(heads):
+                low = token * stride + head * 2 * half
+                for i in range(half):
+                    cos, sin = load(table, angles + i), load(table, angles + half + i)
+                    a, b = load(x, low + i), load(x, low + half + i)
+                    store(x, low + i, a * cos - b * sin)
+                    store(x, low + half + i, b * cos + a * sin)
+
+
+@kernel
+def rotate_bf16(args: Any) -> None:
+    rotate_rows(as_bf16, args)
+
+
+@kernel
+def rotate_f32(args: Any) -> None:
+    rotate_rows(as_f32, args)
+
+
+ROTATE = Kernel({torch.bfloat16: rotate_bf16, torch.float32: rotate_f32})
+
+
+def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    tokens, heads, head_dim = x.shape
+    ROTATE.launch(x.dtype, -(-tokens // TOKENS), x, table, positions, tokens, x.stride(0), heads, head_dim // 2)
+    return x

@@ -1,0 +1,101 @@
+"""Experts' MLPs on a GPU, in Triton: all experts in two launches, for any number of tokens that each of them gets.
+
+As vLLM's fused_moe: pairs of a token and one of its experts are sorted by expert and cut into tiles, each of one
+expert's pairs only. How many tiles there are is known on the device alone; the grid is for as many as there can be, and
+programs that get none end at once. So nothing here waits for the device, and a CUDA graph can hold it.
+
+Checked under Triton's interpreter and compiled for sm_80 and sm_90; has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.model.ops.moe import Activation
+
+FEW, MANY = 16, 64  # rows of a tile
+BLOCK_K_BYTES = 128
+
+
+@triton.jit(do_not_specialize=["num_tiles", "share"])  # both follow the number of tokens
+def grouped_kernel(
+    x, weight, out, order, tiles, num_tiles, size_n, size_k, stride_x, share,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, size_n / BLOCK_N): out[pair] = x[pair // share] @ weight[expert of the tile].T for a tile's pairs.
+
+    Tiles of one expert are neighbours, so that what they read of its weight is read from memory once.
+    """
+    tile = tl.program_id(0)
+    expert = tl.load(tiles + tile)
+    first, end = tl.load(tiles + num_tiles + tile), tl.load(tiles + 2 * num_tiles + tile)
+    if first >= end:
+        return
+    m = first + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    pair = tl.load(order + m, mask=m < end, other=0)
+    rows = x + (pair // share)[:, None] * stride_x
+    columns = weight + expert * size_n * size_k + n[None, :] * size_k
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, size_k, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(rows + k[None, :], mask=(m < end)[:, None] & (k < size_k)[None, :], other=0.0)
+        b = tl.load(columns + k[:, None], mask=(n < size_n)[None, :] & (k < size_k)[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    there = out + pair[:, None] * size_n + n[None, :]
+    tl.store(there, acc.to(out.dtype.element_ty), mask=(m < end)[:, None] & (n < size_n)[None, :])
+
+
+def grouped_linear(x: Tensor, weight: Tensor, order: Tensor, tiles: Tensor, tile_rows: int) -> Tensor:
+    """[pairs, outputs], each pair's row of `x` times its expert's weight.
+
+    x: [rows, inputs], the columns next to each other; with fewer rows than pairs, as many pairs in a row share one
+    weight: [experts, outputs, inputs]; order, tiles: see `cut`
+    """
+    pairs, (_, size_n, size_k) = len(order), weight.shape
+    out = torch.empty(pairs, size_n, dtype=x.dtype, device=x.device)
+    wide = x.dtype == torch.float32
+    block_n = 128 if tile_rows == MANY and not wide else 64
+    grouped_kernel[tiles.shape[1], triton.cdiv(size_n, block_n)](
+        x, weight, out, order, tiles, tiles.shape[1], size_n, size_k, x.stride(0), pairs // len(x),
+        BLOCK_M=tile_rows, BLOCK_N=block_n, BLOCK_K=BLOCK_K_BYTES // x.element_size(),
+        PRECISION="ieee" if wide else "tf32", num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def cut(experts: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Tensor]:
+    """order [pairs] int64: the entries of `experts`, sorted by expert. tiles [3, most tiles] int64: expert, and where
+    its rows in `order` begin and end; tiles that are not needed begin behind their end."""
+    chosen, order = experts.flatten().sort(stable=True)
+    ends = torch.searchsorted(chosen, torch.arange(num_experts, device=experts.device), right=True)
+    begins = F.pad(ends[:-1], (1, 0))
+    counts = (ends - begins + tile_rows - 1) // tile_rows  # tiles of each expert
+    last = counts.cumsum(0)
+    pairs = len(order)
+    # each expert with a pair may need one tile that is not full
+    most = (pairs + min(pairs, num_experts) * (tile_rows - 1)) // tile_rows
+    tile = torch.arange(most, device=experts.device)
+    expert = torch.searchsorted(last, tile, right=True).clamp(max=num_experts - 1)
+    first = begins[expert] + (tile - (last - counts)[expert]) * tile_rows
+    return order, torch.stack([expert, first, torch.minimum(first + tile_rows, ends[expert])])
+
+
+def mix_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation,
+    experts: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """See ops/moe.py. A token's experts are added in the order of `experts`, whatever else is in the batch."""
+    tile_rows = FEW if experts.numel() <= FEW * len(gate_up) else MANY
+    order, tiles = cut(experts, len(gate_up), tile_rows)
+    hidden = activation(grouped_linear(x, gate_up, order, tiles, tile_rows))
+    mixed = grouped_linear(hidden, down, order, tiles, tile_rows).view(*experts.shape, -1)
+    return (mixed * weights.unsqueeze(2)).sum(1)

@@ -1,0 +1,128 @@
+"""Weights of few bits on an NVIDIA GPU, by torch's own kernels. Has not run on a GPU yet.
+
+Everything here is free of copies to the host, so CUDA graphs can hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.model.ops import dispatch
+from engine.model.quantization.packing import pack_nibbles
+from engine.model.quantization.weight import FP8, QuantizedWeight
+
+BLOCK = 128  # rows and columns that share a scale in block-wise FP8
+INT4_GROUPS = (32, 64, 128, 256)
+INT4_TILES = 8  # of 16 inputs, that the int4 kernel multiplies at a time
+INT8_ROWS = 32  # _int_mm takes no fewer than 17
+
+Quantize = Callable[..., tuple[Tensor, Tensor]]  # as quantize_rows in quantization/weight.py
+
+
+def choose(weight: QuantizedWeight, dtype: torch.dtype) -> RowFP8 | BlockFP8 | Int8 | Int4 | None:
+    capability = torch.cuda.get_device_capability(weight.values.device)
+    outputs, inputs = weight.values.shape
+    per_row = weight.scale.shape[1] == 1
+    if weight.activations == FP8 and outputs % 16 == inputs % 16 == 0 and dtype == torch.bfloat16:
+        if per_row and capability >= (8, 9):
+            return RowFP8(weight)
+        if capability[0] == 9 and cuda_version() >= (12, 9) and in_square_blocks(weight):  # cuBLAS has it for Hopper
+            return BlockFP8(weight)
+    if weight.activations == torch.int8 and per_row and weight.zero is None and outputs % 8 == inputs % 8 == 0:
+        return Int8(weight)
+    aligned = inputs % (INT4_TILES * 16) == outputs % 8 == 0
+    if weight.bits == 4 and weight.group_size in INT4_GROUPS and aligned and dtype == torch.bfloat16:
+        return Int4(weight)
+    return None
+
+
+def cuda_version() -> tuple[int, ...]:
+    return tuple(map(int, (torch.version.cuda or "0").split(".")))
+
+
+def in_square_blocks(weight: QuantizedWeight) -> bool:
+    outputs, inputs = weight.values.shape
+    if weight.group_size != BLOCK or inputs % BLOCK or outputs % BLOCK:
+        return False
+    blocks = weight.scale.unflatten(0, (-1, BLOCK))
+    return bool((blocks == blocks[:, :1]).all())  # a rank's rows may begin in the middle of a block
+
+
+def rounding() -> Quantize:
+    """Triton's version where there is one."""
+    if dispatch.triton_found():
+        from engine.model.ops.gpu.quantize import quantize_rows
+    else:
+        from engine.model.quantization.weight import quantize_rows
+    return quantize_rows
+
+
+class RowFP8:
+    """float8 x float8 with a scale per output, and one per row of the input, found as it comes."""
+
+    def __init__(self, weight: QuantizedWeight):
+        self.quantize = rounding()
+        self.values = weight.values.T  # column-major, as the kernel wants it
+        self.scale = weight.scale.T.contiguous()  # [1, outputs]
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        values, scale = self.quantize(x, FP8)
+        return torch._scaled_mm(values, self.values, scale, self.scale, bias=bias, out_dtype=x.dtype)
+
+
+class BlockFP8:
+    """float8 x float8 with a scale per 128 x 128 weights, and one per 128 inputs of each row."""
+
+    def __init__(self, weight: QuantizedWeight):
+        self.quantize = rounding()
+        self.values = weight.values.T
+        scale = weight.scale[::BLOCK]  # [outputs / 128, inputs / 128]
+        # [inputs / 128, rounded up to a multiple of 4; outputs / 128], the inputs next to each other
+        self.scale = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().T
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        rows = len(x)
+        values, scale = self.quantize(F.pad(x, (0, 0, 0, -rows % 4)), FP8, BLOCK)  # cuBLAS wants a multiple of 4
+        kind = F.ScalingType
+        out = F.scaled_mm(
+            values, self.values,
+            scale.T.contiguous().T, kind.BlockWise1x128,  # the rows next to each other
+            self.scale, kind.BlockWise128x128,
+            output_dtype=x.dtype,
+        )  # fmt: skip
+        return out[:rows] if bias is None else out[:rows] + bias
+
+
+class Int8:
+    """int8 x int8 with a scale per output, and one per row of the input, found as it comes."""
+
+    def __init__(self, weight: QuantizedWeight):
+        self.quantize = rounding()
+        self.values = weight.values.T
+        self.scale = weight.scale.T.contiguous()
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        values, scale = self.quantize(x, torch.int8)
+        rows = len(values)
+        sums = torch._int_mm(F.pad(values, (0, 0, 0, max(0, INT8_ROWS - rows))), self.values)[:rows]
+        out = sums.float() * scale * self.scale
+        return (out if bias is None else out + bias).to(x.dtype)
+
+
+class Int4:
+    """int4 with a scale for every 32 to 256 inputs, multiplied as it is: tinygemm."""
+
+    def __init__(self, weight: QuantizedWeight):
+        self.group_size = weight.group_size
+        # the kernel wants unsigned values q, and computes (q - 8) * scale + offset
+        self.values = torch.ops.aten._convert_weight_to_int4pack(pack_nibbles(weight.values + 8), INT4_TILES)
+        offset = torch.zeros_like(weight.scale) if weight.zero is None else -weight.zero * weight.scale
+        self.scale_and_offset = torch.stack([weight.scale.T, offset.T], dim=-1).bfloat16().contiguous()
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        out = torch.ops.aten._weight_int4pack_mm(x.contiguous(), self.values, self.group_size, self.scale_and_offset)
+        return out if bias is None else out + bias

@@ -1,0 +1,85 @@
+"""Turns q and K by their positions and writes K and V into their blocks, in one Triton kernel. See ops/attention.py.
+
+Checked under Triton's interpreter and compiled for sm_90; has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.model.batch import Batch
+
+
+@triton.jit
+def turned(x, cos_sin, head, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr):
+    """Both halves of one token's heads, [heads, HALF_PAD] each in x's dtype, with where they lie and which are real."""
+    i = tl.arange(0, HALF_PAD)[None, :]
+    half: tl.constexpr = HEAD_DIM // 2
+    inside = (head < HEADS) & (i < half)
+    offset = head * HEAD_DIM + i
+    cos = tl.load(cos_sin + i, mask=i < half).to(tl.float32)
+    sin = tl.load(cos_sin + half + i, mask=i < half).to(tl.float32)
+    a = tl.load(x + offset, mask=inside)
+    b = tl.load(x + offset + half, mask=inside)
+    low = (a * cos - b * sin).to(a.dtype)
+    high = (b * cos + a * sin).to(a.dtype)
+    return low, high, offset, inside
+
+
+@triton.jit
+def stored(x, scale, QUANTIZED: tl.constexpr, dtype: tl.constexpr):
+    """What the cache holds for x. The oracle divides and rounds to nearest as well, so that they agree to the bit."""
+    if QUANTIZED:
+        x = tl.div_rn(x.to(tl.float32), tl.zeros(x.shape, tl.float32) + scale)
+        x = tl.clamp(x, -448.0, 448.0)  # the largest of float8_e4m3fn
+    return x.to(dtype)
+
+
+@triton.jit
+def rotate_and_write_kernel(
+    q, k, v, table, positions, cache, slots, kv_scales, q_stride, k_stride, v_stride, block_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, QUANTIZED: tl.constexpr,
+    HEADS_PAD: tl.constexpr, KV_HEADS_PAD: tl.constexpr, HALF_PAD: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens): q in place, K on its way. Tokens whose slot is negative are padding and write no KV."""
+    token = tl.program_id(0).to(tl.int64)
+    half: tl.constexpr = HEAD_DIM // 2
+    cos_sin = table + tl.load(positions + token) * HEAD_DIM
+    head = tl.arange(0, HEADS_PAD)[:, None]
+    q += token * q_stride
+    low, high, offset, inside = turned(q, cos_sin, head, HEADS, HEAD_DIM, HALF_PAD)
+    tl.store(q + offset, low, mask=inside)
+    tl.store(q + offset + half, high, mask=inside)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    k_scale, v_scale = 1.0, 1.0
+    if QUANTIZED:
+        k_scale, v_scale = tl.load(kv_scales), tl.load(kv_scales + 1)
+    dtype: tl.constexpr = cache.dtype.element_ty
+    kv_head = tl.arange(0, KV_HEADS_PAD)[:, None]
+    low, high, offset, inside = turned(k + token * k_stride, cos_sin, kv_head, KV_HEADS, HEAD_DIM, HALF_PAD)
+    i = tl.arange(0, HALF_PAD)[None, :]
+    target = cache + slot // PAGE * block_stride + slot % PAGE * HEAD_DIM + kv_head * (PAGE * HEAD_DIM) + i
+    tl.store(target, stored(low, k_scale, QUANTIZED, dtype), mask=inside)
+    tl.store(target + half, stored(high, k_scale, QUANTIZED, dtype), mask=inside)
+    v += token * v_stride + offset
+    target += KV_HEADS * PAGE * HEAD_DIM
+    tl.store(target, stored(tl.load(v, mask=inside), v_scale, QUANTIZED, dtype), mask=inside)
+    tl.store(target + half, stored(tl.load(v + half, mask=inside), v_scale, QUANTIZED, dtype), mask=inside)
+
+
+def rotate_and_write(q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: Batch, layer: int) -> Tensor:
+    cache = batch.kv_cache
+    _, _, _, kv_heads, page, head_dim = cache.shape
+    kv_scales = cache if batch.kv_scales is None else batch.kv_scales[layer]
+    rotate_and_write_kernel[len(k),](
+        q, k, v, table, batch.positions, cache[0, layer], batch.slot_mapping, kv_scales,
+        q.stride(0), k.stride(0), v.stride(0), cache.stride(0),
+        HEADS=q.shape[1], KV_HEADS=kv_heads, PAGE=page, HEAD_DIM=head_dim, QUANTIZED=batch.kv_scales is not None,
+        HEADS_PAD=triton.next_power_of_2(q.shape[1]), KV_HEADS_PAD=triton.next_power_of_2(kv_heads),
+        HALF_PAD=triton.next_power_of_2(head_dim // 2),
+    )  # fmt: skip
+    return q

@@ -1,0 +1,198 @@
+"""Draws a token from the whole vocabulary, or under min_p, top_k and top_p without sorting it, in Triton. See
+engine/runner/sampler.py.
+
+The plain version sorts the tokens, most likely first, and looks where running sums of their weights pass a goal. Here
+the same places are found by search over the value of the logit: how much lies above a value is one pass over the row,
+which stays in the L2 cache. So the same number draws the same token, except where it falls so close to a border
+between two tokens that the order of summation decides. A row's token does not depend on the rows beside it.
+
+Nothing here waits for the device. Checked under Triton's interpreter and compiled for sm_90; has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+
+
+@triton.jit
+def sort_key(x):
+    """int32 in the order of float32 values."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def weight_of(key, best):
+    """Probability of a logit relative to the best one's."""
+    return tl.exp((key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True) - best)
+
+
+@triton.jit
+def measures(logits, i, vocab, best, min_p, COUNT: tl.constexpr):
+    """Keys of tokens i, and their weights, 0 for those that min_p drops; with COUNT 1 for each that it leaves."""
+    x = tl.load(logits + i, mask=i < vocab, other=float("-inf"))
+    weight = tl.exp(x - best)
+    weight = tl.where(weight >= min_p, weight, 0.0)
+    return sort_key(x), tl.where(weight > 0.0, 1.0, 0.0) if COUNT else weight
+
+
+@triton.jit
+def cut(
+    logits, vocab, best, min_p, low, goal,
+    COUNT: tl.constexpr, STRICT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest key above `low` for which the tokens at or above it reach the goal together (with STRICT: pass it);
+    `low` where there is none. Each pass over the row looks at three keys and leaves a quarter of the range."""
+    below = tl.cast(low, tl.int64)  # reaches the goal
+    above = tl.cast(sort_key(best), tl.int64) + 1  # does not: nothing is there
+    while above - below > 1:
+        step = tl.maximum((above - below) // 4, 1)
+        a, b, c = below + step, below + 2 * step, below + 3 * step
+        sums_a = tl.zeros([BLOCK], tl.float32)
+        sums_b = tl.zeros([BLOCK], tl.float32)
+        sums_c = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, vocab, BLOCK):
+            key, measure = measures(logits, first + tl.arange(0, BLOCK), vocab, best, min_p, COUNT)
+            sums_a += tl.where(key >= a, measure, 0.0)
+            sums_b += tl.where(key >= b, measure, 0.0)
+            sums_c += tl.where(key >= c, measure, 0.0)
+        sum_a, sum_b, sum_c = tl.sum(sums_a, 0), tl.sum(sums_b, 0), tl.sum(sums_c, 0)
+        at_a = sum_a > goal if STRICT else sum_a >= goal
+        at_b = sum_b > goal if STRICT else sum_b >= goal
+        at_c = sum_c > goal if STRICT else sum_c >= goal
+        above = tl.where(at_c, above, tl.where(at_b, c, tl.where(at_a, b, a)))
+        below = tl.where(at_c, c, tl.where(at_b, b, tl.where(at_a, a, below)))
+    return below.to(tl.int32)
+
+
+@triton.jit
+def around(logits, vocab, best, min_p, key, BLOCK: tl.constexpr):
+    """Weight and number of the tokens above a key, and how many have just this one."""
+    weights = tl.zeros([BLOCK], tl.float32)
+    counts = tl.zeros([BLOCK], tl.int32)
+    equals = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, vocab, BLOCK):
+        keys, weight = measures(logits, first + tl.arange(0, BLOCK), vocab, best, min_p, False)
+        weights += tl.where(keys > key, weight, 0.0)
+        counts += tl.where((keys > key) & (weight > 0.0), 1, 0)
+        equals += tl.where((keys == key) & (weight > 0.0), 1, 0)
+    return tl.sum(weights, 0), tl.sum(counts, 0), tl.sum(equals, 0)
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def draw_kernel(logits, tokens, uniform, top_p, min_p, top_k, vocab, stride, BLOCK: tl.constexpr):
+    """Grid (rows). `floor` is the least key that is left, of which `kept` tokens stay: the first ones."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    top_p, min_p = tl.load(top_p + row), tl.load(min_p + row)
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for first in range(0, vocab, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        highest = tl.maximum(highest, tl.load(logits + i, mask=i < vocab, other=float("-inf")))
+    best = tl.max(highest, 0)
+
+    floor = sort_key(best - 110.0)  # weights there are 0 in float32
+    if top_k < vocab:
+        floor = cut(logits, vocab, best, min_p, floor, top_k.to(tl.float32), True, False, BLOCK)
+    mass, count, kept = around(logits, vocab, best, min_p, floor, BLOCK)
+    kept = tl.minimum(kept, top_k - count)
+    weight = tl.maximum(weight_of(floor, best), 1e-37)
+    total = mass + kept * weight
+    if top_p < 1.0:
+        goal = tl.maximum(top_p, 1e-30) * total  # the most likely token always stays, even where top_p is 0
+        key = cut(logits, vocab, best, min_p, floor, goal, False, False, BLOCK)
+        if key > floor:
+            mass, count, kept = around(logits, vocab, best, min_p, key, BLOCK)
+            weight = weight_of(key, best)
+        kept = tl.minimum(kept, tl.ceil((goal - mass) / weight).to(tl.int32))
+        floor = key
+        total = mass + kept * weight
+
+    # strictly below the total, so that rounding never draws what is not kept
+    target = tl.minimum(
+        tl.load(uniform + row) * total, (total.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
+    )
+    key = cut(logits, vocab, best, min_p, floor, target, False, True, BLOCK)
+    if key > floor:
+        mass, count, kept = around(logits, vocab, best, min_p, key, BLOCK)
+        weight = weight_of(key, best)
+    rank = tl.minimum(tl.floor((target - mass) / weight).to(tl.int32), kept - 1)
+    rank = tl.maximum(rank, 0)  # among the tokens of this key, lowest id first
+    token = tl.zeros([], tl.int32)
+    seen = tl.zeros([], tl.int32)
+    for first in range(0, vocab, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        keys, weights = measures(logits, i, vocab, best, min_p, False)
+        equal = ((keys == key) & (weights > 0.0)).to(tl.int32)
+        order = seen + tl.cumsum(equal, 0) - equal
+        token += tl.sum(tl.where((equal == 1) & (order == rank), i, 0), 0)
+        seen += tl.sum(equal, 0)
+    tl.store(tokens + row, token.to(tl.int64))
+
+
+def draw_filtered(logits: Tensor, uniform: Tensor, top_p: Tensor, min_p: Tensor, top_k: int) -> Tensor:
+    """Tokens [rows] int64, any for a row without a finite best logit.
+
+    logits: [rows, vocab] float32, already divided by the temperature
+    uniform, top_p, min_p: [rows, 1] float32; top_k: of all rows, at least the vocabulary's size for none
+    """
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    draw_kernel[rows,](
+        logits, tokens, uniform, top_p, min_p, top_k, vocab, logits.stride(0), BLOCK=BLOCK, num_warps=16
+    )  # fmt: skip
+    return tokens
+
+
+@triton.jit
+def draw_any_kernel(logits, tokens, uniform, vocab, stride, BLOCK: tl.constexpr):
+    """Grid (rows): `target` of the weights' sum lies before the token. Sums of the same weights in another order differ
+    a little, so a token of weight 0 is ruled out by its weight and not by them."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)  # of weights relative to `top`
+    for first in range(0, vocab, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        x = tl.load(logits + i, mask=i < vocab, other=float("-inf"))
+        higher = tl.maximum(top, x)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        sums = sums * tl.exp(top - base) + tl.exp(x - base)
+        top = higher
+    best = tl.max(top, 0)
+    best = tl.where(best == float("-inf"), 0.0, best)
+    target = tl.load(uniform + row) * tl.sum(sums * tl.exp(top - best), 0)
+
+    first = tl.zeros([], tl.int32)
+    start = tl.zeros([], tl.int32)  # of the block of the token: the last one with weights that was looked at
+    before = tl.zeros([], tl.float32)
+    seen = tl.zeros([], tl.float32)
+    while first < vocab:
+        i = first + tl.arange(0, BLOCK)
+        mass = tl.sum(tl.exp(tl.load(logits + i, mask=i < vocab, other=float("-inf")) - best), 0)
+        start = tl.where(mass > 0.0, first, start)
+        before = tl.where(mass > 0.0, seen, before)
+        seen += mass
+        first = tl.where(seen > target, vocab, first + BLOCK)
+    i = start + tl.arange(0, BLOCK)
+    weight = tl.exp(tl.load(logits + i, mask=i < vocab, other=float("-inf")) - best)
+    after = (weight > 0.0) & (before + tl.cumsum(weight, 0) > target)
+    token = tl.min(tl.where(after, i, vocab), 0)
+    token = tl.where(token < vocab, token, tl.max(tl.where(weight > 0.0, i, 0), 0))
+    tl.store(tokens + row, token.to(tl.int64))
+
+
+def draw_any(logits: Tensor, uniform: Tensor) -> Tensor:
+    """Tokens [rows] int64, any for a row without a finite best logit.
+
+    logits: [rows, vocab] float32, already divided by the temperature; uniform: [rows, 1] float32
+    """
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    draw_any_kernel[rows,](logits, tokens, uniform, vocab, logits.stride(0), BLOCK=BLOCK, num_warps=16)
+    return tokens

@@ -1,0 +1,56 @@
+"""Experts' MLPs over the tokens that were routed to them: the weighted sum of each token's experts, [tokens, hidden].
+
+x:                [tokens, hidden]
+gate_up:          [num_experts, 2 * intermediate, hidden]
+down:             [num_experts, hidden, intermediate]
+experts, weights: [tokens, k]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.model.ops import dispatch
+
+Activation = Callable[[Tensor], Tensor]
+MixExperts = Callable[[Tensor, Tensor, Tensor, Activation, Tensor, Tensor], Tensor]
+
+
+def choose(hidden_size: int, slice_size: int) -> MixExperts:
+    """slice_size: of each expert's intermediate values that this rank has."""
+    dtype = torch.get_default_dtype()
+    if torch.get_default_device().type == "cuda":
+        from engine.model.ops.gpu import grouped_mm
+
+        if grouped_mm.fits(hidden_size, slice_size, dtype) and grouped_mm.has_kernel():
+            return grouped_mm.mix_experts
+    if dispatch.gpu_kernels():
+        from engine.model.ops.gpu import moe
+
+        return moe.mix_experts
+    return mix_experts_plain
+
+
+def mix_experts_plain(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation,
+    experts: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """One expert after the other, over the tokens that were routed to it."""
+    k = experts.shape[1]
+    order = experts.flatten().argsort(stable=True)  # one expert's tokens together, so that each expert runs once
+    counts = experts.flatten().bincount(minlength=gate_up.shape[0]).tolist()
+    out = torch.zeros_like(x)
+    for expert, chosen in enumerate(order.split(counts)):
+        if len(chosen):
+            tokens = chosen // k
+            y = F.linear(activation(F.linear(x[tokens], gate_up[expert])), down[expert])
+            out.index_add_(0, tokens, y * weights.flatten()[chosen, None])
+    return out

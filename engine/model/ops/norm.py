@@ -1,0 +1,57 @@
+"""RMSNorm, arXiv:1910.07467.
+
+rms_norm(x, weight, eps, shift) -> like x, contiguous
+    x / sqrt(mean(x^2) + eps) * (shift + weight) over the last dimension, computed in float32
+    x: [tokens, size] or [tokens, heads, size], each token's values contiguous; weight: [size]
+add_rms_norm(x, y, weight, eps, shift) -> (x + y, its norm)
+    x, y: [tokens, size]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.model.ops import dispatch
+
+RMSNormOp = Callable[[Tensor, Tensor, float, float], Tensor]
+AddRMSNormOp = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
+
+
+def choose() -> RMSNormOp:
+    if dispatch.cpu_kernels():
+        from engine.model.ops.cpu.norm import rms_norm
+
+        return rms_norm
+    if dispatch.gpu_kernels():
+        from engine.model.ops.gpu import norm
+
+        return norm.rms_norm
+    return rms_norm_plain
+
+
+def choose_add() -> AddRMSNormOp:
+    if dispatch.cpu_kernels():
+        from engine.model.ops.cpu.norm import add_rms_norm
+
+        return add_rms_norm
+    if dispatch.gpu_kernels():
+        from engine.model.ops.gpu import norm
+
+        return norm.add_rms_norm
+    return add_rms_norm_plain
+
+
+def rms_norm_plain(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if shift:
+        return (wide * (shift + weight.float())).to(x.dtype)
+    return weight * wide.to(x.dtype)
+
+
+def add_rms_norm_plain(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, rms_norm_plain(total, weight, eps, shift)

@@ -1,0 +1,68 @@
+"""Products with weights of few bits.
+
+choose(weight, dtype) -> multiply(x, bias) -> [tokens, outputs]
+    x: [tokens, inputs] of `dtype`; the result too. `plain` is the oracle of every version.
+
+Where no version of a weight pays, or none exists, it is multiplied as an ordinary weight of `dtype`: `choose` is None.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.model.ops.dispatch import CPU_DTYPES
+from engine.model.quantization.weight import QuantizedWeight, quantize_rows
+
+logger = logging.getLogger(__name__)
+
+
+class Multiply(Protocol):
+    def __call__(self, x: Tensor, bias: Tensor | None, /) -> Tensor: ...
+
+
+def choose(weight: QuantizedWeight, dtype: torch.dtype) -> Multiply | None:
+    """The fast version for this weight on the device where it lies. One log line for each kind says what it becomes."""
+    device = weight.values.device.type
+    multiply: Multiply | None = None
+    if device == "cpu" and dtype in CPU_DTYPES:
+        from engine.model.ops.cpu import quantized_linear as cpu
+
+        multiply = cpu.choose(weight, dtype)
+    elif device == "cuda":
+        from engine.model.ops.gpu import quantized_linear as gpu
+
+        multiply = gpu.choose(weight, dtype)
+    if multiply is None:
+        say(f"{kind(weight)}: no kernel on {device}, dequantized to {str(dtype).removeprefix('torch.')} at load")
+    else:
+        say(f"{kind(weight)}: multiplied as it is on {device} ({type(multiply).__name__})")
+    return multiply
+
+
+def kind(weight: QuantizedWeight) -> str:
+    values = "fp8" if weight.values.dtype.is_floating_point else f"int{weight.bits}"
+    inputs = f" x {'fp8' if weight.activations.is_floating_point else 'int8'}" if weight.activations else ""
+    scales = "output" if weight.scale.shape[1] == 1 else f"{weight.group_size} inputs"
+    return f"{values}{inputs}, a scale per {scales}"
+
+
+@cache
+def say(what: str) -> None:
+    """Once per process, not per layer."""
+    logger.info("quantized linear layers of %s", what)
+
+
+def plain(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """In float32, with the inputs rounded as the checkpoint is made for."""
+    rows = x.float()
+    if weight.activations is not None:
+        values, scale = quantize_rows(x, weight.activations, None if weight.scale.shape[1] == 1 else weight.group_size)
+        rows = (values.float().unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+    out = F.linear(rows, weight.dequantize(torch.float32))
+    return (out if bias is None else out + bias.float()).to(x.dtype)

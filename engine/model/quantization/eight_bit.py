@@ -1,0 +1,62 @@
+"""Weights of eight bits that are stored as a tensor of their own shape, with scales beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.model.quantization.format import INPUTS, OUTPUTS, Axis, Field, Piece, per_group, per_row
+from engine.model.quantization.weight import FP8, QuantizedWeight, quantize_rows
+
+WEIGHT_AXES = (Axis(OUTPUTS), Axis(INPUTS))
+
+
+@dataclass(frozen=True, slots=True)
+class EightBit:
+    """`weight` [outputs, inputs] of `dtype` (float8_e4m3fn or int8).
+
+    block: rows and columns that share a scale; rows None: one scale for the whole tensor; columns None: one per row.
+    scale: the name of the scales' tensor
+    zeros: whether there are zero points beside the scales, in `weight_zero_point`
+    activations: as in QuantizedWeight
+    """
+
+    dtype: torch.dtype
+    block: tuple[int | None, int | None]
+    scale: str
+    zeros: bool
+    activations: torch.dtype | None
+
+    def fields(self, piece: Piece) -> dict[str, Field]:
+        rows, columns = self.block
+        axes: tuple[Axis | int, ...] = (1,)
+        if rows is not None:
+            axes = (Axis(OUTPUTS, rows), 1 if columns is None else Axis(INPUTS, columns))
+        fields = {"weight": Field(self.dtype, WEIGHT_AXES), self.scale: Field(torch.float32, axes)}
+        return fields | ({"weight_zero_point": Field(torch.float32, axes)} if self.zeros else {})
+
+    def decode(self, tensors: dict[str, Tensor], piece: Piece) -> QuantizedWeight:
+        zero = self._per_row(tensors["weight_zero_point"], piece) if self.zeros else None
+        scale = self._per_row(tensors[self.scale], piece)
+        return QuantizedWeight(tensors["weight"], scale, zero, 8, self.activations)
+
+    def _per_row(self, entries: Tensor, piece: Piece) -> Tensor:
+        rows, columns = self.block
+        if rows is None:
+            return entries.expand(piece.shape[0], 1)
+        entries = per_row(entries, piece, rows)
+        return entries if columns is None else per_group(entries, piece, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineFP8:
+    """`weight` in the model's own dtype; rounded to FP8 when it is loaded, with a scale per output."""
+
+    def fields(self, piece: Piece) -> dict[str, Field]:
+        return {"weight": Field(torch.get_default_dtype(), WEIGHT_AXES)}
+
+    def decode(self, tensors: dict[str, Tensor], piece: Piece) -> QuantizedWeight:
+        values, scale = quantize_rows(tensors["weight"], FP8)
+        return QuantizedWeight(values, scale, None, 8, FP8)

@@ -1,0 +1,175 @@
+"""`quantization_config` of a config.json: which linear layers are quantized, and in which format.
+
+What would change the output and is not supported is an error that names the key, never ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.model.quantization.eight_bit import EightBit, OnlineFP8
+from engine.model.quantization.format import WeightFormat
+from engine.model.quantization.packed_int import AWQ, GPTQ, PackQuantized
+from engine.model.quantization.unsupported import UnsupportedScheme
+from engine.model.quantization.weight import FP8
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Linear layers that match `pattern` are stored in `format`; None: not quantized."""
+
+    pattern: str
+    format: WeightFormat | None
+
+    def matches(self, name: str) -> bool:
+        return re.match(self.pattern, name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """method: `quant_method` of the checkpoint, or `online fp8`. rules: the first that matches a name counts."""
+
+    method: str
+    rules: tuple[Rule, ...]
+
+    def format_of(self, names: list[str]) -> WeightFormat | None:
+        """Of layers that are merged into one, by their names in the checkpoint (`model.layers.0.mlp.up_proj`)."""
+        formats = [next((r.format for r in self.rules if r.matches(name)), None) for name in names]
+        for name, format in zip(names, formats, strict=True):
+            if format != formats[0]:
+                raise UnsupportedScheme(
+                    "ignore", name, f"quantized like {names[0]}, since the two are multiplied as one matrix"
+                )
+        return formats[0]
+
+
+ONLINE_FP8 = Scheme("online fp8", (Rule("lm_head", None), Rule("", OnlineFP8())))
+
+
+def parse(config: Fields) -> Scheme:
+    """Raises UnsupportedScheme."""
+    method = _one_of(config, "quant_method", ("fp8", "compressed-tensors", "awq", "gptq"), "none")
+    parser = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq}[method]
+    return Scheme(method, parser(config))
+
+
+def _fp8(config: Fields) -> tuple[Rule, ...]:
+    """In blocks, with `weight_scale_inv` (DeepSeek V3, arXiv:2412.19437, section 3.3; Qwen 3), or per tensor."""
+    _one_of(config, "activation_scheme", ("dynamic", "static"), "dynamic")
+    _one_of(config, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    block = config.get("weight_block_size")
+    scale = "weight_scale" if block is None else "weight_scale_inv"
+    rows_and_columns = (None, None) if block is None else _block(block, "weight_block_size")
+    format = EightBit(FP8, rows_and_columns, scale, False, FP8)
+    ignored = [name for key in ("modules_to_not_convert", "ignored_layers") for name in config.get(key) or ()]
+    # whole components of the name: `mlp.gate` is not `mlp.gate_proj`
+    rules = [Rule(rf"(.*\.)?{re.escape(name)}($|\.)", None) for name in ("lm_head", *ignored)]
+    return (*rules, Rule("", format))
+
+
+def _awq(config: Fields) -> tuple[Rule, ...]:
+    version = config.get("version") or config.get("format") or "gemm"
+    _one_of({"version": version}, "version", ("gemm", "GEMM"), version)
+    _one_of(config, "zero_point", (True,), True)
+    format = AWQ(_one_of(config, "bits", (4,), 4), _group_size(config, "group_size"))
+    # AutoAWQ leaves out every layer with one of these somewhere in its name
+    rules = [Rule(f".*{re.escape(name)}", None) for name in ("lm_head", *(config.get("modules_to_not_convert") or ()))]
+    return (*rules, Rule("", format))
+
+
+def _gptq(config: Fields) -> tuple[Rule, ...]:
+    for key in ("dynamic", "modules_in_block_to_quantize", "lm_head"):
+        if config.get(key):
+            raise UnsupportedScheme(key, config[key], "left out: all layers but lm_head alike")
+    form = config.get("checkpoint_format") or config.get("format") or "gptq"
+    form = _one_of({"checkpoint_format": form}, "checkpoint_format", ("gptq", "gptq_v2"), form)
+    format = GPTQ(
+        bits=_one_of(config, "bits", (4, 8), None),
+        group_size=_group_size(config, "group_size"),
+        ordered=bool(config.get("desc_act")),
+        zero_offset=1 if form == "gptq" else 0,
+    )
+    return Rule("lm_head", None), Rule("", format)
+
+
+def _compressed_tensors(config: Fields) -> tuple[Rule, ...]:
+    _one_of(config, "quantization_status", ("compressed", "frozen"), "compressed")
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise UnsupportedScheme("sparsity_config.format", config["sparsity_config"]["format"], "dense")
+    if config.get("transform_config"):
+        raise UnsupportedScheme("transform_config", config["transform_config"], "left out")
+    rules = [Rule(_pattern(name), None) for name in config.get("ignore") or ()]
+    for name, group in (config.get("config_groups") or {}).items():
+        format = _compressed_group(group, group.get("format") or config.get("format"), f"config_groups.{name}")
+        rules += [Rule("" if target == "Linear" else _pattern(target), format) for target in group["targets"]]
+    return tuple(rules)
+
+
+def _pattern(target: str) -> str:
+    """A name, or `re:` and an expression that the beginning of a name matches."""
+    return target.removeprefix("re:") if target.startswith("re:") else re.escape(target) + "$"
+
+
+def _compressed_group(group: Fields, form: str | None, path: str) -> WeightFormat:
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if weights is None:
+        raise UnsupportedScheme(f"{path}.weights", None, "given")
+    if group.get("output_activations"):
+        raise UnsupportedScheme(f"{path}.output_activations", group["output_activations"], "left out")
+    kinds = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float", "naive-quantized": None}
+    form = _one_of({"format": form}, "format", tuple(kinds), None)
+    kind = _one_of(weights, "type", ("int", "float") if kinds[form] is None else (kinds[form],), "int", path)
+    zeros = not weights.get("symmetric", True)
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+    if form == "pack-quantized":
+        if inputs:
+            raise UnsupportedScheme(f"{path}.input_activations", inputs, "left out with format pack-quantized")
+        _one_of({"strategy": strategy}, "strategy", ("group", "channel"), None, path)
+        return PackQuantized(
+            bits=_one_of(weights, "num_bits", (4, 8), None, path),
+            group_size=_group_size(weights, "group_size", path) if strategy == "group" else None,
+            ordered=weights.get("actorder") in ("group", "dynamic", True),
+            zeros=zeros,
+        )
+    _one_of(weights, "num_bits", (8,), 8, path)
+    activations = None
+    if inputs:
+        _one_of(inputs, "num_bits", (8,), 8, f"{path}.input_activations")
+        _one_of(inputs, "type", (kind,), "int", f"{path}.input_activations")
+        _one_of(inputs, "symmetric", (True,), True, f"{path}.input_activations")
+        activations = FP8 if kind == "float" else torch.int8
+    strategy = _one_of({"strategy": strategy}, "strategy", ("tensor", "channel", "block"), None, path)
+    block: tuple[int | None, int | None] = (None if strategy == "tensor" else 1, None)
+    if strategy == "block":
+        block = _block(weights.get("block_structure"), f"{path}.weights.block_structure")
+    return EightBit(FP8 if kind == "float" else torch.int8, block, "weight_scale", zeros, activations)
+
+
+def _one_of(config: Fields, key: str, allowed: tuple[Any, ...], default: Any, path: str = "") -> Any:
+    """The value of `key`, if it is one of those allowed."""
+    value = config.get(key, default)
+    if value not in allowed:
+        limit = " or ".join(map(str, allowed))
+        raise UnsupportedScheme(f"{path}.{key}".lstrip("."), value, limit)
+    return value
+
+
+def _block(value: object, key: str) -> tuple[int, int]:
+    """Rows and columns, in a list."""
+    if not (isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)):
+        raise UnsupportedScheme(key, value, "two positive integers")
+    return value[0], value[1]
+
+
+def _group_size(config: Fields, key: str, path: str = "") -> int | None:
+    """-1 stands for one group of all inputs."""
+    value = config.get(key)
+    if not isinstance(value, int) or value == 0 or value < -1:
+        raise UnsupportedScheme(f"{path}.{key}".lstrip("."), value, "a positive integer, or -1")
+    return None if value == -1 else value

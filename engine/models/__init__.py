@@ -1,5 +1,0 @@
-"""One file per model family."""
-
-from engine.models.registry import build_model
-
-__all__ = ["build_model"]

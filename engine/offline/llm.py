@@ -1,0 +1,281 @@
+"""Offline inference: `from engine import LLM, SamplingParams`."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from engine.config import GPU_DEFAULTS, EngineConfig
+from engine.core.engine import EngineCore
+from engine.core.scheduler import Event
+from engine.device import is_gpu
+from engine.distributed.tp_group import TPGroup
+from engine.errors import RequestError
+from engine.model.folder import resolve
+from engine.offline.outputs import CompletionOutput, RequestOutput
+from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
+from engine.text.text_stream import TextStream
+from engine.text.tokenizer import Tokenizer
+from engine.wire.messages import EngineStats, GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One sequence on its way: what it is part of, and its text so far."""
+
+    parent: RequestOutput
+    output: CompletionOutput
+    text: TextStream
+
+
+class LLM:
+    """One engine in this process; with `tensor_parallel`, the other ranks are child processes.
+
+    >>> llm = LLM("pocket")
+    >>> llm.chat([{"role": "user", "content": "What is an ocean?"}])[0].outputs[0].text
+
+    options: fields of EngineConfig (dtype, max_model_len, max_num_seqs, ...).
+    Raises StartupError if the model cannot be loaded. One thread at a time.
+    """
+
+    def __init__(self, model: str = "pocket", **options: Any):
+        # nobody else is waiting here, so there is no queue to keep short
+        options = {"model": str(model), "max_waiting": sys.maxsize, **options}
+        if is_gpu(options.get("device", "auto")):
+            options = GPU_DEFAULTS | options
+        self.config = EngineConfig(**options)
+        self.tokenizer = Tokenizer.from_folder(resolve(self.config.model))
+        self._ranks: RankProcesses | None = None
+        self._core = self._start()
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: tuple[type[BaseException], BaseException, TracebackType]) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine's thread and the other ranks; memory goes with the object."""
+        _close(self._core, self._ranks)
+
+    def _start(self) -> EngineCore:
+        size = self.config.tensor_parallel
+        if size == 1:
+            return EngineCore(self.config)
+        group = TPGroup.listen(size, device=self.config.device)
+        self._ranks = RankProcesses(self.config, group, group.address)
+        try:
+            group.join(RENDEZVOUS_TIMEOUT_S)
+            core = EngineCore(self.config, group)
+        except BaseException:
+            group.close()
+            self._ranks.close()
+            raise
+        weakref.finalize(self, _close, core, self._ranks)  # if it is dropped without `close`, or the interpreter ends
+        return core
+
+    @property
+    def max_model_len(self) -> int:
+        return self._core.max_model_len
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue each prompt (text, or token ids); results in the order of the prompts.
+
+        sampling_params: one for all prompts, or one for each.
+        Raises RequestError, before anything is computed, if any request could not be served as it is.
+        """
+        several = _as_list(prompts)
+        params = self._params_for(several, sampling_params)
+        requests = [self.request(prompt, p) for prompt, p in zip(several, params, strict=True)]
+        for request, p in zip(requests, params, strict=True):
+            self.check(request, p)
+        jobs = zip(requests, params, strict=True)
+        by_id = {output.request_id: output for output in self.run(jobs, total=len(requests), progress=progress)}
+        return [by_id[request.request_id] for request in requests]
+
+    def chat(
+        self,
+        messages: list[Message] | Sequence[list[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        **template_arguments: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages), or several, by the model's chat template.
+
+        Without sampling_params, an answer may be as long as the context allows.
+        """
+        conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts = [self.tokenizer.apply_chat_template(list(c), **template_arguments) for c in conversations]
+        return self.generate(prompts, sampling_params or SamplingParams(max_tokens=None), progress=progress)
+
+    def request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
+        """A request that has not been computed yet; `run` fills it in.
+
+        request_id: unique among those that run at a time, and the source of the seed if `params` has none; by
+        default the engine's seed and a running number.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
+        request_id = request_id or f"{self.config.seed}-{next(self._numbers)}"
+        return RequestOutput(request_id, text, ids, outputs)
+
+    def check(self, request: RequestOutput, params: SamplingParams) -> None:
+        """Raise RequestError if the engine would refuse this request."""
+        self._core.check(next(self._messages(request, params)))
+
+    def run(
+        self, jobs: Iterable[tuple[RequestOutput, SamplingParams]], *, total: int | None = None, progress: bool = True
+    ) -> Iterator[RequestOutput]:
+        """Compute requests and yield each when it is finished; `jobs` is read only as fast as the engine takes them.
+
+        A request that is refused or fails is yielded too, with finish_reason "error".
+        """
+        queue = iter(jobs)
+        live: dict[str, _Sequence] = {}
+        with _progress(progress) as bar:
+            task = bar.add_task("generating", total=total, speed="")
+            tokens = 0
+            try:
+                while True:
+                    for refused in self._feed(queue, live):
+                        bar.advance(task)
+                        yield refused
+                    if not live:
+                        return
+                    for event in self._core.step():
+                        tokens += len(event.delta.token_ids)
+                        finished = self._record(event, live)
+                        if finished is not None:
+                            bar.advance(task)
+                            yield finished
+                    elapsed = bar.tasks[task].elapsed
+                    if elapsed:
+                        bar.update(task, speed=f"{tokens / elapsed:,.0f} tokens/s")
+            finally:
+                for request_id in live:  # the caller gave up, or a step failed: leave nothing behind
+                    self._core.abort(request_id)
+
+    def _params_for(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            message = f"sampling_params has {len(sampling_params)} entries for {len(prompts)} prompts"
+            raise RequestError(message, "sampling_params")
+        return list(sampling_params)
+
+    def _messages(self, request: RequestOutput, params: SamplingParams) -> Iterator[GenerateRequest]:
+        """One engine request per sequence."""
+        if params.bad_words:
+            ids = self.tokenizer.bad_words_token_ids(params.bad_words)
+            params = msgspec.structs.replace(params, bad_words_token_ids=ids)
+        for output in request.outputs:
+            yield GenerateRequest(
+                request_id=f"{request.request_id}-{output.index}",
+                prompt=request.prompt_token_ids,
+                params=params.sequence(output.index),
+            )
+
+    def _feed(
+        self, queue: Iterator[tuple[RequestOutput, SamplingParams]], live: dict[str, _Sequence]
+    ) -> Iterator[RequestOutput]:
+        """Keep as many requests in the engine as it can run, and as many waiting; yields those it refuses."""
+        while len(live) < 2 * self.config.max_num_seqs:
+            job = next(queue, None)
+            if job is None:
+                return
+            request, params = job
+            try:
+                for message, output in zip(self._messages(request, params), request.outputs, strict=True):
+                    self._core.add(message)
+                    live[message.request_id] = _Sequence(request, output, TextStream(params, self.tokenizer))
+            except RequestError as error:  # the first of its sequences: they differ only in their seed
+                for output in request.outputs:
+                    output.finish_reason, output.error = "error", str(error)
+                yield request
+
+    def _record(self, event: Event, live: dict[str, _Sequence]) -> RequestOutput | None:
+        """Add a delta to its request; returns the request once all its sequences have ended."""
+        delta = event.delta
+        sequence = live[delta.request_id]
+        output, request = sequence.output, sequence.parent
+        if delta.finish_reason in ("error", "abort"):
+            output.finish_reason = delta.finish_reason
+            output.error = delta.error.message if delta.error else None
+        else:
+            chunk = sequence.text.add(delta)
+            output.text += chunk.text
+            output.token_ids += chunk.token_ids
+            if output.logprobs is not None and chunk.logprobs:
+                output.logprobs += chunk.logprobs
+            output.finish_reason, output.stop_reason = chunk.finish_reason, chunk.stop_reason
+            if output.index == 0:
+                request.num_cached_tokens += delta.num_cached_tokens
+                request.prompt_logprobs = request.prompt_logprobs or delta.prompt_logprobs
+        if output.finish_reason is None:
+            return None
+        last = delta if delta.finish_reason else None
+        if last is None:  # a stop string
+            aborted = self._core.abort(delta.request_id, "stop")
+            last = aborted.delta if aborted else None
+        if last is not None:
+            output.times, output.num_preemptions = last.times, last.num_preemptions
+        del live[delta.request_id]
+        return request if request.finished else None
+
+
+def _close(core: EngineCore, ranks: RankProcesses | None) -> None:
+    core.close()
+    if ranks:
+        ranks.close()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One text or one list of token ids counts as one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [prompt for prompt in prompts if isinstance(prompt, int)]
+    if ids and len(ids) == len(prompts):
+        return [ids]
+    if ids:
+        raise RequestError(f"prompts must be texts or lists of token ids, but {ids[0]} is a token id itself", "prompts")
+    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+
+
+def _progress(shown: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+        disable=not shown,
+        transient=False,
+    )

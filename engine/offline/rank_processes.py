@@ -1,0 +1,129 @@
+"""Ranks above 0 as child processes of an offline engine. (In a cluster, placement/ starts them as Ray actors.)
+
+A child is `python -m engine.offline.rank_processes`. It reads its task from stdin, and ends when stdin does: that pipe closes
+when the parent ends, however it ends. Not multiprocessing's spawn, which would run the user's script again in every
+child.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.errors import ServingError
+
+if TYPE_CHECKING:
+    from engine.distributed.tp_group import TPGroup
+
+logger = logging.getLogger(__name__)
+
+RENDEZVOUS_TIMEOUT_S = 120.0  # an interpreter imports torch meanwhile, perhaps from a cold disk
+END_TIMEOUT_S = 5.0
+FAILED = 1
+PARENT_DIED = 2
+
+
+class RankTask(msgspec.Struct, frozen=True):
+    """All that a child has to know."""
+
+    rank: int
+    address: str
+    config: EngineConfig
+
+
+class RankProcesses:
+    """Started by the constructor; `group` is told when one of them dies."""
+
+    def __init__(self, config: EngineConfig, group: TPGroup, address: str):
+        self._group = group
+        self._closing = threading.Event()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(1, config.tensor_parallel):
+                self._start(RankTask(rank, address, config))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Wait for the ranks to end, which rank 0 has told them or the closed pipe does, and kill those that do not."""
+        self._closing.set()
+        for process in self.processes:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # of a rank that died before it had read its task
+                process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _start(self, task: RankTask) -> None:
+        folder = str(Path(__file__).resolve().parents[1])  # where `engine` was found
+        path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "engine.offline.rank_processes"],
+            stdin=subprocess.PIPE,
+            # when rank 0 ends first, torch would print a page about a lost connection
+            env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "PYTHONPATH": path},
+        )
+        self.processes.append(process)
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(task) + b"\n")
+        process.stdin.flush()
+        threading.Thread(target=self._watch, args=(task.rank, process), name=f"rank {task.rank}", daemon=True).start()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if not self._closing.is_set():
+            how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
+            self._group.abort(f"the process of rank {rank} {how}")
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent too, which ends its ranks in order
+    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankTask)
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    logging.basicConfig(format=f"rank{task.rank} %(message)s", level=logging.WARNING)
+    try:
+        _run(task)
+    except ServingError as error:
+        logger.error("rank %d ends: %s", task.rank, error)
+        sys.stderr.flush()
+        os._exit(FAILED)  # at once, whatever threads still wait for other ranks
+
+
+def _run(task: RankTask) -> None:
+    import torch  # seconds, in which the parent may already have died
+
+    from engine.distributed.tp_group import TPGroup
+    from engine.runner.worker import Worker
+
+    config = task.config
+    if torch.cuda.is_available() and config.device != "cpu":
+        torch.cuda.set_device(task.rank)
+    size = config.tensor_parallel
+    group = TPGroup.connect(task.rank, size, task.address, RENDEZVOUS_TIMEOUT_S, device=config.device)
+    Worker(config, group).run()
+
+
+def _end_with_parent() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    # not at once: rank 0 says goodbye before it closes the pipe, and an orderly end is better
+    threading.Timer(END_TIMEOUT_S / 2, os._exit, (PARENT_DIED,)).start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Fast versions of the ops for CPUs, in Numba. Each has a plain twin beside it in engine/ops, which is its oracle."""

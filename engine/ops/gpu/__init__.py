@@ -1,1 +1,0 @@
-"""Fast ops for GPUs, in Triton. Nothing here is imported unless `engine.ops.versions.gpu_kernels()` says so."""

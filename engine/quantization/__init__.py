@@ -1,4 +1,0 @@
-"""Weights of few bits: how checkpoints store them, and what they mean (QuantizedWeight).
-
-What multiplies them is in engine/ops/quantized_linear.py.
-"""

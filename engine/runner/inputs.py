@@ -1,0 +1,199 @@
+"""What a step computes with, prepared on the host: it needs no result of the steps before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.device import Device, StagedCopy
+from engine.model.batch import Batch, split
+from engine.model.config import ModelConfig
+from engine.runner.cuda_graphs import pad
+from engine.runner.logits_processors import LogitsEdits
+from engine.runner.sampler import MaskedRows, SampledRow, SamplingInputs, UniformSource, prepare_sampling
+from engine.wire.plan import NewSequence, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """The tokens [n] int32 that a sequence brings into `slot`."""
+
+    slot: int
+    tokens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Rows of hidden states whose logits give the log-probabilities of the prompt tokens that follow them."""
+
+    entry: int  # in the plan
+    first_row: int
+    targets: Tensor  # [rows] int64, index into the flattened token history
+    count: int  # alternatives to report
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """A batch's part of block tables that lie on the device: rows [seqs] int64, and how many entries of each.
+
+    index, blocks: [n] int64 and int32, what has changed in the tables, flattened.
+    """
+
+    rows: Tensor
+    width: int
+    index: Tensor
+    blocks: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Tensors hold their values once `parcel` has been sent.
+
+    batch: without its block table where the device has tables of its own; then `tables` says where it lies in them.
+    padded: in place of a batch, for a step that runs as a graph; see cuda_graphs.pad.
+    token_index: [tokens] int64, where each input token lies in the flattened history; read only when the step
+        runs, because the step before may just have sampled it.
+    entries: plan entries that sample; sampled_rows [n] and written [n] int64 are their row of hidden states and
+        their place in the flattened history.
+    """
+
+    plan: StepPlan
+    parcel: StagedCopy
+    batch: Batch | None
+    padded: Tensor | None
+    tables: TableRows | None
+    token_index: Tensor
+    added: list[NewTokens]
+    entries: list[int]
+    sampled_rows: Tensor
+    written: Tensor
+    sampling: SamplingInputs
+    prompt_rows: list[PromptRows]
+
+
+class InputBuilder:
+    """Keeps, for every slot, the sequence in it and its block table."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        device: Device,
+        kv_cache: Tensor,
+        kv_scales: Tensor | None,
+        max_model_len: int,
+        graph_size: Callable[[int], int | None] = lambda count: None,
+    ):
+        """graph_size: rows of the graph for a decode step of so many sequences, if there is one."""
+        self._device, self._graph_size = device, graph_size
+        self._kv_cache, self._kv_scales = kv_cache, kv_scales
+        self._block_size, self._max_model_len = kv_cache.shape[4], max_model_len
+        self._vocab_size = model_config.vocab_size
+        slots = config.max_num_seqs
+        self.tables = np.zeros((slots, -(-max_model_len // self._block_size)), dtype=np.int32)
+        self._sequences: list[NewSequence | None] = [None] * slots
+        self._eos = model_config.eos_token_ids
+        self._edits: list[LogitsEdits | None] = [None] * slots
+        self._simple = np.zeros(slots, dtype=bool)  # whether the sequence only ever takes its most likely token
+        self._uniform = UniformSource()
+
+    def build(self, plan: StepPlan) -> StepInputs:
+        parcel = self._device.parcel()
+        added = [self._add(sequence, parcel) for sequence in plan.added]
+        for change in plan.blocks:
+            self.tables[change.slot, change.index : change.index + len(change.blocks)] = change.blocks
+        slots, starts, counts = (np.array(column, dtype=np.int64) for column in (plan.slots, plan.starts, plan.counts))
+        ends = starts + counts
+        query_start = np.concatenate([[0], np.cumsum(counts)])
+        entry = np.repeat(np.arange(len(slots)), counts)
+        positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[entry]
+        offset = positions % self._block_size
+        slot_mapping = self.tables[slots[entry], positions // self._block_size] * np.int64(self._block_size) + offset
+        token_index = slots[entry] * self._max_model_len + positions
+        width = -(-int(ends.max()) // self._block_size)
+        size = self._graph_size(len(slots)) if len(slots) == len(positions) else None
+        batch = padded = None
+        if size is not None:
+            padded = parcel.add(pad(size, token_index, positions, slot_mapping, slots, ends))
+        else:
+            single, chunks = split(plan.counts, ends.tolist())
+            batch = Batch(
+                positions=parcel.add(positions),
+                slot_mapping=parcel.add(slot_mapping),
+                query_start=parcel.add(query_start.astype(np.int32)),
+                kv_len=parcel.add(ends.astype(np.int32)),
+                block_table=parcel.add(self.tables[slots if not self._device.asynchronous else [], :width]),
+                kv_cache=self._kv_cache,
+                single=parcel.add(single.numpy()),
+                chunks=chunks,
+                kv_scales=self._kv_scales,
+            )
+        entries = [i for i, samples in enumerate(plan.samples) if samples]
+        last = np.minimum(ends[entries], self._max_model_len - 1)
+        return StepInputs(
+            plan=plan,
+            parcel=parcel,
+            batch=batch,
+            padded=padded,
+            tables=self._table_rows(plan, slots, width, parcel) if self._device.asynchronous else None,
+            token_index=parcel.add(token_index),
+            added=added,
+            entries=entries,
+            sampled_rows=parcel.add(query_start[1:][entries] - 1),
+            written=parcel.add(slots[entries] * self._max_model_len + last),
+            sampling=self._sampling(plan, slots, entries, parcel),
+            prompt_rows=self._prompt_rows(plan, query_start, parcel),
+        )
+
+    def _add(self, sequence: NewSequence, parcel: StagedCopy) -> NewTokens:
+        params, edits = sequence.params, LogitsEdits.of(sequence.params, self._eos)
+        self._sequences[sequence.slot], self._edits[sequence.slot] = sequence, edits
+        self._simple[sequence.slot] = params.greedy and params.logprobs is None and edits is None
+        return NewTokens(sequence.slot, parcel.add(np.array(sequence.tokens, dtype=np.int32)))
+
+    def _table_rows(self, plan: StepPlan, slots: np.ndarray, width: int, parcel: StagedCopy) -> TableRows:
+        entries = self.tables.shape[1]
+        parts = [c.slot * entries + np.arange(c.index, c.index + len(c.blocks)) for c in plan.blocks]
+        index = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        # as they are after all changes: two may be to one place, and the device writes in any order
+        blocks = self.tables.reshape(-1)[index]
+        return TableRows(parcel.add(slots), width, parcel.add(index), parcel.add(blocks))
+
+    def _sampling(self, plan: StepPlan, slots: np.ndarray, entries: list[int], parcel: StagedCopy) -> SamplingInputs:
+        if self._simple[slots[entries]].all():
+            inputs = SamplingInputs([], None, [None] * len(entries))
+        else:
+            rows = []
+            for i in entries:
+                slot, position = plan.slots[i], plan.starts[i] + plan.counts[i]
+                new = self._sequence(slot)
+                rows.append(SampledRow(slot, position, new.num_prompt, new.seed, new.params, self._edits[slot]))
+            inputs = prepare_sampling(rows, self._vocab_size, self._uniform, parcel.add)
+        if plan.masked:
+            inputs.masked = self._masked_rows(plan, entries, parcel)
+        return inputs
+
+    def _masked_rows(self, plan: StepPlan, entries: list[int], parcel: StagedCopy) -> MaskedRows:
+        rows = np.searchsorted(entries, plan.masked)
+        allowed = np.frombuffer(plan.masks, dtype=np.uint8).reshape(len(rows), -1)
+        return MaskedRows(parcel.add(rows), parcel.add(allowed.copy()))  # since torch does not like what is read-only
+
+    def _prompt_rows(self, plan: StepPlan, query_start: np.ndarray, parcel: StagedCopy) -> list[PromptRows]:
+        rows = []
+        for i, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
+            sequence = self._sequence(slot)
+            stop = min(start + count, sequence.num_prompt - 1)
+            if sequence.params.prompt_logprobs is not None and start < stop:
+                targets = slot * self._max_model_len + np.arange(start + 1, stop + 1)
+                count = sequence.params.prompt_logprobs
+                rows.append(PromptRows(i, int(query_start[i]), parcel.add(targets), count))
+        return rows
+
+    def _sequence(self, slot: int) -> NewSequence:
+        sequence = self._sequences[slot]
+        assert sequence is not None, f"slot {slot} was never filled"
+        return sequence

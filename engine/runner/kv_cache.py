@@ -1,0 +1,135 @@
+"""How many KV blocks fit, and the tensor that holds them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ModelFolderError, OutOfMemory
+from engine.model.config import ModelConfig
+from engine.model.loader import tensors_by_file
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+CPU_DEFAULT_GIB = 2.0
+SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_scale$")
+
+
+def block_shape(config: ModelConfig, block_size: int, tp: TPGroup) -> tuple[int, int, int, int, int]:
+    """One block on one rank: [layers, 2 (K, V), kv_heads, block_size, head_dim]."""
+    kv_heads = config.kv_heads_per_rank(tp.size)
+    return (config.num_layers, 2, kv_heads, block_size, config.head_dim)
+
+
+def choose_num_blocks(
+    config: EngineConfig,
+    block_size: int,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: TPGroup,
+    free_bytes: int,
+) -> tuple[int, int]:
+    """(blocks, max_model_len) for this memory, with one log line saying what limits them.
+
+    free_bytes: memory for the KV cache on a GPU, measured after a profiling run; on a CPU what the machine has.
+    Raises OutOfMemory when `max_model_len` was asked for and does not fit, or when nothing fits at all.
+    """
+    block_bytes = torch.Size(block_shape(model, block_size, tp)).numel() * dtype.itemsize
+    longest = model.longest_sequence(config.max_model_len)
+    wanted = config.max_num_seqs * -(-longest // block_size)
+    if config.num_blocks is not None:
+        blocks, limit = config.num_blocks, "num_blocks"
+        if blocks * block_bytes > free_bytes:
+            raise OutOfMemory(
+                f"num_blocks={blocks} needs {blocks * block_bytes / GIB:.2f} GiB of KV cache, but only "
+                f"{free_bytes / GIB:.2f} GiB are free; at most {free_bytes // block_bytes} blocks fit"
+            )
+    else:
+        budget, limit = kv_budget(config, device, free_bytes)
+        blocks = max(0, budget) // block_bytes
+        if blocks > wanted:
+            blocks, limit = wanted, f"max_num_seqs ({config.max_num_seqs}) x max_model_len ({longest})"
+    tokens = blocks * block_size
+    shortest = config.max_model_len or 2  # a token of prompt and one of answer
+    if tokens < shortest:
+        needed = -(-shortest // block_size)
+        more = f"kv_cache_memory_gib to at least {math.ceil(needed * block_bytes / GIB * 1000) / 1000}"
+        if config.num_blocks is not None:
+            more = f"num_blocks to at least {needed}"
+        less = f", or lower max_model_len to {tokens} or less" if tokens >= 2 else ""
+        raise OutOfMemory(
+            f"the KV cache holds {tokens} tokens (limited by {limit}), but one request of {shortest} tokens "
+            f"needs {needed} blocks, {needed * block_bytes / GIB:.3g} GiB; raise {more}{less}"
+        )
+    max_model_len = min(longest, tokens)
+    logger.info(
+        "kv cache: %d tokens fit (%d blocks of %d, %.2f GiB), limited by %s; max_model_len=%d, so %.1f full requests",
+        tokens, blocks, block_size, blocks * block_bytes / GIB, limit, max_model_len, tokens / max_model_len,
+    )  # fmt: skip
+    return blocks, max_model_len
+
+
+def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> tuple[int, str]:
+    """Bytes for the KV cache and the name of what sets them."""
+    if config.kv_cache_memory_gib is not None:
+        asked = int(config.kv_cache_memory_gib * GIB)
+        if asked > free_bytes:
+            raise OutOfMemory(
+                f"kv_cache_memory_gib={config.kv_cache_memory_gib} does not fit: {free_bytes / GIB:.2f} GiB are free"
+            )
+        return asked, f"kv_cache_memory_gib ({config.kv_cache_memory_gib})"
+    if device.type == "cuda":
+        return free_bytes, f"gpu_memory_utilization ({config.gpu_memory_utilization})"
+    return min(int(CPU_DEFAULT_GIB * GIB), free_bytes // 2), f"the default on a CPU ({CPU_DEFAULT_GIB} GiB)"
+
+
+def cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """dtype: of the model's activations."""
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if device.type == "cpu":
+        logger.warning("kv cache in FP8 on a CPU: attention runs in plain torch, several times slower; meant for tests")
+    return torch.float8_e4m3fn
+
+
+def read_scales(folder: Path, num_layers: int, device: torch.device) -> Tensor:
+    """[layers, 2 (K, V)] float32: what the stored values of an FP8 cache are multiplied by. 1 where the checkpoint
+    names none; `self_attn.k_scale`, or with `k_proj.` or `attn.` in between, as different tools write it."""
+    scales = torch.ones(num_layers, 2)
+    found = 0
+    for file, names in tensors_by_file(folder).items():
+        with safe_open(file, framework="pt") as tensors:
+            for name in names:
+                if match := SCALE.search(name):
+                    scales[int(match[1]), "kv".index(match[2])] = tensors.get_tensor(name).float().item()
+                    found += 1
+    if not (scales > 0).all():
+        raise ModelFolderError(str(folder), "a k_scale or v_scale is not above 0")
+    logger.info("kv cache in FP8: %s", f"{found} scales from the checkpoint" if found else "no scales, all are 1")
+    return scales.to(device)
+
+
+def free_host_bytes() -> int:
+    """Memory that the machine can still give without swapping."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def allocate(
+    num_blocks: int, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, tp: TPGroup
+) -> Tensor:
+    """[num_blocks, layers, 2, kv_heads, block_size, head_dim], zeroed: what a padded read meets is never NaN.
+
+    On a CPU the pages are only taken when they are first written.
+    """
+    return torch.zeros((num_blocks, *block_shape(config, block_size, tp)), dtype=dtype, device=device)

@@ -1,0 +1,297 @@
+"""Runs step plans on one rank: keeps per-sequence state, builds the inputs, computes, samples.
+
+On a GPU nothing here waits for the device before `collect`: inputs go there in one copy per step, sampled tokens stay
+there for the next step and are copied to the host on the side. So step n+1 lies in the device's queue before step n has
+ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.device import DeviceEvent, open_device
+from engine.distributed.tp_group import TPGroup
+from engine.model.batch import Batch, split
+from engine.model.config import ModelConfig
+from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
+from engine.model.models.registry import Model, build_model
+from engine.model.ops import dispatch
+from engine.model.ops.attention import default_block_size
+from engine.runner import kv_cache
+from engine.runner.cuda_graphs import DecodeGraphs, ladder
+from engine.runner.inputs import InputBuilder, PromptRows, StepInputs
+from engine.runner.sampler import (
+    LogprobTable,
+    SampledRow,
+    UniformSource,
+    logprob_table,
+    mark_broken,
+    prepare_sampling,
+    process_rows,
+    sample,
+)
+from engine.wire.plan import StepPlan, StepResult
+from engine.wire.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+PROMPT_LOGPROB_ROWS = 256  # rows of [vocab] float32 that are held at a time
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step in the device's queue. What it brings lies in host memory once `mark` has been reached.
+
+    tokens: [n] int64, of the entries that sample. logprobs: of which entries, how many alternatives each, and the
+    table. prompt_logprobs: a table for each part of the rows.
+    """
+
+    inputs: StepInputs
+    tokens: Tensor
+    logprobs: tuple[list[int], list[int], LogprobTable] | None
+    prompt_logprobs: list[tuple[PromptRows, list[LogprobTable]]]
+    mark: DeviceEvent
+
+    def ready(self, timeout_s: float) -> bool:
+        """Whether `collect` would not wait, once at most so much time has passed."""
+        return self.mark.reached(timeout_s)
+
+
+class ModelRunner:
+    """One rank's model, KV cache and sequence state. `prepare` and `launch` may run in different threads, each called
+    in the order of the plans: `prepare` owns the host's block tables, `launch` what lies on the device."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TPGroup):
+        self.config = config
+        self.tp = tp
+        self.model_config = model_config
+        self.on = open_device(config.device)
+        self.device = self.on.place
+        self.overlap = self.on.asynchronous if config.overlap is None else config.overlap
+        self.dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
+        if config.num_threads or tp.local_size > 1:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            share = max(1, cores // tp.local_size)
+            torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), share))
+        self.kv_dtype = kv_cache.cache_dtype(config, self.dtype, self.device)
+        # of what all ranks like, the largest is a multiple of the others
+        self.block_size = config.block_size or max(map(int, tp.exchange(str(default_block_size(self.device)))))
+        self.kv_scales: Tensor | None = None
+        if self.kv_dtype == torch.float8_e4m3fn:
+            self.kv_scales = kv_cache.read_scales(folder, model_config.num_layers, self.device)
+        self.model = self._load(folder, tp)
+        if config.torch_compile:
+            self._compile()
+        on_cpu = self.device.type == "cpu"
+        free = kv_cache.free_host_bytes() // tp.local_size if on_cpu else self._free_gpu_bytes()
+        num_blocks, longest = kv_cache.choose_num_blocks(
+            config, self.block_size, model_config, self.kv_dtype, self.device, tp, free
+        )
+        self.num_blocks = min(map(int, tp.exchange(str(num_blocks))))
+        self.max_model_len = min(longest, self.num_blocks * self.block_size)
+        self.kv_cache = kv_cache.allocate(
+            self.num_blocks, model_config, self.block_size, self.kv_dtype, self.device, tp
+        )
+        slots, longest = config.max_num_seqs, self.max_model_len
+        self._history = torch.zeros(slots, longest, dtype=torch.int32, device=self.device)
+        # the device's own block tables, to which only changes are sent: with long contexts a batch's rows are megabytes
+        self._tables: Tensor | None = None
+        self.graphs: DecodeGraphs | None = None
+        if self.on.asynchronous:
+            self._tables = torch.zeros(slots, -(-longest // self.block_size), dtype=torch.int32, device=self.device)
+            if self._can_record():
+                self.graphs = DecodeGraphs(
+                    self.on, self.model, self._history, self._tables, self.kv_cache, self.kv_scales,
+                    sizes=ladder(slots), budget_bytes=int(config.cuda_graph_memory_gib * 2**30), tp=tp,
+                )  # fmt: skip
+        graph_size = self.graphs.size_for if self.graphs else lambda count: None
+        self._inputs = InputBuilder(config, model_config, self.on, self.kv_cache, self.kv_scales, longest, graph_size)
+
+    def _can_record(self) -> bool:
+        """Graphs can hold nothing that looks at numbers on the host."""
+        why = None
+        if self.config.enforce_eager:
+            why = "enforce_eager"
+        elif self.device.type == "cuda" and not dispatch.triton_found():
+            why = "plain torch takes the place of Triton's kernels"
+        if why:
+            logger.info("decode steps run without graphs: %s", why)
+        return why is None
+
+    def _load(self, folder: Path, tp: TPGroup) -> Model:
+        started = time.perf_counter()
+        model = build_model(self.model_config, tp, self.dtype, self.device)
+        if self.config.load_format == "dummy":
+            fill_with_noise(model)
+        else:
+            load_weights(model, folder, tp)
+        parameters = count_parameters(model)
+        pack_weights(model)
+        logger.info(
+            "model loaded architecture=%s parameters=%.1fM dtype=%s device=%s threads=%d seconds=%.1f",
+            self.model_config.architecture, parameters / 1e6, str(self.dtype).removeprefix("torch."), self.device,
+            torch.get_num_threads(), time.perf_counter() - started,
+        )  # fmt: skip
+        return model
+
+    def _compile(self) -> None:
+        if self.config.enforce_eager:
+            logger.info("torch_compile is set aside by enforce_eager")
+            return
+        from engine.model.torch_compile import compile_layers  # of no use to others, and torch's compiler takes seconds
+
+        compile_layers(self.model, self.model_config, self.tp, lambda tokens: self.run_trial(tokens, 1))
+
+    def _free_gpu_bytes(self) -> int:
+        """What `gpu_memory_utilization` leaves for the KV cache beside weights, graphs and the largest step's
+        activations, measured by running such a step."""
+        self.run_largest_step()  # once to compile kernels and to load libraries, which take memory for good
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.run_largest_step()
+        torch.cuda.synchronize()
+        activations = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        used = total - free
+        graphs = 0 if self.config.enforce_eager else int(self.config.cuda_graph_memory_gib * 2**30)
+        logger.info(
+            "profiled the largest step: %.2f GiB beside %.2f GiB in use; %.2f GiB are kept for graphs",
+            activations / 2**30, used / 2**30, graphs / 2**30,
+        )  # fmt: skip
+        return int(total * self.config.gpu_memory_utilization) - used - activations - graphs
+
+    def run_largest_step(self) -> None:
+        self.run_trial(self.config.max_num_batched_tokens, self.config.max_num_seqs)
+
+    @torch.inference_mode()
+    def run_trial(self, tokens: int, seqs: int) -> None:
+        """Compute so many tokens, and sample for so many sequences, all in one KV block."""
+        size = self.block_size
+        counts = np.full(seqs, tokens // seqs)
+        counts[: tokens % seqs] += 1
+        ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+        single, chunks = split(counts.tolist(), counts.tolist())
+        parcel = self.on.parcel()
+        batch = Batch(
+            positions=ids,
+            slot_mapping=ids % size,
+            query_start=parcel.add(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
+            kv_len=parcel.add(counts.astype(np.int32)),
+            block_table=torch.zeros(seqs, -(-int(counts.max()) // size), dtype=torch.int32, device=self.device),
+            kv_cache=kv_cache.allocate(1, self.model_config, size, self.kv_dtype, self.device, self.tp),
+            single=parcel.add(single.numpy()),
+            chunks=chunks,
+            kv_scales=self.kv_scales,
+        )
+        # both ways of drawing, since each has a kernel; top_p is what needs the most memory
+        samplings = [
+            prepare_sampling(
+                [SampledRow(0, 0, 0, row, SamplingParams(temperature=1.0, top_p=top_p)) for row in range(seqs)],
+                self.model_config.vocab_size, UniformSource(), parcel.add,
+            )
+            for top_p in (1.0, 0.9)
+        ]  # fmt: skip
+        parcel.send()
+        logits = self.model.logits(self.model(ids, batch)[:seqs])
+        for sampling in samplings:
+            sample(logits, sampling)
+        self.on.mark().wait()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.execute(self.prepare(plan))
+
+    def execute(self, inputs: StepInputs) -> StepResult:
+        return self.collect(self.launch(inputs))
+
+    def prepare(self, plan: StepPlan) -> StepInputs:
+        """Inputs of `plan`; needs no result of the steps before it."""
+        return self._inputs.build(plan)
+
+    # -- on the device -------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, inputs: StepInputs) -> Launched:
+        """Compute a prepared step, or put it into the device's queue. Steps must come in the order in which they were
+        prepared."""
+        inputs.parcel.send()
+        history = self._history.view(-1)
+        for new in inputs.added:
+            self._history[new.slot, : len(new.tokens)] = new.tokens
+        if self._tables is not None and inputs.tables is not None and len(inputs.tables.index):
+            self._tables.view(-1)[inputs.tables.index] = inputs.tables.blocks
+        hidden = self._forward(inputs, history)
+        tokens, logprobs = self._sample(hidden, inputs)
+        # -1 ends a request, but with overlap a step that reads its token may be on the way: it must find a real one
+        history[inputs.written] = tokens.clamp(min=0).int()
+        prompt_logprobs = [(rows, self._prompt_logprobs(hidden, rows)) for rows in inputs.prompt_rows]
+        return Launched(inputs, self.on.fetch(tokens), logprobs, prompt_logprobs, self.on.mark())
+
+    def _forward(self, inputs: StepInputs, history: Tensor) -> Tensor:
+        if inputs.padded is not None:
+            assert self.graphs is not None
+            return self.graphs.run(inputs.padded)
+        assert inputs.batch is not None
+        if self._tables is not None and inputs.tables is not None:
+            inputs.batch.block_table = self._tables[:, : inputs.tables.width].index_select(0, inputs.tables.rows)
+        return self.model(history[inputs.token_index].long(), inputs.batch)
+
+    def collect(self, launched: Launched) -> StepResult:
+        """What a launched step has brought; waits for it."""
+        launched.mark.wait()
+        inputs = launched.inputs
+        count = len(inputs.plan.slots)
+        result = StepResult(inputs.plan.step, [None] * count, [None] * count, [None] * count)
+        for i, token in zip(inputs.entries, launched.tokens.tolist(), strict=True):
+            result.tokens[i] = token
+        if launched.logprobs is not None:
+            entries, counts, table = launched.logprobs
+            for i, logprob in zip(entries, table.rows(counts), strict=True):
+                result.logprobs[i] = logprob
+        for rows, tables in launched.prompt_logprobs:
+            result.prompt_logprobs[rows.entry] = [
+                value for table in tables for value in table.rows([rows.count] * len(table.tokens))
+            ]
+        return result
+
+    def _sample(
+        self, hidden: Tensor, inputs: StepInputs
+    ) -> tuple[Tensor, tuple[list[int], list[int], LogprobTable] | None]:
+        """Tokens [n] int64 of the sampling entries, and their log-probabilities where asked for."""
+        if not inputs.entries:
+            return inputs.sampled_rows, None
+        sampling = inputs.sampling
+        if sampling.plain:
+            return mark_broken(*self.model.best(hidden[inputs.sampled_rows])), None
+        logits = self.model.logits(hidden[inputs.sampled_rows])
+        asked = {row: count for row, count in enumerate(sampling.logprobs) if count is not None}
+        raw = torch.stack([logits[row] for row in asked]) if asked else None
+        process_rows(logits, sampling, self._history)
+        tokens = sample(logits, sampling)
+        if raw is None:
+            return tokens, None
+        chosen = torch.stack([tokens[row] for row in asked]).clamp(min=0)
+        counts = list(asked.values())
+        table = logprob_table(raw, chosen, max(counts)).fetched(self.on.fetch)
+        return tokens, ([inputs.entries[row] for row in asked], counts, table)
+
+    def _prompt_logprobs(self, hidden: Tensor, rows: PromptRows) -> list[LogprobTable]:
+        targets = self._history.view(-1)[rows.targets].long()
+        tables = []
+        for part in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+            wanted = targets[part : part + PROMPT_LOGPROB_ROWS]
+            first = rows.first_row + part
+            logits = self.model.logits(hidden[first : first + len(wanted)])
+            tables.append(logprob_table(logits, wanted, rows.count).fetched(self.on.fetch))
+        return tables

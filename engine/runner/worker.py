@@ -1,0 +1,103 @@
+"""What the ranks above 0 run: their part of the model, and nothing that decides."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.distributed.plan_broadcast import PlanMessage, PlanReceiver, checksum
+from engine.distributed.tp_group import TPGroup
+from engine.errors import EngineUnavailable
+from engine.kv_transfer.transport.ranks import start_agent
+from engine.kv_transfer.transport.worker import KVTransferWorker
+from engine.model.config import ModelConfig
+from engine.model.folder import resolve
+from engine.runner.model_runner import Launched, ModelRunner, StepInputs
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.2  # how soon a thread notices that it is to end
+
+
+class Worker:
+    """One rank. The constructor loads the model and returns when all ranks have; `run` follows rank 0.
+
+    Raises StartupError, this rank's own or another's.
+    """
+
+    def __init__(self, config: EngineConfig, group: TPGroup):
+        self._group = group
+        with group.starting():
+            folder: Path = resolve(config.model, weights=config.load_format == "auto")
+            model_config = ModelConfig.from_folder(folder, config.quantization)
+            self._runner = ModelRunner(config, model_config, folder, group)
+            self._agent: KVTransferWorker | None = None
+            if config.handoff is not None:
+                cache, heads = self._runner.kv_cache, model_config.num_kv_heads
+                self._agent, _ = start_agent(config.handoff, cache, heads, group, group.host)
+            self._follower = PlanReceiver(group)
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Compute what rank 0 plans, until it ends the group. Raises EngineUnavailable when it or a rank dies."""
+        sampled: dict[int, int] = {}  # step -> checksum, until rank 0 has told its own
+        launched: deque[Launched] = deque()
+        ahead = self._runner.overlap and self._runner.on.asynchronous  # as rank 0: a step behind the one that computes
+        try:
+            for frame, inputs in self._ahead() if self._runner.overlap else self._prepared():
+                if frame.checked in sampled and sampled[frame.checked] != frame.checksum:
+                    raise EngineUnavailable(
+                        f"rank {self._group.rank} sampled other tokens than rank 0 in step {frame.checked}"
+                    )
+                sampled = {step: value for step, value in sampled.items() if step > frame.checked}
+                launched.append(self._runner.launch(inputs))
+                if len(launched) > ahead:
+                    result = self._runner.collect(launched.popleft())
+                    sampled[result.step] = checksum(result)
+        finally:
+            self._stopping.set()
+            if self._agent is not None:
+                self._agent.close()
+            self._group.close()
+        logger.info("rank ended rank=%d", self._group.rank)
+
+    def stop(self) -> None:
+        """Let `run` return, from another thread."""
+        self._stopping.set()
+
+    def _prepared(self) -> Iterator[tuple[PlanMessage, StepInputs]]:
+        try:
+            while not self._stopping.is_set():
+                frame = self._follower.receive(LOOK_S)
+                if frame is None:
+                    continue
+                if frame.plan is None:
+                    return
+                yield frame, self._runner.prepare(frame.plan)
+        finally:
+            self._follower.close()
+
+    def _ahead(self) -> Iterator[tuple[PlanMessage, StepInputs]]:
+        """`_prepared` from a thread of its own, which prepares a step while the one before computes."""
+        ready: queue.SimpleQueue[tuple[PlanMessage, StepInputs] | BaseException | None] = queue.SimpleQueue()
+
+        def receive() -> None:
+            try:
+                self._runner.on.bind()
+                for item in self._prepared():
+                    ready.put(item)
+                ready.put(None)
+            except BaseException as error:  # noqa: BLE001 - raised where it is taken out
+                self._group.abort(str(error))
+                ready.put(error)
+
+        threading.Thread(target=receive, name="plans", daemon=True).start()
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item

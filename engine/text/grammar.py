@@ -1,0 +1,229 @@
+"""Grammars that hold an output to a form: compiled, then matched token by token, by llguidance.
+
+Both may take long, a second for a hostile regex, so both happen in threads beside the step loop (llguidance lets go of
+the GIL): a request waits for its own grammar and for its own masks, and nobody else does for longer than PATIENCE_S.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.errors import InvalidParameter, Overloaded
+from engine.wire.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits
+
+CACHED = 128  # compiled grammars that are kept
+COMPILE_TIMEOUT_S = 10.0
+PATIENCE_S = 0.005  # that a step waits for a mask, once per mask; most take 10 to 100 us, new states of a lexer longer
+THREADS = 4
+MAX_LEXER_STATES = 20_000  # 1 to 2 kB each, per request
+# At most one space, or a new line and its indentation, as llama.cpp allows: a weak model that may put any number of
+# blanks between two tokens of JSON puts nothing else.
+WHITESPACE = "( |\n[ \t]{0,20})?"
+MAX_REASON = 300  # characters of llguidance's error messages
+
+
+@dataclass(frozen=True, slots=True)
+class Prototype:
+    """A compiled grammar at its beginning. mask: of the tokens that may come first."""
+
+    matcher: LLMatcher
+    mask: bytes
+
+
+class Grammar:
+    """The state of one output in its grammar: what request.Grammar asks for. One thread at a time.
+
+    output: tokens of it that exist already.
+    """
+
+    def __init__(self, prototype: Prototype, output: list[int], threads: ThreadPoolExecutor):
+        self.is_done = False
+        self.error: str | None = None
+        self._matcher = prototype.matcher.deep_copy()
+        self._num_bytes = len(prototype.mask)
+        self._threads = threads
+        self._asked_at = time.monotonic()
+        if output:
+            self._mask = threads.submit(self._resume, output)
+        else:
+            self._mask = Future()
+            self._mask.set_result(prototype.mask)
+
+    def ready(self) -> bool:
+        """Waits for that, though never longer than PATIENCE_S per mask."""
+        if not self._mask.done():
+            with suppress(TimeoutError):
+                self._mask.result(max(0.0, self._asked_at + PATIENCE_S - time.monotonic()))
+        return self._mask.done()
+
+    def mask(self) -> bytes:
+        return self._mask.result()
+
+    def accept(self, token: int) -> None:
+        wait([self._mask])  # done by now, unless another engine has chosen the token
+        self._consume([token])
+        self._asked_at = time.monotonic()
+        self._mask = self._threads.submit(self._compute_mask)
+
+    def _resume(self, output: list[int]) -> bytes:
+        self._consume(output)
+        return self._compute_mask()
+
+    def _consume(self, tokens: list[int]) -> None:
+        self._matcher.consume_tokens(tokens)
+        self._note_error()
+        self.is_done = self.error is None and self._matcher.is_stopped()
+
+    def _compute_mask(self) -> bytes:
+        """No token at all after an error."""
+        try:
+            mask = compute_mask(self._matcher, self._num_bytes)
+            self._note_error()
+        except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception, and concerns this output only
+            self.error = one_line(str(error))
+        return mask if self.error is None else bytes(self._num_bytes)
+
+    def _note_error(self) -> None:
+        if self.error is None and self._matcher.is_error():
+            self.error = one_line(self._matcher.get_error())
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """A request's grammar in the making."""
+
+    params: StructuredOutputsParams
+    prototype: Future[Prototype]
+    output: list[int]
+    late_at: float
+
+    def finished(self, now: float) -> bool:
+        return self.prototype.done() or now >= self.late_at
+
+
+class GrammarCompiler:
+    """Compiles in threads of its own, and keeps what was compiled.
+
+    Where llguidance is not installed, or cannot read the model's tokenizer, the engine works, and requests for a
+    grammar are refused.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]):
+        """Takes a second for a vocabulary of 150,000 tokens, and holds the GIL: so not later, while requests run."""
+        self._num_bytes = -(-vocab_size // 32) * 4
+        threads = min(THREADS, os.cpu_count() or 1)
+        self._compilers = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        self._matchers = ThreadPoolExecutor(threads, thread_name_prefix="token-mask")
+        self._cache: OrderedDict[tuple[str, str], Future[Prototype]] = OrderedDict()
+        self._problem = ""
+        try:
+            from llguidance import LLTokenizer
+
+            text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+            self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+        except ModuleNotFoundError as error:
+            self._problem = f"left out: {error.name} is not installed where the engine runs"
+        except Exception as error:  # noqa: BLE001 - whatever it is, the model can be served without grammars
+            self._problem = f"left out: this model's tokenizer cannot be used for it ({one_line(str(error))})"
+
+    def start(self, params: StructuredOutputsParams, output: list[int], now: float) -> Compilation:
+        """output: tokens that the request brings with it."""
+        key = (params.kind, params.text)
+        prototype = self._cache.get(key)
+        if prototype is None:
+            prototype = self._cache[key] = self._compilers.submit(self._compile, params)
+            if len(self._cache) > CACHED:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(key)
+        return Compilation(params, prototype, output, now + COMPILE_TIMEOUT_S)
+
+    def finish(self, compilation: Compilation) -> Grammar:
+        """Raises InvalidParameter if it cannot be compiled, or not in time; Overloaded if others took all the time."""
+        params, prototype = compilation.params, compilation.prototype
+        if not prototype.done():
+            if not prototype.running():
+                raise Overloaded(f"the grammars of other requests took more than {COMPILE_TIMEOUT_S:.0f} s to compile")
+            raise params.invalid(f"simple enough to be compiled in {COMPILE_TIMEOUT_S:.0f} s")
+        try:
+            return Grammar(prototype.result(), compilation.output, self._matchers)
+        except InvalidParameter as error:  # of whoever asked first, perhaps under another name
+            raise params.invalid(error.limit) from None
+
+    def close(self) -> None:
+        for threads in (self._compilers, self._matchers):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, params: StructuredOutputsParams) -> Prototype:
+        if self._problem:
+            raise params.invalid(self._problem)
+        from llguidance import LLMatcher
+
+        try:
+            matcher = LLMatcher(self._tokenizer, source(params), log_level=0, limits=limits())
+            # what the lexer learns here is in every copy
+            mask = b"" if matcher.is_error() else compute_mask(matcher, self._num_bytes)
+        except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception, and concerns this grammar only
+            raise params.invalid(expected(params, str(error))) from None
+        if matcher.is_error():
+            raise params.invalid(expected(params, matcher.get_error()))
+        if not any(mask):
+            raise params.invalid(expected(params, "no answer is possible"))
+        return Prototype(matcher, mask)
+
+
+def limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+
+
+def compute_mask(matcher: LLMatcher, num_bytes: int) -> bytes:
+    """Which tokens may come next, one bit per token of the model's vocabulary: lowest first, in whole 32-bit words."""
+    mask = np.empty(num_bytes, dtype=np.uint8)
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, num_bytes)
+    return mask.tobytes()
+
+
+def source(params: StructuredOutputsParams) -> str:
+    """The grammar as llguidance takes it. Raises whatever its translator of GBNF runs into, RecursionError too."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    match params.kind:
+        case "json" | "json_object":
+            return LLMatcher.grammar_from_json_schema(params.text, overrides={"whitespace_pattern": WHITESPACE})
+        case "regex":
+            return LLMatcher.grammar_from_regex(params.text)
+        case "choice":
+            # escapes of JSON strings are Lark's too
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in params.choice or []))
+        case "grammar":
+            return LLMatcher.grammar_from_lark(gbnf_to_lark(params.text) if params.is_gbnf else params.text)
+
+
+def expected(params: StructuredOutputsParams, problem: str) -> str:
+    what = {
+        "json": "a JSON schema that can be enforced",
+        "json_object": "left out",
+        "regex": "a regular expression in Rust's syntax",
+        "choice": "texts that this model can produce",
+        "grammar": "a grammar in llguidance's Lark or in GBNF",
+    }
+    return f"{what[params.kind]} ({one_line(problem)})"
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())[:MAX_REASON]

@@ -1,0 +1,109 @@
+"""What a user may ask of one generation. Names, meaning and ranges follow vLLM's SamplingParams."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from engine.errors import InvalidParameter
+from engine.wire.structured_outputs import StructuredOutputsParams
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_STOP_STRINGS = 16
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Immutable; travels with the request. Raises InvalidParameter when a value is out of its range.
+
+    temperature: 0 is greedy, and then top_p, top_k and min_p have no effect.
+    seed: None lets the engine derive one from the request id.
+    max_tokens: None means as many as the context still holds.
+    logprobs, prompt_logprobs: number of most likely alternatives to report, beside the token itself.
+    bad_words: words that must not be produced; `bad_words_token_ids` is their form for the engine,
+        filled in where the tokenizer is (text and tokens are two worlds).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: no limit
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = []
+    bad_words_token_ids: list[list[int]] = []
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_lists()
+
+    def _check_ranges(self) -> None:
+        check(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
+        check(0.0 <= self.temperature <= 2.0, "temperature", self.temperature, "between 0 and 2")
+        check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
+        check(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (no limit), or at least 1")
+        check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "between 0 and 1")
+        check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
+        check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", self.presence_penalty, "between -2 and 2")
+        check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", self.frequency_penalty, "between -2 and 2")
+        valid = self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)
+        check(valid, "repetition_penalty", self.repetition_penalty, "a finite number above 0")
+        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        enough = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        check(enough, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            check(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"between 0 and {MAX_LOGPROBS}")
+
+    def _check_lists(self) -> None:
+        check(len(self.stop) <= MAX_STOP_STRINGS, "stop", self.stop, f"at most {MAX_STOP_STRINGS} strings")
+        check("" not in self.stop, "stop", self.stop, "a list of non-empty strings")
+        check("" not in self.bad_words, "bad_words", self.bad_words, "a list of non-empty strings")
+        check(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids, 0 or above")
+        check(self.allowed_token_ids != [], "allowed_token_ids", self.allowed_token_ids, "a list of at least one id")
+        for token, bias in (self.logit_bias or {}).items():
+            check(-100.0 <= bias <= 100.0, f"logit_bias[{token}]", bias, "between -100 and 100")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def sequence(self, index: int) -> SamplingParams:
+        """Parameters of one of the `n` sequences; equal seeds would make them all the same."""
+        # wraps round where the next 64-bit integer does
+        seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
+        return msgspec.structs.replace(self, n=1, seed=seed)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InvalidParameter for a token id that the model does not have."""
+        lists = {
+            "logit_bias": list(self.logit_bias or {}),
+            "allowed_token_ids": self.allowed_token_ids or [],
+            "stop_token_ids": self.stop_token_ids,
+            "bad_words": [token for word in self.bad_words_token_ids for token in word],
+        }
+        for field, ids in lists.items():
+            for token in ids:
+                check(0 <= token < vocab_size, field, token, f"a token id below {vocab_size}")
+
+
+def check(valid: bool, field: str, value: object, limit: str) -> None:
+    """Raise InvalidParameter unless `valid` (NaN fails every comparison, so it is never valid)."""
+    if not valid:
+        raise InvalidParameter(field, value, limit)

@@ -1,0 +1,76 @@
+"""A Serve configuration file: what is said of its mistakes, which Ray would not tell or only later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+
+from cluster.cli import config_file
+from engine.errors import ConfigError
+
+APPLICATION = {"import_path": "cluster.app:build", "args": {"models": [{"name": "pocket", "model": "pocket"}]}}
+
+
+def with_(**keys: Any) -> dict[str, Any]:
+    return {"applications": [APPLICATION | keys]}
+
+
+def test_known_keys_are_those_of_rays_schemas():
+    assert set(ServeDeploySchema.model_fields) == config_file.TOP_KEYS
+    assert set(HTTPOptionsSchema.model_fields) == config_file.HTTP_KEYS
+    assert set(ServeApplicationSchema.model_fields) == config_file.APPLICATION_KEYS
+
+
+@pytest.mark.parametrize(
+    ("serve_config", "message"),
+    [
+        (with_() | {"http_option": {}}, "http_option must be one of the known keys"),
+        (with_() | {"http_options": {"prot": 1}}, "http_options.prot must be one of the known keys (host, keep_alive"),
+        (
+            with_() | {"http_options": {"port": 99999}},
+            "http_options.port must be a port between 1 and 65535, got 99999",
+        ),
+        (with_() | {"http_options": {"host": 1}}, "http_options.host must be a text"),
+        (with_() | {"http_options": 8000}, "http_options must be a section with keys, got 8000"),
+        (with_(autoscaling={}), "applications[0].autoscaling must be one of the known keys"),
+        (
+            with_(deployments=[{"name": "decoder-pocket"}]),
+            "applications[0].deployments[0].name must be one of ingress, decode-pocket, got 'decoder-pocket'",
+        ),
+        (
+            with_(args={"models": [{"name": "m", "model": "pocket", "engine": {"max_model_len": 9999}}]}),
+            "max_model_len must be at most the model's own context (2048), got 9999",
+        ),
+    ],
+)
+def test_mistake_is_named_with_its_path_and_its_limit(serve_config, message):
+    with pytest.raises(ConfigError) as caught:
+        config_file.check_serve_config(serve_config)
+    assert message in str(caught.value)
+
+
+def test_deployments_that_there_will_be_may_be_named():
+    named = [{"name": "ingress"}, {"name": "decode-pocket", "num_replicas": 2}]
+    assert config_file.check_serve_config(with_(deployments=named)) == ["pocket"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", "must be YAML, got"),
+        ("", "a mapping with a list `applications`"),
+        ("applications: 3", "a mapping with a list `applications`"),
+        ("applications: [{import_path: 'other:build'}]", "an application whose import_path is cluster.app:build"),
+        ("applications: [{}]", "applications[0].import_path must be given"),
+    ],
+)
+def test_file_that_is_no_configuration_of_ours_is_refused_in_one_line(text, message, tmp_path: Path):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        config_file.load(file)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

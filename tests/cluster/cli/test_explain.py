@@ -1,0 +1,127 @@
+"""`manta explain`: how a story is told to people, and what is said where there is none. tests/serve has real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from cluster.cli.explain import fetch, show, summary_of
+from deployments.observability.timeline import RequestTimeline, SequenceTimeline, TimelineEvent
+from engine.errors import EngineUnavailable, InvalidApiKey, RequestError, RequestNotFound
+
+STORY = SequenceTimeline(
+    request_id="chatcmpl-a-1-0",
+    model="pocket",
+    prompt_tokens=71,
+    arrived_at=1000.0,
+    state="ended",
+    reason="stop",
+    cached_tokens=16,
+    output_tokens=21,
+    preemptions=1,
+    replays=1,
+    engines=["decode-1", "decode-2"],
+    admission_s=0.0,
+    queue_s=0.001,
+    prefill_s=0.012,
+    first_token_s=0.02,
+    seconds=0.22,
+    moments=[
+        TimelineEvent(1000.0, "ingress-1", "the request came"),
+        TimelineEvent(1000.0214, "decode-1", "first [bold]token"),
+    ],
+)
+
+
+def test_summary_has_all_figures_of_a_request_that_has_ended():
+    assert summary_of(STORY) == [
+        ("request", "chatcmpl-a-1-0"),
+        ("model", "pocket"),
+        ("state", "ended after 0.220 s: stop"),
+        ("prompt", "71 tokens, 16 of them from the prefix cache"),
+        ("waited", "0.000 s for admission, 0.001 s in the engine's queue, 0.012 s for the first token since then"),
+        ("output", "21 tokens, the first after 0.020 s, then one every 10.0 ms"),
+        ("engines", "decode-1, decode-2"),
+        ("replays", "1"),
+        ("preemptions", "1"),
+    ]
+
+
+def test_summary_of_a_request_that_waits_leaves_out_what_is_not_known_yet():
+    story = SequenceTimeline(request_id="cmpl-a-1-0", model="pocket", prompt_tokens=5, arrived_at=0.0)
+    assert summary_of(story) == [
+        ("request", "cmpl-a-1-0"),
+        ("model", "pocket"),
+        ("state", "waits for its first token"),
+        ("prompt", "5 tokens"),
+        ("output", "0 tokens"),
+    ]
+
+
+def test_moments_are_told_in_seconds_since_the_request_came_and_word_for_word():
+    console = Console(width=100, record=True, markup=False)
+    with console.capture() as shown:
+        show(msgspec.json.encode(RequestTimeline("a", [STORY])), console)
+    lines = [" ".join(line.split()) for line in shown.get().splitlines()]
+    assert "+0.000 ingress-1 the request came" in lines
+    assert "+0.021 decode-1 first [bold]token" in lines
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
+    """Its URL, and its answers by path: status and body."""
+    answers: dict[str, tuple[int, str]] = {}
+
+    async def answer(request: web.Request) -> web.Response:
+        status, body = answers[request.raw_path]
+        return web.Response(status=status, text=body)
+
+    async def start() -> tuple[web.AppRunner, str]:
+        app = web.Application()
+        app.add_routes([web.get("/{path:.*}", answer)])
+        runner = web.AppRunner(app, shutdown_timeout=0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    runner, url = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    yield url, answers
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "message"),
+    [
+        (
+            404,
+            '{"error": {"message": "", "type": "not_found_error"}}',
+            RequestNotFound,
+            "nothing is known of a request",
+        ),
+        (404, '{"detail": "Not Found"}', RequestError, "is no Manta"),
+        (401, '{"error": {"message": "who are you?"}}', InvalidApiKey, "who are you?"),
+        (503, "", EngineUnavailable, "answers 503"),
+    ],
+)
+def test_what_a_server_answers_in_place_of_a_story_is_one_clear_error(server, status, body, error, message):
+    url, answers = server
+    answers["/debug/requests/a%2Fb%3F"] = (status, body)
+    with pytest.raises(error, match=message):
+        fetch(url, "a/b?", None)
+
+
+def test_where_there_is_no_server_it_is_said(server):
+    with pytest.raises(EngineUnavailable, match=r"no server answers at http://127\.0\.0\.1:9: connection refused"):
+        fetch("http://127.0.0.1:9", "a", None)

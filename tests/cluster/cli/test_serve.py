@@ -1,0 +1,174 @@
+"""`manta serve`: what its flags stand for. That it serves is tested in tests/serve."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cluster.cli import serve as serve_command
+from cluster.cli.flags import WITHOUT, documented, engine_flags, flag_help
+from cluster.cli.main import app, main
+from cluster.config import AppConfig
+from engine.config import EngineConfig
+from engine.errors import ServingError
+
+ROOT = Path(__file__).parents[2]
+
+
+def printed(*flags: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["serve", *flags, "--print-config"])
+    assert result.exit_code == 0, result.output
+    config: dict[str, Any] = yaml.safe_load(result.stdout)
+    return config
+
+
+def args(*flags: str) -> dict[str, Any]:
+    found: dict[str, Any] = printed(*flags)["applications"][0]["args"]
+    return found
+
+
+def test_without_flags_it_is_the_application_of_serve_config_yaml():
+    assert printed() == yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+
+
+def test_flags_for_two_pools_are_the_application_of_serve_config_pd_yaml():
+    flags = ["--num-threads", "1", "--num-cpus", "0.75", "--prefill-replicas", "1", "--set", "handoff.policy=auto"]
+    expected = AppConfig.of(yaml.safe_load((ROOT / "serve_config_pd.yaml").read_text())["applications"][0])
+    found = AppConfig.of(printed("pocket", *flags)["applications"][0])
+    assert found == expected
+
+
+def test_every_field_of_the_engine_has_a_flag_that_sets_it_and_a_help_text():
+    names = {field.name for field in fields(EngineConfig)}
+    flags = {flag.name: flag for flag in engine_flags()}
+    assert set(flags) == names - WITHOUT
+    assert set(documented(EngineConfig)) == names
+    engine = args("-tp", "2", "--dtype", "float32", "--no-enable-prefix-caching", "--kv-cache-memory-gib", "0.5")
+    assert engine["models"][0]["engine"] == {
+        "dtype": "float32",
+        "kv_cache_memory_gib": 0.5,
+        "enable_prefix_caching": False,
+        "tensor_parallel": 2,
+    }
+
+
+def test_help_of_a_flag_that_is_left_out_speaks_of_its_default():
+    assert flag_help("Of it; None takes the model's own.") == "Of it; default: the model's own."
+    assert flag_help("The loop. None means True.") == "The loop. Default: True."
+
+
+def test_flags_beside_the_engine_go_where_the_configuration_has_them():
+    found = printed(
+        "/models/Qwen3-8B", "--host", "0.0.0.0", "--port", "9000", "--api-keys-file", "keys", "--num-gpus", "1",
+        "--accelerator-type", "L4", "--decode-replicas", "3", "--reasoning-parser", "none", "--log-level", "debug",
+    )  # fmt: skip
+    assert found["http_options"] == {"host": "0.0.0.0", "port": 9000}
+    assert found["applications"][0]["args"] == {
+        "models": [
+            {
+                "name": "Qwen3-8B",
+                "model": "/models/Qwen3-8B",
+                "reasoning_parser": "none",
+                "decode": {"num_replicas": 3, "num_gpus": 1.0, "accelerator_type": "L4"},
+            }
+        ],
+        "ingress": {"api_keys_file": "keys"},
+        "log_level": "debug",
+    }
+
+
+def test_load_may_decide_the_number_of_replicas():
+    (application,) = printed("--min-replicas", "1", "--max-replicas", "4")["applications"]
+    config = AppConfig.of(application)  # which raises without the policy
+    assert config.models[0].decode.bounds == (1, 4)
+
+
+def test_any_key_can_be_set_and_the_last_word_counts():
+    found = args("--set", "ingress.num_replicas=2", "--set", "decode.routing.policy=round_robin", "--port", "1",
+                 "--set", "engine.num_blocks=10", "--num-blocks", "20")  # fmt: skip
+    assert found["ingress"] == {"num_replicas": 2}
+    assert found["models"][0]["decode"] == {"routing": {"policy": "round_robin"}}
+    assert found["models"][0]["engine"] == {"num_blocks": 10}
+
+
+@pytest.fixture
+def never_runs(monkeypatch):
+    def run(config: Path, address: str | None = None) -> None:
+        raise AssertionError("nothing may start here")
+
+    monkeypatch.setattr(serve_command, "run", run)
+
+
+@pytest.mark.usefixtures("never_runs")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "policy"], "--set must be KEY=VALUE"),
+        (["--set", "name.of=1"], "name.of must be below a section"),
+        (["no/such/folder/at all"], "no such folder"),
+        (["--max-num-seqs", "0"], "models[0].engine.max_num_seqs must be at least 1, got 0"),
+        (["--set", "handoff.polic=x", "--prefill-replicas", "1"], "models[0].handoff.polic must be one of"),
+        (["--api-keys-file", "/none"], "api_keys_file"),
+        (["no_such_file.yaml"], "no_such_file.yaml must be a text file that can be read"),
+        (["serve_config.yaml", "--port", "9000"], "MODEL must be a model where flags are given"),
+    ],
+)
+def test_mistake_that_the_user_can_mend_is_told_before_anything_starts(arguments, message):
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert isinstance(result.exception, ServingError)
+    assert message in str(result.exception)
+
+
+def test_mistake_is_one_line_and_exit_code_1():
+    command = [sys.executable, "-m", "cluster.cli.main", "serve", "no/such/folder/at all"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert result.returncode == 1
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("manta: model 'no/such/folder/at all': no such folder")
+
+
+def test_port_that_is_in_use_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(serve_command, "_joins_a_cluster", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        result = CliRunner().invoke(app, ["serve", "--port", str(port)])
+    assert str(result.exception).startswith(
+        f"port {port}, for the API, cannot be had on 127.0.0.1: Address already in use. Stop"
+    )
+
+
+def test_file_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    output = tmp_path / "nowhere" / "out.jsonl"
+    monkeypatch.setattr("sys.argv", ["manta", "generate", "--input", str(source), "--output", str(output)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"manta: {output}: No such file or directory\n"
+
+
+def test_what_runs_is_serve_run_with_the_configuration_that_is_printed(monkeypatch):
+    """Read by a child, as it would be by what takes the place of this process."""
+    ran: list[tuple[list[str], str, str]] = []
+
+    def execve(executable: str, command: list[str], environment: dict[str, str]) -> None:
+        read = subprocess.run(["cat", command[-1]], capture_output=True, text=True, close_fds=False, timeout=30)
+        ran.append((command[1:-1], environment["RAY_SERVE_ENABLE_HA_PROXY"], read.stdout))
+
+    monkeypatch.setattr("os.execve", execve)
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "what the user wants")
+    CliRunner().invoke(app, ["serve", "--num-blocks", "64", "--address", "auto"])
+    ((command, proxy, text),) = ran
+    assert command == ["-m", "ray.serve.scripts", "run", "--address", "auto"]
+    assert proxy == "what the user wants"
+    assert yaml.safe_load(text) == printed("--num-blocks", "64")

@@ -1,0 +1,88 @@
+"""Many steps at once against the oracle: the same cluster, step by step."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.simulator.cluster import Cluster
+from cluster.simulator.fast_forward import LeapingScheduler
+from cluster.simulator.spec import ClusterSpec
+from cluster.simulator.trace import PIECE, Trace
+from engine.core.scheduler import Scheduler
+from tests.cluster.simulator.small_cluster import small_cluster
+
+
+@st.composite
+def traces(draw):
+    size = draw(st.integers(1, 25))
+    gaps = draw(st.lists(st.sampled_from([0.0, 0.003, 0.02, 0.1, 1.0]), min_size=size, max_size=size))
+    prompts = draw(st.lists(st.integers(1, 1500), min_size=size, max_size=size))
+    outputs = draw(st.lists(st.integers(1, 60), min_size=size, max_size=size))
+    groups = draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
+    ids = [
+        [groups[i] if piece == 0 else 10 + 10 * i + piece for piece in range(-(-prompts[i] // PIECE))]
+        for i in range(size)
+    ]
+    return Trace("drawn", np.cumsum(gaps), np.array(prompts), np.array(outputs), ids)
+
+
+specs = st.builds(
+    small_cluster,
+    prefill=st.sampled_from([0, 0, 1]),
+    replicas=st.integers(1, 2),
+    num_blocks=st.sampled_from([100, 130, 400]),
+    max_num_seqs=st.sampled_from([1, 3, 8]),
+    max_num_batched_tokens=st.sampled_from([64, 512]),
+    enable_prefix_caching=st.booleans(),
+    router=st.sampled_from(["random", "round_robin"]),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(spec=specs, trace=traces(), leap=st.sampled_from([1, 5, 64]))
+def test_leaps_give_the_same_times_and_the_same_caches_as_single_steps(spec, trace, leap):
+    assert_equal(run(spec, trace, leap), run(spec, trace, 0))
+
+
+def test_leaps_are_exact_where_requests_preempt_each_other():
+    trace = Trace("tight", np.arange(12) * 0.01, np.full(12, 300), np.full(12, 150))
+    slow, fast = (run(small_cluster(num_blocks=60), trace, leap) for leap in (0, 64))
+    assert_equal(fast, slow)
+    assert sum(r.scheduler.totals.preemptions for r in fast.pools["decode"].replicas) > 0
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_a_leap_takes_far_fewer_turns_than_steps(prefill):
+    trace = Trace("long", np.zeros(4), np.full(4, 100), np.full(4, 400))
+    cluster = run(small_cluster(prefill), trace, 64)
+    steps = sum(r.scheduler.totals.steps for r in cluster.pools["decode"].replicas)
+    assert steps >= 2 * 399
+    assert cluster.turns < steps / 5
+
+
+def run(spec: ClusterSpec, trace: Trace, leap: int) -> Cluster:
+    """Without leaps, with the methods of the ordinary scheduler alone."""
+    cluster = Cluster(spec, trace, leap=leap)
+    with nullcontext() if leap else patch.object(LeapingScheduler, "_append", Scheduler._append):
+        cluster.run()
+    for pool in cluster.pools.values():
+        for replica in pool.replicas:
+            replica.scheduler.check()
+    return cluster
+
+
+def assert_equal(one: Cluster, other: Cluster) -> None:
+    for name in ("first_at", "last_at", "cached"):
+        assert np.array_equal(getattr(one.records, name), getattr(other.records, name)), name
+    for role, pool in one.pools.items():
+        for a, b in zip(pool.replicas, other.pools[role].replicas, strict=True):
+            assert a.scheduler.totals == b.scheduler.totals
+            assert a.gaps == b.gaps
+            assert a.busy_s == pytest.approx(b.busy_s)
+            assert set(a.scheduler.pool.names()) == set(b.scheduler.pool.names())

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+
+from deployments.frontend import admission
+from deployments.frontend.admission import AdmissionLimits, window
+from engine.errors import Overloaded
+from engine.wire.messages import ErrorInfo
+from tests.deployments.fake_api import FakeApi, fake_api, until
+
+LIMITS = AdmissionLimits(max_num_seqs=16, num_engines=1, num_ingresses=1, max_waiting=100, max_waiting_tokens=1000)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+def ask(api: FakeApi, user: str = "u", **body: Any) -> asyncio.Task[Any]:
+    return asyncio.create_task(api.post("completions", prompt="a", user=user, **{"max_tokens": 1, **body}))
+
+
+def test_engine_gets_what_it_can_run_and_a_few_more():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            status = await api.until_status()
+            assert window([status], LIMITS) == 18
+            assert window([status, status], LIMITS) == 36
+
+    run(scenario())
+
+
+def test_engine_that_lacks_blocks_gets_a_few_more_than_it_runs():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            status = await api.until_status()
+            stats = msgspec.structs.replace(status.stats, running=5, waiting=9, blocks_used=9, blocks_total=10)
+            assert window([msgspec.structs.replace(status, stats=stats)], LIMITS) == 7
+
+    run(scenario())
+
+
+def test_ingresses_share_the_engines():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            limits = AdmissionLimits(
+                max_num_seqs=16, num_engines=1, num_ingresses=4, max_waiting=9, max_waiting_tokens=9
+            )
+            assert window([await api.until_status()], limits) == 5
+
+    run(scenario())
+
+
+def test_more_than_fits_waits_here_and_not_in_the_engine():
+    async def scenario() -> None:
+        async with fake_api(max_num_seqs=8) as api:
+            api.engine.paused.set()
+            answers = [ask(api) for _ in range(20)]
+            await until(lambda: len(api.engine.added) == 9)
+            assert (api.model.admission.num_running, api.model.admission.num_waiting) == (9, 11)
+            assert (await api.client.get("/load")).json() == {"server_load": 20}
+            api.engine.paused.clear()
+            assert [(await answer).status_code for answer in answers] == [200] * 20
+            await until(lambda: api.model.admission.num_running == 0)
+
+    run(scenario())
+
+
+def test_full_queue_is_answered_with_429_and_the_time_after_which_to_come_back():
+    async def scenario() -> None:
+        async with fake_api(max_num_seqs=8, max_waiting=3) as api:
+            api.engine.paused.set()
+            answers = [ask(api) for _ in range(12)]
+            await until(lambda: api.model.admission.num_waiting == 3)
+            for path, body in (
+                ("completions", {"prompt": "a"}),
+                ("chat/completions", {"messages": [{"role": "user"}]}),
+            ):
+                for stream in (True, False):
+                    refused = await api.post(path, user="u", stream=stream, **body)
+                    assert refused.status_code == 429, refused.text
+                    assert int(refused.headers["retry-after"]) >= 1
+                    assert refused.json()["error"]["code"] == "overloaded"
+            assert api.model.admission.refused == 4
+            assert len(api.engine.added) == 9
+            api.engine.paused.clear()
+            assert [(await answer).status_code for answer in answers] == [200] * 12
+
+    run(scenario())
+
+
+def test_flood_of_one_client_leaves_room_for_another():
+    async def scenario() -> None:
+        async with fake_api(max_num_seqs=8, max_waiting=20) as api:
+            api.engine.paused.set()
+            flood = [ask(api, "flood") for _ in range(60)]
+            await until(lambda: api.model.admission.num_waiting == 20)
+            late = [ask(api, "late") for _ in range(5)]
+            await until(lambda: api.model.admission.refused == 31 + 5)
+            api.engine.paused.clear()
+            assert [(await answer).status_code for answer in late] == [200] * 5
+            statuses = [(await answer).status_code for answer in flood]
+            assert (statuses.count(200), statuses.count(429)) == (24, 36)
+
+    run(scenario())
+
+
+def test_late_client_is_served_before_the_flood_that_waits():
+    async def scenario() -> None:
+        async with fake_api(max_num_seqs=1, max_waiting=50) as api:
+            api.engine.paused.set()
+            flood = [ask(api, "flood", max_tokens=2) for _ in range(30)]
+            await until(lambda: api.model.admission.num_waiting == 28)
+            late = ask(api, "late", max_tokens=1)
+            await until(lambda: api.model.admission.num_waiting == 29)
+            api.engine.paused.clear()
+            assert (await late).status_code == 200
+            assert [request.params.max_tokens for request in api.engine.added].index(1) <= 4
+            assert {(await answer).status_code for answer in flood} == {200}
+
+    run(scenario())
+
+
+def test_client_that_leaves_the_queue_takes_no_turn():
+    async def scenario() -> None:
+        async with fake_api(max_num_seqs=1) as api:
+            api.engine.paused.set()
+            answers = [ask(api) for _ in range(6)]
+            await until(lambda: api.model.admission.num_waiting == 4)
+            for answer in answers[3:]:
+                answer.cancel()
+            await asyncio.gather(*answers[3:], return_exceptions=True)
+            assert api.model.admission.num_waiting == 1
+            api.engine.paused.clear()
+            assert [(await answer).status_code for answer in answers[:3]] == [200] * 3
+            assert len(api.engine.added) == 3
+
+    run(scenario())
+
+
+def test_client_that_leaves_just_as_it_is_pushed_out_hurts_nobody():
+    async def scenario() -> None:
+        async with fake_api(max_num_seqs=1, max_waiting=2) as api:
+            queue = api.model.admission
+
+            async def wait(client: str) -> None:
+                async with queue.enter("r", client, 1, 1, 10.0):
+                    pass
+
+            async with queue.enter("r", "a", 1, 1, 10.0), queue.enter("r", "a", 1, 1, 10.0):
+                waiting = [asyncio.create_task(wait("a")) for _ in range(2)]
+                await until(lambda: queue.num_waiting == 2)
+                waiting[1].cancel()
+                late = asyncio.create_task(wait("b"))
+                await until(lambda: late in asyncio.all_tasks() and queue.num_waiting == 2)
+            await asyncio.gather(waiting[0], late)
+            assert (queue.num_waiting, queue.num_running) == (0, 0)
+
+    run(scenario())
+
+
+def test_deadline_of_the_request_counts_in_the_queue_too():
+    async def scenario() -> None:
+        async with fake_api(max_num_seqs=1) as api:
+            api.engine.paused.set()
+            running = [ask(api) for _ in range(2)]
+            await until(lambda: len(api.engine.added) == 2)
+            headers = {"X-Request-Timeout-Ms": "50"}
+            late = await api.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+            assert late.status_code == 408
+            assert late.json()["error"]["type"] == "timeout_error"
+            assert late.headers["x-should-retry"] == "false"
+            api.engine.paused.clear()
+            assert [(await answer).status_code for answer in running] == [200] * 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("header", "timeout_s"), [("1500", 1.5), ("999999999", 60.0), (None, 60.0)])
+def test_engine_learns_the_deadline_which_is_never_above_the_servers(header, timeout_s):
+    async def scenario() -> None:
+        async with fake_api(request_timeout_s=60.0) as api:
+            headers = {} if header is None else {"X-Request-Timeout-Ms": header}
+            await api.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+            assert timeout_s - 1 < api.engine.added[0].timeout_s <= timeout_s
+
+    run(scenario())
+
+
+def test_refusal_by_the_engine_says_when_to_come_back():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            api.engine.refusal = ErrorInfo.of(Overloaded("the queue is full"))
+            for stream in (True, False):
+                answer = await api.post("completions", prompt="a", stream=stream)
+                assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            assert api.model.admission.num_running == 0
+
+    run(scenario())
+
+
+def test_window_follows_what_the_engines_report(monkeypatch):
+    monkeypatch.setattr(admission, "POLL_S", 0.01)
+
+    async def scenario() -> None:
+        async with fake_api(max_num_seqs=1, num_engines=3) as api:  # one of them, it turns out
+            api.engine.paused.set()
+            answers = [ask(api) for _ in range(5)]
+            await until(lambda: len(api.engine.added) == 5)
+            answers += [ask(api) for _ in range(2)]
+            await until(lambda: api.model.admission._queue.window == 2)
+            api.engine.paused.clear()
+            assert [(await answer).status_code for answer in answers] == [200] * 7
+
+    run(scenario())

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deployments.frontend import api_keys
+from deployments.frontend.api_keys import ApiKeys, hash_key
+from engine.errors import ConfigError, InvalidApiKey
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(f"# who may come in\n\nalice:{hash_key('sk-a')}\n  bob:{hash_key('sk-b')}  \n")
+    return path
+
+
+@pytest.fixture
+def keys(file: Path, monkeypatch: pytest.MonkeyPatch) -> ApiKeys:
+    monkeypatch.setattr(api_keys, "LOOK_S", 0.0)
+    return ApiKeys(file)
+
+
+def test_key_tells_its_name(keys):
+    assert keys.name_of("Bearer sk-a") == "alice"
+    assert keys.name_of("bearer  sk-b ") == "bob"
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", "sk-a", "Basic sk-a", "Bearer sk-c", "Bearer sk-", "Bearer é"]
+)
+def test_anything_else_is_refused(keys, header):
+    with pytest.raises(InvalidApiKey):
+        keys.name_of(header)
+
+
+def test_hash_itself_is_no_key(keys):
+    with pytest.raises(InvalidApiKey):
+        keys.name_of(f"Bearer {hash_key('sk-a')}")
+
+
+def test_file_may_change_at_any_time(keys, file):
+    file.write_text(f"carol:{hash_key('sk-c')}\n")
+    assert keys.name_of("Bearer sk-c") == "carol"
+    with pytest.raises(InvalidApiKey):
+        keys.name_of("Bearer sk-a")
+
+
+def test_file_that_becomes_unreadable_leaves_the_keys_as_they_were(keys, file, caplog):
+    file.write_text("sk-plain\n")
+    assert keys.name_of("Bearer sk-a") == "alice"
+    assert "line 1" in caplog.text
+    assert "sk-plain" not in caplog.text
+    file.unlink()
+    assert keys.name_of("Bearer sk-a") == "alice"
+    file.write_text(f"carol:{hash_key('sk-c')}\n")
+    assert keys.name_of("Bearer sk-c") == "carol"
+
+
+def test_file_that_becomes_empty_lets_nobody_in(keys, file):
+    file.write_text("")
+    with pytest.raises(InvalidApiKey):
+        keys.name_of("Bearer sk-a")
+
+
+@pytest.mark.parametrize("text", ["", "# none\n", "sk-plain", "alice:sk-a", f"a b:{'0' * 64}", f"a:{'0' * 63}", "\xff"])
+def test_file_that_is_no_good_at_the_start_is_a_configuration_error(tmp_path, text):
+    path = tmp_path / "keys"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"ingress\.api_keys_file") as caught:
+        ApiKeys(path)
+    assert "sk-" not in str(caught.value)
+
+
+def test_missing_file_is_a_configuration_error(tmp_path):
+    with pytest.raises(ConfigError, match="FileNotFoundError"):
+        ApiKeys(tmp_path / "none")

@@ -1,0 +1,114 @@
+"""What /metrics and /debug/handoffs show of handoffs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from prometheus_client.core import Metric
+
+from deployments.observability.handoff_metrics import handoff_metrics
+from deployments.openai.live_handoffs import live_handoffs
+from deployments.replicas.replica_status import ReplicaStatus
+from engine.errors import EngineUnavailable
+from engine.wire.handoff_stats import HandoffInfo, HandoffStats
+from engine.wire.messages import EngineRequestLog, EngineStatus, GenerateRequest
+from tests.deployments.replicas.fake_prefill import status
+
+STATS = HandoffStats(
+    live=2,
+    results={"received": {"": 7}, "failed": {"silent": 1}},
+    phase_seconds={"compute": (7, 3.5)},
+    bytes_read={"tcp": 300, "nixl": 100},
+    bytes_overlapped=100,
+    lease_expiries=1,
+    resting=["prefill-m-2"],
+)
+
+
+def series(*statuses: EngineStatus) -> dict[tuple[str, ...], float]:
+    """By name and values of labels without model and engine."""
+    engines = [(["m", status.engine_id], status) for status in statuses]
+    metrics: list[Metric] = list(handoff_metrics(engines))
+    return {
+        (sample.name, *[v for k, v in sample.labels.items() if k not in ("model_name", "engine")]): sample.value
+        for metric in metrics
+        for sample in metric.samples
+    }
+
+
+def test_handoffs_are_counted_by_result_phase_and_transport():
+    found = series(msgspec.structs.replace(status("decode-m-1"), handoffs=STATS))
+    assert found["manta_handoffs_total", "received", ""] == 7
+    assert found["manta_handoffs_total", "failed", "silent"] == 1
+    assert found["manta_handoff_phase_seconds_sum", "compute"] == 3.5
+    assert found["manta_handoff_phase_seconds_count", "compute"] == 7
+    assert found["manta_handoff_bytes_total", "nixl"] == 100
+    assert found["manta_handoff_overlap_ratio",] == 0.25
+    assert found["manta_handoff_lease_expiries_total",] == 1
+    assert found["manta_handoffs_live",] == 2
+    assert found["manta_handoff_resting_peers",] == 1
+
+
+def test_blocks_of_all_states_add_up_to_all_blocks():
+    stats = status("e").stats
+    stats = msgspec.structs.replace(
+        stats, blocks_free=2, blocks_cached=1, blocks_used=7, blocks_reserved=3, blocks_leased=2
+    )
+    found = series(msgspec.structs.replace(status("e"), stats=stats))
+    blocks = {name[1]: value for name, value in found.items() if name[0] == "manta_kv_blocks"}
+    assert blocks == {"free": 2, "cached": 1, "running": 2, "reserved": 3, "leased": 2}
+    assert sum(blocks.values()) == stats.blocks_total
+
+
+def test_engine_that_hands_nothing_over_has_no_series_of_handoffs():
+    assert not [name for name in series(status("e")) if name[0].startswith("manta_handoff")]
+
+
+def test_decisions_are_counted_by_place_and_reason():
+    stats = msgspec.structs.replace(status("e").stats, prefill_decisions={"local": {"short_prompt": 3}})
+    found = series(msgspec.structs.replace(status("e"), stats=stats))
+    assert found["pd_decision_total", "local", "short_prompt"] == 3
+
+
+class Pool:
+    """An EnginePool of fixed statuses."""
+
+    def __init__(self, decode: list[ReplicaStatus], prefill: list[ReplicaStatus]):
+        self._decode, self._prefill = decode, prefill
+
+    async def generate(self, request: GenerateRequest) -> None:
+        raise AssertionError("nothing is generated here")
+
+    async def statuses(self) -> list[ReplicaStatus]:
+        if not self._decode:
+            raise EngineUnavailable("no replica is up and healthy")
+        return self._decode
+
+    async def asleep(self) -> bool:
+        return False
+
+    async def prefill_statuses(self) -> list[ReplicaStatus]:
+        return self._prefill
+
+    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
+        return []
+
+
+def with_handoff(engine_id: str, age_s: float) -> ReplicaStatus:
+    info = HandoffInfo(
+        handoff_id=f"h-{engine_id}",
+        request_id="r",
+        role="decode",
+        peer="p",
+        state="reading",
+        age_s=age_s,
+        deadline_s=4.0,
+    )
+    return ReplicaStatus.of(msgspec.structs.replace(status(engine_id), live_handoffs=[info]), None)
+
+
+def test_live_handoffs_of_both_pools_are_listed_oldest_first():
+    pools = {"m": Pool([with_handoff("d1", 1.0)], [with_handoff("p1", 3.0)]), "n": Pool([], [with_handoff("p2", 2.0)])}
+    found = asyncio.run(live_handoffs(pools)).handoffs
+    assert [(live.model, live.engine) for live in found] == [("m", "p1"), ("n", "p2"), ("m", "d1")]

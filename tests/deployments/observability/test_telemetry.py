@@ -1,0 +1,111 @@
+"""What one ingress knows of the others, and what it makes of odd HTTP requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from deployments.frontend.token_channel import TokenChannel
+from deployments.observability.stats import IngressStats, ModelStats
+from deployments.observability.telemetry import MetricsMiddleware, Peers, Telemetry
+from deployments.observability.timeline import SequenceTimeline
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+@dataclass
+class FakePeers:
+    found: list[IngressStats] = field(default_factory=list)
+    told: list[SequenceTimeline] = field(default_factory=list)
+
+    async def stats(self) -> list[IngressStats]:
+        return self.found
+
+    async def stories(self, name: str) -> list[SequenceTimeline]:
+        return [story for story in self.told if story.is_of(name)]
+
+
+@asynccontextmanager
+async def telemetry_of(ingress_id: str, peers: Peers | None = None) -> AsyncGenerator[Telemetry]:
+    channel = TokenChannel("127.0.0.1")
+    task = asyncio.create_task(channel.run())
+    await asyncio.sleep(0)  # only what has begun closes its socket when it is cancelled
+    yield Telemetry(ingress_id, channel, peers=peers)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def test_counts_of_other_ingresses_stand_beside_the_own_ones_which_are_never_stale():
+    async def scenario() -> None:
+        stale, other = IngressStats("a"), IngressStats("b")
+        other.answered("GET /", 200, 0.1, 0, 5)
+
+        async with telemetry_of("a", FakePeers([stale, other])) as telemetry:
+            telemetry.answered("GET /", 404, 0.1, 0, 5)
+            own, theirs = await telemetry.all_stats()
+        assert (own.ingress_id, own.routes["GET /"].statuses) == ("a", {404: 1})
+        assert (theirs.ingress_id, theirs.routes["GET /"].statuses) == ("b", {200: 1})
+
+    run(scenario())
+
+
+def test_counts_are_the_same_after_their_way_between_ingresses():
+    stats = IngressStats("a", models={"m": ModelStats()}, dropped_deltas=3)
+    stats.answered("POST /v1/completions", 200, 0.02, 10, 20)
+    stats.models["m"].finished["stop"] += 1
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=IngressStats) == stats
+
+
+async def answers(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200})
+    await send({"type": "http.response.body", "body": b"abc"})
+
+
+async def is_cancelled(scope: Any, receive: Any, send: Any) -> None:
+    raise asyncio.CancelledError
+
+
+async def is_cancelled_late(scope: Any, receive: Any, send: Any) -> None:
+    await answers(scope, receive, send)
+    raise asyncio.CancelledError
+
+
+async def fails(scope: Any, receive: Any, send: Any) -> None:
+    raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("app", "length", "statuses", "num_bytes"),
+    [
+        (answers, b"12", {200: 1}, (12, 3)),
+        (answers, b"9" * 5000, {200: 1}, (0, 3)),
+        (answers, b"-1", {200: 1}, (0, 3)),
+        (is_cancelled, b"0", {499: 1}, (0, 0)),
+        (is_cancelled_late, b"0", {200: 1}, (0, 3)),
+        (fails, b"0", {500: 1}, (0, 0)),
+    ],
+)
+def test_every_request_counts_once_however_it_ends(app, length, statuses, num_bytes):
+    async def scenario() -> None:
+        async def send(message: Any) -> None:
+            pass
+
+        scope = {"type": "http", "path": "/a", "method": "POST", "headers": [(b"content-length", length)]}
+        async with telemetry_of("a") as telemetry:
+            call = asyncio.create_task(MetricsMiddleware(app, telemetry)(scope, None, send))
+            await asyncio.wait([call])
+            assert call.cancelled() == (app in (is_cancelled, is_cancelled_late))
+            assert call.cancelled() or isinstance(call.exception(), ValueError) == (app is fails)
+            (route,) = telemetry.stats.routes.values()
+            assert route.statuses == statuses
+            assert (route.request_bytes, route.response_bytes) == num_bytes
+
+    run(scenario())

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deployments.openai.parsers.choice_parser import ChoiceParser, OutputFormat
+from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, Piece, Reasoning
+from engine.text.text_stream import TextChunk
+
+HERMES = OutputFormat(tool_calls="hermes", tools={"f", "g"}, reasoning=True)
+LLAMA = OutputFormat(tool_calls="llama3_json", tools={"f", "g"})
+REQUIRED = OutputFormat(tool_calls="json", tools={"f", "g"}, reasoning=True, reasoning_begun=True)
+NAMED = OutputFormat(tool_calls="named", tools={"f"}, reasoning=True)
+FORMATS = [HERMES, LLAMA, REQUIRED, NAMED]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def read(form: OutputFormat, parts: list[str], *, early: bool = True, reason: str = "stop") -> list[Piece]:
+    """All pieces, neighbours of one kind joined."""
+    reader, pieces, length = ChoiceParser(form, early=early), [], 0
+    for i, text in enumerate(parts):
+        last = reason if i == len(parts) - 1 else None
+        pieces += reader.add(TextChunk(text, [0], [length], None, None, last))
+        length += len(text)
+    return joined(pieces)
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    out: list[Piece] = []
+    for piece in pieces:
+        if out and type(piece) is type(out[-1]) and not isinstance(piece, CallStart):
+            piece = type(piece)(out.pop().text + piece.text)
+        out.append(piece)
+    return out
+
+
+def whole(form: OutputFormat, text: str) -> list[Piece]:
+    return read(form, [text], early=False)
+
+
+def call(name: str, arguments: str) -> list[Piece]:
+    return [CallStart(name), CallArguments(arguments)]
+
+
+# what models write, whole and in pieces, so that examples come near to all that the parsers decide on
+FRAGMENTS = st.one_of(
+    st.sampled_from(
+        [
+            *("<think>", "</think>", "\n", "\n\n", " ", "<tool_call>", "</tool_call>", "<", "<tool", "</th", "{", "}"),
+            *("[", "]", ",", ";", ":", '"', "\\", '"name"', '"arguments"', '"parameters"', '"f"', '{"name": "f", '),
+            *('"arguments": {', '"parameters": {"a": "}<\\""}}', CALL, '{"name": "g", "parameters": {"b": [1, {}]}}'),
+            *('{"arguments": {"a": 1}, "name": "f"}', '{"name": "other", "parameters": {}}', '{"title": "x"}', "text"),
+        ]
+    ),
+    st.text(max_size=4),
+)
+TEXTS = st.lists(FRAGMENTS, max_size=8).map("".join)
+
+
+@settings(max_examples=400, deadline=None)
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=12), form=st.sampled_from(FORMATS), early=st.booleans())
+def test_how_a_text_is_cut_into_chunks_does_not_matter(text, cuts, form, early):
+    edges = [0, *sorted(cut for cut in cuts if cut <= len(text)), len(text)]
+    parts = [text[start:end] for start, end in pairwise(edges)]
+    assert read(form, parts, early=early) == read(form, [text], early=early)
+    assert read(form, [*text, ""], early=early) == read(form, [text], early=early)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXTS, form=st.sampled_from(FORMATS))
+def test_no_text_is_lost_but_white_space_tags_and_what_stands_around_arguments(text, form):
+    pieces = read(form, [text])
+    kept = "".join(piece.name if isinstance(piece, CallStart) else piece.text for piece in pieces)
+    if not any(isinstance(piece, CallStart) for piece in pieces):
+        for tag in ("<think>", "</think>"):
+            kept, text = kept.replace(tag, ""), text.replace(tag, "")
+        assert "".join(kept.split()) == "".join(text.split())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+ARGUMENTS = st.dictionaries(st.text(max_size=5), JSON, max_size=3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    calls=st.lists(st.tuples(st.sampled_from("fg"), ARGUMENTS), min_size=1, max_size=3),
+    before=st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=8),
+    form=st.sampled_from([HERMES, LLAMA, REQUIRED]),
+    ascii_only=st.booleans(),
+    indent=st.none() | st.integers(0, 2),
+    swapped=st.booleans(),
+)
+def test_calls_are_read_back_in_a_stream_and_whole(calls, before, form, ascii_only, indent, swapped):
+    key = "parameters" if form is LLAMA else "arguments"
+    objects = [
+        {key: arguments, "name": name} if swapped else {"name": name, key: arguments} for name, arguments in calls
+    ]
+    texts = [json.dumps(value, ensure_ascii=ascii_only, indent=indent) for value in objects]
+    match form.tool_calls:
+        case "hermes":
+            text = before + "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+        case "llama3_json":
+            text = "; ".join(texts)
+        case _:
+            text = f"thoughts</think>[{', '.join(texts)}]"
+    pieces = whole(form, text)
+    assert read(form, [*text]) == pieces
+    starts = [i for i, piece in enumerate(pieces) if isinstance(piece, CallStart)]
+    assert [(pieces[i].name, json.loads(pieces[i + 1].text)) for i in starts] == calls
+    rest = [piece for piece in pieces if not isinstance(piece, CallStart | CallArguments)]
+    if form is HERMES:
+        assert "".join(piece.text for piece in rest) == before.rstrip()
+
+
+def test_text_around_calls_is_content_and_arguments_are_as_the_model_wrote_them():
+    text = f'I will look.\n{CALL}\n<tool_call>{{"name": "g", "arguments": {{ "b" : [] }}}}</tool_call>\nDone.'
+    expected = [Content("I will look."), *call("f", '{"a": 1}'), *call("g", '{ "b" : [] }'), Content("\nDone.")]
+    assert whole(HERMES, text) == read(HERMES, [*text]) == expected
+
+
+def test_tags_inside_of_strings_of_arguments_end_nothing():
+    text = '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>\\"}"}}</tool_call>'
+    assert whole(HERMES, text) == read(HERMES, [*text]) == call("f", '{"a": "</tool_call>\\"}"}')
+
+
+@pytest.mark.parametrize("space", ["", "\n", " \n\n"])
+def test_white_space_around_calls_is_no_content(space):
+    text = f"{space}{CALL}{space}{CALL}{space}"
+    assert whole(HERMES, text) == read(HERMES, [*text]) == call("f", '{"a": 1}') * 2
+
+
+def test_call_that_lacks_its_last_brace_ends_at_the_closing_tag():
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call> b'
+    assert whole(HERMES, text) == read(HERMES, [*text]) == [*call("f", '{"a": 1}'), Content(" b")]
+
+
+def test_name_is_streamed_before_the_arguments_and_these_as_they_come():
+    reader = ChoiceParser(HERMES, early=True)
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": "long text'
+    pieces = [reader.add(TextChunk(char, [0], [i], None, None)) for i, char in enumerate(text)]
+    begun = text.index('{"a"')
+    assert [piece for found in pieces[:begun] for piece in found] == []
+    assert pieces[begun] == call("f", "{")
+    assert pieces[begun + 1 :] == [[CallArguments(char)] for char in text[begun + 1 :]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>",
+        "<tool_call></tool_call>",
+        "a <tool_call>no JSON</tool_call>",
+        '<tool_call>{"name": 1, "arguments": {}}</tool_call> b',
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "a"}</tool_call>',
+        '<tool_call>{"function": "f"}</tool_call>',
+        '<tool_call>{"name": "f"',
+        "<tool_call>" + '{"name": ' + "[" * 5000,
+        '  {"name": "other", "parameters": {"a": 1}}',
+        '{"title": "not a call", "parameters": {}}',
+        '["a", {"name": "f", "parameters": {}}]',
+        '{"name": "f", "parameters": 3} and more',
+    ],
+)
+def test_what_is_no_call_stays_content(text):
+    form = HERMES if "<tool_call>" in text else LLAMA
+    assert whole(form, text) == read(form, [*text]) == [Content(text)]
+
+
+def test_broken_arguments_are_content_in_a_whole_answer_and_passed_on_in_a_stream():
+    text = '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>'
+    assert whole(HERMES, text) == [Content(text)]
+    assert read(HERMES, [*text]) == call("f", '{"a": tru}')
+
+
+def test_answer_in_json_is_not_held_back_until_its_end():
+    reader = ChoiceParser(LLAMA, early=True)
+    pieces = [reader.add(TextChunk(text, [0], [0], None, None)) for text in ('{"tit', 'le": ', '"a long text')]
+    assert joined([piece for found in pieces for piece in found]) == [Content('{"title": "a long text')]
+
+
+def test_call_without_arguments_is_a_call():
+    assert whole(HERMES, '<tool_call>{"name": "f"}</tool_call>') == call("f", "{}")
+
+
+def test_only_the_first_call_counts_if_calls_must_not_be_parallel():
+    form = OutputFormat(tool_calls="hermes", tools={"f"}, parallel=False)
+    text = f"{CALL}\n{CALL} and more"
+    assert whole(form, text) == read(form, [*text]) == [*call("f", '{"a": 1}'), Content(" and more")]
+
+
+@pytest.mark.parametrize(
+    ("text", "begun", "expected"),
+    [
+        ("<think>\na\nb\n</think>\n\nanswer", False, [Reasoning("a\nb"), Content("answer")]),
+        ("a\nb\n</think>\n\nanswer", True, [Reasoning("a\nb"), Content("answer")]),
+        ("<think>a</think>answer", True, [Reasoning("a"), Content("answer")]),
+        ("\n<think>never closed\n", False, [Reasoning("never closed")]),
+        ("<think></think>", False, []),
+        (" <thin", False, [Content(" <thin")]),
+        ("answer <think>a</think>", False, [Content("answer <think>a</think>")]),
+        ("a</th</think>x", True, [Reasoning("a</th"), Content("x")]),
+        (f"<think>{CALL}</think>{CALL}", False, [Reasoning(CALL), *call("f", '{"a": 1}')]),
+    ],
+)
+def test_reasoning_is_what_stands_between_the_tags(text, begun, expected):
+    form = OutputFormat(tool_calls="hermes", tools={"f"}, reasoning=True, reasoning_begun=begun)
+    assert whole(form, text) == read(form, [*text]) == expected
+
+
+def test_tags_are_not_counted_as_tokens_of_reasoning():
+    reader = ChoiceParser(HERMES, early=True)
+    tokens = ["<think>", "\n", "a", " b", "</think>", "\n\n", "answer"]
+    offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+    reader.add(TextChunk("".join(tokens[:4]), [0] * 4, offsets[:4], None, None))
+    assert reader.reasoning_tokens == 3
+    reader.add(TextChunk("".join(tokens[4:]), [0] * 3, offsets[4:], None, None, "stop"))
+    assert reader.reasoning_tokens == 3
+
+
+def test_reasoning_can_be_left_out():
+    form = OutputFormat(reasoning=True, include_reasoning=False)
+    assert whole(form, "<think>a</think>b") == read(form, [*"<think>a</think>b"]) == [Content("b")]

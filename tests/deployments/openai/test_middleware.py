@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.frontend.api_keys import hash_key
+from deployments.frontend.token_channel import TokenChannel
+from deployments.observability.telemetry import Telemetry
+from deployments.openai.app import openai_app
+from deployments.openai.middleware import AuthConfig
+from engine.errors import ConfigError
+from tests.deployments.fake_api import fake_api, until
+from tests.deployments.openai.bad_requests import BAD, Bad
+
+JSON = {"Content-Type": "application/json"}
+KEY = {"Authorization": "Bearer sk-a"}
+# beside all that the OpenAPI document tells of
+ROUTES = [
+    ("GET", "/openapi.json"),
+    ("POST", "/ping"),
+    ("GET", "/nowhere"),
+    ("DELETE", "/v1/models"),
+    ("GET", "/health/"),
+    ("GET", "//health"),
+]
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> AuthConfig:
+    path = tmp_path / "keys"
+    path.write_text(f"alice:{hash_key('sk-a')}\nbob:{hash_key('sk-b')}\n")
+    return AuthConfig(api_keys_file=str(path))
+
+
+def test_every_route_but_health_wants_a_key(gate):
+    async def scenario() -> None:
+        async with fake_api(gate=gate) as api:
+            await api.until_status()
+            assert (await api.client.get("/health")).status_code == 200
+            document = (await api.client.get("/openapi.json", headers=KEY)).json()
+            routes = [(method.upper(), path) for path, methods in document["paths"].items() for method in methods]
+            routes.remove(("GET", "/health"))
+            assert len(routes) > 10
+            for method, path in routes + ROUTES:
+                for headers in ({}, {"Authorization": "Bearer sk-x"}):
+                    answer = await api.client.request(method, path, headers=headers)
+                    Bad(path, b"", status=401, method=method).check(answer)
+                    assert answer.json()["error"]["code"] == "invalid_api_key"
+                    assert answer.headers["www-authenticate"] == "Bearer"
+                answer = await api.client.request(method, path, headers=KEY)
+                assert answer.status_code != 401
+
+    run(scenario())
+
+
+def test_openapi_document_tells_of_every_route(gate):
+    async def scenario() -> None:
+        async with fake_api() as api:
+            app = openai_app({"fake": api.model}, api.telemetry)
+            routes = {route.path.replace(":path", "") for route in app.routes}
+            assert routes == {*(await api.client.get("/openapi.json")).json()["paths"], "/openapi.json"}
+
+    run(scenario())
+
+
+def test_bad_requests_are_refused_in_the_same_way_behind_a_key(gate):
+    async def scenario() -> None:
+        async with fake_api(gate=gate) as api:
+            for bad in BAD:
+                request = bad.request("http://fake")
+                request.headers["Authorization"] = "Bearer sk-b"
+                bad.check(await api.client.send(request))
+
+    run(scenario())
+
+
+def test_keys_share_fairly_whatever_their_requests_say_of_users(gate):
+    async def scenario() -> None:
+        async with fake_api(gate=gate, max_num_seqs=1, max_waiting=6) as api:
+            api.engine.paused.set()
+
+            def ask(key: str, user: str) -> asyncio.Task[Any]:
+                body, headers = {"prompt": "a", "user": user, "max_tokens": 1}, {"Authorization": f"Bearer {key}"}
+                return asyncio.create_task(api.client.post("/v1/completions", json=body, headers=headers))
+
+            flood = [ask("sk-a", str(i)) for i in range(20)]
+            await until(lambda: api.model.admission.refused == 12)
+            late = [ask("sk-b", "one") for _ in range(3)]
+            await until(lambda: api.model.admission.refused == 15)
+            api.engine.paused.clear()
+            assert [(await answer).status_code for answer in late] == [200] * 3
+            assert [(await answer).status_code for answer in flood].count(200) == 5
+
+    run(scenario())
+
+
+def test_body_of_unknown_length_is_refused_as_soon_as_it_is_too_long():
+    async def scenario() -> None:
+        async with fake_api(gate=AuthConfig(max_body_bytes=10_000)) as api:
+            sent = 0
+
+            async def pieces() -> AsyncGenerator[bytes]:
+                nonlocal sent
+                yield b'{"prompt": "'
+                for _ in range(1000):
+                    sent += 1000
+                    yield b"a" * 1000
+
+            answer = await api.client.post("/v1/completions", content=pieces(), headers=JSON)
+            Bad("/v1/completions", b"", status=413).check(answer)
+            assert sent == 10_000
+
+    run(scenario())
+
+
+def test_longest_body_is_accepted():
+    async def scenario() -> None:
+        async with fake_api(gate=AuthConfig(max_body_bytes=10_000)) as api:
+            body = b'{"prompt": "a", "max_tokens": 1}'
+            for length, status in ((10_000, 200), (10_001, 413)):
+                answer = await api.client.post("/v1/completions", content=body.ljust(length), headers=JSON)
+                assert answer.status_code == status
+
+    run(scenario())
+
+
+def test_bad_file_of_keys_keeps_the_application_from_starting():
+    async def scenario() -> None:
+        channel = TokenChannel("127.0.0.1")
+        with pytest.raises(ConfigError, match="api_keys_file"):
+            openai_app({}, Telemetry("ingress-1", channel), AuthConfig(api_keys_file="/none"))
+
+    run(scenario())

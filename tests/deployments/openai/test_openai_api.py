@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+import pytest
+
+from deployments.openai.context import RequestContext
+from deployments.openai.requests import ChatBody
+from deployments.openai.response_meta import ResponseMeta
+from deployments.openai.streaming import stream
+from engine.errors import Overloaded
+from engine.wire.messages import ErrorInfo
+from tests.deployments.fake_api import fake_api, says, tokenizer, until
+
+HELLO = [{"role": "user", "content": "hello"}]
+TEXT = "The quick brown fox 👩‍🚀 jumps, héhé."
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+def test_chat_answers_with_the_engines_text_and_counts_its_tokens():
+    async def scenario() -> None:
+        async with fake_api(says(TEXT)) as api:
+            answer = (await api.post("chat/completions", messages=HELLO)).json()
+            assert answer["object"] == "chat.completion"
+            assert answer["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+            assert answer["choices"][0]["finish_reason"] == "length"
+            assert answer["usage"]["completion_tokens"] == len(tokenizer().encode(TEXT))
+            assert answer["usage"]["prompt_tokens"] == len(api.engine.added[0].prompt)
+            assert api.engine.added[0].params.max_tokens is None
+
+    run(scenario())
+
+
+def test_streamed_chat_has_the_same_text_and_the_role_comes_first():
+    async def scenario() -> None:
+        async with fake_api(says(TEXT)) as api:
+            options = {"include_usage": True}
+            *chunks, last, usage = await api.stream("chat/completions", messages=HELLO, stream_options=options)
+            deltas = [chunk["choices"][0]["delta"] for chunk in [*chunks, last]]
+            assert deltas[0] == {"role": "assistant", "content": ""}
+            assert "".join(delta.get("content", "") for delta in deltas) == TEXT
+            assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * len(chunks)
+            assert last["choices"][0]["finish_reason"] == "length"
+            assert usage["choices"] == []
+            assert usage["usage"]["completion_tokens"] == len(tokenizer().encode(TEXT))
+
+    run(scenario())
+
+
+def test_stop_string_cuts_the_text_and_stops_the_request_in_the_engine():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            answer = (await api.post("completions", prompt="one two three", stop="three", max_tokens=400)).json()
+            choice = answer["choices"][0]
+            assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("one two ", "stop", "three")
+            await until(lambda: api.engine.stopped == [api.engine.added[0].request_id])
+            await until(lambda: api.engine.num_live == 0)
+            assert not api.engine.aborted
+
+    run(scenario())
+
+
+def test_n_choices_of_every_prompt_get_seeds_of_their_own():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            answer = (await api.post("completions", prompt=["ab", "cd"], n=2, seed=7, max_tokens=2)).json()
+            assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+            assert [c["text"] for c in answer["choices"]] == ["ab", "ab", "cd", "cd"]
+            assert sorted(r.params.seed for r in api.engine.added) == [7, 7, 8, 8]
+            assert answer["usage"]["prompt_tokens"] == 4
+
+    run(scenario())
+
+
+def test_echo_puts_the_prompt_and_its_logprobs_first():
+    async def scenario() -> None:
+        async with fake_api(says("xy")) as api:
+            answer = (await api.post("completions", prompt="ab", echo=True, logprobs=1, max_tokens=2)).json()
+            choice = answer["choices"][0]
+            assert choice["text"] == "abxy"
+            assert choice["logprobs"]["tokens"] == ["a", "b", "x", "y"]
+            assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+            assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -0.5, -0.5]
+
+    run(scenario())
+
+
+def test_echo_with_no_tokens_returns_the_prompt_alone():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            answer = (await api.post("completions", prompt="ab", echo=True, logprobs=0, max_tokens=0)).json()
+            assert answer["choices"][0]["text"] == "ab"
+            assert answer["choices"][0]["logprobs"]["tokens"] == ["a", "b"]
+            assert answer["usage"]["completion_tokens"] == 0
+
+    run(scenario())
+
+
+def test_chat_logprobs_carry_the_bytes_of_each_token():
+    async def scenario() -> None:
+        async with fake_api(says("é")) as api:
+            answer = (await api.post("chat/completions", messages=HELLO, logprobs=True, top_logprobs=1)).json()
+            content = answer["choices"][0]["logprobs"]["content"]
+            assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9]]
+            assert [len(entry["top_logprobs"]) for entry in content] == [1, 1]
+
+    run(scenario())
+
+
+def test_content_given_as_text_parts_is_one_text():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+            await api.post("chat/completions", messages=[{"role": "user", "content": parts}], max_tokens=1)
+            await api.post("chat/completions", messages=[{"role": "user", "content": "a\nb"}], max_tokens=1)
+            assert api.engine.added[0].prompt == api.engine.added[1].prompt
+
+    run(scenario())
+
+
+def test_closing_a_stream_aborts_all_its_sequences():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            body = ChatBody.model_validate({"messages": HELLO, "n": 3, "stream": True})
+            answer = await api.model.chat(body, ResponseMeta("chatcmpl-1", 0, "fake"), RequestContext("test"))
+            async with aclosing(answer.chunks()) as chunks:
+                await anext(chunks)
+            await until(lambda: len(api.engine.aborted) == 3)
+            assert api.engine.num_live == 0
+
+    run(scenario())
+
+
+def test_one_request_id_may_name_several_answers():
+    async def scenario() -> None:
+        async with fake_api(says("a")) as api:
+            ask = partial(api.client.post, "/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "abc"})
+            answers = await asyncio.gather(ask(), ask())
+            assert [answer.json()["id"] for answer in answers] == ["cmpl-abc", "cmpl-abc"]
+            assert len({request.request_id for request in api.engine.added}) == 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_refusal_by_the_engine_has_its_own_status(stream):
+    async def scenario() -> None:
+        async with fake_api() as api:
+            api.engine.refusal = ErrorInfo.of(Overloaded("the queue is full"))
+            answer = await api.post("completions", prompt="a", stream=stream)
+            assert answer.status_code == 429
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+
+    run(scenario())
+
+
+def test_loss_of_the_replica_ends_a_stream_with_an_error_event():
+    async def scenario() -> None:
+        async with fake_api(max_replays=0) as api:
+            body = ChatBody.model_validate({"messages": HELLO, "stream": True})
+            answer = await api.model.chat(body, ResponseMeta("chatcmpl-1", 0, "fake"), RequestContext("test"))
+            response = await stream(answer.chunks())
+            api.engine.paused.set()
+            api.replica.fail("rank 0 died")
+            events = [event async for event in response.body_iterator]
+            assert b'"code":"engine_unavailable"' in events[-2]
+            assert events[-1] == b"data: [DONE]\n\n"
+
+    run(scenario())
+
+
+def test_health_fails_when_the_engine_is_gone():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            await api.post("completions", prompt="a", max_tokens=1)
+            assert (await api.client.get("/health")).status_code == 200
+            api.replica.fail("rank 0 died")
+            answer = await api.client.get("/health")
+            assert answer.status_code == 503
+            assert answer.json()["error"]["message"] == "rank 0 died"
+            metrics = (await api.client.get("/metrics")).text
+            assert 'manta_up{model_name="fake"} 0.0' in metrics and 'manta_asleep{model_name="fake"} 0.0' in metrics
+
+    run(scenario())
+
+
+def test_a_model_that_is_scaled_to_zero_is_healthy():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            api.replica.fail("no replica is up and healthy")
+            api.model.pool.sleeps = True
+            assert (await api.client.get("/health")).status_code == 200
+            metrics = (await api.client.get("/metrics")).text
+            assert 'manta_up{model_name="fake"} 0.0' in metrics and 'manta_asleep{model_name="fake"} 1.0' in metrics
+
+    run(scenario())
+
+
+def test_metrics_have_vllms_names():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            await api.post("completions", prompt="a", max_tokens=1)
+            text = (await api.client.get("/metrics")).text
+            assert 'vllm:num_requests_running{engine="fake",model_name="fake"} 0.0' in text
+            assert 'request_success_total{finished_reason="length",ingress="ingress-1",model_name="fake"} 1.0' in text
+            assert 'manta_kv_blocks{engine="fake",model_name="fake",state="free"} 10.0' in text
+
+    run(scenario())
+
+
+def test_fields_that_change_nothing_are_accepted():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            body = {"prompt": "a", "max_tokens": 1, "user": "me", "metadata": {}, "best_of": 1, "suffix": None}
+            answer = await api.post("completions", **body, repetition_penalty=1.0, logprobs=None, n=None)
+            assert answer.status_code == 200, answer.text
+
+    run(scenario())
+
+
+def test_request_overrides_the_models_default_sampling():
+    async def scenario() -> None:
+        async with fake_api(default_sampling={"temperature": 0.6, "top_p": 0.9}) as api:
+            await api.post("completions", prompt="a", max_tokens=1, top_p=0.5)
+            params = api.engine.added[0].params
+            assert (params.temperature, params.top_p) == (0.6, 0.5)
+
+    run(scenario())

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, tokenizer
+from tests.deployments.openai.chat_models import QWEN, VOCAB_SIZE, chat_tokenizer
+
+HELLO = [{"role": "user", "content": "hello"}]
+TEXT = "The quick brown fox 👩‍🚀 jumps, héhé."
+
+
+def test_tokens_of_a_text_come_back_as_the_text():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            answer = (await api.client.post("/tokenize", json={"prompt": TEXT})).json()
+            assert answer["tokens"] == tokenizer().encode(TEXT)
+            assert answer["count"] == len(answer["tokens"])
+            assert answer["max_model_len"] == MAX_MODEL_LEN
+            assert answer["token_strs"] is None
+            back = (await api.client.post("/detokenize", json={"tokens": answer["tokens"]})).json()
+            assert back["prompt"].endswith(TEXT)
+
+    asyncio.run(scenario())
+
+
+def test_tokens_of_messages_are_those_that_a_chat_sends_to_the_engine():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            answer = (await api.client.post("/tokenize", json={"model": "fake", "messages": HELLO})).json()
+            await api.post("chat/completions", messages=HELLO, max_tokens=1)
+            assert answer["tokens"] == api.engine.added[0].prompt
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("special", [None, True, False])
+def test_special_tokens_are_as_in_a_completion(special):
+    async def scenario() -> None:
+        async with fake_api() as api:
+            body = {"prompt": "a b", "add_special_tokens": special}
+            answer = (await api.client.post("/tokenize", json=body)).json()
+            await api.post("completions", max_tokens=1, **body)
+            assert answer["tokens"] == api.engine.added[0].prompt
+
+    asyncio.run(scenario())
+
+
+def test_token_strings_are_those_of_the_vocabulary():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            body = {"prompt": "a é", "return_token_strs": True, "add_special_tokens": False}
+            answer = (await api.client.post("/tokenize", json=body)).json()
+            assert answer["token_strs"] == [tokenizer().token(i) for i in answer["tokens"]]
+            assert answer["token_strs"][0] == "a"
+
+    asyncio.run(scenario())
+
+
+def test_empty_text_has_no_tokens():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            body = {"prompt": "", "add_special_tokens": False}
+            assert (await api.client.post("/tokenize", json=body)).json()["count"] == 0
+            assert (await api.client.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+
+    asyncio.run(scenario())
+
+
+def test_tools_and_template_options_are_as_in_a_chat():
+    async def scenario() -> None:
+        async with fake_api(text_model=chat_tokenizer(QWEN), vocab_size=VOCAB_SIZE) as api:
+            plain = (await api.client.post("/tokenize", json={"messages": HELLO})).json()
+            tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+            body = {"messages": HELLO, "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+            answer = (await api.client.post("/tokenize", json=body)).json()
+            await api.post("chat/completions", max_tokens=1, **body)
+            assert answer["tokens"] == api.engine.added[0].prompt
+            assert answer["count"] > plain["count"]
+
+    asyncio.run(scenario())

@@ -1,0 +1,68 @@
+"""What a failed Serve call means to whoever made it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, RequestCancelledError
+
+from deployments.replicas.serve_pool import _answer
+from deployments.routing.routing_context import RoutingContext
+from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, ServingError
+
+
+class Response:
+    """A Serve call that ends so."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def __await__(self):
+        raise self.error
+        yield  # a generator, so that it can be awaited
+
+
+def outcome(error: Exception, call: RoutingContext | None = None) -> ServingError:
+    with pytest.raises(ServingError) as raised:
+        asyncio.run(_answer(Response(error), call or RoutingContext()))
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(ActorDiedError(), "lost"), (BackPressureError(1, 1), "ended")], ids=["lost", "refused"]
+)
+def test_the_router_is_told_how_a_call_ended(error, told):
+    call, heard = RoutingContext(), []
+    call.placed(heard.append)
+    outcome(error, call)
+    assert heard == [told]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ActorDiedError(),
+        ReplicaUnavailableError("gone"),
+        RequestCancelledError("request"),
+        RuntimeError("Unexpected error (StatusCode.INTERNAL)"),
+        grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata()),
+        RayTaskError("generate", "a traceback", ValueError("a bug in the replica")).as_instanceof_cause(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_lost_call_may_be_tried_elsewhere(error):
+    assert isinstance(outcome(error), EngineUnavailable)
+    assert outcome(error).retryable
+
+
+def test_error_that_the_replica_raised_on_purpose_keeps_its_type():
+    cause = InvalidParameter("prompt", [], "at least one token")
+    # what Serve raises is of both types at once, and its text is a traceback: that must not go on
+    assert outcome(RayTaskError("generate", "a traceback", cause).as_instanceof_cause()) is cause
+
+
+def test_full_queues_are_an_overload():
+    assert isinstance(outcome(BackPressureError(1, 1)), Overloaded)

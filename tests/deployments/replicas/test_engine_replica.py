@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from deployments.replicas import engine_replica
+from deployments.replicas.engine_replica import EngineReplica
+from engine.errors import EngineUnavailable, RequestTimeout
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+from tests.deployments.fake_api import until
+from tests.fake_engine import FakeEngine
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+def request(request_id: str = "a", **fields: Any) -> GenerateRequest:
+    params = SamplingParams(max_tokens=3)
+    return GenerateRequest(request_id=request_id, prompt=[1], params=params, reply_to="tcp://127.0.0.1:9", **fields)
+
+
+@asynccontextmanager
+async def replica_with_engine(**options: float) -> AsyncGenerator[tuple[EngineReplica, FakeEngine]]:
+    replica = EngineReplica("127.0.0.1", **options)
+    task = asyncio.create_task(replica.run())
+    engine = FakeEngine(replica.status_to)
+    replica.connect(engine.address)
+    try:
+        yield replica, engine
+    finally:
+        engine.stop()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def test_call_is_open_until_its_request_has_ended():
+    async def scenario() -> None:
+        async with replica_with_engine() as (replica, engine):
+            engine.paused.set()
+            call = asyncio.create_task(replica.generate(request()))
+            await until(lambda: engine.num_live == 1)
+            assert not call.done()
+            engine.paused.clear()
+            await call
+            assert engine.num_live == 0
+
+    run(scenario())
+
+
+def test_cancelled_call_aborts_its_request_only():
+    async def scenario() -> None:
+        async with replica_with_engine() as (replica, engine):
+            engine.paused.set()
+            calls = {name: asyncio.create_task(replica.generate(request(name))) for name in "ab"}
+            await until(lambda: engine.num_live == 2)
+            calls["a"].cancel()
+            await until(lambda: engine.aborted == ["a"])
+            engine.paused.clear()
+            await calls["b"]
+
+    run(scenario())
+
+
+def test_loss_of_the_engine_ends_open_calls_and_refuses_new_ones():
+    async def scenario() -> None:
+        async with replica_with_engine() as (replica, engine):
+            engine.paused.set()
+            call = asyncio.create_task(replica.generate(request()))
+            await until(lambda: engine.num_live == 1)
+            replica.fail("rank 0 died")
+            for attempt in (call, replica.generate(request("b"))):
+                with pytest.raises(EngineUnavailable, match="rank 0 died"):
+                    await attempt
+
+    run(scenario())
+
+
+def test_request_that_the_engine_forgets_ends_with_its_deadline(monkeypatch):
+    monkeypatch.setattr(engine_replica, "TIMEOUT_GRACE_S", 0.05)
+
+    async def scenario() -> None:
+        async with replica_with_engine() as (replica, engine):
+            engine.paused.set()
+            with pytest.raises(RequestTimeout):
+                await replica.generate(request(timeout_s=0.05))
+            await until(lambda: engine.aborted == ["a"])
+
+    run(scenario())
+
+
+def test_silent_engine_is_unhealthy():
+    async def scenario() -> None:
+        async with replica_with_engine(stall_timeout_s=0.2) as (replica, engine):
+            await until(lambda: is_healthy(replica))
+            engine.silent.set()
+            await until(lambda: not is_healthy(replica))
+            engine.silent.clear()
+            await until(lambda: is_healthy(replica))
+
+    run(scenario())
+
+
+def test_engine_that_makes_no_step_is_unhealthy():
+    async def scenario() -> None:
+        async with replica_with_engine() as (replica, engine):
+            await until(lambda: is_healthy(replica))
+            engine.step_age_s = 11.0
+            await until(lambda: not is_healthy(replica))
+            with pytest.raises(EngineUnavailable, match="no step ended for 11 s"):
+                replica.check_health()
+
+    run(scenario())
+
+
+def test_engine_that_stays_unhealthy_is_given_up(monkeypatch):
+    monkeypatch.setattr(engine_replica, "LOOK_S", 0.01)
+
+    async def scenario() -> None:
+        async with replica_with_engine() as (replica, engine):
+            given_up = asyncio.create_task(replica.until_unhealthy())
+            await until(lambda: is_healthy(replica))
+            engine.step_age_s = 11.0
+            assert "no step ended for 11 s" in await given_up
+
+    run(scenario())
+
+
+def is_healthy(replica: EngineReplica) -> bool:
+    try:
+        replica.status()
+    except EngineUnavailable:
+        return False
+    return True
+
+
+def test_journal_is_the_engines_answer_and_an_engine_that_gives_none_is_not_waited_for(monkeypatch):
+    async def scenario() -> None:
+        async with replica_with_engine() as (replica, engine):
+            both = await asyncio.gather(replica.journal(["a", "b"]), replica.journal(["c"]))
+            assert [list(journal.lines) for journal in both] == [["a", "b"], ["c"]]
+            monkeypatch.setattr(engine_replica, "JOURNAL_TIMEOUT_S", 0.05)
+            await asyncio.to_thread(engine.stop)
+            with pytest.raises(EngineUnavailable, match="told nothing"):
+                await replica.journal(["a"])
+            replica.fail("rank 0 died")
+            with pytest.raises(EngineUnavailable, match="rank 0 died"):
+                await replica.journal(["a"])
+
+    run(scenario())

@@ -1,0 +1,221 @@
+"""The router as Serve runs it, with replicas that are not there."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+import zmq.asyncio
+from ray import cloudpickle
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
+from ray.serve.request_router import PendingRequest, ReplicaID
+
+from deployments.routing.cost import Prompt
+from deployments.routing.router import EngineRouter, engine_id_of
+from deployments.routing.routing_context import NOTHING, RoutingContext
+from deployments.routing.stats import RoutingStats
+from engine.wire.messages import Command, EngineLoad, EngineUpdate, Subscribe
+from tests.deployments.routing.pools import BLOCK, prompt
+
+POOL = DeploymentID("decode-m", "manta")
+
+
+@dataclass
+class FakeReplica:
+    """As Serve's RunningReplica. ongoing: what it says when it is asked how many calls it has."""
+
+    name: str
+    max_ongoing_requests: int = 10
+    ongoing: int = 0
+    asked: int = 0
+    replica_metadata: dict[str, str] = field(default_factory=dict)
+    node_id: str = "node"
+
+    @property
+    def replica_id(self) -> ReplicaID:
+        return ReplicaID(self.name, POOL)
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        self.asked += 1
+        return self.ongoing
+
+
+@asynccontextmanager
+async def router(*replicas: FakeReplica, policy: str = "prefix_aware") -> AsyncGenerator[EngineRouter]:
+    made = EngineRouter(POOL, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
+    made.initialize_state(role="decode", block_size=BLOCK, policy=policy)
+    made.update_replicas(list(replicas))
+    await asyncio.sleep(0)
+    try:
+        yield made
+    finally:
+        if made._receiving is not None:
+            made._receiving.cancel()
+            await asyncio.gather(made._receiving, return_exceptions=True)
+
+
+def pending(call: RoutingContext, internal_id: str = "internal") -> PendingRequest:
+    return PendingRequest(args=[b"request", call], kwargs={}, metadata=RequestMetadata("request", internal_id))
+
+
+async def route(router: EngineRouter, call: RoutingContext) -> str:
+    """Name of the replica that Serve would send it to."""
+    async with asyncio.timeout(10):
+        replica = await router._choose_replica_for_request(pending(call))
+    router.on_send_request(replica.replica_id)
+    return replica.replica_id.unique_id
+
+
+def plain(number: int, avoid: Sequence[str] = ()) -> RoutingContext:
+    return RoutingContext(prompt(f"r{number}", [number] * 40), RoutingStats(), avoid)
+
+
+def test_calls_that_share_the_id_of_their_http_request_each_find_a_replica():
+    async def scenario() -> None:
+        async with router(FakeReplica("a"), FakeReplica("b")) as r:
+            found = await asyncio.gather(*(route(r, plain(number)) for number in range(8)))
+            assert sorted(found) == ["a"] * 4 + ["b"] * 4
+
+    asyncio.run(scenario())
+
+
+def test_a_call_is_charged_until_it_is_closed_whatever_serve_knows_of_it():
+    async def scenario() -> None:
+        async with router(FakeReplica("a")) as r:
+            calls = [plain(number) for number in range(3)]
+            for call in calls:
+                await route(r, call)
+            assert r._balancer.book.load("decode-m-a").sequences == 3
+            for call, outcome in zip(calls, ("answered", "lost", "ended"), strict=True):
+                call.close(outcome)
+            await asyncio.sleep(0)
+            assert r._balancer.book.load("decode-m-a") == EngineLoad()
+            assert "decode-m-a" in r._balancer._suspects
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_was_cancelled_before_it_was_placed_leaves_nothing():
+    async def scenario() -> None:
+        async with router(FakeReplica("a")) as r:
+            call = plain(1)
+            call.close("ended")
+            await route(r, call)
+            await asyncio.sleep(0)
+            assert r._balancer.book.load("decode-m-a") == EngineLoad()
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_whose_calls_are_too_many_is_passed_over_and_the_next_one_is_charged():
+    async def scenario() -> None:
+        replicas = [FakeReplica("a", 1, ongoing=1), FakeReplica("b", 1)]
+        async with router(*replicas, policy="round_robin") as r:
+            for replica in replicas:
+                r.on_new_queue_len_info(replica.replica_id, replica.ongoing)
+            assert await route(r, plain(1)) == "b"
+            assert r._balancer.book.load("decode-m-a") == EngineLoad()
+            assert r._balancer.book.load("decode-m-b").sequences == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_full_pool_is_asked_with_pauses():
+    async def scenario() -> None:
+        replica = FakeReplica("a", 1, ongoing=1)
+        async with router(replica) as r:
+            waiting = asyncio.create_task(route(r, plain(1)))
+            await asyncio.wait([waiting], timeout=0.3)
+            assert not waiting.done()
+            assert 1 < replica.asked < 20
+            replica.ongoing = 0
+            assert await waiting == "a"
+
+    asyncio.run(scenario())
+
+
+def test_a_ticket_goes_to_any_replica_but_those_to_avoid():
+    async def scenario() -> None:
+        async with router(FakeReplica("a1"), FakeReplica("b2"), FakeReplica("c3"), policy="round_robin") as r:
+            assert {await route(r, plain(number)) for number in range(6)} == {"a1", "b2", "c3"}
+            assert {await route(r, plain(number, ["decode-m-b2"])) for number in range(6)} == {"a1", "c3"}
+
+    asyncio.run(scenario())
+
+
+def test_a_ticket_goes_to_a_replica_to_avoid_where_there_is_no_other():
+    async def scenario() -> None:
+        async with router(FakeReplica("a1")) as r:
+            assert await route(r, plain(1, ["decode-m-a1"])) == "a1"
+
+    asyncio.run(scenario())
+
+
+def test_engines_are_followed_from_the_first_call_on():
+    """A handle that is only used to ask all replicas how they are needs no news."""
+
+    async def scenario() -> None:
+        engine = zmq.asyncio.Context().socket(zmq.PULL)
+        port = engine.bind_to_random_port("tcp://127.0.0.1")
+        metadata = {"commands_to": f"tcp://127.0.0.1:{port}"}
+        async with router(FakeReplica("a", replica_metadata=metadata)) as r:
+            assert r._channel is None
+            await route(r, plain(1))
+            async with asyncio.timeout(10):
+                command = msgspec.msgpack.decode(await engine.recv(), type=Command)
+            assert isinstance(command, Subscribe) and command.again
+        engine.close(linger=0)
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_serve_takes_away_is_forgotten():
+    async def scenario() -> None:
+        stays, goes = FakeReplica("a"), FakeReplica("b")
+        async with router(stays, goes) as r:
+            for number in range(4):
+                await route(r, plain(number))
+            r.update_replicas([stays])
+            assert r._balancer.book.engines == {"decode-m-a"}
+            r.on_replica_actor_died(stays.replica_id)
+            assert not r._balancer.book.engines
+
+    asyncio.run(scenario())
+
+
+def test_what_engines_report_is_also_what_serve_takes_for_their_open_calls():
+    """Or Serve would ask a replica that had no call for some seconds, and take the next best one if it is slow."""
+
+    async def scenario() -> None:
+        async with router(FakeReplica("a")) as r:
+            load = EngineLoad(sequences=7)
+            news = EngineUpdate(
+                engine_id="decode-m-a",
+                number=1,
+                snapshot=True,
+                load=load,
+                stored=b"",
+                removed=b"",
+                taken=[],
+                settled=[],
+            )
+            assert r._take(news)
+            assert r.replica_queue_len_cache.get(ReplicaID("a", POOL)) == 7
+
+    asyncio.run(scenario())
+
+
+def test_nothing_of_a_routed_call_travels_to_the_replica():
+    long = RoutingContext(Prompt("r", 10_000, list(range(10_000))), RoutingStats(), ["decode-m-a"])
+    assert len(cloudpickle.dumps(long)) < 200
+    arrived = pickle.loads(pickle.dumps(long))
+    assert isinstance(arrived, RoutingContext) and arrived.prompt == NOTHING
+
+
+def test_the_name_of_an_engine_is_that_of_its_replica():
+    assert engine_id_of(ReplicaID("x1", POOL)) == "decode-m-x1"

@@ -1,0 +1,517 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.engine import EngineCore
+from engine.core.scheduler import Event
+from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong
+from engine.kv_transfer.config import HandoffConfig
+from engine.wire.messages import CancelDispatch, DispatchPrefill, GenerateRequest, TokenDelta
+from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.sampling_params import SamplingParams
+from tests.models import make_model
+
+
+class FakeClock:
+    """Moves when told; stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Engine:
+    """A core, the deltas that came out of it, and a clock of its own."""
+
+    def __init__(self, core: EngineCore, clock: FakeClock):
+        self.core, self.clock = core, clock
+        self.deltas: dict[str, list[TokenDelta]] = {}
+
+    def add(self, name: str, prompt: list[int] | None = None, *, timeout_s: float | None = None, **params) -> None:
+        settings = {"temperature": 0.0, "max_tokens": 10, "ignore_eos": True, **params}
+        message = GenerateRequest(
+            request_id=name,
+            prompt=prompt or [5, 6, 7, 8, 9],
+            params=SamplingParams(**settings),
+            timeout_s=timeout_s,
+        )
+        self.core.add(message)
+        self.deltas[name] = []
+
+    def step(self) -> None:
+        self.record(self.core.step())
+
+    def record(self, events: list[Event]) -> None:
+        self.core.scheduler.check()
+        for event in events:
+            deltas = self.deltas[event.delta.request_id]
+            assert not any(delta.finish_reason for delta in deltas), "a delta after the last one"
+            deltas.append(event.delta)
+
+    def abort(self, name: str) -> None:
+        event = self.core.abort(name)
+        self.record([event] if event else [])
+
+    def go(self) -> None:
+        while self.core.has_work:
+            self.step()
+        assert all(deltas[-1].finish_reason for deltas in self.deltas.values())
+        assert self.core.stats().blocks_used == 0
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for delta in self.deltas[name] for token in delta.token_ids]
+
+    def last(self, name: str) -> TokenDelta:
+        return self.deltas[name][-1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "overlap"])
+def overlap(request) -> bool:
+    return request.param
+
+
+@pytest.fixture
+def make_engine(folder, overlap, monkeypatch):
+    cores = []
+
+    def make(wake=lambda: None, **options) -> Engine:
+        defaults = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1, "overlap": overlap}
+        clock = FakeClock()
+        monkeypatch.setattr("engine.core.engine.time", SimpleNamespace(monotonic=clock.monotonic))
+        config = EngineConfig(**{"model": str(folder), **defaults, **options})
+        cores.append(EngineCore(config, wake=wake))
+        return Engine(cores[-1], clock)
+
+    yield make
+    for core in cores:
+        core.close()
+
+
+@pytest.fixture
+def engine(make_engine) -> Iterator[Engine]:
+    return make_engine()
+
+
+def test_blocks_are_as_large_as_the_device_likes_where_nobody_says(make_engine, monkeypatch):
+    assert make_engine(block_size=None).core.stats().block_size == 16
+    monkeypatch.setattr("engine.runner.model_runner.default_block_size", lambda device: 64)
+    engine = make_engine(block_size=None)
+    prompt = list(range(3, 90)) * 2
+    engine.add("first", prompt)
+    engine.go()
+    engine.add("second", prompt)
+    engine.go()
+    assert engine.core.runner.kv_cache.shape[4] == engine.core.stats().block_size == 64
+    assert engine.tokens("first") == engine.tokens("second")
+    assert engine.core.scheduler.totals.prefix_hit_tokens == 2 * 64
+
+
+def test_a_deadline_ends_its_own_request_and_no_other(engine):
+    engine.add("patient")
+    engine.go()
+    expected = engine.tokens("patient")
+    engine.add("late", timeout_s=2.0)
+    engine.add("generous", timeout_s=1000.0)
+    engine.add("without")
+    for _ in range(4):
+        engine.step()
+    assert engine.tokens("late"), "it was computing"
+    engine.clock.now += 1.999
+    engine.step()
+    assert engine.last("late").finish_reason is None
+    engine.clock.now += 0.001
+    engine.step()
+    last = engine.last("late")
+    assert last.finish_reason == "error"
+    assert last.error.code == "request_timeout"
+    assert (last.error.status, last.error.retryable) == (408, False)
+    assert "request late was not finished within its deadline of 2.0 s" in last.error.message
+    engine.go()
+    assert engine.tokens("generous") == engine.tokens("without") == expected
+    assert engine.tokens("late") == expected[: len(engine.tokens("late"))]
+
+
+def test_a_deadline_also_ends_a_request_that_still_waits(make_engine):
+    engine = make_engine(max_num_seqs=1)
+    engine.add("running")
+    engine.step()
+    engine.add("waiting", timeout_s=1.0)
+    engine.step()
+    engine.clock.now += 1.0
+    engine.step()
+    assert engine.last("waiting").error.code == "request_timeout"
+    assert engine.last("waiting").times is None, "it never ran"
+    engine.go()
+    assert engine.last("running").finish_reason == "length"
+
+
+def test_deadlines_pass_in_their_own_order(engine):
+    for name, seconds in [("third", 3.0), ("first", 1.0), ("second", 2.0), ("also second", 2.0)]:
+        engine.add(name, timeout_s=seconds)
+    ended = []
+    for _ in range(4):
+        engine.step()
+        ended.append([name for name, deltas in engine.deltas.items() if deltas and deltas[-1].finish_reason])
+        engine.clock.now += 1.0
+    assert ended == [
+        [],
+        ["first"],
+        ["first", "second", "also second"],
+        ["third", "first", "second", "also second"],
+    ]
+    engine.go()
+
+
+def test_a_deadline_that_passes_after_the_end_changes_nothing(engine):
+    engine.add("a", timeout_s=5.0)
+    engine.go()
+    engine.clock.now += 10.0
+    assert engine.core.step() == []
+    assert engine.last("a").finish_reason == "length"
+    engine.add("a", timeout_s=5.0)  # the same id again, with a deadline of its own
+    engine.step()
+    engine.go()
+    assert engine.last("a").finish_reason == "length"
+
+
+def test_an_abort_while_a_step_is_in_flight_leaves_the_others_as_they_were(engine):
+    prompts = {name: [10 * i + j for j in range(9)] for i, name in enumerate("abc")}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt)
+    engine.go()
+    expected = {name: engine.tokens(name) for name in prompts}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt)
+    while not engine.tokens("b"):
+        engine.step()
+    engine.abort("b")
+    assert engine.last("b").finish_reason == "abort"
+    engine.abort("b")  # it is gone: nothing happens
+    engine.abort("nobody")
+    engine.add("d", prompts["b"])  # may get the slot and blocks that the step in flight still writes to
+    engine.go()
+    assert engine.tokens("a") == expected["a"]
+    assert engine.tokens("c") == expected["c"]
+    assert engine.tokens("d") == expected["b"]
+
+
+def test_an_abort_of_everything_leaves_no_work_and_an_engine_that_still_works(engine):
+    engine.add("a")
+    engine.go()
+    expected = engine.tokens("a")
+    engine.add("b")
+    engine.step()
+    engine.step()
+    engine.abort("b")
+    engine.add("c")
+    engine.go()
+    assert engine.tokens("c") == expected
+
+
+def test_a_request_whose_tokens_are_all_banned_fails_alone_and_the_engine_lives_on(engine):
+    engine.add("good")
+    engine.go()
+    expected = engine.tokens("good")
+    engine.add("hopeless", allowed_token_ids=[2], min_tokens=3)
+    engine.add("good too")
+    engine.go()
+    assert engine.last("hopeless").finish_reason == "error"
+    assert engine.last("hopeless").error.code == "engine_error"
+    assert engine.tokens("hopeless") == []
+    assert engine.tokens("good too") == expected
+
+
+def test_a_model_that_computes_nan_fails_its_requests_and_the_engine_lives_on(engine):
+    engine.add("good")
+    engine.go()
+    weight = engine.core.runner.model.norm.weight
+    before = weight.clone()
+    weight.fill_(float("nan"))
+    engine.add("one", [30, 31, 32], logprobs=1, temperature=1.0)
+    engine.add("two", [40, 41, 42], prompt_logprobs=1)
+    engine.go()
+    assert engine.last("one").error.status == engine.last("two").error.status == 500
+    weight.copy_(before)
+    engine.add("good again")
+    engine.go()
+    assert engine.tokens("good again") == engine.tokens("good")
+
+
+def test_after_a_step_that_raised_the_engine_says_so_and_computes_no_more(engine, monkeypatch):
+    def launch(inputs):
+        raise ValueError("out of order")
+
+    monkeypatch.setattr(engine.core.runner, "launch", launch)
+    engine.add("one")
+    with pytest.raises(ValueError, match="out of order"):
+        engine.go()
+    with pytest.raises(EngineUnavailable, match="an earlier step failed: ValueError: out of order"):
+        engine.step()
+
+
+def test_a_refused_request_raises_and_leaves_nothing(make_engine):
+    engine = make_engine(max_model_len=32, max_waiting=1)
+    with pytest.raises(PromptTooLong, match="32 tokens, but at most 31 fit"):
+        engine.add("long", [1] * 32, timeout_s=1.0)
+    with pytest.raises(InvalidParameter, match="prompt must be token ids from 0 to 96"):
+        engine.add("unknown token", [1, 97])
+    assert not engine.core.has_work
+    engine.add("a")
+    with pytest.raises(Overloaded):
+        engine.add("b", timeout_s=1.0)
+    engine.clock.now += 5.0
+    engine.go()
+    assert list(engine.deltas) == ["a"]
+
+
+def test_stats_add_up_on_the_way_and_return_to_zero(make_engine):
+    engine = make_engine(num_blocks=20, max_num_seqs=3)
+    lengths = {"a": 20, "b": 9, "c": 30, "d": 1, "e": 13}
+    for i, (name, length) in enumerate(lengths.items()):
+        engine.add(name, [(7 * i + j) % 97 for j in range(length)], max_tokens=20)
+    while engine.core.has_work:
+        engine.step()
+        stats = engine.core.stats()
+        assert stats.blocks_total == 20 == stats.blocks_free + stats.blocks_cached + stats.blocks_used
+        ended = sum(stats.finished.values())
+        assert stats.running + stats.waiting + ended == 5
+        assert stats.running <= 3
+        assert stats.generation_tokens == sum(len(engine.tokens(name)) for name in lengths)
+        if "d" in engine.deltas and len(engine.tokens("a")) == 5:
+            engine.abort("d")
+    stats = engine.core.stats()
+    assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+    assert stats.finished == {"length": 4, "abort": 1}
+    assert stats.generation_tokens == 4 * 20 + len(engine.tokens("d"))
+    assert stats.preemptions == sum(deltas[-1].num_preemptions for deltas in engine.deltas.values()) > 0
+    assert stats.blocks_cached > 0 and stats.block_size == 4
+    ran = [name for name in lengths if engine.last(name).times is not None]
+    assert stats.prompt_tokens == stats.prefix_queried_tokens == sum(lengths[name] for name in ran)
+
+
+def test_times_are_seconds_since_arrival(engine):
+    engine.add("a", max_tokens=2)
+    engine.clock.now += 3.0
+    while engine.core.has_work:
+        engine.step()
+        engine.clock.now += 1.0
+    times = engine.last("a").times
+    assert times.scheduled_s == 3.0
+    assert 3.0 <= times.first_token_s < times.finished_s
+
+
+def test_the_age_of_the_last_step_counts_only_while_there_is_work(engine):
+    engine.clock.now += 100.0
+    assert engine.core.last_step_age_s == 0.0
+    engine.add("a")
+    assert engine.core.last_step_age_s == 0.0, "waiting for its first step since now, not since the start"
+    engine.clock.now += 2.0
+    assert engine.core.last_step_age_s == 2.0
+    engine.go()
+    engine.clock.now += 100.0
+    assert engine.core.last_step_age_s == 0.0
+
+
+def decode_engine(make_engine, **options) -> tuple[Engine, threading.Event]:
+    """Has all of its prompts computed by others, of which there are none; the event is set when it is woken."""
+    woken = threading.Event()
+    handoff = HandoffConfig(role="decode", policy="always", transport="tcp", max_attempts=1)
+    return make_engine(handoff=handoff, wake=woken.set, **options), woken
+
+
+def ticket_of(engine: Engine) -> RemotePrefillRequest:
+    (notice,) = engine.core.handoffs.notices()
+    assert isinstance(notice, DispatchPrefill)
+    return notice.ticket
+
+
+def fail(engine: Engine, woken: threading.Event, handoff_id: str) -> None:
+    engine.core.handoffs.ticket_failed(handoff_id, "nobody there", False)
+    assert woken.wait(10)
+    woken.clear()
+
+
+def test_while_all_kv_is_on_its_way_the_engine_is_idle_and_no_step_is_late(make_engine):
+    engine, woken = decode_engine(make_engine)
+    assert engine.core.idle
+    engine.add("a")
+    assert not engine.core.idle
+    engine.step()
+    engine.step()
+    assert engine.core.idle and engine.core.has_work
+    engine.clock.now += 100.0
+    assert engine.core.last_step_age_s == 0.0
+    stats = engine.core.stats()
+    assert (stats.receiving, stats.blocks_reserved, stats.running, stats.waiting) == (1, 2, 0, 0)
+    fail(engine, woken, ticket_of(engine).handoff_id)
+    engine.step()
+    assert not engine.core.idle and engine.core.stats().receiving == 0
+    engine.go()
+
+
+def test_a_deadline_ends_a_request_whose_kv_is_on_its_way(make_engine):
+    engine, woken = decode_engine(make_engine)
+    engine.add("a", timeout_s=2.0)
+    engine.step()
+    ticket = ticket_of(engine)
+    assert ticket.timeout_s == 2.0
+    engine.clock.now += 2.0
+    engine.step()
+    assert engine.last("a").error.code == "request_timeout"
+    assert engine.core.has_work and engine.core.stats().blocks_reserved == 2, "somebody may still write there"
+    assert woken.wait(10)
+    while engine.core.has_work:
+        engine.step()
+    assert engine.core.stats().blocks_used == 0
+    assert engine.core.handoffs.notices()[0] == CancelDispatch(ticket.handoff_id)
+
+
+def test_an_abort_of_a_request_whose_kv_is_on_its_way_leaves_the_others_as_they_were(make_engine):
+    engine, woken = decode_engine(make_engine)
+    engine.add("a")
+    engine.step()
+    first = ticket_of(engine).handoff_id
+    engine.add("b")
+    engine.step()
+    engine.abort("a")
+    assert engine.last("a").finish_reason == "abort"
+    engine.step()
+    tickets = [n.ticket.handoff_id for n in engine.core.handoffs.notices() if isinstance(n, DispatchPrefill)]
+    assert first not in tickets
+    fail(engine, woken, tickets[0])
+    engine.go()
+    assert len(engine.tokens("b")) == 10 and not engine.tokens("a")
+
+
+def make_ticket(engine: Engine, **change) -> RemotePrefillRequest:
+    """Of a decode engine that is not there."""
+    fields = {
+        "handoff_id": "h",
+        "request_id": "r",
+        "attempt": 1,
+        "token_ids": [5, 6, 7, 8, 9],
+        "num_prompt": 5,
+        "params": SamplingParams(temperature=0.0),
+        "seed": 1,
+        "cache_salt": "",
+        "skip": 0,
+        "fingerprint": engine.core.handoffs.fingerprint,
+        "decode": Peer("decode", "tcp://127.0.0.1:9", 1),
+    }
+    return RemotePrefillRequest(**{**fields, **change})
+
+
+def test_a_prefill_engine_computes_a_ticket_and_holds_its_blocks(make_engine):
+    woken = threading.Event()
+    handoff = HandoffConfig(role="prefill", transport="tcp", lease_s=2.0, heartbeat_s=0.5)
+    engine = make_engine(handoff=handoff, wake=woken.set)
+    ticket = make_ticket(engine)
+    engine.deltas["h"] = []
+    assert engine.core.prefill(ticket)
+    assert engine.core.prefill(ticket), "a ticket that comes twice is one"
+    while not engine.core.idle:
+        engine.step()
+    stats = engine.core.stats()
+    assert (stats.leased, stats.blocks_leased, stats.running) == (1, 2, 0)
+    assert woken.wait(20)  # nobody gives a sign of life, so the lease ends
+    engine.go()
+    assert engine.last("h").finish_reason == "abort"
+    assert engine.core.handoffs.stats().lease_expiries == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"fingerprint": "another model"}, "fingerprint must be that of this engine"),
+        ({"token_ids": [1] * 300, "num_prompt": 300}, "prompt has 300 tokens"),
+        ({"token_ids": [], "num_prompt": 0}, "prompt must be at least one token"),
+    ],
+)
+def test_a_ticket_that_cannot_be_served_is_refused(make_engine, caplog, change, reason):
+    engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"))
+    assert not engine.core.prefill(make_ticket(engine, **change))
+    assert reason in caplog.text
+    assert not engine.core.has_work
+
+
+def test_closing_twice_is_fine(engine):
+    engine.add("a")
+    engine.step()
+    engine.core.close()
+    engine.core.close()
+
+
+def test_closing_twice_is_fine_with_handoffs_under_way(make_engine):
+    engine, _ = decode_engine(make_engine)
+    engine.add("a")
+    engine.step()
+    engine.core.close()
+    engine.core.close()
+
+
+def test_an_engine_learns_what_its_steps_cost(make_engine):
+    # in turn: with overlap the fake clock would move in one thread while another reads it
+    engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"), overlap=False)
+    engine.add("first", max_tokens=4)
+    engine.go()
+    assert engine.core.stats().seconds_per_step == 0.0, "the first steps count for nothing"
+    launch = engine.core.runner.launch
+
+    def slow(inputs):
+        engine.clock.now += 0.5 + 0.25 * inputs.plan.num_tokens
+        return launch(inputs)
+
+    engine.core.runner.launch = slow
+    for i in range(3):
+        engine.add(f"long {i}", [(7 * i + j) % 97 for j in range(20 + i)], max_tokens=3)
+        engine.go()
+    stats = engine.core.stats()
+    assert (stats.seconds_per_step, stats.seconds_per_token) == pytest.approx((0.5, 0.25), rel=0.01)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_nobody_hears_of_blocks_that_a_step_under_way_may_still_write_into(make_engine, monkeypatch, overlap):
+    """That step may compute one token too many for a sequence that has just ended and given its blocks back; if they
+    are to receive KV from elsewhere, the other engine is asked only once the step has ended."""
+    engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"), overlap=overlap)
+    core, runner, endpoint = engine.core, engine.core.runner, engine.core.handoffs
+    launched: list[int] = []
+    planned_during: list[int] = []  # steps that had not ended when the newest plan was made
+    schedule, launch, collect, forward = core.scheduler.schedule, runner.launch, runner.collect, endpoint.forward
+
+    def note_schedule(now):
+        planned_during[:] = launched
+        return schedule(now)
+
+    def note_launch(inputs):
+        launched.append(inputs.plan.step)
+        return launch(inputs)
+
+    def note_collect(step):
+        launched.remove(step.inputs.plan.step)
+        return collect(step)
+
+    def note_forward():
+        assert not set(planned_during) & set(launched)
+        forward()
+
+    monkeypatch.setattr(core.scheduler, "schedule", note_schedule)
+    monkeypatch.setattr(runner, "launch", note_launch)
+    monkeypatch.setattr(runner, "collect", note_collect)
+    monkeypatch.setattr(endpoint, "forward", note_forward)
+    for i in range(3):
+        engine.add(f"request {i}", max_tokens=3 + i)
+    engine.go()
+    assert not launched

@@ -1,0 +1,258 @@
+import pytest
+
+from engine.core.request import State
+from engine.errors import InvalidParameter, Overloaded, PromptTooLong
+from engine.wire.plan import StepResult
+from tests.fake_runner import EOS, Harness, expected_output
+
+
+def ids(count: int, start: int = 1) -> list[int]:
+    return [(start + i) % 49 + 1 for i in range(count)]
+
+
+@pytest.fixture(params=[1, 2], ids=["plain", "overlap"])
+def depth(request) -> int:
+    return request.param
+
+
+def test_a_request_alone_gives_its_expected_output(depth):
+    h = Harness(num_blocks=16, max_model_len=64, depth=depth)
+    h.add("a", ids(10), max_tokens=20)
+    h.run()
+    assert h.finished["a"].delta.finish_reason == "length"
+
+
+def test_decodes_and_prompt_chunks_share_one_step(depth):
+    h = Harness(num_blocks=64, max_model_len=64, depth=depth)
+    h.add("a", ids(5), max_tokens=10)
+    while not h.outputs["a"]:
+        h.step()
+    h.add("b", ids(20, 7))
+    h.step()
+    assert h.plans[-1].counts == [1, 20]
+    h.run()
+
+
+def test_a_long_prompt_is_cut_into_chunks_that_fit_the_budget(depth):
+    h = Harness(num_blocks=64, max_model_len=128, depth=depth, max_num_batched_tokens=16)
+    h.add("a", ids(100))
+    h.run()
+    assert [p.counts[0] for p in h.plans[:7]] == [16, 16, 16, 16, 16, 16, 4]
+
+
+def test_a_long_prompt_leaves_a_token_to_everyone_behind_it(depth):
+    h = Harness(num_blocks=64, max_model_len=200, depth=depth, max_num_batched_tokens=16, scheduling_policy="priority")
+    for name in "bcd":
+        h.add(name, ids(3, 20), max_tokens=16)
+    while not all(h.outputs[name] for name in "bcd"):
+        h.step()
+    h.add("long", ids(100), max_tokens=2, priority=-1)
+    h.step()
+    h.step()
+    assert h.plans[-1].counts == [13, 1, 1, 1], "the long prompt comes first in order, but not alone"
+    h.run()
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 12])
+def test_prompts_around_block_boundaries(length, depth):
+    h = Harness(num_blocks=16, max_model_len=32, depth=depth)
+    h.add("a", ids(length), max_tokens=6)
+    h.run()
+    h.add("b", ids(length), max_tokens=6)
+    h.run()
+    cached = h.finished["b"].request.num_cached
+    assert cached == (length - 1) // 4 * 4, "all full blocks but the one with the last token"
+
+
+def test_a_prompt_that_leaves_room_for_one_token_gets_one(depth):
+    h = Harness(num_blocks=8, max_model_len=32, depth=depth)
+    h.add("a", ids(31), max_tokens=None)
+    h.run()
+    assert len(h.outputs["a"]) == 1
+    assert h.finished["a"].delta.finish_reason == "length"
+
+
+def test_a_prompt_that_fills_the_context_is_refused_with_the_limit():
+    h = Harness(num_blocks=8, max_model_len=32)
+    with pytest.raises(PromptTooLong, match=r"32 tokens, but at most 31 fit: max_model_len is 32"):
+        h.add("a", ids(32))
+    assert not h.scheduler.has_work
+
+
+def test_what_cannot_be_served_is_refused_and_leaves_no_trace():
+    h = Harness(num_blocks=8, max_model_len=32, max_waiting=1)
+    with pytest.raises(InvalidParameter, match="prompt must be at least one token"):
+        h.add("a", [])
+    with pytest.raises(InvalidParameter, match="prompt must be token ids from 0 to 49, got 50"):
+        h.add("a", [1, 50])
+    with pytest.raises(InvalidParameter, match="stop_token_ids must be a token id below 50, got 99"):
+        h.add("a", [1], stop_token_ids=[99])
+    h.add("a", [1])
+    with pytest.raises(Overloaded):
+        h.add("b", [1])
+    with pytest.raises(InvalidParameter, match="request_id"):
+        h.add("a", [1])
+    h.run()
+
+
+def test_end_of_sequence_and_stop_tokens_end_a_request(depth):
+    h = Harness(num_blocks=64, max_model_len=256, depth=depth)
+    h.add("eos", ids(3), max_tokens=200, ignore_eos=False)
+    token = expected_output(ids(3), h.params["eos"], 256)[2]
+    h.add("stop", ids(3), max_tokens=200, stop_token_ids=[token])
+    h.run()
+    assert h.outputs["eos"][-1] == EOS
+    assert h.finished["stop"].delta.stop_reason == token
+    assert h.finished["stop"].delta.finish_reason == "stop"
+
+
+def test_a_pool_too_small_for_the_batch_preempts_and_everyone_finishes(depth):
+    h = Harness(num_blocks=10, max_model_len=40, depth=depth)
+    for i in range(6):
+        h.add(f"r{i}", ids(4, 5 * i), max_tokens=30)
+    h.run()
+    assert h.scheduler.totals.preemptions > 0
+    assert all(event.delta.finish_reason == "length" for event in h.finished.values())
+
+
+def test_the_first_in_order_is_never_preempted(depth):
+    h = Harness(num_blocks=8, max_model_len=32, depth=depth)
+    for i in range(5):
+        h.add(f"r{i}", ids(4, 5 * i), max_tokens=28)
+    h.run()
+    assert h.finished["r0"].delta.num_preemptions == 0
+
+
+def test_preempted_request_reuses_its_own_cached_prefix(depth):
+    h = Harness(num_blocks=12, max_model_len=48, depth=depth)
+    h.add("a", ids(4), max_tokens=20)
+    h.add("b", ids(20, 25), max_tokens=20)
+    h.run()
+    assert h.finished["b"].delta.num_preemptions == 1
+    assert h.scheduler.totals.recomputed_tokens < 20, "of its 32 tokens, those not evicted were still cached"
+
+
+def test_preemption_with_prefix_cache_and_chunks_together(depth):
+    h = Harness(num_blocks=14, max_model_len=56, depth=depth, max_num_batched_tokens=9, max_num_seqs=4)
+    shared = ids(12)
+    for i in range(8):
+        h.add(f"r{i}", shared + ids(3 + i, 7 * i), max_tokens=25)
+    h.run()
+    assert h.scheduler.totals.preemptions > 0
+    assert h.scheduler.totals.prefix_hit_tokens > 0
+
+
+def test_the_cheapest_then_newest_of_those_behind_is_preempted():
+    h = Harness(num_blocks=12, max_model_len=40)
+    h.add("first", ids(4), max_tokens=36)
+    h.add("dear", ids(15, 10), max_tokens=8)
+    h.add("cheap", ids(7, 20), max_tokens=8)
+    h.add("cheap and new", ids(7, 30), max_tokens=8)
+    while not h.scheduler.totals.preemptions:
+        h.step()
+    assert [r.request_id for r in h.scheduler.waiting] == ["cheap and new"]
+    h.run()
+
+
+def test_two_requests_computing_one_prefix_at_once_end_up_sharing_it(depth):
+    h = Harness(num_blocks=16, max_model_len=32, depth=depth)
+    h.add("a", [*ids(12), 40], max_tokens=4)
+    h.add("b", [*ids(12), 41], max_tokens=4)
+    while not (h.outputs["a"] and h.outputs["b"]):
+        h.step()
+    a, b = h.scheduler.running
+    assert a.blocks[:3] == b.blocks[:3]
+    assert a.blocks[3] != b.blocks[3]
+    h.run()
+
+
+def test_a_later_request_starts_from_the_cached_prefix(depth):
+    h = Harness(num_blocks=16, max_model_len=32, depth=depth)
+    h.add("a", ids(13), max_tokens=2)
+    h.run()
+    h.add("b", ids(13), max_tokens=2)
+    h.step()
+    assert (h.plans[-1].starts, h.plans[-1].counts) == ([12], [1])
+    h.run()
+    assert h.scheduler.totals.prefix_hit_tokens == 12
+
+
+def test_a_different_salt_shares_nothing(depth):
+    h = Harness(num_blocks=16, max_model_len=32, depth=depth)
+    h.add("a", ids(13), max_tokens=2, cache_salt="one")
+    h.run()
+    h.add("b", ids(13), max_tokens=2, cache_salt="two")
+    h.run()
+    assert h.scheduler.totals.prefix_hit_tokens == 0
+
+
+def test_abort_frees_blocks_in_every_state(depth):
+    h = Harness(num_blocks=10, max_model_len=40, depth=depth, max_num_batched_tokens=8)
+    for i in range(4):
+        h.add(f"r{i}", ids(9, 11 * i), max_tokens=25)
+    h.abort("r3")  # waiting
+    h.step()
+    h.abort("r0")  # half of its prompt computed
+    while not h.outputs["r1"]:
+        h.step()
+    h.abort("r1")  # decoding, and with overlap its next token is in flight
+    h.abort("r1")  # once more changes nothing
+    h.abort("unknown")
+    h.run()
+    assert [h.finished[f"r{i}"].delta.finish_reason for i in range(4)] == ["abort", "abort", "length", "abort"]
+
+
+def test_abort_of_a_preempted_request_whose_token_is_still_in_flight():
+    h = Harness(num_blocks=10, max_model_len=40, depth=2)
+    for i in range(4):
+        h.add(f"r{i}", ids(4, 5 * i), max_tokens=30)
+    h.plan()
+    while not h.scheduler.totals.preemptions:
+        h.plan()
+        if not h.scheduler.totals.preemptions:
+            h.commit()
+    request = h.scheduler.waiting[0]
+    assert request.in_flight == 1
+    h.abort(request.request_id)
+    h.run()
+
+
+def test_smaller_priority_values_run_first_under_the_priority_policy():
+    h = Harness(num_blocks=64, max_model_len=32, max_num_seqs=1, scheduling_policy="priority")
+    h.add("late", ids(4), priority=5, max_tokens=2)
+    h.add("soon", ids(4), priority=-1, max_tokens=2)
+    h.add("middle", ids(4), priority=0, max_tokens=2)
+    h.run()
+    assert list(h.finished) == ["soon", "middle", "late"]
+
+
+def test_priority_is_ignored_under_fcfs():
+    h = Harness(num_blocks=64, max_model_len=32, max_num_seqs=1)
+    h.add("a", ids(4), priority=5, max_tokens=2)
+    h.add("b", ids(4), priority=-1, max_tokens=2)
+    h.run()
+    assert list(h.finished) == ["a", "b"]
+
+
+def test_logits_that_are_not_finite_end_their_own_request_only():
+    h = Harness(num_blocks=64, max_model_len=32)
+    h.add("good", ids(4), max_tokens=2)
+    h.add("bad", ids(4, 9), max_tokens=2)
+    plan = h.scheduler.schedule(now=0.0)
+    result = h.runner.execute(h.runner.prepare(plan))
+    broken = StepResult(result.step, [result.tokens[0], -1], result.logprobs, result.prompt_logprobs)
+    good, bad = h.scheduler.commit(broken, now=0.0)
+    assert good.delta.finish_reason is None
+    assert bad.delta.finish_reason == "error" and "not finite" in bad.delta.error.message
+    assert bad.request.state is State.FINISHED
+    h.scheduler.check()
+
+
+def test_times_are_given_with_the_last_delta():
+    h = Harness(num_blocks=8, max_model_len=32)
+    h.add("a", ids(4), max_tokens=1)
+    h.scheduler._live["a"].arrived_at = 10.0
+    plan = h.scheduler.schedule(now=12.0)
+    (event,) = h.scheduler.commit(h.runner.execute(h.runner.prepare(plan)), now=15.0)
+    assert event.delta.times.scheduled_s == 2.0
+    assert event.delta.times.first_token_s == event.delta.times.finished_s == 5.0

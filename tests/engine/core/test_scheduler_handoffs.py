@@ -1,0 +1,419 @@
+"""Prompts that another engine computes (decode), and prompts that are computed for another engine (prefill)."""
+
+import pytest
+
+from engine.core.handoffs import HandoffManager
+from engine.core.request import State
+from engine.errors import InvalidParameter, Overloaded, PromptTooLong, RequestTimeout
+from engine.wire.sampling_params import SamplingParams
+from tests.fake_handoffs import DecodeHarness, PrefillHarness
+from tests.fake_runner import Harness, expected_output
+
+PARAMS = SamplingParams(seed=1, ignore_eos=True)
+
+
+def ids(count: int, start: int = 1) -> list[int]:
+    return [(start + i) % 49 + 1 for i in range(count)]
+
+
+@pytest.fixture(params=[1, 2], ids=["plain", "overlap"])
+def depth(request) -> int:
+    return request.param
+
+
+def only_open(h: DecodeHarness) -> str:
+    (handoff_id,) = h.open
+    return handoff_id
+
+
+# -- decode ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
+def test_a_received_prompt_goes_on_as_if_it_had_been_computed_here(length, depth):
+    h = DecodeHarness(num_blocks=16, max_model_len=64, depth=depth)
+    h.add("a", ids(length), max_tokens=9)
+    assert h.step() is None, "nothing is computed here"
+    ticket = h.open[only_open(h)].ticket
+    assert (ticket.token_ids, ticket.skip, ticket.seed, ticket.attempt) == (ids(length), 0, 1, 1)
+    h.receive(only_open(h), cached=2)
+    assert len(h.outputs["a"]) == 1, "the first token comes before there was any step"
+    h.run()
+    assert h.plans[0].starts == [length] and h.plans[0].counts == [1]
+    assert h.finished["a"].request.num_cached == 2
+    assert h.scheduler.totals.prompt_tokens == length
+
+
+def test_only_what_is_missing_is_asked_for(depth):
+    h = DecodeHarness(num_blocks=16, max_model_len=64, depth=depth)
+    h.add("a", ids(13), max_tokens=2)
+    h.run()
+    h.add("b", ids(13), max_tokens=2)
+    h.step()
+    handoff = h.open[only_open(h)]
+    assert handoff.ticket.skip == 12 and len(handoff.blocks) == 1
+    h.run()
+    assert h.finished["b"].request.num_cached == 12
+
+
+def test_a_received_prompt_is_in_the_prefix_cache(depth):
+    h = DecodeHarness(num_blocks=16, max_model_len=64, depth=depth)
+    h.add("a", ids(12), max_tokens=1)
+    h.run()
+    assert h.finished["a"].delta.finish_reason == "length" and not h.plans, "one token: nothing is computed at all"
+    h.placing.replicas = []
+    h.add("b", [*ids(12), 7], max_tokens=3)
+    h.run()
+    assert h.finished["b"].request.num_cached == 12
+
+
+def test_stop_tokens_and_logprobs_hold_for_a_received_token():
+    h = DecodeHarness(num_blocks=16, max_model_len=64)
+    (token, *_) = expected_output(ids(5), PARAMS, 64)
+    h.add("a", ids(5), max_tokens=9, stop_token_ids=[token])
+    h.run()
+    assert h.finished["a"].delta.finish_reason == "stop" and h.finished["a"].delta.stop_reason == token
+
+
+def test_a_failed_handoff_keeps_the_verified_blocks_and_asks_for_the_rest(depth):
+    h = DecodeHarness(num_blocks=16, max_model_len=64, depth=depth)
+    h.add("a", ids(14), max_tokens=4)
+    h.step()
+    first = only_open(h)
+    h.fail(first, verified_blocks=2)
+    assert h.pool.num_used == 0 and h.pool.num_cached == 2
+    h.step()
+    second = h.open[only_open(h)].ticket
+    assert (second.skip, second.attempt) == (8, 2) and second.handoff_id != first
+    h.run()
+    assert h.scheduler.totals.recomputed_tokens == 0
+
+
+def test_after_the_last_attempt_the_prompt_is_computed_here(depth):
+    h = DecodeHarness(num_blocks=16, max_model_len=64, depth=depth, max_attempts=2)
+    h.add("a", ids(14), max_tokens=4)
+    for _ in range(2):
+        h.step()
+        h.fail(only_open(h))
+    h.step()
+    assert h.plans[0].counts == [14] and not h.open
+    h.run()
+    assert h.scheduler.stats().prefill_decisions == {"remote": {"policy": 2}, "local": {"attempts": 1}}
+
+
+def test_without_retry_the_prompt_is_computed_here(depth):
+    h = DecodeHarness(num_blocks=16, max_model_len=64, depth=depth)
+    h.add("a", ids(14), max_tokens=4)
+    h.step()
+    h.fail(only_open(h), verified_blocks=1, retry=False)
+    h.step()
+    assert (h.plans[0].starts, h.plans[0].counts) == ([4], [10])
+    h.run()
+    assert h.scheduler.stats().prefill_decisions["local"] == {"failed": 1}
+
+
+@pytest.mark.parametrize("ends", ["received", "failed"])
+def test_an_abort_ends_the_request_at_once_and_frees_its_blocks_when_nothing_writes_into_them(ends, depth):
+    h = DecodeHarness(num_blocks=16, max_model_len=64, depth=depth)
+    h.add("a", ids(14), max_tokens=4)
+    h.step()
+    handoff_id = only_open(h)
+    h.abort("a")
+    assert h.finished["a"].delta.finish_reason == "abort"
+    assert h.pool.num_used == 4 and h.scheduler.stats().blocks_reserved == 4
+    h.add("a", ids(14), max_tokens=4)  # the id is free again
+    h.step()
+    assert h.cancelled == {handoff_id}
+    if ends == "received":
+        h.receive(handoff_id)
+    else:
+        h.fail(handoff_id, verified_blocks=1)
+    assert h.pool.num_used == 4
+    del h.finished["a"]
+    h.run()
+
+
+def test_a_timeout_while_receiving_ends_the_request_with_its_error():
+    h = DecodeHarness(num_blocks=16, max_model_len=64)
+    h.add("a", ids(14))
+    h.step()
+    event = h.scheduler.abort("a", 5.0, RequestTimeout("a", 5.0))
+    assert event is not None and event.delta.error.code == "request_timeout"
+    assert event.request.state is State.FINISHED
+    h.scheduler.check()
+
+
+def test_the_ticket_says_how_much_time_is_left():
+    h = DecodeHarness(num_blocks=16, max_model_len=64)
+    h.add("a", ids(5))
+    h.scheduler.waiting[0].deadline_at = 7.0
+    h.scheduler.schedule(now=4.5)
+    h._forward()
+    assert h.open[only_open(h)].ticket.timeout_s == 2.5
+
+
+def test_receiving_takes_neither_slot_nor_budget_and_received_ones_wait_for_a_slot_in_order(depth):
+    h = DecodeHarness(num_blocks=64, max_model_len=64, depth=depth, max_num_seqs=1, max_num_batched_tokens=8)
+    for i in range(4):
+        h.add(f"r{i}", ids(10, 7 * i), max_tokens=3)
+    h.step()
+    assert len(h.open) == 4
+    for handoff_id in reversed(list(h.open)):
+        h.receive(handoff_id)
+    assert [len(output) for output in h.outputs.values()] == [1] * 4
+    assert h.scheduler.stats().blocks_reserved == 12
+    h.run()
+    assert list(h.finished) == ["r0", "r1", "r2", "r3"]
+    assert h.scheduler.totals.preemptions == 0
+
+
+def test_a_running_request_that_needs_blocks_takes_those_of_a_received_one_behind_it(depth):
+    h = DecodeHarness(num_blocks=8, max_model_len=32, depth=depth, max_num_seqs=1)
+    h.add("first", ids(4), max_tokens=28)
+    h.step()
+    h.receive(only_open(h))
+    h.add("second", ids(15, 9), max_tokens=3)
+    h.step()
+    h.receive(only_open(h))
+    h.run()
+    assert h.finished["first"].delta.num_preemptions == 0
+    assert h.finished["second"].delta.num_preemptions == 1
+    assert h.plans[0].counts == [1]
+
+
+def test_the_head_of_the_queue_takes_the_blocks_of_a_received_one_behind_it():
+    h = DecodeHarness(num_blocks=8, max_model_len=32)
+    h.add("first", ids(15), max_tokens=3)
+    h.add("second", ids(8, 9), max_tokens=3)
+    h.step()
+    one, two = h.open
+    h.receive(two)
+    h.fail(one)  # its blocks are free again, but four and a spare one for the second are too many
+    assert [bool(r.blocks) for r in h.scheduler.waiting] == [False, True]
+    h.add("third", ids(10, 20), max_tokens=3)
+    h.run()
+
+
+def test_a_spare_block_is_kept_for_everyone_who_will_grow():
+    h = DecodeHarness(num_blocks=8, max_model_len=32)
+    h.add("first", ids(12))
+    h.add("second", ids(12, 9))
+    h.step()
+    assert len(h.open) == 1, "both would fill the pool"
+    h.run()
+    assert h.scheduler.totals.preemptions == 0
+
+
+def test_a_request_that_must_be_computed_elsewhere_fails_where_it_cannot_be():
+    h = DecodeHarness(num_blocks=8, max_model_len=32, max_attempts=2)
+    h.placing.replicas = []
+    h.add("a", ids(12), prefill="remote")
+    for _ in range(2):
+        h.step()
+        h.fail(only_open(h))
+    assert h.finished["a"].delta.error.code == "engine_unavailable"
+    assert not h.plans and not h.scheduler.has_work
+    with pytest.raises(InvalidParameter, match="prefill must be auto or local"):
+        h.add("b", ids(12), prefill="remote", prompt_logprobs=1)
+    with pytest.raises(InvalidParameter, match="prefill must be auto or local"):
+        Harness(num_blocks=8, max_model_len=32).add("c", ids(12), prefill="remote")
+
+
+def test_a_request_may_ask_to_be_computed_here():
+    h = DecodeHarness(num_blocks=8, max_model_len=32)
+    h.add("a", ids(12), prefill="local")
+    h.run()
+    assert h.scheduler.stats().prefill_decisions == {"local": {"asked": 1}}
+
+
+def test_prompts_with_logprobs_stay_here():
+    h = DecodeHarness(num_blocks=16, max_model_len=64)
+    h.add("a", ids(9), prompt_logprobs=1)
+    h.run()
+    assert h.scheduler.stats().prefill_decisions == {"local": {"prompt_logprobs": 1}}
+
+
+def test_a_preempted_request_is_computed_again_here():
+    h = DecodeHarness(num_blocks=8, max_model_len=32)
+    h.add("a", ids(4), max_tokens=20)
+    h.add("b", ids(4, 9), max_tokens=20)
+    h.step()
+    for handoff_id in list(h.open):
+        h.receive(handoff_id)
+    h.run()
+    assert h.scheduler.totals.preemptions > 0
+    assert h.scheduler.stats().prefill_decisions == {"remote": {"policy": 2}}
+
+
+# -- prefill -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 30])
+@pytest.mark.parametrize("caching", [False, True], ids=["", "caching"])
+def test_a_prompt_for_another_engine_is_computed_reported_and_held_until_it_is_read(length, caching, depth):
+    h = PrefillHarness(
+        num_blocks=16, max_model_len=64, depth=depth, max_num_batched_tokens=10, enable_prefix_caching=caching
+    )
+    h.ticket("t", ids(length))
+    while "t" not in h.firsts:
+        h.step()
+    assert h.reports["t"].upto == length
+    h.step()
+    assert h.scheduler.stats().blocks_leased == h.pool.num_used == -(-length // 4)
+    h.close("t")
+    assert h.pool.num_used == 0 and not h.scheduler.has_work
+    assert h.pool.num_cached == (length // 4 if caching else 0)
+
+
+def test_every_chunk_is_reported_in_full_blocks(depth):
+    h = PrefillHarness(num_blocks=16, max_model_len=64, depth=depth, max_num_batched_tokens=10)
+    h.ticket("t", ids(27), skip=4)
+    seen = []
+    while "t" not in h.firsts:
+        h.step()
+        seen.append(h.reports["t"].upto if "t" in h.reports else 0)
+    assert sorted(set(seen) - {0}) == [8, 20, 27]
+    assert len(h.reports["t"].blocks) == 6
+    h.run()
+
+
+def test_what_prefill_has_cached_is_reported_before_anything_is_computed():
+    h = PrefillHarness(num_blocks=16, max_model_len=64)
+    h.ticket("one", ids(14))
+    h.run()
+    h.ticket("two", ids(14))
+    h.plan()
+    assert h.reports["two"].upto == 12
+    h.commit()
+    assert h.firsts["two"].cached == 12
+    h.run()
+
+
+def test_two_prompts_with_one_prefix_share_blocks_and_each_reports_those_that_stay(depth):
+    h = PrefillHarness(num_blocks=16, max_model_len=64, depth=depth, max_num_batched_tokens=9)
+    h.ticket("one", [*ids(14), 40])
+    h.ticket("two", [*ids(14), 41])
+    while len(h.firsts) < 2:
+        h.step()
+    assert h.reports["one"].blocks[:3] == h.reports["two"].blocks[:3]
+    h.run()
+
+
+def test_computed_prompts_hold_no_slot_but_their_blocks_and_others_wait_for_them():
+    h = PrefillHarness(num_blocks=8, max_model_len=32, max_num_seqs=1)
+    for i in range(4):
+        h.ticket(f"t{i}", ids(12, 9 * i))
+    h.step()
+    h.step()
+    assert set(h.firsts) == {"t0", "t1"} and h.step() is None
+    h.close("t0", "expired")
+    h.step()
+    assert "t2" in h.firsts
+    h.run()
+
+
+@pytest.mark.parametrize("when", ["waiting", "half computed", "computed"])
+def test_a_prompt_that_is_given_up_keeps_its_blocks_until_they_are_surely_not_read(when, depth):
+    h = PrefillHarness(num_blocks=8, max_model_len=32, depth=depth, max_num_batched_tokens=8)
+    h.ticket("other", ids(4, 30))
+    h.ticket("t", ids(20))
+    if when == "half computed":
+        while "t" not in h.reports:
+            h.step()
+    elif when == "computed":
+        while "t" not in h.firsts:
+            h.step()
+    held = h.pool.num_used
+    h.abort("t")
+    assert h.refused == {"t": "cancelled"}
+    assert h.pool.num_used == held
+    while "other" not in h.firsts:
+        h.step()
+    assert ("t" in h.firsts) == (when == "computed")
+    h.close("t", "cancelled")
+    h.run()
+
+
+def test_closing_a_prompt_that_is_being_computed_ends_it(depth):
+    h = PrefillHarness(num_blocks=8, max_model_len=32, depth=depth, max_num_batched_tokens=8)
+    h.ticket("t", ids(20))
+    h.step()
+    h.close("t", "expired")
+    h.run()
+    assert not h.firsts
+
+
+def test_a_ticket_that_cannot_be_served_leaves_no_trace():
+    h = PrefillHarness(num_blocks=8, max_model_len=32, max_waiting=1)
+    with pytest.raises(PromptTooLong):
+        h.ticket("long", ids(40))
+    with pytest.raises(InvalidParameter, match="stop_token_ids"):
+        h.ticket("unknown token", ids(4), stop_token_ids=[99])
+    h.ticket("a", ids(4))
+    with pytest.raises(Overloaded):
+        h.ticket("b", ids(4))
+    h.run()
+
+
+def test_a_prompt_for_another_engine_is_never_preempted(depth):
+    h = PrefillHarness(num_blocks=9, max_model_len=32, depth=depth, max_num_batched_tokens=2, max_num_seqs=2)
+    h.add("own", ids(4), max_tokens=28)
+    while not h.outputs["own"]:
+        h.step()
+    h.ticket("t", ids(20, 7))
+    h.run()
+    assert h.firsts
+    assert h.finished["own"].delta.num_preemptions > 0, "it goes itself, since nobody else can"
+
+
+def test_nothing_is_reported_of_a_prompt_that_was_given_up_during_its_last_step():
+    h = PrefillHarness(num_blocks=8, max_model_len=32)
+    h.ticket("t", ids(20))
+    h.plan()
+    h.abort("t")
+    h.commit()
+    assert not h.reports and not h.firsts
+    h.close("t", "cancelled")
+    h.run()
+
+
+# -- neither -----------------------------------------------------------------------------------------------
+
+
+def test_tokens_that_another_replica_has_given_count_as_output():
+    whole = Harness(num_blocks=16, max_model_len=64)
+    whole.add("a", ids(6), max_tokens=10)
+    whole.run()
+    h = Harness(num_blocks=16, max_model_len=64)
+    h.replay("a", ids(6), whole.outputs["a"][:4], max_tokens=10)
+    while h.scheduler.has_work:
+        h.step()
+    assert h.outputs["a"] == whole.outputs["a"][4:]
+
+
+def test_a_replay_may_be_computed_elsewhere():
+    h = DecodeHarness(num_blocks=16, max_model_len=64)
+    given = expected_output(ids(6), PARAMS, 64)[:4]
+    h.replay("a", ids(6), given, max_tokens=6)
+    h.step()
+    ticket = h.open[only_open(h)].ticket
+    assert (ticket.token_ids, ticket.num_prompt) == (ids(6) + given, 6)
+    h.receive(only_open(h))
+    while h.scheduler.has_work:
+        h.step()
+    assert len(h.outputs["a"]) == 2 and h.finished["a"].delta.finish_reason == "length"
+
+
+def test_a_replay_with_nothing_left_to_give_is_refused():
+    h = Harness(num_blocks=16, max_model_len=64)
+    with pytest.raises(InvalidParameter, match="max_tokens must be above the 3 that are given already, got 3"):
+        h.replay("a", ids(6), [1, 2, 3], max_tokens=3)
+    with pytest.raises(InvalidParameter, match=r"num_prompt must be between 1 and the length of the prompt \(3\)"):
+        h.replay("a", [], [1, 2, 3], max_tokens=9)
+
+
+def test_an_engine_without_handoffs_decides_nothing():
+    h = Harness(num_blocks=16, max_model_len=64, handoffs=HandoffManager())
+    h.add("a", ids(6))
+    h.run()
+    assert h.scheduler.stats().prefill_decisions == {}

@@ -1,0 +1,131 @@
+"""Random arrivals, aborts, handoffs and pool sizes: the books balance after every step, and everyone finishes."""
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from engine.wire.structured_outputs import StructuredOutputsParams
+from tests.fake_handoffs import DecodeHarness, PrefillHarness
+from tests.fake_runner import Harness
+
+MAX_MODEL_LEN = 24
+PREFIXES = [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9], [10], []]
+
+prefixes = st.sampled_from(PREFIXES)
+forms = st.sampled_from([None, StructuredOutputsParams(regex="what the fake grammar says")])
+rests = st.lists(st.integers(1, 49), min_size=1, max_size=15)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    harness: type[Harness] = Harness
+
+    @initialize(
+        spare_blocks=st.integers(0, 12),
+        depth=st.integers(1, 2),
+        seqs=st.integers(1, 5),
+        budget=st.integers(5, 20),
+        block_size=st.sampled_from([1, 2, 4, 5]),
+        caching=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+    )
+    def start(self, spare_blocks, depth, seqs, budget, block_size, caching, policy):
+        self.h = self.harness(
+            num_blocks=-(-MAX_MODEL_LEN // block_size) + spare_blocks,
+            max_model_len=MAX_MODEL_LEN,
+            depth=depth,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            block_size=block_size,
+            enable_prefix_caching=caching,
+            scheduling_policy=policy,
+        )
+        self.count = 0
+
+    @rule(
+        prefix=prefixes,
+        rest=rests,
+        max_tokens=st.one_of(st.none(), st.integers(1, 20)),
+        ignore_eos=st.booleans(),
+        priority=st.integers(-1, 1),
+        seed=st.integers(0, 3),
+        form=forms,
+    )
+    def add(self, prefix, rest, max_tokens, ignore_eos, priority, seed, form):
+        self.count += 1
+        self.h.add(
+            f"r{self.count}",
+            prefix + rest,
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            priority=priority,
+            seed=seed,
+            structured_outputs=form,
+        )
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps):
+        for _ in range(steps):
+            self.h.step()
+
+    @precondition(lambda self: self.count)
+    @rule(data=st.data())
+    def abort(self, data):
+        self.h.abort(f"r{data.draw(st.integers(1, self.count))}")
+
+    def teardown(self):
+        if hasattr(self, "h"):
+            self.h.run(limit=self.count * MAX_MODEL_LEN * 4 + 10)
+            assert set(self.h.finished) == set(self.h.prompts)
+
+
+class DecodeMachine(SchedulerMachine):
+    """Other engines compute prompts, and may succeed or fail at any time."""
+
+    harness = DecodeHarness
+    h: DecodeHarness
+
+    @precondition(lambda self: self.h.open)
+    @rule(data=st.data(), cached=st.integers(0, 4))
+    def receive(self, data, cached):
+        self.h.receive(data.draw(st.sampled_from(sorted(self.h.open))), cached)
+
+    @precondition(lambda self: self.h.open)
+    @rule(data=st.data(), verified_blocks=st.integers(0, 6), retry=st.booleans())
+    def fail(self, data, verified_blocks, retry):
+        self.h.fail(data.draw(st.sampled_from(sorted(self.h.open))), verified_blocks, retry)
+
+    @rule(there=st.booleans())
+    def prefill_pool(self, there):
+        self.h.placing.replicas = None if there else []
+
+
+class PrefillMachine(SchedulerMachine):
+    """Prompts of other engines between requests of its own; decode may be done with one, or gone, at any time."""
+
+    harness = PrefillHarness
+    h: PrefillHarness
+
+    @rule(prefix=prefixes, rest=rests, data=st.data(), seed=st.integers(0, 3), form=forms)
+    def ticket(self, prefix, rest, data, seed, form):
+        self.count += 1
+        size = self.h.config.block_size
+        prompt = prefix + rest
+        skip = data.draw(st.integers(0, (len(prompt) - 1) // size)) * size
+        self.h.ticket(f"r{self.count}", prompt, skip=skip, seed=seed, structured_outputs=form)
+
+    @precondition(lambda self: self.h.tickets)
+    @rule(data=st.data(), reason=st.sampled_from(["released", "cancelled", "expired"]))
+    def close(self, data, reason):
+        self.h.close(data.draw(st.sampled_from(sorted(self.h.tickets))), reason)
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "h"):
+            assert not self.h.tickets
+
+
+RULES = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestScheduler = SchedulerMachine.TestCase
+TestDecodeScheduler = DecodeMachine.TestCase
+TestPrefillScheduler = PrefillMachine.TestCase
+TestScheduler.settings = TestDecodeScheduler.settings = TestPrefillScheduler.settings = RULES

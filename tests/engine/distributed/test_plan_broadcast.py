@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.engine import EngineCore
+from engine.distributed import plan_broadcast as lockstep
+from engine.distributed.plan_broadcast import PlanBroadcaster, PlanReceiver
+from engine.distributed.tp_group import TPGroup
+from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
+from engine.runner.worker import Worker
+from engine.wire.messages import GenerateRequest
+from engine.wire.plan import BlockChange, NewSequence, StepPlan, StepResult
+from engine.wire.sampling_params import SamplingParams
+from tests.engine.distributed.test_tp_group import connect, on_all
+from tests.models import make_model
+
+LIMIT_S = 20.0
+
+
+def make_plan(step: int) -> StepPlan:
+    added = [NewSequence(3, [5, 6, 7], 3, SamplingParams(seed=5, logit_bias={4: 1.0}), 2**64 - 1)]
+    return StepPlan(step, added, [BlockChange(3, 0, [1, 2])], [3], [0], [3], [True])
+
+
+class Line:
+    """Rank 0's end and the others', all in this process."""
+
+    def __init__(self, size: int):
+        groups = connect(size)
+        ends = on_all(size, lambda rank: PlanReceiver(groups[rank]) if rank else PlanBroadcaster(groups[rank]))
+        self.leader: PlanBroadcaster = ends[0]
+        self.followers: list[PlanReceiver] = ends[1:]
+
+    def close(self) -> None:
+        self.leader.close()
+        for follower in self.followers:
+            follower.close()
+
+
+@pytest.fixture(params=[2, 4])
+def line(request) -> Iterator[Line]:
+    line = Line(request.param)
+    yield line
+    line.close()
+
+
+def test_every_follower_receives_every_plan_in_order(line):
+    plans = [make_plan(step) for step in range(1, 20)]
+    for plan in plans:
+        line.leader.send(plan)
+    for follower in line.followers:
+        assert [follower.receive(LIMIT_S).plan for _ in plans] == plans
+
+
+def test_the_tokens_that_rank_0_sampled_are_told_with_a_later_plan(line):
+    result = StepResult(1, [7, None, -1], [None] * 3, [None] * 3)
+    line.leader.send(make_plan(1))
+    line.leader.committed(result)
+    line.leader.send(make_plan(2))
+    for follower in line.followers:
+        assert follower.receive(LIMIT_S).checked == 0
+        frame = follower.receive(LIMIT_S)
+        assert (frame.checked, frame.checksum) == (1, lockstep.checksum(result))
+    assert lockstep.checksum(result) != lockstep.checksum(msgspec.structs.replace(result, tokens=[7, 0, -1]))
+
+
+def test_the_end_is_told_even_if_plans_are_still_on_the_way(line):
+    for step in range(50):
+        line.leader.send(make_plan(step))
+    line.leader.close()
+    for follower in line.followers:
+        frames = [follower.receive(LIMIT_S) for _ in range(51)]
+        assert [frame.plan is None for frame in frames] == [False] * 50 + [True]
+
+
+def test_a_missing_plan_ends_the_follower(line):
+    line.leader.send(make_plan(1))
+    line.leader._number += 1  # as if one were lost
+    line.leader.send(make_plan(2))
+    for rank, follower in enumerate(line.followers, start=1):
+        follower.receive(LIMIT_S)
+        with pytest.raises(EngineUnavailable, match=f"rank {rank} missed plan 2; plan 3 came"):
+            follower.receive(LIMIT_S)
+
+
+def test_a_follower_notices_that_rank_0_is_gone(line):
+    line.leader._context.destroy(linger=0)  # without a goodbye, as when it is killed
+    for follower in line.followers:
+        with pytest.raises(EngineUnavailable, match="rank 0 is gone"):
+            follower.receive(LIMIT_S)
+
+
+def test_rank_0_notices_that_a_follower_is_gone_and_says_which(line):
+    line.leader.check()
+    line.followers[-1].close()
+    line.leader._socket.poll(LIMIT_S * 1000)
+    with pytest.raises(EngineUnavailable, match=f"rank {len(line.followers)} is gone"):
+        line.leader.check()
+
+
+def test_a_follower_without_plans_returns_to_its_caller(line):
+    assert line.followers[0].receive(0.01) is None
+
+
+def test_rank_0_does_not_wait_for_ever_for_followers_that_load_but_do_not_listen(monkeypatch):
+    monkeypatch.setattr(lockstep, "JOIN_TIMEOUT_S", 0.2)
+    groups = connect(3)
+    ends = [lambda: PlanBroadcaster(groups[0]), lambda: PlanReceiver(groups[1]), lambda: groups[2].exchange("")]
+    with pytest.raises(RendezvousTimeout, match="rank 2 of 3"):
+        on_all(3, lambda rank: ends[rank]())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+def start(config: EngineConfig, groups: list[TPGroup], worker_config: EngineConfig) -> tuple[EngineCore, Worker]:
+    with ThreadPoolExecutor(1) as pool:
+        worker = pool.submit(Worker, worker_config, groups[1])
+        core = EngineCore(config, groups[0])
+        return core, worker.result()
+
+
+def compute(core: EngineCore) -> None:
+    while core.has_work:
+        core.step()
+
+
+def make_config(folder, **options) -> EngineConfig:
+    defaults = {"dtype": "float32", "num_blocks": 64, "tensor_parallel": 2, "num_threads": 1, "max_num_seqs": 8}
+    return EngineConfig(**{"model": str(folder), **defaults, **options})
+
+
+def in_thread(function: Callable[[], None]) -> tuple[threading.Thread, list[Exception]]:
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors
+
+
+def test_all_ranks_have_as_many_blocks_as_the_one_with_the_fewest(folder):
+    config = make_config(folder)
+    core, worker = start(config, connect(2), replace(config, num_blocks=20))
+    assert core.runner.num_blocks == worker._runner.num_blocks == 20
+    assert core.max_model_len == worker._runner.max_model_len == 20 * 16
+    thread, errors = in_thread(worker.run)
+    core.close()
+    thread.join(LIMIT_S)
+    assert not errors
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_rank_that_samples_other_tokens_than_rank_0_stops_the_engine(folder, overlap):
+    config = make_config(folder, overlap=overlap)
+    core, worker = start(config, connect(2), config)
+    worker._runner._inputs._uniform.draw = lambda seed, position: 0.999
+    thread, errors = in_thread(worker.run)
+    params = SamplingParams(temperature=2.0, seed=1, max_tokens=200, ignore_eos=True)
+    core.add(GenerateRequest(request_id="a", prompt=[5, 6, 7], params=params))
+    with pytest.raises(EngineUnavailable, match="rank 1"):
+        compute(core)
+    thread.join(LIMIT_S)
+    assert "rank 1 sampled other tokens than rank 0" in str(errors[0])
+    core.close()
+
+
+def test_an_engine_is_told_why_another_rank_could_not_load(folder):
+    config = make_config(folder)
+    with pytest.raises(StartupError, match=r"rank 1: .*missing"):
+        start(config, connect(2), replace(config, model="/missing"))
+
+
+def test_a_model_that_does_not_divide_names_the_key(folder):
+    groups = connect(3)
+    config = make_config(folder, tensor_parallel=3)
+    with pytest.raises(StartupError, match="configuration: tensor_parallel must be a divisor"):
+        on_all(3, lambda rank: Worker(config, groups[rank]) if rank else EngineCore(config, groups[0]))
+
+
+def test_a_group_of_another_size_than_configured_is_refused(folder):
+    with pytest.raises(StartupError, match="tensor_parallel"):
+        EngineCore(make_config(folder, tensor_parallel=2))

@@ -1,0 +1,55 @@
+"""Loads a layer's ranks from one dict of whole tensors, and runs them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.shard import Sharded
+from tests.ranks import make_ranks, on_all
+
+
+class WholeTensor:
+    """A tensor with the interface of a slice on disk."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        return self.tensor[index]
+
+
+def load(layer: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
+    """Fill `layer` from `tensors`, by the names that its parts ask for; everything else becomes NaN."""
+    for parameter in layer.parameters():
+        parameter.data.fill_(torch.nan)
+    for path, module in layer.named_modules():
+        if isinstance(module, Sharded):
+            for name, shard in module.shards().items():
+                tensor = tensors[f"{path}.{name}".lstrip(".")]
+                assert tuple(tensor.shape) == shard.shape
+                shard.load(WholeTensor(tensor))
+    return layer
+
+
+def run_sharded(
+    size: int,
+    build: Callable[[TPGroup], nn.Module],
+    tensors: dict[str, Tensor],
+    inputs: Callable[[int], tuple[Tensor, ...]],
+) -> list:
+    """Output of each of `size` ranks for its `inputs(rank)`."""
+    ranks = make_ranks(size)
+    layers = [load(build(tp), tensors) for tp in ranks]
+    return on_all(ranks, lambda rank: layers[rank](*inputs(rank)))
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
+from tests.engine.model.layers.sharding import random_tensors, run_sharded
+
+HIDDEN = 6
+
+
+@pytest.mark.parametrize(("vocab", "size"), [(97, 1), (97, 2), (96, 4), (97, 4), (5, 4)])
+def test_every_rank_sees_the_embedding_of_every_id_of_an_odd_vocabulary(vocab, size):
+    tensors = random_tensors({"weight": (vocab, HIDDEN)})
+    ids = torch.arange(vocab)
+    for out in run_sharded(size, lambda tp: VocabEmbedding(vocab, HIDDEN, tp), tensors, lambda rank: (ids,)):
+        assert torch.equal(out, tensors["weight"])
+
+
+@pytest.mark.parametrize(("vocab", "size"), [(97, 1), (97, 2), (96, 4), (97, 4), (5, 4)])
+def test_every_rank_has_float32_logits_of_the_whole_vocabulary_without_padding(vocab, size):
+    tensors = random_tensors({"weight": (vocab, HIDDEN)})
+    hidden = torch.randn(3, HIDDEN)
+    for out in run_sharded(size, lambda tp: LMHead(vocab, HIDDEN, tp), tensors, lambda rank: (hidden,)):
+        assert out.shape == (3, vocab)
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out, F.linear(hidden, tensors["weight"]))
+
+
+@pytest.mark.parametrize(("vocab", "size"), [(97, 1), (97, 2), (97, 4), (5, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_rank_has_the_largest_logit_and_of_equal_ones_the_lowest_id(vocab, size, dtype):
+    weight = torch.randint(-1, 2, (vocab, HIDDEN), generator=torch.Generator().manual_seed(1))  # many are equal
+    hidden = torch.randint(-1, 2, (40, HIDDEN), generator=torch.Generator().manual_seed(2)).to(dtype)
+    values, ids = F.linear(hidden.float(), weight.float()).max(-1)
+
+    class Best(LMHead):
+        def forward(self, hidden):
+            return self.best(hidden)
+
+    build = lambda tp: Best(vocab, HIDDEN, tp).to(dtype)  # noqa: E731
+    for best, tokens in run_sharded(size, build, {"weight": weight.to(dtype)}, lambda rank: (hidden,)):
+        assert torch.equal(best, values)
+        assert torch.equal(tokens, ids)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_largest_logit_that_is_not_finite_is_handed_on(size, broken):
+    weight = torch.randn(7, HIDDEN)
+    weight[5] = broken
+    hidden = torch.ones(2, HIDDEN)
+
+    class Best(LMHead):
+        def forward(self, hidden):
+            return self.best(hidden)
+
+    for best, _ in run_sharded(size, lambda tp: Best(7, HIDDEN, tp), {"weight": weight}, lambda rank: (hidden,)):
+        assert not best.isfinite().any()
+
+
+def test_a_tied_head_shares_the_memory_of_the_embedding():
+    embedding = VocabEmbedding(97, HIDDEN, TPGroup.single())
+    head = TiedLMHead(embedding)
+    assert head.weight is embedding.weight
+    assert head.shards() == {}

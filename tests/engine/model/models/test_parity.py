@@ -1,0 +1,99 @@
+"""Our models against transformers: the same logits, and the same greedy tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.config import ModelConfig
+from engine.model.loader import load_weights, pack_weights
+from engine.model.models import build_model
+from tests.batches import ByHand
+from tests.models import FAMILIES, make_model
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
+DENSE_AND_SPARSE = {"num_experts": 5, "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 2}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "llama_linear_rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama_yarn": ("llama", {"rope_parameters": YARN}),
+    "llama_yarn_own_factor": ("llama", {"rope_parameters": {**YARN, "attention_factor": 0.7, "beta_fast": 16.0}}),
+    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_one_kv_head": ("llama", {"num_key_value_heads": 1}),
+    "llama_no_grouping": ("llama", {"num_key_value_heads": 4}),
+    "mistral_without_window": ("mistral", {"sliding_window": None}),
+    "qwen2_windowed_from_layer_1": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen2_untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen3_untied": ("qwen3", {"tie_word_embeddings": False}),
+    "qwen3_moe_alternating": ("qwen3_moe", DENSE_AND_SPARSE),
+    "gemma3_pattern": ("gemma3", {"layer_types": None, "sliding_window_pattern": 2}),
+}
+
+
+class Pair:
+    """One model twice: transformers' and ours."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32):
+        self.cfg = ModelConfig.from_folder(folder)
+        self.reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.reference.generation_config.eos_token_id = None  # so that every generation is as long as asked for
+        self.ours = build_model(self.cfg, TPGroup.single(), dtype, "cpu")
+        load_weights(self.ours, folder, TPGroup.single())
+        pack_weights(self.ours)
+
+    def by_hand(self) -> ByHand:
+        return ByHand(self.ours, self.cfg, tp=TPGroup.single())
+
+    def prompt(self, length: int, seed: int) -> list[int]:
+        return torch.randint(self.cfg.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def pair_of(tmp_path_factory):
+    @cache
+    def make(variant: str) -> Pair:
+        family, overrides = VARIANTS[variant]
+        return Pair(make_model(tmp_path_factory.mktemp(variant), family, **overrides))
+
+    return make
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.inference_mode()
+def test_logits_of_a_whole_prompt_equal_those_of_transformers(pair_of, variant):
+    pair = pair_of(variant)
+    prompt = pair.prompt(45, seed=1)
+    expected = pair.reference(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(pair.by_hand().step({0: prompt}), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path, family):
+    folder = make_model(tmp_path, family)
+    pair, half = Pair(folder), Pair(folder, torch.bfloat16)
+    prompt = pair.prompt(45, seed=1)
+    exact = pair.by_hand().step({0: prompt})
+    ours = half.by_hand().step({0: prompt})
+    theirs = half.reference(torch.tensor([prompt])).logits[0].float()
+    assert (ours - exact).abs().mean() < 1.2 * (theirs - exact).abs().mean()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.inference_mode()
+def test_greedy_tokens_of_mixed_chunked_sequences_equal_those_of_transformers(pair_of, variant):
+    pair = pair_of(variant)
+    prompts = [pair.prompt(length, seed=length) for length in (23, 1, 8, 14)]
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = pair.reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        expected.append(out[0, len(prompt) :].tolist())
+    assert len(set(expected[0])) > 2, "output that repeats one token would prove nothing"
+    assert pair.by_hand().generate(prompts, max_tokens=20, chunk=5) == expected

@@ -1,0 +1,132 @@
+"""Compiles kernels for a GPU where there is none: python -m tests.engine.model.ops.gpu.compile_kernels CASE...
+
+For Hopper (sm_90), or what is named before a case, like sm_80.
+
+The launchers run as they are, over tensors on the CPU, but what they launch is only compiled, by the ptxas that comes
+with Triton. Prints what each kernel needs, one JSON object per line. Not under the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from engine.model.ops.gpu import activation, attention, moe, norm, quantize, rope, sampling
+from tests.engine.model.ops.gpu.paged import FLOAT8, Case
+
+DECODE, CHUNK = Case([(4000, 1)] * 3, heads=8, head_dim=128, block_size=64), Case([(0, 200)], heads=8, head_dim=128)
+CASES: dict[str, Case] = {
+    "rows": DECODE,
+    "rows, float8": DECODE.but(cache_dtype=FLOAT8),
+    "rows, head_dim 64": DECODE.but(head_dim=64),
+    "rows, head_dim 256": DECODE.but(head_dim=256),
+    "rows, a window": DECODE.but(window=512),
+    "rows, float16": DECODE.but(dtype=torch.float16),
+    "rows, 7 heads, blocks of 20": DECODE.but(heads=14, block_size=20),
+    "chunk": CHUNK,
+    "chunk, float8": CHUNK.but(cache_dtype=FLOAT8),
+    "chunk, head_dim 64": CHUNK.but(head_dim=64),
+    "chunk, head_dim 80": CHUNK.but(head_dim=80),
+    "chunk, head_dim 256": CHUNK.but(head_dim=256),
+    "chunk, a window": CHUNK.but(window=512),
+    "chunk, 7 heads": CHUNK.but(heads=14),
+    "chunk over a long prefix": CHUNK.but(sequences=[(4000, 200)]),
+    "short chunk": CHUNK.but(sequences=[(4000, 4)]),
+}
+
+EXPERTS = {"experts": torch.bfloat16, "experts, float16": torch.float16, "experts, float32": torch.float32}
+
+
+class Driver:
+    """What Triton's launcher asks a driver for before it compiles. capability: of the GPU, times 10."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # one number for each, since what was compiled is kept by it
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(kernel: JITFunction, grid: tuple[int, ...]) -> Any:
+    def launch(*args: Any, **options: Any) -> None:
+        compiled = kernel.warmup(*args, grid=grid, **options)
+        used = resources(compiled.asm["cubin"])
+        ptx = compiled.asm["ptx"]
+        found = {"wgmma": "wgmma.mma_async" in ptx, "mma": "mma.sync" in ptx, "async_copies": ptx.count("cp.async.cg")}
+        name = kernel.fn.__name__
+        print(json.dumps({"kernel": name, "shared": compiled.metadata.shared, **used, **found}), flush=True)
+
+    return launch
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack, where registers are spilled."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return {"registers": int(registers), "stack": int(stack)}
+
+
+def compile_attention(case: Case) -> None:
+    q, k, v, batch = case.inputs()
+    table = torch.zeros(8192, case.head_dim, dtype=case.dtype)
+    rope.rotate_and_write(q, k, v, table, batch, 1)
+    attention.paged_attention(q, batch, 1, 0.1, case.window)
+
+
+def compile_elementwise() -> None:
+    x = torch.zeros(4, 8192, dtype=torch.bfloat16)
+    activation.silu_mul(x)
+    activation.gelu_tanh_mul(x)
+    norm.rms_norm(x, x[0], 1e-6, 0.0)
+    norm.add_rms_norm(x, x, x[0], 1e-6, 0.0)
+    norm.rms_norm(x.unflatten(1, (64, 128)), x[0, :128], 1e-6, 1.0)
+    column = torch.full((4, 1), 0.5)
+    sampling.draw_filtered(x.float(), column, column, column, 50)
+    sampling.draw_any(x.float(), column)
+    quantize.quantize_rows(x, FLOAT8)
+    quantize.quantize_rows(x, FLOAT8, 128)
+    quantize.quantize_rows(x, torch.int8)
+
+
+def compile_experts(dtype: torch.dtype) -> None:
+    """For the few tokens of a decode step, and for the many of a prompt."""
+    for tokens in (4, 400):
+        x, experts = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 8, dtype=torch.int64)
+        gate_up, down = torch.zeros(16, 1536, 2048, dtype=dtype), torch.zeros(16, 2048, 768, dtype=dtype)
+        moe.mix_experts(x, gate_up, down, activation.silu_mul, experts, experts.to(dtype))
+
+
+if __name__ == "__main__":
+    driver.set_active(Driver(90))
+    JITFunction.__getitem__ = compile_only
+    for chosen in sys.argv[1:]:
+        if chosen.startswith("sm_"):
+            driver.set_active(Driver(int(chosen.removeprefix("sm_"))))
+        elif chosen == "elementwise":
+            compile_elementwise()
+        elif chosen in EXPERTS:
+            compile_experts(EXPERTS[chosen])
+        else:
+            compile_attention(CASES[chosen])

@@ -1,0 +1,142 @@
+"""The Triton attention against the plain one, over grids of shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.model.ops import attention_plain
+from engine.model.ops.gpu import attention, rope
+from tests.engine.model.ops.gpu.paged import DEVICE, FLOAT8, LAYERS, Case
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+MIXED = Case([(37, 1), (0, 33), (5, 1), (50, 18)])
+DECODE = Case([(300, 1), (0, 1), (15, 1), (16, 1), (63, 1), (64, 1)])
+CHUNKS = Case([(0, 40), (70, 35), (15, 17), (16, 2)])
+
+CASES = {
+    "rows and chunks": MIXED,
+    "rows that decode": DECODE,
+    "chunks over cached prefixes": CHUNKS.but(head_dim=128, kv_heads=1),
+    "seven query heads of a KV head": MIXED.but(heads=7, kv_heads=1),
+    "head_dim 80, blocks of 20": MIXED.but(head_dim=80, block_size=20, kv_heads=1),
+    "head_dim 256, blocks of 256": DECODE.but(head_dim=256, block_size=256, kv_heads=1),
+    "blocks of one token": Case([(30, 1), (5, 1)], block_size=1, head_dim=16),
+    "a window of one token": DECODE.but(window=1),
+    "a window of 7": MIXED.but(window=7),
+    "float32": MIXED.but(dtype=torch.float32),
+    "float8 cache": MIXED.but(cache_dtype=FLOAT8),
+    "padding among rows": Case([(20, 1), (0, 0), (40, 1), (0, 0)]),
+    "keys in four parts": Case([(2100, 1), (900, 1), (0, 0), (30, 1)], heads=2, kv_heads=1),
+    "keys of chunks in four parts": Case([(1300, 6), (30, 20)], heads=2, kv_heads=1),
+}
+MORE_CASES = {
+    "one head each": MIXED.but(heads=2),
+    "more heads of a KV head than rows of a small tile": MIXED.but(heads=40, kv_heads=1, head_dim=16),
+    "head_dim 8": MIXED.but(head_dim=8),
+    "head_dim 96": MIXED.but(head_dim=96),
+    "head_dim 256": MIXED.but(head_dim=256),
+    "a window longer than a tile": DECODE.but(window=200),
+    "a window longer than the sequences": CHUNKS.but(window=1000),
+    "float32, a window": CHUNKS.but(dtype=torch.float32, window=33),
+    "float16": MIXED.but(dtype=torch.float16),
+    "float8 cache, float16": DECODE.but(cache_dtype=FLOAT8, dtype=torch.float16, head_dim=128),
+    "padding only": Case([(0, 0), (0, 0)]),
+    "keys in four parts, a window": Case([(2100, 1), (1300, 1)], kv_heads=1, window=1100),
+    "float8 keys in four parts": Case([(2100, 1), (1300, 9)], kv_heads=1, cache_dtype=FLOAT8),
+}
+
+
+def check(case: Case, layer: int = 1) -> torch.Tensor:
+    q, k, v, batch = case.inputs()
+    scale = case.head_dim**-0.5
+    attention_plain.write_kv(k, v, batch, layer)
+    expected = attention_plain.paged_attention(q, batch, layer, scale, case.window)
+    found = attention.paged_attention(q, batch, layer, scale, case.window)
+    tolerance = TOLERANCE[case.dtype]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_paged_attention_equals_plain(case):
+    assert check(case).isfinite().all(), "NaN lies wherever nothing was written"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE_CASES.values(), ids=MORE_CASES)
+def test_paged_attention_of_more_shapes_equals_plain(case):
+    assert check(case).isfinite().all()
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    sequences=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 1, 2, 9])), min_size=1, max_size=4),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),
+    head_dim=st.sampled_from([8, 24, 64]),
+    block_size=st.sampled_from([1, 4, 16, 20]),
+    window=st.sampled_from([None, 1, 7, 33]),
+)
+def test_paged_attention_over_any_shape_equals_plain(sequences, heads, head_dim, block_size, window):
+    check(Case(sequences, *heads, head_dim, block_size, window, torch.float32))
+
+
+def test_every_layer_is_found():
+    for layer in range(LAYERS):
+        check(MIXED, layer)
+
+
+def test_padding_gives_zeros():
+    out = check(CASES["padding among rows"])
+    assert not out[[1, 3]].any()
+    assert out[[0, 2]].all(dim=-1).any()
+
+
+def test_a_batch_that_is_replayed_with_other_lengths_gives_their_results():
+    """A captured graph reads lengths, tables and slots anew: nothing may have been kept from the batch before."""
+    case = Case([(300, 1), (0, 0), (40, 1)])
+    q, k, v, batch = case.inputs()
+    attention_plain.write_kv(k, v, batch, 0)
+    attention.paged_attention(q, batch, 0, 0.1)
+    batch.kv_len.copy_(torch.tensor([2, 41, 0]))
+    batch.block_table.copy_(batch.block_table[[2, 2, 0]])
+    batch.kv_cache.nan_to_num_(0.5)
+    expected = attention_plain.paged_attention(q, batch, 0, 0.1)
+    torch.testing.assert_close(attention.paged_attention(q, batch, 0, 0.1), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_offsets_in_a_cache_of_more_than_two_to_the_31_values_do_not_overflow():
+    """The last block of 2.2e9 values; on a CPU only the pages that are written take memory."""
+    case = Case([(3, 1)], heads=1, kv_heads=1, head_dim=64, block_size=64)
+    q, k, v, batch = case.inputs()
+    last = 2_200_000_000 // (LAYERS * 2 * 64 * 64)
+    small = batch.kv_cache
+    batch.kv_cache = torch.empty((last + 1, *small.shape[1:]), dtype=small.dtype, device=DEVICE)
+    batch.kv_cache[last] = small[batch.block_table[0, 0]]
+    batch.slot_mapping += (last - batch.block_table[0, 0].item()) * 64
+    batch.block_table.fill_(last)
+    straight = torch.tensor([1.0, 0.0]).repeat_interleave(32).expand(64, 64).to(DEVICE, k.dtype)
+    rope.rotate_and_write(q, k, v, straight, batch, 1)
+    torch.testing.assert_close(batch.kv_cache[last, 1, 0, :, 3], k[0])
+    expected = attention_plain.paged_attention(q, batch, 1, 0.1)
+    torch.testing.assert_close(attention.paged_attention(q, batch, 1, 0.1), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("programs", "longest", "parts", "parts_of_chunks"),
+    [
+        (8, 100, 1, 1),
+        (8, 600, 1, 1),
+        (8, 1024, 4, 4),
+        (8, 100_000, 64, 64),
+        (256, 100_000, 4, 1),
+        (4096, 100_000, 4, 1),
+        (4096, 512, 1, 1),
+    ],
+)
+def test_keys_are_split_where_they_are_many(programs, longest, parts, parts_of_chunks):
+    assert attention.num_parts(programs, longest, 132, decode=True) == parts
+    assert attention.num_parts(programs, longest, 132, decode=False) == parts_of_chunks

@@ -1,0 +1,73 @@
+"""Every kernel compiles for a Hopper GPU (sm_90), and fits into its registers and shared memory. The experts' kernel,
+which a Hopper GPU needs least, compiles for Ampere (sm_80) too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.engine.model.ops.gpu.compile_kernels import CASES, EXPERTS
+
+SHARED_BYTES = 227 * 1024  # of one streaming multiprocessor
+SMALL_SHARED_BYTES = 99 * 1024  # of the smallest ones since Ampere
+STACK_BYTES = 32  # of spilled registers; a few are harmless
+
+
+def compiled(*cases: str) -> list[dict]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.engine.model.ops.gpu.compile_kernels", *cases]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    for kernel in kernels:
+        assert kernel["stack"] <= STACK_BYTES, f"spills registers: {kernel}"
+        assert kernel["shared"] <= SHARED_BYTES, kernel
+    return kernels
+
+
+def kinds(kernels: list[dict]) -> set[str]:
+    return {kernel["kernel"] for kernel in kernels}
+
+
+def test_kernels_of_common_models_compile_for_hopper_and_the_experts_kernel_for_ampere():
+    kernels = compiled("rows", "chunk", "elementwise", "experts", "sm_80", "experts")
+    expected = {
+        "attend_kernel",
+        "join_kernel",
+        "rotate_and_write_kernel",
+        "rms_norm_kernel",
+        "gated_kernel",
+        "draw_kernel",
+        "draw_any_kernel",
+        "grouped_kernel",
+        "quantize_kernel",
+    }
+    assert kinds(kernels) == expected
+    rows, chunk = (kernel for kernel in kernels if kernel["kernel"] == "attend_kernel")
+    assert rows["mma"] and chunk["wgmma"], "attention multiplies on tensor cores"
+    assert rows["async_copies"] and chunk["async_copies"], "K and V are fetched ahead"
+    products = [kernel for kernel in kernels if kernel["kernel"] == "grouped_kernel"]
+    hopper, ampere = products[: len(products) // 2], products[len(products) // 2 :]
+    assert hopper[0]["mma"] and hopper[-1]["wgmma"], "few rows and many rows are multiplied on tensor cores"
+    assert ampere[0]["mma"] and ampere[-1]["mma"]
+    assert all(kernel["async_copies"] and kernel["shared"] <= SMALL_SHARED_BYTES for kernel in products)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_the_experts_kernel_compiles_in_every_dtype(target):
+    kernels = compiled(target, *EXPERTS)
+    assert all(kernel["shared"] <= SMALL_SHARED_BYTES for kernel in kernels)
+    assert kinds(kernels) == {"grouped_kernel", "gated_kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_attention_of_every_shape_compiles_for_hopper(part):
+    cases = list(CASES)[part::4]
+    kernels = compiled(*cases)
+    assert sum(kernel["kernel"] == "attend_kernel" for kernel in kernels) == len(cases)

@@ -1,0 +1,124 @@
+"""Which library attends, and with what arguments. On a GPU the trial in `flash.choose` does so with the real ones."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from engine.model.ops import attention_plain
+from engine.model.ops.gpu import attention, flash
+from tests.engine.model.ops.gpu import fake_flash
+from tests.engine.model.ops.gpu.paged import FLOAT8, Case
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fakes compute on a CPU")
+LIBRARIES = {
+    "flash_attn_interface": fake_flash.flash_attn_3,
+    "flash_attn": fake_flash.flash_attn_2,
+    "torch.nn.attention.varlen": fake_flash.torch_varlen,
+}
+CASES = {
+    "rows and chunks": Case([(300, 1), (0, 33), (50, 18)], block_size=256),
+    "rows": Case([(300, 1), (5, 1)], block_size=256),
+    "rows and padding": Case([(300, 1), (0, 0), (5, 1)], block_size=256),
+    "a window": Case([(300, 1), (40, 9)], block_size=256, window=7),
+    "a window for rows": Case([(300, 1), (40, 1)], block_size=256, window=7),
+    "seven heads of a KV head": Case([(300, 1), (40, 9)], heads=14, block_size=512, head_dim=80),
+}
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Pretend that only these libraries are installed, on a card of this capability."""
+
+    def pretend(*names: str, capability: tuple[int, int] = (9, 0)) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        for name, fake in LIBRARIES.items():
+            monkeypatch.setitem(sys.modules, name, fake() if name in names else None)
+
+    flash.choose.cache_clear()
+    yield pretend
+    flash.choose.cache_clear()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_library_is_called_so_that_it_gives_what_plain_gives(install, library, case):
+    install(library)
+    q, k, v, batch = case.inputs()
+    attention_plain.write_kv(k, v, batch, 1)
+    batch.kv_cache.nan_to_num_()  # only our own kernel does without
+    assert flash.choose(q.device) is not None
+    expected = attention_plain.paged_attention(q, batch, 1, 0.1, case.window)
+    torch.testing.assert_close(flash.paged_attention(q, batch, 1, 0.1, case.window), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "chosen"),
+    [
+        (LIBRARIES, (9, 0), "FlashAttention-3"),
+        (LIBRARIES, (8, 0), "FlashAttention-2"),
+        (LIBRARIES, (7, 5), None),
+        (["torch.nn.attention.varlen"], (9, 0), "torch's FlashAttention-2"),
+        ([], (9, 0), None),
+    ],
+)
+def test_the_fastest_library_for_the_card_is_chosen_and_told_once(install, caplog, installed, capability, chosen):
+    install(*installed, capability=capability)
+    with caplog.at_level(logging.INFO):
+        backends = [flash.choose(torch.device("cpu")) for _ in range(2)]
+    assert [backend and backend.name for backend in backends] == [chosen] * 2
+    (record,) = [record for record in caplog.records if "attention backend" in record.message]
+    assert (chosen or "Triton (") in record.message
+
+
+def wrong(*args: object, **options: object) -> torch.Tensor:
+    return torch.zeros(7, 4, 64, dtype=torch.bfloat16)
+
+
+def failing(*args: object, **options: object) -> torch.Tensor:
+    raise RuntimeError("no kernel image is available")
+
+
+@pytest.mark.parametrize(("function", "reason"), [(wrong, "off by"), (failing, "no kernel image is available")])
+def test_a_library_that_fails_its_trial_is_not_used_and_the_reason_is_told(
+    install, monkeypatch, caplog, function, reason
+):
+    install()
+    module = ModuleType("flash_attn_interface")
+    module.flash_attn_with_kvcache = function
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    with caplog.at_level(logging.INFO):
+        assert flash.choose(torch.device("cpu")) is None
+    assert reason in caplog.text
+
+
+def test_a_torch_without_block_tables_says_so(install, monkeypatch, caplog):
+    install()
+    module = ModuleType("torch.nn.attention.varlen")
+    module.varlen_attn = lambda query, key, value: query
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    with caplog.at_level(logging.INFO):
+        assert flash.choose(torch.device("cpu")) is None
+    assert "has no block tables, 2.12 has" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASES["rows"].but(block_size=16),
+        CASES["rows"].but(cache_dtype=FLOAT8),
+        CASES["rows"].but(dtype=torch.float32),
+        CASES["rows"].but(head_dim=12),
+    ],
+    ids=["small blocks", "float8 cache", "float32", "head_dim 12"],
+)
+def test_what_a_library_does_not_take_our_own_kernel_computes(install, case):
+    install("flash_attn")
+    q, k, v, batch = case.inputs()
+    attention_plain.write_kv(k, v, batch, 1)
+    expected = attention.paged_attention(q, batch, 1, 0.1)
+    assert torch.equal(flash.paged_attention(q, batch, 1, 0.1), expected)

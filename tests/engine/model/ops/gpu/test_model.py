@@ -1,0 +1,51 @@
+"""Whole models on the Triton kernels, under the interpreter, against the same models on plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.config import MoEConfig, RopeConfig
+from engine.model.models import build_model
+from engine.model.ops import dispatch
+from engine.model.ops.gpu import flash
+from tests.batches import ByHand
+from tests.engine.model.model_configs import tiny_config
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs whole models")
+
+FAMILIES = {
+    "Qwen 3": tiny_config(architecture="Qwen3ForCausalLM"),
+    "Qwen 3 MoE": tiny_config(
+        architecture="Qwen3MoeForCausalLM",
+        moe=MoEConfig(
+            num_experts=6, experts_per_token=2, intermediate_size=20, norm_topk_prob=True, layers=frozenset({0})
+        ),
+    ),
+    "Gemma 3": tiny_config(
+        architecture="Gemma3ForCausalLM",
+        activation="gelu_pytorch_tanh",
+        num_layers=2,
+        rope=(RopeConfig(), RopeConfig(theta=100.0)),
+        window=(None, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(config, monkeypatch):
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda: False)
+    plain = build_model(config, TPGroup.single(), torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in plain.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+    monkeypatch.setattr(dispatch, "gpu_kernels", lambda: True)
+    monkeypatch.setattr(flash, "choose", lambda device: None)
+    model = build_model(config, TPGroup.single(), torch.float32, torch.device("cpu"))
+    model.load_state_dict(plain.state_dict())
+
+    runs = [ByHand(m, config, tp=TPGroup.single()) for m in (plain, model)]
+    for step in ({0: [5, 6, 7, 8, 9]}, {0: [1], 1: [2, 3]}, {0: [4], 1: [5]}):
+        expected, found = (run.step(step) for run in runs)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

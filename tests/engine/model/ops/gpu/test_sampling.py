@@ -1,0 +1,111 @@
+"""The draw without sorting against the plain one, which sorts. Few rows: the interpreter takes 0.1 s for each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.model.ops.gpu import sampling
+from engine.runner.sampler import RandomRows, draw, draw_filtered, draw_sorted
+from tests.engine.model.ops.gpu.paged import DEVICE
+
+
+def group(top_k: int, *rows: tuple[float, float, float]) -> RandomRows:
+    """rows: (uniform, top_p, min_p)."""
+    columns = torch.tensor(rows).split(1, dim=1)
+    return RandomRows(torch.arange(len(rows)), torch.ones(len(rows), 1), *columns, top_k)
+
+
+def drawn(logits: Tensor, rows: RandomRows) -> Tensor:
+    arguments = (x.contiguous().to(DEVICE) for x in (rows.uniform, rows.top_p, rows.min_p))
+    return sampling.draw_filtered(logits.to(DEVICE), *arguments, rows.width).cpu()
+
+
+def sorted_draw(logits: Tensor, rows: RandomRows) -> Tensor:
+    """Stable: of equal logits the lowest id comes first."""
+    return draw_sorted(logits, rows) if rows.width >= logits.shape[1] else draw_filtered(logits, rows)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        group(5000, (0.5, 0.9, 0.0), (0.97, 0.6, 0.0), (0.99, 0.0, 0.0), (0.3, 1.0, 0.05)),
+        group(20, (0.7, 1.0, 0.0), (0.9, 0.7, 0.0), (0.999, 0.9, 0.2)),
+        group(1, (0.99, 1.0, 0.0)),
+    ],
+    ids=["top_p and min_p", "top_k", "one token"],
+)
+def test_the_same_number_draws_the_same_token_as_sorting(rows):
+    logits = torch.randn(len(rows.rows), 5000, generator=torch.Generator().manual_seed(0)) * 3
+    assert torch.equal(drawn(logits, rows), sorted_draw(logits, rows))
+
+
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    spread=st.sampled_from([0.01, 1.0, 30.0]),
+    offset=st.sampled_from([0.0, -300.0, 1000.0]),
+    top_k=st.sampled_from([1, 3, 50]),
+    top_p=st.sampled_from([0.1, 0.5, 0.99, 1.0]),
+    min_p=st.sampled_from([0.0, 0.3]),
+    uniform=st.integers(0, 2**24 - 1).map(lambda n: n / 2**24),
+    seed=st.integers(0, 1000),
+)
+def test_any_logits_give_the_same_token_as_sorting(spread, offset, top_k, top_p, min_p, uniform, seed):
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(seed)) * spread + offset
+    rows = group(top_k, (uniform, top_p, min_p))
+    assert torch.equal(drawn(logits, rows), sorted_draw(logits, rows))
+
+
+def test_of_equally_likely_tokens_the_first_ones_are_kept_and_drawn_alike():
+    numbers = (0.1, 0.4, 0.6, 0.9)
+    rows = group(10, *((u, top_p, 0.0) for top_p in (1.0, 0.5, 0.51) for u in numbers))
+    logits = torch.full((len(rows.rows), 10), -torch.inf)
+    logits[:, [2, 5, 7, 9]] = 1.5
+    assert drawn(logits, rows).tolist() == [2, 5, 7, 9, 2, 2, 5, 5, 2, 5, 5, 7]
+
+
+def test_broken_rows_end_with_some_token_and_leave_the_others_alone():
+    rows = group(50, *[(0.8, 0.9, 0.0)] * 4)
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    expected = sorted_draw(logits, rows)
+    logits[0], logits[1, 3], logits[2, 5] = -torch.inf, torch.nan, torch.inf
+    found = drawn(logits, rows)
+    assert found[3] == expected[3]
+    assert ((found >= 0) & (found < 50)).all()
+
+
+def drawn_of_all(logits: Tensor, uniform: Tensor) -> Tensor:
+    return sampling.draw_any(logits.to(DEVICE), uniform[:, None].to(DEVICE)).cpu()
+
+
+@pytest.mark.parametrize("vocab", [1, 50, 4096, 9000])
+def test_from_the_whole_vocabulary_the_same_number_draws_the_same_token_as_plain(vocab):
+    uniform = torch.tensor([0.0, 0.1, 0.4, 0.6, 0.97])
+    logits = torch.randn(len(uniform), vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    assert torch.equal(drawn_of_all(logits, uniform), draw(logits.double().softmax(-1), uniform[:, None].double()))
+
+
+def test_a_banned_token_is_never_drawn_however_the_weights_are_summed():
+    uniform = torch.tensor([0.0, 0.25, 0.5, 0.75, 1 - 2**-24, 1 - 2**-24])
+    logits = torch.full((len(uniform), 9000), -torch.inf)
+    allowed = torch.arange(100, 8900, 2)
+    logits[:-1, allowed] = torch.randn(len(allowed), generator=torch.Generator().manual_seed(0)) * 3
+    logits[-1, 5] = -300.0
+    found = drawn_of_all(logits, uniform)
+    assert (logits.gather(1, found[:, None]) > -torch.inf).all()
+    assert found[0] == 100, "nothing lies before the first token"
+    assert found[-1] == 5
+
+
+def test_broken_rows_of_the_whole_vocabulary_end_with_some_token():
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
+    uniform = torch.full((4,), 0.6)
+    expected = draw(logits.softmax(-1), uniform[:, None])
+    logits[0], logits[1, 3], logits[2, 5] = -torch.inf, torch.nan, torch.inf
+    found = drawn_of_all(logits, uniform)
+    assert found[3] == expected[3]
+    assert ((found >= 0) & (found < 5000)).all()

@@ -1,0 +1,113 @@
+"""The fast CPU ops against their plain twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.model.batch import Batch, split
+from engine.model.ops import activation, attention_plain, linear, norm, rope
+from engine.model.ops.cpu import activation as cpu_activation
+from engine.model.ops.cpu import attention as cpu_attention
+from engine.model.ops.cpu import norm as cpu_norm
+from engine.model.ops.cpu import rope as cpu_rope
+
+TOLERANCE = {torch.float32: {"atol": 1e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2}}
+DTYPES = st.sampled_from(list(TOLERANCE))
+PROFILE = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@PROFILE
+@given(tokens=st.integers(1, 40), size=st.integers(1, 100), shift=st.sampled_from([0.0, 1.0]), dtype=DTYPES)
+def test_rms_norm_equals_plain(tokens, size, shift, dtype):
+    x, weight = randn(tokens, size, dtype=dtype), randn(size, dtype=dtype)
+    expected = norm.rms_norm_plain(x, weight, 1e-6, shift)
+    torch.testing.assert_close(cpu_norm.rms_norm(x, weight, 1e-6, shift), expected, **TOLERANCE[dtype])
+
+
+@PROFILE
+@given(tokens=st.integers(1, 20), heads=st.integers(1, 4), size=st.sampled_from([8, 33, 64]), dtype=DTYPES)
+def test_rms_norm_of_heads_reads_a_part_of_the_merged_projection(tokens, heads, size, dtype):
+    merged, weight = randn(tokens, heads + 3, size, dtype=dtype), randn(size, dtype=dtype)
+    x = merged[:, 1 : 1 + heads]
+    expected = norm.rms_norm_plain(x, weight, 1e-6, 0.0)
+    torch.testing.assert_close(cpu_norm.rms_norm(x, weight, 1e-6, 0.0), expected, **TOLERANCE[dtype])
+
+
+@PROFILE
+@given(tokens=st.integers(1, 40), size=st.integers(1, 100), scale=st.sampled_from([1.0, 30.0, 300.0]), dtype=DTYPES)
+def test_silu_mul_equals_plain(tokens, size, scale, dtype):
+    x = randn(tokens, 2 * size, dtype=dtype) * scale
+    torch.testing.assert_close(cpu_activation.silu_mul(x), activation.silu_mul(x), **TOLERANCE[dtype])
+
+
+@PROFILE
+@given(tokens=st.integers(1, 40), heads=st.integers(1, 4), half=st.integers(1, 40), dtype=DTYPES)
+def test_rotate_equals_plain_and_leaves_its_neighbours_alone(tokens, heads, half, dtype):
+    merged, table = randn(tokens, heads + 2, 2 * half, dtype=dtype), randn(50, 2 * half, dtype=dtype)
+    positions = torch.arange(tokens).flip(0)
+    before = merged.clone()
+    expected = rope.rotate_plain(merged[:, 1:-1], table, positions)
+    torch.testing.assert_close(cpu_rope.rotate(merged[:, 1:-1], table, positions), expected, **TOLERANCE[dtype])
+    assert torch.equal(merged[:, 0], before[:, 0])
+    assert torch.equal(merged[:, -1], before[:, -1])
+
+
+@PROFILE
+@given(
+    sequences=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 1, 2, 9])), min_size=1, max_size=6),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),
+    head_dim=st.sampled_from([8, 24, 64]),
+    block_size=st.sampled_from([1, 4, 16, 20]),
+    window=st.sampled_from([None, 1, 7, 16, 33]),
+    dtype=DTYPES,
+)
+def test_attention_over_pages_equals_plain(sequences, heads, head_dim, block_size, window, dtype):
+    """Each sequence: tokens cached before, and tokens in this step."""
+    num_heads, kv_heads = heads
+    counts, kv_lens = [n for _, n in sequences], [cached + n for cached, n in sequences]
+    width = -(-max(kv_lens) // block_size)
+    blocks = torch.randperm(len(sequences) * width, generator=torch.Generator().manual_seed(1))
+    table = blocks.view(len(sequences), width).int()
+    position = torch.cat([torch.arange(total - n, total) for n, total in zip(counts, kv_lens, strict=True)])
+    sequence = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    single, chunks = split(counts, kv_lens)
+    batch = Batch(
+        positions=position,
+        slot_mapping=table[sequence, position // block_size].long() * block_size + position % block_size,
+        query_start=torch.tensor([0, *counts]).cumsum(0).int(),
+        kv_len=torch.tensor(kv_lens, dtype=torch.int32),
+        block_table=table,
+        kv_cache=randn(len(blocks), 2, 2, kv_heads, block_size, head_dim, dtype=dtype),
+        single=single,
+        chunks=chunks,
+    )
+    merged = randn(sum(counts), num_heads + 2 * kv_heads, head_dim, dtype=dtype)
+    q, k, v = merged.split((num_heads, kv_heads, kv_heads), dim=1)
+    cache = batch.kv_cache.clone()
+    cpu_attention.write_kv(k, v, batch, 1)
+    written, batch.kv_cache = batch.kv_cache, cache
+    attention_plain.write_kv(k, v, batch, 1)
+    assert torch.equal(written, batch.kv_cache)
+    expected = attention_plain.paged_attention(q, batch, 1, head_dim**-0.5, window)
+    torch.testing.assert_close(
+        cpu_attention.paged_attention(q, batch, 1, head_dim**-0.5, window), expected, **TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("tokens", [1, 3, 64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_linear_layer_equals_the_plain_one(dtype, tokens, bias):
+    x, weight = randn(tokens, 48, dtype=dtype), randn(33, 48, dtype=dtype)
+    offset = randn(33, dtype=dtype) if bias else None
+    expected = linear.linear(x, weight, offset)
+    packed = linear.pack(weight)
+    assert packed.is_mkldnn or not torch.backends.mkldnn.is_available()
+    torch.testing.assert_close(linear.linear(x, packed, offset), expected, **TOLERANCE[dtype])

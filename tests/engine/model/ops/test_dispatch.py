@@ -1,0 +1,79 @@
+"""Which version of the ops a model gets."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+
+import pytest
+import torch
+
+from engine.config import BLOCK_SIZES
+from engine.model.ops import activation, attention, attention_plain, dispatch, norm
+
+
+@pytest.fixture
+def on_cuda():
+    """As while a model for a GPU is built. No tensor is made."""
+    torch.set_default_device("cuda:0")
+    yield
+    torch.set_default_device("cpu")
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
+    dispatch.triton_found.cache_clear()
+    yield
+    dispatch.triton_found.cache_clear()
+
+
+def test_a_gpu_without_triton_gets_plain_torch_and_one_warning(on_cuda, without_triton, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert attention.choose() is attention_plain
+        assert norm.choose() is norm.rms_norm_plain
+        assert activation.choose("silu") is activation.silu_mul
+        assert attention.default_block_size(torch.device("cuda")) == attention.TRITON_BLOCK_SIZE
+    assert [record.message for record in caplog.records] == [
+        "triton is not installed: plain torch runs in its place, many times slower on a GPU"
+    ]
+
+
+def test_a_numba_that_was_made_for_another_numpy_is_not_used_and_its_reason_is_told(tmp_path, monkeypatch, caplog):
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.4 or less')")
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    dispatch.numba_found.cache_clear()
+    assert not dispatch.numba_found()
+    dispatch.numba_found.cache_clear()
+    assert "numba cannot be imported (Numba needs NumPy 2.4 or less)" in caplog.text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is made for Linux only")
+def test_a_gpu_gets_the_triton_kernels(on_cuda, monkeypatch):
+    from engine.model.ops.gpu import flash
+
+    monkeypatch.setattr(flash, "choose", lambda device: None)
+    modules = {op.__module__ for op in (norm.choose(), activation.choose("silu"))}
+    modules |= {activation.choose("gelu_pytorch_tanh").__module__, attention.choose().__name__}
+    assert modules == {f"engine.model.ops.gpu.{name}" for name in ("norm", "activation", "flash")}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is made for Linux only")
+@pytest.mark.parametrize(("page", "block_size"), [(None, 64), (1, 64), (256, 256)])
+def test_blocks_are_as_large_as_the_attention_backend_of_the_gpu_wants_them(page, block_size, monkeypatch):
+    from engine.model.ops.gpu import flash
+
+    backend = None if page is None else flash.Backend("FlashAttention", page, lambda *_: None)
+    monkeypatch.setattr(flash, "choose", lambda device: backend)
+    assert attention.default_block_size(torch.device("cuda")) == block_size
+    assert BLOCK_SIZES["cuda"] % block_size == 0, "where that is not known beforehand, every backend takes the blocks"
+
+
+def test_a_cpu_gets_no_kernel_of_the_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert not dispatch.gpu_kernels()
+    assert attention.choose().__name__ != "engine.model.ops.gpu.flash"
+    assert attention.default_block_size(torch.device("cpu")) == 16

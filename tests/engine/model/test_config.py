@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import ConfigError, ModelFolderError, UnsupportedArchitecture
+from engine.model.config import FAMILIES, ModelConfig, RopeConfig
+from engine.model.models.registry import MODELS
+
+# As published on the Hub, before transformers 5.
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+QWEN3_MOE_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262144,
+}
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 2,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "rope_theta": 1000000.0,
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 1000,
+}
+
+
+@pytest.fixture
+def read(tmp_path: Path):
+    def read(config: dict[str, Any], generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return ModelConfig.from_folder(tmp_path)
+
+    return read
+
+
+def test_every_family_with_a_configuration_has_a_model():
+    assert set(FAMILIES) == set(MODELS)
+
+
+def test_llama_3_1_is_read_as_published(read):
+    cfg = read(LLAMA_3_1_8B)
+    assert (cfg.num_heads, cfg.num_kv_heads, cfg.head_dim) == (32, 8, 128)
+    assert cfg.attention_scale == 128**-0.5
+    assert cfg.dtype == "bfloat16"
+    assert cfg.rope[0].type == "llama3"
+    assert (cfg.rope[0].theta, cfg.rope[0].factor) == (500000.0, 8.0)
+    assert set(cfg.window) == {None}
+    assert cfg.eos_token_ids == {128001, 128008, 128009}
+    assert cfg.moe is None
+
+
+def test_gemma_3_is_read_as_published(read):
+    cfg = read(GEMMA_3_1B)
+    assert cfg.tie_word_embeddings, "unsaid in its config.json"
+    assert cfg.window[:7] == (512, 512, 512, 512, 512, None, 512)
+    assert cfg.rope[0] == RopeConfig(theta=10000)
+    assert cfg.rope[5] == RopeConfig(theta=1000000)
+    assert cfg.activation == "gelu_pytorch_tanh"
+
+
+def test_gemma_3_stretches_the_rotary_embedding_of_its_global_layers_only(read):
+    cfg = read(GEMMA_3_1B, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert cfg.rope[5] == RopeConfig(type="linear", theta=1000000, factor=8.0)
+    assert cfg.rope[4] == RopeConfig(theta=10000)
+
+
+def test_qwen3_moe_is_read_as_published(read):
+    cfg = read(QWEN3_MOE_30B)
+    assert cfg.moe is not None
+    assert (cfg.moe.num_experts, cfg.moe.experts_per_token, cfg.moe.intermediate_size) == (128, 8, 768)
+    assert cfg.moe.layers == frozenset(range(48))
+    assert set(cfg.window) == {None}
+
+
+def test_rope_parameters_of_transformers_5_say_the_same_as_the_older_fields(read):
+    old = read(LLAMA_3_1_8B)
+    fields = {k: v for k, v in LLAMA_3_1_8B.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    scaling = LLAMA_3_1_8B["rope_scaling"]
+    new = read({**fields, "dtype": "bfloat16", "rope_parameters": {**scaling, "rope_theta": 500000.0}})
+    assert new == old
+
+
+def test_qwen2_has_biases_on_q_k_v_only_and_no_window_unless_told(read):
+    cfg = read(QWEN2)
+    assert cfg.qkv_bias
+    assert not cfg.output_bias
+    assert cfg.window == (None,) * 4
+    assert read(QWEN2, use_sliding_window=True).window == (None, None, 1024, 1024)
+
+
+def test_yarn_extends_the_context_by_its_factor(read):
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    cfg = read(QWEN2, rope_scaling=yarn)
+    assert cfg.max_position_embeddings == 131072
+    assert cfg.rope[0].attention_factor == pytest.approx(1.1386, abs=1e-4)
+    # a model that already states the extended context is not extended again
+    assert read(QWEN2, rope_scaling=yarn, max_position_embeddings=131072).max_position_embeddings == 131072
+
+
+def test_end_tokens_of_the_generation_config_come_first(read):
+    assert read(LLAMA_3_1_8B, {"eos_token_id": 7}).eos_token_ids == {7}
+    assert read(LLAMA_3_1_8B, {"temperature": 0.6}).eos_token_ids == {128001, 128008, 128009}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "shown"),
+    [
+        ("quantization_config", {"quant_method": "exl2"}, r"quantization_config.quant_method = 'exl2'"),
+        ("rope_scaling", {"type": "longrope", "long_factor": [1.0]}, "rope_type = 'longrope'"),
+        ("rope_scaling", {"type": "dynamic", "factor": 2.0}, "rope_type = 'dynamic'"),
+        ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("final_logit_softcapping", 30.0, "final_logit_softcapping = 30.0"),
+        ("hidden_act", "relu", "hidden_act = 'relu'"),
+        ("torch_dtype", "float8_e4m3fn", "dtype = 'float8_e4m3fn'"),
+    ],
+)
+def test_a_feature_that_would_change_the_output_is_refused_by_name(read, field, value, shown):
+    with pytest.raises(ModelFolderError, match=shown):
+        read(QWEN2, **{field: value})
+
+
+def test_an_unknown_layer_type_is_refused_by_name(read):
+    with pytest.raises(ModelFolderError, match="chunked_attention"):
+        read(QWEN2, use_sliding_window=True, layer_types=["chunked_attention"] * 4)
+
+
+def test_a_missing_field_is_named(read):
+    with pytest.raises(ModelFolderError, match=r"config\.json has no 'vocab_size'"):
+        read({k: v for k, v in QWEN2.items() if k != "vocab_size"})
+
+
+def test_an_unknown_architecture_names_the_supported_ones(read):
+    with pytest.raises(UnsupportedArchitecture, match=r"GPT2LMHeadModel.*LlamaForCausalLM"):
+        read({"architectures": ["GPT2LMHeadModel"]})
+
+
+def test_kv_bytes_count_heads_that_several_ranks_hold(read):
+    cfg = read(LLAMA_3_1_8B)
+    assert cfg.kv_bytes_per_token(2) == 2 * 32 * 8 * 128 * 2
+    assert cfg.kv_bytes_per_token(2, tp_size=4) == 2 * 32 * 2 * 128 * 2
+    assert cfg.kv_bytes_per_token(2, tp_size=16) == 2 * 32 * 1 * 128 * 2
+    with pytest.raises(ConfigError):
+        cfg.kv_bytes_per_token(2, tp_size=3)

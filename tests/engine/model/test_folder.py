@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
+
+from engine import pocket
+from engine.errors import ModelFolderError
+from engine.model.folder import default_sampling, eos_token_ids, read_json, resolve
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    (tmp_path / "model.safetensors").touch()
+    return tmp_path
+
+
+def test_a_local_folder_is_itself(folder):
+    assert resolve(str(folder)) == folder
+
+
+def test_pocket_is_the_bundled_folder(folder, monkeypatch):
+    monkeypatch.setattr(pocket, "PATH", folder)
+    assert resolve("pocket") == folder
+
+
+def test_a_hub_id_is_downloaded_without_weights_in_other_formats(folder, monkeypatch):
+    asked = {}
+
+    def download(model: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        names = ["config.json", "model.safetensors", "pytorch_model.bin", "consolidated.safetensors", "onnx/model.json"]
+        asked[model] = list(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve("org/some-model_1.5") == folder
+    assert asked == {"org/some-model_1.5": ["config.json", "model.safetensors"]}
+
+
+def test_a_model_that_the_hub_does_not_give_is_a_clear_error(monkeypatch):
+    def offline(model: str, **_: object) -> str:
+        raise LocalEntryNotFoundError("cannot reach the Hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ModelFolderError, match=r"'org/name': no such local folder, and the .* Hub .* cannot reach"):
+        resolve("org/name")
+
+
+@pytest.mark.parametrize("model", ["nonsense", "/no/such/folder", "../a/b", "a/b/c", "./org/name", "org/"])
+def test_what_is_neither_a_folder_nor_a_hub_id_asks_nobody(model, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    with pytest.raises(ModelFolderError, match="no such folder"):
+        resolve(model)
+
+
+def test_a_folder_without_config_is_refused(folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelFolderError, match=r"has no config\.json"):
+        resolve(str(folder))
+
+
+def test_a_folder_with_pickled_weights_only_says_so(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelFolderError, match=r"no \*\.safetensors, only pytorch_model\.bin"):
+        resolve(str(folder))
+
+
+def test_end_tokens_may_be_one_or_many_or_none(folder):
+    assert eos_token_ids(folder) == {2}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert eos_token_ids(folder) == {5, 6}
+    (folder / "generation_config.json").unlink()
+    (folder / "config.json").write_text("{}")
+    assert eos_token_ids(folder) == frozenset()
+
+
+def test_default_sampling_holds_only_what_the_model_names(folder):
+    assert default_sampling(folder) == {}
+    fields = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "transformers_version": "4.51.0"}
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+    assert default_sampling(folder) == {"temperature": 0.6, "top_k": 20}
+
+
+@pytest.mark.parametrize(("text", "problem"), [("{", "not valid JSON"), ("[]", "not a JSON object")])
+def test_a_broken_json_file_is_named(folder, text, problem):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelFolderError, match=rf"config\.json is {problem}"):
+        read_json(folder, "config.json")

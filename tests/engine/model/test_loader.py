@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ModelFolderError
+from engine.model.config import ModelConfig
+from engine.model.loader import fill_with_noise, load_weights
+from engine.model.models import build_model
+from engine.model.models.llama import LlamaForCausalLM
+from tests.models import FAMILIES, make_model
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """Every parameter starts as NaN, so that one that is not filled shows."""
+    model = build_model(ModelConfig.from_folder(folder), TPGroup.single(), dtype, "cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    load_weights(model, folder, TPGroup.single())
+    return model
+
+
+def rewrite(folder: Path, changes: dict[str, Tensor | None]) -> None:
+    """Replace, add or (None) drop tensors of the checkpoint."""
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loading_fills_every_parameter(tmp_path, family):
+    for name, parameter in load(make_model(tmp_path, family)).named_parameters():
+        assert parameter.isfinite().all(), name
+
+
+def test_merged_parameters_hold_their_parts_in_order(tmp_path):
+    folder = make_model(tmp_path, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    layer = load(folder).layers[1]
+    for merged, parent, parts in (("qkv_proj", "self_attn", "qkv"), ("gate_up_proj", "mlp", ("gate", "up"))):
+        whole = torch.cat([tensors[f"model.layers.1.{parent}.{part}_proj.weight"] for part in parts])
+        assert torch.equal(layer.get_submodule(f"{parent}.{merged}").weight, whole)
+
+
+def test_weights_are_converted_to_the_dtype_asked_for(tmp_path):
+    folder = make_model(tmp_path, "qwen2")
+    model = load(folder, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    expected = load_file(folder / "model.safetensors")["model.norm.weight"].bfloat16()
+    assert torch.equal(model.norm.weight, expected)
+
+
+def test_a_checkpoint_in_several_files_loads_by_its_index_and_other_files_are_ignored(tmp_path):
+    folder = make_model(tmp_path / "one", "llama")
+    whole = load(folder)
+    split = tmp_path / "split"
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    reference.save_pretrained(split, max_shard_size="60KB")
+    save_file({"other": torch.zeros(1)}, split / "consolidated.safetensors")
+    assert len(list(split.glob("model-*.safetensors"))) > 1
+    for ours, expected in zip(load(split).parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model.norm.weight": None}, "1 missing tensors: model.norm.weight"),
+        (
+            {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)},
+            "unexpected tensors: model.layers.0.self_attn.q_norm",
+        ),
+        ({"model.norm.weight": torch.ones(47)}, "model.norm.weight has shape [47], config.json asks for [48]"),
+        ({"model.layers.2.self_attn.k_proj.weight": None}, "missing tensors: model.layers.2.self_attn.k_proj.weight"),
+        ({"lm_head.weight": None}, "missing tensors: lm_head.weight"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_by_the_tensors_name(tmp_path, changes, problem):
+    folder = make_model(tmp_path, "llama")
+    rewrite(folder, changes)
+    with pytest.raises(ModelFolderError, match=re.escape(problem)):
+        load(folder)
+
+
+def test_many_missing_tensors_are_counted_and_not_all_listed(tmp_path):
+    folder = make_model(tmp_path, "llama")
+    names = [name for name in load_file(folder / "model.safetensors") if ".layers.1." in name]
+    rewrite(folder, dict.fromkeys(names))
+    with pytest.raises(ModelFolderError, match=r"9 missing tensors: .* and 4 more"):
+        load(folder)
+
+
+def test_a_tensor_that_two_files_hold_is_refused(tmp_path):
+    folder = make_model(tmp_path, "llama")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    save_file({"model.norm.weight": torch.ones(48)}, folder / "b.safetensors")
+    with pytest.raises(ModelFolderError, match=r"1 duplicate tensors: model\.norm\.weight"):
+        load(folder)
+
+
+def test_a_copy_of_a_tied_head_and_old_rotary_buffers_are_ignored(tmp_path):
+    folder = make_model(tmp_path, "llama_tied")
+    rewrite(
+        folder,
+        {"lm_head.weight": torch.zeros(97, 48), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)},
+    )
+    model = load(folder)
+    assert torch.equal(model.lm_head.weight, load_file(folder / "model.safetensors")["model.embed_tokens.weight"])
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    folder = make_model(tmp_path, "llama")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ModelFolderError, match=r"cannot read model\.safetensors"):
+        load(folder)
+
+
+def test_a_file_that_the_index_names_but_is_not_there_is_named(tmp_path):
+    folder = make_model(tmp_path, "llama")
+    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelFolderError, match=r"cannot read model-00002-of-00002\.safetensors"):
+        load(folder)
+
+
+def test_one_log_line_says_how_much_was_loaded(tmp_path, caplog, capfd):
+    caplog.set_level(logging.INFO)
+    load(make_model(tmp_path, "llama"))
+    lines = [r.getMessage() for r in caplog.records if r.name == "engine.model.loader"]
+    assert len(lines) == 1
+    assert re.fullmatch(r"weights loaded folder=.* gb=0\.00 seconds=\d+\.\d", lines[0])
+    assert "loading weights" not in capfd.readouterr().err, "no progress bar without a terminal"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_need_no_files_and_fill_every_parameter(family, tmp_path):
+    cfg = ModelConfig.from_folder(make_model(tmp_path, family))
+    models = [build_model(cfg, TPGroup.single(), torch.float32, "cpu") for _ in range(2)]
+    for model in models:
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)
+        fill_with_noise(model)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert one.isfinite().all() and torch.equal(one, other), "the same noise for the same tensor"

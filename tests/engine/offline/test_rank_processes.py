@@ -1,0 +1,178 @@
+"""The offline engine with its ranks in child processes: how they live and how they die."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.distributed import plan_broadcast
+from engine.errors import EngineUnavailable, StartupError
+from engine.offline import rank_processes
+from engine.offline.rank_processes import RankProcesses
+from tests.models import make_model
+
+PROMPTS = [[5, 6, 7], [8] * 30, [9, 10]]
+NOTICE_S = 3.0
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
+
+
+def start(folder: Path, size: int, **options) -> LLM:
+    defaults = {"dtype": "float32", "num_blocks": 256, "num_threads": 1, "device": "cpu"}
+    return LLM(str(folder), tensor_parallel=size, **{**defaults, **options})
+
+
+def generate(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    return [request.outputs[0].token_ids for request in llm.generate(PROMPTS, params, progress=False)]
+
+
+@pytest.fixture
+def leaves_nothing():
+    """Processes and sockets are after the test what they were before; shared memory has no name (test_tp_group.py)."""
+    before = remains()
+    yield
+    gc.collect()
+    wait_until(lambda: remains() == before)
+
+
+def remains() -> tuple[set[int], set[str]]:
+    processes = {process.pid for process in psutil.Process().children(recursive=True)}
+    own = {os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()}
+    sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@manta-" in line]
+    return processes, {fields[-1] for fields in sockets if f"socket:[{fields[6]}]" in own}
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.02)  # processes end on their own
+
+
+def ranks_of(llm: LLM) -> list[psutil.Process]:
+    assert llm._ranks is not None
+    return [psutil.Process(process.pid) for process in llm._ranks.processes]
+
+
+def test_an_engine_over_three_processes_answers_like_one_process_and_ends(folder, leaves_nothing):
+    kinds = [SamplingParams(temperature=t, seed=1, max_tokens=20, ignore_eos=True) for t in (0.0, 1.0)]
+    with start(folder, 1) as llm:
+        expected = [generate(llm, params) for params in kinds]
+    with start(folder, 4) as llm:
+        ranks = ranks_of(llm)
+        assert [generate(llm, params) for params in kinds] == expected
+        assert len(ranks) == 3 and all(rank.is_running() for rank in ranks)
+    assert [process.returncode for process in llm._ranks.processes] == [0, 0, 0], "they ended in order"
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
+def test_a_rank_that_is_killed_during_a_step_ends_the_engine_within_seconds(folder, leaves_nothing, overlap):
+    with start(folder, 2, overlap=overlap) as llm:
+        outputs = [llm.request(prompt, LONG) for prompt in PROMPTS]
+        running = llm.run(((output, LONG) for output in outputs), progress=False)
+        killed_at: list[float] = []
+
+        def kill() -> None:
+            if llm.stats().generation_tokens > 30 and not killed_at:
+                ranks_of(llm)[0].kill()
+                killed_at.append(time.monotonic())
+
+        step = llm._core.step
+        llm._core.step = lambda: (kill(), step())[1]  # type: ignore[method-assign]
+        with pytest.raises(EngineUnavailable, match="rank 1"):
+            list(running)
+        assert time.monotonic() - killed_at[0] < NOTICE_S
+
+
+def test_a_rank_that_is_killed_while_nothing_runs_is_noticed_by_the_next_step(folder, leaves_nothing):
+    with start(folder, 2) as llm:
+        generate(llm, SamplingParams(max_tokens=3))
+        ranks_of(llm)[0].kill()
+        llm._ranks.processes[0].wait()
+        with pytest.raises(EngineUnavailable, match="rank 1"):
+            generate(llm, LONG)
+
+
+def test_a_rank_that_hangs_is_noticed_by_its_silence(folder, leaves_nothing, monkeypatch):
+    monkeypatch.setattr(plan_broadcast, "SILENCE_MS", 500)
+    monkeypatch.setattr(plan_broadcast, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(rank_processes, "END_TIMEOUT_S", 0.5)
+    with start(folder, 2) as llm:
+        generate(llm, SamplingParams(max_tokens=3))
+        ranks_of(llm)[0].suspend()
+        started = time.monotonic()
+        with pytest.raises(EngineUnavailable, match="rank 1 is gone"):
+            generate(llm, LONG)
+        assert time.monotonic() - started < NOTICE_S
+
+
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_ranks_end_when_the_process_that_started_them_does(folder, leaves_nothing, death):
+    code = f"""
+from engine import LLM
+llm = LLM({str(folder)!r}, tensor_parallel=2, num_blocks=64, num_threads=1, device="cpu")
+print(llm._ranks.processes[0].pid, flush=True)
+while True:
+    llm.generate([[5, 6, 7]], progress=False)
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert parent.stdout is not None
+    rank = psutil.Process(int(parent.stdout.readline()))
+    parent.send_signal(death)
+    parent.wait(timeout=20)
+    parent.stdout.close()
+    wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_ranks_of_an_engine_that_was_dropped_without_close_end(folder, leaves_nothing):
+    llm = start(folder, 2)
+    generate(llm, SamplingParams(max_tokens=3))
+    del llm
+
+
+def test_a_rank_that_cannot_start_says_why_and_takes_the_others_with_it(folder, leaves_nothing, monkeypatch):
+    begin = RankProcesses._start
+
+    def misinform(self, task):
+        begin(self, msgspec.structs.replace(task, config=replace(task.config, model="/missing")))
+
+    monkeypatch.setattr(RankProcesses, "_start", misinform)
+    with pytest.raises(StartupError, match=r"rank 1: .*missing"):
+        start(folder, 2)
+
+
+def test_a_rank_that_dies_before_the_rendezvous_ends_the_start(folder, leaves_nothing, monkeypatch):
+    begin = RankProcesses._start
+
+    def kill(self, task):
+        begin(self, task)
+        self.processes[-1].kill()
+
+    monkeypatch.setattr(RankProcesses, "_start", kill)
+    started = time.monotonic()
+    with pytest.raises(StartupError, match="rank 1 was killed by signal 9"):
+        start(folder, 2)
+    assert time.monotonic() - started < NOTICE_S
+
+
+def test_a_model_that_does_not_divide_names_the_key(folder, leaves_nothing):
+    with pytest.raises(StartupError, match="tensor_parallel must be a divisor"):
+        start(folder, 3)

@@ -1,0 +1,176 @@
+"""The whole engine over two and four ranks, each a process: the same tokens as over one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.core.engine import EngineCore
+from engine.wire.messages import EngineStats, GenerateRequest, TokenLogprob
+from engine.wire.sampling_params import SamplingParams
+from tests.models import FAMILIES, make_model
+from tests.rank_pool import RankPool
+
+MAX_TOKENS = 12
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},  # 2 KV heads, 97 tokens: neither suits four ranks
+    "llama_one_kv_head": ("llama", {"num_key_value_heads": 1}),
+    "llama_fewer_tokens_than_ranks_hold": ("llama", {"vocab_size": 9}),  # 3 + 3 + 3 + 0
+    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+}
+BUSY = {"max_num_seqs": 4, "num_blocks": 26, "max_num_batched_tokens": 20}  # preempts, and cuts prompts into chunks
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pool = RankPool()
+    yield pool
+    pool.close()
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    @cache
+    def make(variant: str) -> Path:
+        family, overrides = VARIANTS[variant]
+        return make_model(tmp_path_factory.mktemp(variant), family, **overrides)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(pool, folder_of):
+    """What one rank makes of the mixed requests, per variant."""
+
+    @cache
+    def run(variant: str) -> Outcome:
+        with pool.engine(make_config(folder_of(variant), 1, **BUSY)) as core:
+            return run_mixed(core)
+
+    return run
+
+
+def make_config(folder: Path, size: int, **options: Any) -> EngineConfig:
+    defaults = {"dtype": "float32", "block_size": 4, "max_num_seqs": 8, "num_blocks": 128, "num_threads": 1}
+    return EngineConfig(**{"model": str(folder), "tensor_parallel": size, **defaults, **options})
+
+
+class Outcome:
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[TokenLogprob]] = {}
+        self.prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+        self.cached = 0
+        self.stats: EngineStats | None = None
+
+
+def run(core: EngineCore, requests: dict[str, tuple[list[int], dict[str, Any]]], outcome: Outcome) -> Outcome:
+    for name, (prompt, params) in requests.items():
+        settings = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, **params}
+        core.add(GenerateRequest(request_id=name, prompt=prompt, params=SamplingParams(**settings)))
+        outcome.tokens[name], outcome.logprobs[name] = [], []
+    while core.has_work:
+        for event in core.step():
+            delta, name = event.delta, event.delta.request_id
+            assert delta.error is None, delta.error
+            outcome.tokens[name] += delta.token_ids
+            outcome.logprobs[name] += delta.logprobs or []
+            outcome.cached += delta.num_cached_tokens
+            if delta.prompt_logprobs is not None:
+                outcome.prompt_logprobs[name] = delta.prompt_logprobs[1:]
+    core.scheduler.check()
+    outcome.stats = core.stats()
+    return outcome
+
+
+def random_prompt(core: EngineCore, length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, core.model_config.vocab_size, (length,), generator=generator).tolist()
+
+
+def run_mixed(core: EngineCore) -> Outcome:
+    """Of every kind of request some, more than fit at a time; then some whose prefix is cached."""
+    long, longer = random_prompt(core, 33, 1), random_prompt(core, 40, 2)
+    random = {"temperature": 1.0, "seed": 7}
+    outcome = run(
+        core,
+        {
+            "greedy": (long, {}),
+            "greedy too": (longer, {}),
+            "random": (long[:9], random),
+            "filtered": (longer[:5], {**random, "top_p": 0.8, "min_p": 0.02}),
+            "few": (long[:20], {**random, "top_k": 5}),
+            "edited": (longer[:17], {"repetition_penalty": 1.5, "min_tokens": 5}),
+            "with logprobs": (long[3:30], {"logprobs": 3, "prompt_logprobs": 2}),
+        },
+        Outcome(),
+    )
+    assert outcome.stats is not None and outcome.stats.preemptions > 0
+    again = {"again": (long, {}), "goes on": (longer[:30] + long[:3], random)}
+    cached = outcome.cached
+    run(core, again, outcome)
+    assert outcome.cached > cached
+    return outcome
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_give_the_tokens_of_one_rank_with_preemption_and_cached_prefixes(
+    pool, folder_of, on_one_rank, variant, size, overlap
+):
+    expected = on_one_rank(variant)
+    with pool.engine(make_config(folder_of(variant), size, overlap=overlap, **BUSY)) as core:
+        outcome = run_mixed(core)
+    assert outcome.tokens == expected.tokens
+    assert len(set(outcome.tokens["greedy"])) > 2, "output that repeats one token would prove nothing"
+    check_logprobs(outcome.logprobs["with logprobs"], expected.logprobs["with logprobs"])
+    check_logprobs(outcome.prompt_logprobs["with logprobs"], expected.prompt_logprobs["with logprobs"])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_talk_through_gloo_give_the_tokens_of_one_rank(pool, folder_of, on_one_rank, size):
+    with pool.engine(make_config(folder_of("qwen3_moe"), size, **BUSY), shared_memory=False) as core:
+        assert run_mixed(core).tokens == on_one_rank("qwen3_moe").tokens
+
+
+def test_greedy_tokens_are_the_same_whether_all_logits_are_gathered_or_only_the_largest(pool, folder_of):
+    with pool.engine(make_config(folder_of("llama"), 4)) as core:
+        prompts = {str(n): random_prompt(core, n, seed=n) for n in (1, 8, 30)}
+        least = run(core, {name: (prompt, {}) for name, prompt in prompts.items()}, Outcome())
+        every = run(core, {name: (prompt, {"logprobs": 0}) for name, prompt in prompts.items()}, Outcome())
+    assert all(every.logprobs.values()) and not any(least.logprobs.values())
+    assert least.tokens == every.tokens
+
+
+def test_two_engines_over_several_ranks_share_a_process(pool, folder_of):
+    other = RankPool()
+    try:
+        with (
+            pool.engine(make_config(folder_of("llama"), 2)) as a,
+            other.engine(make_config(folder_of("llama"), 2)) as b,
+        ):
+            for core in (a, b):
+                run(core, {"warm": ([3, 4, 5], {})}, Outcome())
+            requests = {str(n): (random_prompt(a, n, seed=n), {}) for n in (5, 20)}
+            assert run(a, requests, Outcome()).tokens == run(b, requests, Outcome()).tokens
+    finally:
+        other.close()
+
+
+def check_logprobs(entries: list[TokenLogprob], expected: list[TokenLogprob]) -> None:
+    assert entries
+    assert [entry.token_id for entry in entries] == [entry.token_id for entry in expected]
+    near = {"atol": 1e-4, "rtol": 0}
+    for entry, right in zip(entries, expected, strict=True):
+        torch.testing.assert_close(entry.logprob, right.logprob, **near)
+        torch.testing.assert_close([v for _, v in entry.top], [v for _, v in right.top], **near)

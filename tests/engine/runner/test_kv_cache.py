@@ -1,0 +1,144 @@
+import logging
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError, OutOfMemory
+from engine.runner import kv_cache
+from engine.runner.kv_cache import GIB
+from tests.engine.model.model_configs import tiny_config
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+MODEL = tiny_config(num_layers=4, num_kv_heads=2, head_dim=64, max_position_embeddings=1024)
+TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # layers, K and V, KV heads, head_dim, float32
+BLOCK_BYTES = 16 * TOKEN_BYTES
+ONE = TPGroup.single()
+
+
+def choose(*, device: torch.device = CPU, free: float = 64 * GIB, dtype=torch.float32, model=MODEL, **options):
+    return kv_cache.choose_num_blocks(EngineConfig(**options), 16, model, dtype, device, ONE, int(free))
+
+
+def test_num_blocks_is_taken_as_it_is():
+    assert choose(num_blocks=100) == (100, 1024)
+
+
+def test_a_few_blocks_shorten_the_longest_request_to_what_they_hold():
+    assert choose(num_blocks=10) == (10, 160)
+
+
+def test_a_size_in_memory_becomes_as_many_blocks_as_fit_into_it():
+    blocks, longest = choose(kv_cache_memory_gib=100.5 * BLOCK_BYTES / GIB)
+    assert (blocks, longest) == (100, 1024)
+
+
+def test_half_the_width_of_a_number_is_twice_the_blocks():
+    assert choose(kv_cache_memory_gib=100 * BLOCK_BYTES / GIB, dtype=torch.bfloat16)[0] == 200
+
+
+@pytest.mark.parametrize(("ranks", "blocks"), [(1, 100), (2, 200), (4, 200)])
+def test_ranks_that_share_the_kv_heads_hold_more_blocks_each(ranks, blocks):
+    config = EngineConfig(kv_cache_memory_gib=100 * BLOCK_BYTES / GIB)
+    tp = TPGroup(rank=0, size=ranks)
+    assert kv_cache.choose_num_blocks(config, 16, MODEL, torch.float32, CPU, tp, 64 * GIB)[0] == blocks
+
+
+def test_never_more_blocks_than_all_sequences_at_full_length_could_use():
+    assert choose(max_num_seqs=3) == (3 * 64, 1024)
+    assert choose(max_num_seqs=3, max_model_len=100) == (3 * 7, 100)
+    assert choose(max_num_seqs=3, kv_cache_memory_gib=1.0) == (3 * 64, 1024)
+
+
+def test_a_cpu_gives_its_default_size_but_at_most_half_of_its_free_memory():
+    large = tiny_config(num_layers=32, num_kv_heads=32, head_dim=128, max_position_embeddings=32768)
+    block_bytes = 32 * 2 * 32 * 128 * 16 * 4
+    assert choose(model=large)[0] == kv_cache.CPU_DEFAULT_GIB * GIB // block_bytes
+    assert choose(model=large, free=1 * GIB)[0] == GIB // 2 // block_bytes
+
+
+@pytest.mark.parametrize("option", ["auto", "cuda"])
+def test_a_gpu_gives_all_that_was_measured_as_free(option):
+    large = tiny_config(num_layers=32, num_kv_heads=32, head_dim=128, max_position_embeddings=32768)
+    config = EngineConfig(device=option)
+    blocks, _ = kv_cache.choose_num_blocks(config, 16, large, torch.bfloat16, CUDA, ONE, 40 * GIB)
+    assert blocks == 40 * GIB // (32 * 2 * 32 * 128 * 16 * 2)
+
+
+def test_a_request_of_max_model_len_that_fits_exactly_is_taken():
+    assert choose(max_model_len=160, num_blocks=10) == (10, 160)
+    assert choose(max_model_len=150, num_blocks=10) == (10, 150)
+
+
+def test_more_than_the_models_own_context_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        choose(max_model_len=1025)
+    message = "configuration: max_model_len must be at most the model's own context (1024), got 1025"
+    assert str(caught.value) == message
+
+
+def test_num_blocks_that_memory_does_not_hold_are_refused_with_the_number_that_fits():
+    with pytest.raises(OutOfMemory) as caught:
+        choose(num_blocks=16384, free=0.25 * GIB)
+    fit = GIB // 4 // BLOCK_BYTES
+    message = f"num_blocks=16384 needs 1.00 GiB of KV cache, but only 0.25 GiB are free; at most {fit} blocks fit"
+    assert str(caught.value) == message
+
+
+def test_a_size_that_is_not_free_is_refused_with_what_is():
+    with pytest.raises(OutOfMemory, match=r"kv_cache_memory_gib=4\.5 does not fit: 1\.25 GiB are free"):
+        choose(kv_cache_memory_gib=4.5, free=1.25 * GIB)
+
+
+def test_num_blocks_too_few_for_max_model_len_are_refused_with_the_number_needed():
+    with pytest.raises(OutOfMemory) as caught:
+        choose(num_blocks=10, max_model_len=161)
+    message = str(caught.value)
+    assert "holds 160 tokens (limited by num_blocks), but one request of 161 tokens needs 11 blocks" in message
+    assert "raise num_blocks to at least 11, or lower max_model_len to 160 or less" in message
+
+
+def test_memory_too_small_for_max_model_len_is_refused_with_the_size_needed():
+    with pytest.raises(OutOfMemory) as caught:
+        choose(kv_cache_memory_gib=10 * BLOCK_BYTES / GIB, max_model_len=1024)
+    message = str(caught.value)
+    assert "holds 160 tokens (limited by kv_cache_memory_gib (0.0006103515625))" in message
+    assert "one request of 1024 tokens needs 64 blocks, 0.00391 GiB" in message
+    assert "raise kv_cache_memory_gib to at least 0.004, or lower max_model_len to 160 or less" in message
+
+
+def test_the_size_that_a_refusal_asks_for_is_enough():
+    assert choose(kv_cache_memory_gib=0.004, max_model_len=1024) == (65, 1024)
+
+
+def test_memory_for_nothing_at_all_is_refused_without_advice_that_cannot_help():
+    with pytest.raises(OutOfMemory) as caught:
+        choose(free=BLOCK_BYTES)
+    assert "holds 0 tokens (limited by the default on a CPU (2.0 GiB))" in str(caught.value)
+    assert "max_model_len" not in str(caught.value)
+
+
+def test_the_log_says_how_much_fits_and_what_limits_it(caplog):
+    with caplog.at_level(logging.INFO, logger="engine.runner.kv_cache"):
+        choose(num_blocks=100)
+    (record,) = caplog.records
+    assert "1600 tokens fit (100 blocks of 16, 0.01 GiB), limited by num_blocks" in record.message
+    assert "max_model_len=1024, so 1.6 full requests" in record.message
+
+
+def test_the_tensor_has_a_block_outermost_and_starts_as_zeros():
+    cache = kv_cache.allocate(10, MODEL, 16, torch.bfloat16, CPU, TPGroup(rank=1, size=2))
+    assert cache.shape == (10, 4, 2, 1, 16, 64)
+    assert cache.dtype == torch.bfloat16
+    assert not cache.any()
+    assert cache[0].is_contiguous()
+
+
+def test_the_machines_free_memory_is_some_number_of_bytes():
+    assert kv_cache.free_host_bytes() > 2**20
+
+
+def test_a_gpu_whose_memory_is_taken_already_holds_nothing_rather_than_less():
+    with pytest.raises(OutOfMemory, match=r"holds 0 tokens \(limited by gpu_memory_utilization \(0\.9\)\)"):
+        choose(device=CUDA, free=-3 * GIB)

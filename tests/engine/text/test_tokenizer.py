@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import AutoTokenizer
+
+from engine.errors import ModelFolderError, RequestError
+from engine.text.tokenizer import Tokenizer
+from tests.models import make_tokenizer
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé 👩‍🚀?"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return Tokenizer.from_folder(folder)
+
+
+def test_chat_template_gives_the_ids_that_transformers_gives(folder, tokenizer):
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(CHAT, add_generation_prompt=True)
+    assert tokenizer.apply_chat_template(CHAT) == expected["input_ids"]
+
+
+@given(text=st.text())
+def test_bytes_of_the_tokens_are_the_bytes_of_the_text(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(tokenizer.token_bytes(i) for i in ids) == text.encode()
+
+
+def test_special_token_is_told_from_text(tokenizer):
+    (token,) = tokenizer.encode("<|im_end|>")
+    assert tokenizer.is_special(token)
+    assert not tokenizer.is_special(tokenizer.encode("a")[0])
+
+
+def test_unknown_token_id_has_no_bytes(tokenizer):
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_byte_fallback_tokens_have_the_bytes_they_stand_for(tmp_path):
+    vocab = {"<unk>": 0, "▁the": 1, "<0xE2>": 2, "<0x82>": 3, "<0xAC>": 4}
+    backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert b"".join(tokenizer.token_bytes(i) for i in (1, 2, 3, 4)).decode() == " the€"
+
+
+def test_bad_word_is_banned_with_and_without_a_space_before_it(tokenizer):
+    assert tokenizer.bad_words_token_ids(["dog"]) == [tokenizer.encode("dog"), tokenizer.encode(" dog")]
+
+
+def test_folder_without_a_chat_template_refuses_chats(folder, tmp_path):
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    with pytest.raises(RequestError, match="has no chat template"):
+        Tokenizer.from_folder(tmp_path).apply_chat_template(CHAT)
+
+
+def test_refusal_by_the_chat_template_is_the_users_error(folder, tmp_path):
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    template = "{{ raise_exception('no system turns') if messages[0].role == 'system' }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(RequestError, match="no system turns") as caught:
+        Tokenizer.from_folder(tmp_path).apply_chat_template(CHAT)
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"model": 1}'])
+def test_missing_or_broken_tokenizer_file_is_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelFolderError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_importing_the_tokenizer_does_not_import_torch():
+    code = "import sys, engine.text.tokenizer; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
