@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
-from engine.config import EngineConfig
-from engine.kv_transfer.config import HandoffConfig
+from engine.config import EngineConfig, HandoffConfig
 from engine.kv_transfer.transport.worker import KVTransferWorker
 from tests.engine.kv_transfer.link import Link
 from tests.engine.kv_transfer.pair import Pair

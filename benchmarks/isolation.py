@@ -17,9 +17,8 @@ import zmq.asyncio
 from rich.progress import Progress
 
 from benchmarks.engine_process import Engines
-from engine.config import EngineConfig
+from engine.config import EngineConfig, HandoffConfig
 from engine.errors import EngineError, InvalidParameter
-from engine.kv_transfer.config import HandoffConfig
 from engine.wire.messages import Add, GenerateRequest, TokenBatch
 from engine.wire.sampling_params import SamplingParams
 

@@ -17,7 +17,8 @@ from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
 from deployments.routing.cost import Prompt
 from deployments.routing.prompts import PromptReader
-from engine.wire.messages import NAME_BYTES, EngineLoad, EngineUpdate
+from engine.wire.block_hash import BLOCK_HASH_BYTES
+from engine.wire.messages import EngineLoad, EngineUpdate
 
 BLOCK_SIZE, PROMPT = 16, 10_000
 SHARED = 400  # leading blocks of the prompt that each engine has
@@ -35,7 +36,7 @@ def main(num_engines: int = 100, num_blocks: int = 100_000) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     engines = [f"decode-m-{number:03d}" for number in range(num_engines)]
     for engine in engines:
-        others = rng.randbytes((num_blocks - SHARED) * NAME_BYTES)
+        others = rng.randbytes((num_blocks - SHARED) * BLOCK_HASH_BYTES)
         load = EngineLoad(rng.randrange(50), rng.randrange(5000), rng.randrange(num_blocks // 2), 256, num_blocks)
         router.news(news(engine, load, words.tobytes() + others))
     mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
@@ -46,7 +47,7 @@ def main(num_engines: int = 100, num_blocks: int = 100_000) -> None:
         for name, session in ((policy, ""), (f"{policy}, with a session", "s")):
             times(f"choice by {name}", lambda i, b=other, s=session: place(b, prompt, i, s, engines))
     small = engines[0]
-    stored = [rng.randbytes(50 * NAME_BYTES) for _ in range(ROUNDS)]
+    stored = [rng.randbytes(50 * BLOCK_HASH_BYTES) for _ in range(ROUNDS)]
     times("a full round of the garbage collector, part of the p99 above", lambda i: gc.collect(), rounds=3)
     times("news of 50 new blocks", lambda i: router.news(news(small, EngineLoad(), stored[i], number=i + 1)))
 

@@ -16,9 +16,8 @@ from deployments.observability.tracing import TracingConfig
 from deployments.openai.middleware import AuthConfig
 from deployments.openai.parsers.names import ReasoningParser, ToolCallParser
 from deployments.routing.config import Role, RoutingConfig
-from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig
+from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig, HandoffConfig
 from engine.errors import ConfigError
-from engine.kv_transfer.config import HandoffConfig
 from placement.console_log import LogConfig, LogFormat, LogLevel
 from placement.spec import GroupSpec, Strategy
 

@@ -7,14 +7,20 @@ stream, which is the device's default stream in every thread; so the order of th
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 16
 ALIGN = 16  # bytes: of the start of every array in a parcel, so that it can be seen as any dtype
@@ -182,3 +188,15 @@ def open_device(name: str) -> Device:
     if is_gpu(name):
         return CudaDevice()
     return Device(torch.device(name if name != "auto" else "cpu"))
+
+
+@cache
+def numba_found() -> bool:
+    try:
+        importlib.import_module("numba")
+    except ImportError as error:  # also where it is made for another numpy
+        installed = importlib.util.find_spec("numba") is not None
+        why = f"cannot be imported ({error})" if installed else "is not installed"
+        logger.warning("numba %s: plain torch runs in its place, several times slower on a CPU", why)
+        return False
+    return True

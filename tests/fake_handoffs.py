@@ -3,10 +3,10 @@ allows."""
 
 from __future__ import annotations
 
+from engine.config import HandoffConfig
 from engine.core.handoffs import Cancel, Finish, Forget, HandoffManager, Open, Refuse, Report
 from engine.core.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.step_cost import StepCost
-from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Received
 from engine.kv_transfer.protocol.messages import FirstToken
 from engine.wire.plan import StepPlan

@@ -19,12 +19,12 @@ from cluster.simulator.spec import ClusterSpec, PoolSpec, Slo
 from cluster.simulator.trace import Trace
 from deployments.frontend.fair_queue import FairQueue, QueuedRequest
 from deployments.routing.config import Role
+from engine.config import HandoffConfig
 from engine.core.handoffs import HandoffAction, HandoffManager
 from engine.core.kv_events import PERIOD_S
 from engine.core.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.step_cost import StepTimes
 from engine.errors import PromptTooLong
-from engine.kv_transfer.config import HandoffConfig
 from engine.wire.messages import GenerateRequest, PrefillReplica
 from engine.wire.remote_prefill import Peer
 

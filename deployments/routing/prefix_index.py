@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from deployments.routing.key_set import KeySet
-from engine.wire.messages import NAME_BYTES
+from engine.wire.block_hash import BLOCK_HASH_BYTES
 
 
 def keys_of(names: bytes) -> list[int]:
     """The first 64 bits of each block's name. Two names with equal keys would make an estimate wrong, nothing else."""
     words = array("Q")
     words.frombytes(names)
-    return words[:: NAME_BYTES // words.itemsize].tolist()
+    return words[:: BLOCK_HASH_BYTES // words.itemsize].tolist()
 
 
 NOTHING = KeySet()

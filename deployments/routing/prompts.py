@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from deployments.routing.cost import Prompt
 from deployments.routing.prefix_index import keys_of
-from engine.core.request import block_names
+from engine.wire.block_hash import block_hashes
 
 
 class PromptReader:
@@ -24,6 +24,6 @@ class PromptReader:
             return ()
         known, salt, keys = self._last
         if known is not tokens or salt != cache_salt:  # several answers to one prompt share the list
-            keys = keys_of(block_names(tokens, self._block_size, cache_salt))
+            keys = keys_of(block_hashes(tokens, self._block_size, cache_salt))
             self._last = (tokens, cache_salt, keys)
         return keys

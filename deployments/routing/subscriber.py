@@ -10,7 +10,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from engine.distributed.push_sockets import PushSockets
+from engine.distributed.sockets import PushSockets
 from engine.wire.messages import SUBSCRIPTION_S, EngineUpdate, Subscribe
 
 logger = logging.getLogger(__name__)

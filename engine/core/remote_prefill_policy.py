@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from engine.config import HandoffConfig
 from engine.core.step_cost import LinearCost, StepCost
-from engine.kv_transfer.config import HandoffConfig
 from engine.wire.messages import PrefillReplica
 
 MIN_TOKENS = 32  # below, a prompt rides along with the decodes of one step

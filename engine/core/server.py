@@ -14,9 +14,8 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.core.kv_events import KVEventPublisher
 from engine.core.scheduler import Event
-from engine.distributed.push_sockets import PushSockets
+from engine.distributed.sockets import PushSockets, Waker
 from engine.distributed.tp_group import TPGroup
-from engine.distributed.waker import Waker
 from engine.errors import ServingError
 from engine.wire.messages import (
     MAX_LIVE_HANDOFFS,

@@ -27,9 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.device import is_gpu
+from engine.device import is_gpu, numba_found
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
-from engine.model.ops.dispatch import numba_found
 
 if TYPE_CHECKING:
     from engine.distributed.shared_memory import SharedMemory

@@ -13,11 +13,10 @@ from functools import partial
 import msgspec
 import zmq
 
+from engine.config import HandoffConfig
 from engine.core.request_log import RequestLog
-from engine.distributed.push_sockets import PushSockets
-from engine.distributed.waker import Waker
+from engine.distributed.sockets import PushSockets, Waker
 from engine.errors import EngineUnavailable
-from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent
 from engine.kv_transfer.protocol.messages import Attach, Envelope, FirstToken, ReadEnded
 from engine.kv_transfer.protocol.protocol import HandoffProtocol

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from engine.config import HandoffConfig
 from engine.core.handoffs import Cancel, Finish, Forget, HandoffManager, Open, Refuse, Report
 from engine.core.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.request_log import RequestLog
 from engine.core.step_cost import StepCost
 from engine.errors import InvalidParameter
 from engine.kv_transfer.channel import HandoffChannel
-from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.protocol.events import HandoffEvent
 from engine.kv_transfer.transport.ranks import RankAgent
 from engine.kv_transfer.transport.worker import KVTransferWorker

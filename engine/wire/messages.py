@@ -24,7 +24,6 @@ from engine.wire.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LIVE_HANDOFFS = 200  # in one status
 SUBSCRIPTION_S = 30.0
-NAME_BYTES = 16  # of a KV block
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -213,7 +212,7 @@ class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
     number: one more than that of the message before, so that a lost one is noticed.
     snapshot: `stored` and `taken` are complete, not changes.
-    stored, removed: names of KV blocks that can be matched now, and of such that cannot any more; NAME_BYTES each.
+    stored, removed: names of KV blocks that can be matched now, and of such that cannot any more; BLOCK_HASH_BYTES each.
     taken: requests and tickets that have come; `load` has them in it.
     settled: of those, the ones whose prompt is computed, or that have ended; each with the prompt tokens that were
         cached, or -1 if it never ran.

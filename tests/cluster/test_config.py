@@ -12,9 +12,8 @@ from cluster.config import AppConfig, EngineSection, HandoffSection, IngressSect
 from cluster.model_info import model_info
 from deployments.observability import tracing
 from deployments.routing.config import RoutingConfig
-from engine.config import EngineConfig
+from engine.config import EngineConfig, HandoffConfig
 from engine.errors import ConfigError, StartupError
-from engine.kv_transfer.config import HandoffConfig
 
 MODEL = {"name": "pocket", "model": "pocket"}
 

@@ -28,10 +28,9 @@ from deployments.routing.balancer import Balancer
 from deployments.routing.config import RoutingConfig
 from deployments.routing.cost import Prompt
 from deployments.routing.stats import RoutingStats
-from engine.config import EngineConfig
+from engine.config import EngineConfig, HandoffConfig
 from engine.core.server import EngineServer
 from engine.errors import EngineUnavailable
-from engine.kv_transfer.config import HandoffConfig
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import EngineRequestLog
 from engine.wire.remote_prefill import RemotePrefillRequest

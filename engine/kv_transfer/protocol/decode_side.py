@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.kv_transfer.config import HandoffConfig
+from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.effects import Effects
 from engine.kv_transfer.protocol.events import Failed, Received
 from engine.kv_transfer.protocol.messages import (

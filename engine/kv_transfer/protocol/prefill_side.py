@@ -5,7 +5,7 @@ Closed, and nothing else, ends prefill's claim on the blocks.
 
 from __future__ import annotations
 
-from engine.kv_transfer.config import HandoffConfig
+from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.effects import Effects
 from engine.kv_transfer.protocol.events import Closed
 from engine.kv_transfer.protocol.messages import FirstToken, Progress, Refused

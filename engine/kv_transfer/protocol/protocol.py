@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from itertools import count
 
-from engine.kv_transfer.config import HandoffConfig
+from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.decode_side import DecodeHandoff, State
 from engine.kv_transfer.protocol.effects import Effects
 from engine.kv_transfer.protocol.messages import (

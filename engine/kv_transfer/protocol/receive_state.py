@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine.core.request import block_hash, root_hash
 from engine.kv_transfer.protocol.messages import FirstToken, Progress
+from engine.wire.block_hash import block_hash, root_hash
 from engine.wire.remote_prefill import RemotePrefillRequest
 
 READ_TOKENS = 4096  # at most, in one read: what has been read in earlier ones survives the death of prefill

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from torch import Tensor
 
+from engine.config import HandoffConfig
 from engine.distributed.tp_group import TPGroup
-from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.transport.head_map import HeadShard
 from engine.kv_transfer.transport.worker import KVTransferWorker
 

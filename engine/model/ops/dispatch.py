@@ -9,6 +9,8 @@ from functools import cache
 
 import torch
 
+from engine.device import numba_found
+
 logger = logging.getLogger(__name__)
 
 CPU_DTYPES = (torch.bfloat16, torch.float32)  # that fast CPU ops take
@@ -18,18 +20,6 @@ GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def cpu_kernels() -> bool:
     """Whether engine/model/ops/cpu serves the device and dtype that the model under construction has set as defaults."""
     return torch.get_default_device().type == "cpu" and torch.get_default_dtype() in CPU_DTYPES and numba_found()
-
-
-@cache
-def numba_found() -> bool:
-    try:
-        importlib.import_module("numba")
-    except ImportError as error:  # also where it is made for another numpy
-        installed = importlib.util.find_spec("numba") is not None
-        why = f"cannot be imported ({error})" if installed else "is not installed"
-        logger.warning("numba %s: plain torch runs in its place, several times slower on a CPU", why)
-        return False
-    return True
 
 
 def gpu_kernels() -> bool:

@@ -35,7 +35,7 @@ def test_deltas_reach_the_inbox_of_their_request_and_others_are_counted():
 
 
 def test_a_stop_goes_to_the_engine_that_works_for_the_request_and_unused_sockets_are_closed(monkeypatch):
-    monkeypatch.setattr("engine.distributed.push_sockets.FORGET_S", -1.0)  # each stop forgets all engines before it
+    monkeypatch.setattr("engine.distributed.sockets.FORGET_S", -1.0)  # each stop forgets all engines before it
 
     async def scenario() -> None:
         channel = TokenChannel("127.0.0.1")

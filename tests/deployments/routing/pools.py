@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from deployments.routing.cost import Prompt
 from deployments.routing.prefix_index import keys_of
 from engine.core.block_pool import BlockPool
-from engine.core.request import block_names
+from engine.wire.block_hash import block_hashes
 from engine.wire.messages import EngineLoad, EngineUpdate
 
 BLOCK = 4
 
 
 def prompt(request_id: str, tokens: list[int], session: str = "") -> Prompt:
-    return Prompt(request_id, len(tokens), keys_of(block_names(tokens, BLOCK)), session)
+    return Prompt(request_id, len(tokens), keys_of(block_hashes(tokens, BLOCK)), session)
 
 
 def names(tokens: list[int]) -> list[bytes]:
-    joined = block_names(tokens, BLOCK)
+    joined = block_hashes(tokens, BLOCK)
     return [joined[start : start + 16] for start in range(0, len(joined), 16)]
 
 

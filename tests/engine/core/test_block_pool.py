@@ -1,7 +1,7 @@
 import pytest
 
 from engine.core.block_pool import BlockPool
-from engine.core.request import block_hash, root_hash
+from engine.wire.block_hash import block_hash, root_hash
 
 
 def chain(*blocks: list[int], keys: tuple[str, ...] = ("",)) -> list[bytes]:

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, HandoffConfig
 from engine.core.engine import EngineCore
 from engine.core.scheduler import Event
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong
-from engine.kv_transfer.config import HandoffConfig
 from engine.wire.messages import CancelDispatch, DispatchPrefill, GenerateRequest, TokenDelta
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams

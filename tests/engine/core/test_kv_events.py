@@ -9,14 +9,15 @@ from hypothesis.stateful import rule
 
 from engine.core.kv_events import HEARTBEAT_S, PERIOD_S, KVEventPublisher
 from engine.core.scheduler import Event
-from engine.wire.messages import NAME_BYTES, SUBSCRIPTION_S, EngineUpdate, Subscribe
+from engine.wire.block_hash import BLOCK_HASH_BYTES
+from engine.wire.messages import SUBSCRIPTION_S, EngineUpdate, Subscribe
 from tests.engine.core.test_scheduler_machine import DecodeMachine
 from tests.fake_handoffs import DecodeHarness
 from tests.fake_runner import Harness
 
 
 def split(names: bytes) -> list[bytes]:
-    return [names[start : start + NAME_BYTES] for start in range(0, len(names), NAME_BYTES)]
+    return [names[start : start + BLOCK_HASH_BYTES] for start in range(0, len(names), BLOCK_HASH_BYTES)]
 
 
 class Reader:

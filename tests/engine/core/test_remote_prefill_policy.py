@@ -1,8 +1,8 @@
 import pytest
 
+from engine.config import HandoffConfig
 from engine.core.remote_prefill_policy import MIN_TOKENS, Load, Prompt, RemotePrefillPolicy
 from engine.core.step_cost import StepCost
-from engine.kv_transfer.config import HandoffConfig
 from engine.wire.messages import PrefillReplica
 
 TOKEN_S = 0.001

@@ -6,10 +6,9 @@ import msgspec
 import pytest
 import zmq
 
-from engine.config import EngineConfig
-from engine.core.request import block_names
+from engine.config import EngineConfig, HandoffConfig
 from engine.core.server import EngineServer
-from engine.kv_transfer.config import HandoffConfig
+from engine.wire.block_hash import block_hashes
 from engine.wire.messages import (
     Abort,
     CancelPrefill,
@@ -221,7 +220,7 @@ def test_a_router_that_follows_hears_of_load_and_blocks(context, server, ingress
     assert [request_id for news in heard for request_id in news.taken] == ["a"]
     assert [settled for news in heard for settled in news.settled] == [("a", 0)]
     names = b"".join(news.stored for news in heard)
-    assert names.startswith(block_names(list(range(1, 11)), 4))
+    assert names.startswith(block_hashes(list(range(1, 11)), 4))
 
 
 def test_an_address_that_is_none_cannot_be_followed_and_harms_nobody(ingress):

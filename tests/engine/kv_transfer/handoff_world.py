@@ -10,7 +10,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import count
 
-from engine.kv_transfer.config import HandoffConfig
+from engine.config import HandoffConfig
 from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Received
 from engine.kv_transfer.protocol.messages import (
     Attach,

@@ -9,10 +9,10 @@ import pytest
 import torch
 import zmq
 
+from engine.config import HandoffConfig
 from engine.core.request_log import RequestLog
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.channel import HandoffChannel
-from engine.kv_transfer.config import HandoffConfig
 from engine.kv_transfer.protocol.events import Closed, Failed, Received
 from engine.kv_transfer.protocol.messages import Envelope, FirstToken, Released
 from engine.kv_transfer.protocol.receive_state import chain_hash

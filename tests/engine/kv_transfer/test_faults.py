@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, HandoffConfig
 from engine.core.engine import EngineCore
-from engine.kv_transfer.config import HandoffConfig
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.messages import Abort
 from tests.engine.kv_transfer.faulty_pair import Asked, FaultyPair, Member

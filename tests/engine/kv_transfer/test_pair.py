@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, HandoffConfig
 from engine.core.engine import EngineCore
-from engine.kv_transfer.config import HandoffConfig
 from engine.wire.messages import Abort, GenerateRequest, PrefillReplica, PrefillReplicas
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair

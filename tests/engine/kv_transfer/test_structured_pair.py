@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, HandoffConfig
 from engine.core.engine import EngineCore
-from engine.kv_transfer.config import HandoffConfig
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams

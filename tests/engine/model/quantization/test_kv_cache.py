@@ -10,11 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, HandoffConfig
 from engine.core.engine import EngineCore
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, ModelFolderError
-from engine.kv_transfer.config import HandoffConfig
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights

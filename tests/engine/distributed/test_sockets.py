@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from engine.distributed.push_sockets import PushSockets
+from engine.distributed.sockets import PushSockets
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_only_sockets_that_were_not_used_for_long_are_forgotten(context, monkeyp
     assert sockets.send(address, b"lost with its socket")
     sockets.forget_unused()
     assert not sockets.send(address, b"no room")
-    monkeypatch.setattr("engine.distributed.push_sockets.FORGET_S", -1.0)
+    monkeypatch.setattr("engine.distributed.sockets.FORGET_S", -1.0)
     sockets.forget_unused()
     assert sockets.send(address, b"a new socket has room")
     sockets.forget(address)
