@@ -1,7 +1,7 @@
 """Ray's environment variables for the way in which Manta is meant to be served.
 
 On Linux Serve's own HAProxy stands in front, and each ingress replica answers HTTP itself: a streamed token costs a
-fraction of what it costs through Serve's Python proxy (docs/performance.md). Elsewhere that proxy is used.
+fraction of what it costs through Serve's Python proxy (docs/measurements/performance.md). Elsewhere that proxy is used.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class EngineConfig:
     scheduling_policy: `priority` looks at the priority of a request first, `fcfs` at its arrival only.
     enable_prefix_caching: keep the KV of what was computed, and take it for prompts that begin alike.
     overlap: plan step n+1 while step n computes; False is the plain loop. None means True on a GPU, where planning
-        hides behind the device, and False on a CPU, where both want the same cores (docs/performance.md).
+        hides behind the device, and False on a CPU, where both want the same cores (docs/measurements/performance.md).
     num_threads: CPU threads of each rank; None means one per core that the process may use, shared out over the ranks
         of one machine.
     tensor_parallel: ranks that share the model, each with a part of every layer.

@@ -3,7 +3,7 @@
 All ranks get the same logits and draw the same random numbers, so they know the sampled tokens themselves, and nothing
 is sent back. A checksum of tokens that rank 0 has sampled goes with a later plan: a rank that sampled others stops.
 
-What it costs stands in docs/performance.md.
+What it costs stands in docs/measurements/performance.md.
 """
 
 from __future__ import annotations
