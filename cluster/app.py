@@ -12,8 +12,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from cluster.autoscaling.settings import autoscaling_config
-from cluster.cli.serve import BUILDER
-from cluster.config import AppConfig, ModelSection
+from cluster.config import BUILDER, AppConfig, ModelSection
 from cluster.model_info import model_info
 from deployments import ray_compat
 from deployments.decode import Decode

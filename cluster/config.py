@@ -21,6 +21,9 @@ from engine.errors import ConfigError
 from placement.console_log import LogConfig, LogFormat, LogLevel
 from placement.spec import GroupSpec, Strategy
 
+BUILDER = "cluster.app:build"  # the import_path of our applications
+HOST, PORT = "127.0.0.1", 8000  # where the API listens if nothing else is said
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -89,7 +89,7 @@ def test_no_file_of_the_engine_names_ray():
         # each takes seconds, also of the start of a server, which looks at its configuration first
         pytest.param(
             "import cluster.cli.main, deployments.openai.app\n"
-            "from cluster.cli.config_file import check\n"
+            "from cluster.cli.check.serve_config import check\n"
             "check(Path('serve_config.yaml'))",
             {"ray", "torch", "transformers"},
             id="the API and what looks at a configuration without Ray and torch",

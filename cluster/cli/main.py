@@ -59,7 +59,7 @@ def check(
 
     Example: manta check serve_config_pd.yaml
     """
-    from cluster.cli.config_file import check as check_file
+    from cluster.cli.check.serve_config import check as check_file
 
     print(f"{config} is fine; models: {', '.join(check_file(config))}", file=sys.stderr)
 
@@ -83,8 +83,8 @@ def doctor(
     """
     from rich.console import Console
 
-    from cluster.cli.doctor.examine import examine
-    from cluster.cli.doctor.finding import show
+    from cluster.cli.check.doctor import examine
+    from cluster.cli.check.finding import show
 
     findings = list(examine(config, address))
     if as_json:
@@ -210,7 +210,7 @@ def lint_manifests(
 
     Example: manta k8s lint k8s/overlays/single-gpu
     """
-    from cluster.cli.k8s_lint.lint import lint  # ray takes seconds
+    from cluster.cli.lint.rules import lint  # ray takes seconds
 
     found = lint(path)
     for finding in found:

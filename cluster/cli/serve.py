@@ -16,13 +16,12 @@ import yaml
 from cluster import haproxy
 from cluster.autoscaling.settings import POLICY
 from cluster.cli.flags import with_engine_flags
+from cluster.config import BUILDER, HOST, PORT
 from engine.errors import ConfigError, InvalidParameter, StartupError
 
-BUILDER = "cluster.app:build"
 API, REPLICAS = "API", "Replicas"
 ABOVE_MODELS = ("ingress", "log_format", "log_level", "tracing")  # keys of `args` that do not belong to a model
 YAML = (".yaml", ".yml")
-HOST, PORT = "127.0.0.1", 8000
 
 
 @with_engine_flags
@@ -135,7 +134,7 @@ def serve(
     if model.endswith(YAML):
         if given or print_config or host is not None or port is not None:
             raise InvalidParameter("MODEL", model, "a model where flags are given; a file says all by itself")
-        from cluster.cli.config_file import load  # `manta --help` does without
+        from cluster.cli.check.serve_config import load  # `manta --help` does without
 
         check(load(Path(model)), address)
         run(Path(model), address)
@@ -179,8 +178,8 @@ def configuration(model: str, given: dict[str, Any], http: dict[str, Any]) -> di
 def check(serve_config: dict[str, Any], address: str | None) -> None:
     """Raises StartupError for whatever can be seen before anything starts. address: of the Ray cluster that is there
     already, and so has its ports."""
-    from cluster.cli.config_file import check_serve_config  # `manta --help` does without
-    from cluster.cli.doctor.machine import check_ports
+    from cluster.cli.check.machine import check_ports
+    from cluster.cli.check.serve_config import check_serve_config  # `manta --help` does without
 
     check_serve_config(serve_config)
     http = serve_config.get("http_options") or {}

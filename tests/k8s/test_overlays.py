@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from cluster.app import build
-from cluster.cli.k8s_lint.lint import findings
-from cluster.cli.k8s_lint.manifests import OUR_BUILDER, Manifest, kustomize, read
-from cluster.config import AppConfig
+from cluster.cli.lint.manifests import Manifest, kustomize, read
+from cluster.cli.lint.rules import findings
+from cluster.config import BUILDER, AppConfig
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = sorted((ROOT / "k8s" / "overlays").iterdir())
@@ -49,7 +49,7 @@ def ray_service(manifests: list[Manifest]) -> Manifest:
 def test_serve_configuration_of_an_overlay_is_one_that_we_can_parse(overlay):
     applications = yaml.safe_load((overlay / "serve_config.yaml").read_text())["applications"]
     for application in applications:
-        assert application["import_path"] == OUR_BUILDER == f"{build.__module__}:{build.__name__}"
+        assert application["import_path"] == BUILDER == f"{build.__module__}:{build.__name__}"
         AppConfig.parse(application["args"])
 
 

@@ -20,7 +20,7 @@ from cluster.config import AppConfig
 from engine.config import EngineConfig
 from engine.errors import ServingError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def printed(*flags: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from cluster import haproxy
-from cluster.cli.doctor.finding import Finding
+from cluster.cli.check.finding import Finding
 
 GIB = 2**30
 LEAST_FREE_GIB = 2.0

@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml
 
-from cluster.cli.serve import BUILDER, HOST, PORT
-from cluster.config import AppConfig
+from cluster.config import BUILDER, HOST, PORT, AppConfig
 from cluster.model_info import model_info
 from engine.errors import ConfigError
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
-from cluster.cli import config_file
+from cluster.cli.check import serve_config as config
 from engine.errors import ConfigError
 
 APPLICATION = {"import_path": "cluster.app:build", "args": {"models": [{"name": "pocket", "model": "pocket"}]}}
@@ -19,9 +19,9 @@ def with_(**keys: Any) -> dict[str, Any]:
 
 
 def test_known_keys_are_those_of_rays_schemas():
-    assert set(ServeDeploySchema.model_fields) == config_file.TOP_KEYS
-    assert set(HTTPOptionsSchema.model_fields) == config_file.HTTP_KEYS
-    assert set(ServeApplicationSchema.model_fields) == config_file.APPLICATION_KEYS
+    assert set(ServeDeploySchema.model_fields) == config.TOP_KEYS
+    assert set(HTTPOptionsSchema.model_fields) == config.HTTP_KEYS
+    assert set(ServeApplicationSchema.model_fields) == config.APPLICATION_KEYS
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def test_known_keys_are_those_of_rays_schemas():
 )
 def test_mistake_is_named_with_its_path_and_its_limit(serve_config, message):
     with pytest.raises(ConfigError) as caught:
-        config_file.check_serve_config(serve_config)
+        config.check_serve_config(serve_config)
     assert message in str(caught.value)
 
 
 def test_deployments_that_there_will_be_may_be_named():
     named = [{"name": "ingress"}, {"name": "decode-pocket", "num_replicas": 2}]
-    assert config_file.check_serve_config(with_(deployments=named)) == ["pocket"]
+    assert config.check_serve_config(with_(deployments=named)) == ["pocket"]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,6 @@ def test_file_that_is_no_configuration_of_ours_is_refused_in_one_line(text, mess
     file = tmp_path / "config.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        config_file.load(file)
+        config.load(file)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

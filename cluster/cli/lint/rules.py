@@ -12,9 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from cluster import haproxy
-from cluster.cli.k8s_lint import network, pods
-from cluster.cli.k8s_lint.manifests import Manifest, Service, read, services, workloads
-from cluster.cli.k8s_lint.placement import bundles_that_fit_no_pod, more_replicas_than_pods_can_hold
+from cluster.cli.lint import network, pods
+from cluster.cli.lint.manifests import Manifest, Service, read, services, workloads
+from cluster.cli.lint.placement import bundles_that_fit_no_pod, more_replicas_than_pods_can_hold
 from engine.errors import StartupError
 
 RAY_DRAIN_S = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"

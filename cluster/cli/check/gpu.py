@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cluster.cli.doctor.finding import Finding
+from cluster.cli.check.finding import Finding
 
 TOPIC = "GPU"
 QUERY = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]

@@ -8,12 +8,12 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster import haproxy
-from cluster.cli.k8s_lint import network, pods
-from cluster.cli.k8s_lint.lint import SERVICE_RULES, findings
-from cluster.cli.k8s_lint.manifests import quantity, read
+from cluster.cli.lint import network, pods
+from cluster.cli.lint.manifests import quantity, read
+from cluster.cli.lint.rules import SERVICE_RULES, findings
 from cluster.cli.main import app
 from engine.errors import ConfigError, StartupError
-from tests.cluster.cli.k8s_lint.good_manifests import GONE, Deployed
+from tests.cluster.cli.lint.good_manifests import GONE, Deployed
 
 ALL_RULES = {*SERVICE_RULES, *network.RULES, *pods.RULES, "broken-serve-config"}
 ARGS = "serve.applications.0.args"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from cluster.cli.doctor.finding import Finding
+from cluster.cli.check.finding import Finding
 from deployments import ray_compat
 
 DISTRIBUTION = "manta-serve"

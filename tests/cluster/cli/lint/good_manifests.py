@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from cluster.cli.k8s_lint.manifests import Manifest
+from cluster.cli.lint.manifests import Manifest
 
 OURS = {"part-of": "manta"}
 GONE = object()

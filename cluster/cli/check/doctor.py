@@ -10,14 +10,14 @@ from typing import Any
 
 import yaml
 
-from cluster.cli.config_file import check, read
-from cluster.cli.doctor.finding import Finding
-from cluster.cli.doctor.gpu import check_gpus
-from cluster.cli.doctor.machine import check_machine, check_ports
-from cluster.cli.doctor.model_fit import check_models
-from cluster.cli.doctor.packages import check_packages
-from cluster.cli.doctor.ray_cluster import check_nodes, find_nodes, this_machine
-from cluster.cli.serve import HOST, PORT
+from cluster.cli.check.finding import Finding
+from cluster.cli.check.gpu import check_gpus
+from cluster.cli.check.machine import check_machine, check_ports
+from cluster.cli.check.model_fit import check_models
+from cluster.cli.check.packages import check_packages
+from cluster.cli.check.ray_cluster import check_nodes, find_nodes, this_machine
+from cluster.cli.check.serve_config import check, read
+from cluster.config import HOST, PORT
 from engine.errors import StartupError
 from placement.capacity import Node
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import ray
 import torch
 
-from cluster.cli.doctor.finding import Finding
+from cluster.cli.check.finding import Finding
 from engine.errors import StartupError
 from placement.capacity import Node, can_grow, nodes_of_cluster
 

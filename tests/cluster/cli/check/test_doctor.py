@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from cluster.cli.doctor import examine
+from cluster.cli.check import doctor
 from cluster.cli.main import app
 from tests.models import make_model
 
@@ -27,7 +27,7 @@ applications:
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch):
     """Other tests may run Ray at the same time."""
-    monkeypatch.setattr(examine, "find_nodes", lambda _: None)
+    monkeypatch.setattr(doctor, "find_nodes", lambda _: None)
     monkeypatch.setattr("cluster.haproxy.OWN_PORTS", {})
 
 

@@ -13,15 +13,13 @@ from typing import Any
 
 import yaml
 
-from cluster.config import AppConfig
+from cluster.config import BUILDER, PORT, AppConfig
 from engine.errors import ConfigError, StartupError
 from placement.capacity import Node
 
 Manifest = dict[str, Any]
 
-OUR_BUILDER = "cluster.app:build"
 RENDER_S = 60.0
-SERVE_PORT = 8000
 UNITS = {"m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
 
@@ -177,14 +175,14 @@ class Service:
 
     @property
     def port(self) -> int:
-        return int((self.serve.get("http_options") or {}).get("port", SERVE_PORT))
+        return int((self.serve.get("http_options") or {}).get("port", PORT))
 
     @cached_property
     def apps(self) -> list[tuple[Manifest, AppConfig]]:
         """Those of ours, as they stand and parsed. Raises StartupError."""
-        ours = [app for app in self.serve["applications"] if app.get("import_path") == OUR_BUILDER]
+        ours = [app for app in self.serve["applications"] if app.get("import_path") == BUILDER]
         if not ours:
-            raise StartupError(f"serveConfigV2 has no application with import_path {OUR_BUILDER}")
+            raise StartupError(f"serveConfigV2 has no application with import_path {BUILDER}")
         return [(app, AppConfig.of(app)) for app in ours]
 
     def _group(self, where: str, spec: Manifest) -> Group:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from cluster.cli.doctor.finding import Finding
-from cluster.cli.doctor.machine import cpu_flags, has_bfloat16
+from cluster.cli.check.finding import Finding
+from cluster.cli.check.machine import cpu_flags, has_bfloat16
 from cluster.config import AppConfig, ModelSection
 from deployments.routing.config import Role
 from engine.config import EngineConfig

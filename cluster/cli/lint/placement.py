@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from cluster.cli.k8s_lint.manifests import Manifest, Service
+from cluster.cli.lint.manifests import Manifest, Service
 from deployments.ray_compat import INGRESS
 from placement.capacity import TINY, matches, missing
 from placement.spec import GroupSpec

@@ -11,9 +11,9 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from cluster.cli.doctor import gpu, model_fit
-from cluster.cli.doctor.finding import Finding
-from cluster.cli.doctor.machine import (
+from cluster.cli.check import gpu, model_fit
+from cluster.cli.check.finding import Finding
+from cluster.cli.check.machine import (
     cgroup_cores,
     check_cpu,
     check_flags,
@@ -23,8 +23,8 @@ from cluster.cli.doctor.machine import (
     check_shared_memory,
     cpu_flags,
 )
-from cluster.cli.doctor.model_fit import check_models, weight_bytes
-from cluster.cli.doctor.packages import check_extra, check_needed, check_python, writable
+from cluster.cli.check.model_fit import check_models, weight_bytes
+from cluster.cli.check.packages import check_extra, check_needed, check_python, writable
 from cluster.config import AppConfig
 from engine.runner.kv_cache import GIB
 from placement.capacity import Node
@@ -72,7 +72,7 @@ def test_container_that_gets_less_time_than_it_sees_cores_is_a_warning(tmp_path:
     limit.write_text("max 100000\n")
     assert cgroup_cores(limit) is None
     assert cgroup_cores(tmp_path / "none") is None
-    monkeypatch.setattr("cluster.cli.doctor.machine.cgroup_cores", lambda _: 0.5)
+    monkeypatch.setattr("cluster.cli.check.machine.cgroup_cores", lambda _: 0.5)
     assert levels(list(check_cpu()))["cores"] == "warning"
 
 
@@ -80,7 +80,7 @@ def test_little_memory_is_a_warning(tmp_path: Path, monkeypatch):
     assert check_memory(1.0, 16.0).level == "warning"
     assert check_memory(8.0, 16.0).level == "ok"
     assert check_shared_memory(tmp_path / "none").level == "warning"
-    monkeypatch.setattr("cluster.cli.doctor.machine.LEAST_SHM_GIB", 2.0**40)
+    monkeypatch.setattr("cluster.cli.check.machine.LEAST_SHM_GIB", 2.0**40)
     assert "--shm-size" in check_shared_memory(tmp_path).advice
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from cluster.cli.k8s_lint.manifests import Group, Manifest, Service
+from cluster.cli.lint.manifests import Group, Manifest, Service
 
 DASHBOARD, CLOSED = 8265, {6379: "Ray's GCS", 10001: "Ray's client", 8404: "HAProxy's stats", 9101: "HAProxy's metrics"}
 RUNS_CODE = "whoever reaches it may run anything"

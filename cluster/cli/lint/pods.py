@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from cluster.cli.k8s_lint.manifests import Group, Manifest, Pods
+from cluster.cli.lint.manifests import Group, Manifest, Pods
 
 SECRET_NAME = re.compile(r"(TOKEN|PASSWORD|SECRET|API_KEY|_KEY)$")
 RDMA = ("rdma/", "vpc.amazonaws.com/efa")
