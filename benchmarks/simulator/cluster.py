@@ -27,7 +27,7 @@ from cluster.cli.bench.serve import send_all
 from cluster.simulator.cluster import simulate
 from cluster.simulator.http_calibration import ROUNDS, HttpFit, Observation, completion, fit_observations, observe
 from cluster.simulator.results import Latencies, Report
-from cluster.simulator.spec import ClusterSpec, Network, PoolSpec, Slo
+from cluster.simulator.spec import ClusterSpec, GoodputSlo, Network, PoolSpec
 from cluster.simulator.trace import PIECE, Trace
 from engine import pocket
 from engine.config import EngineConfig
@@ -214,7 +214,7 @@ def simulation(layout: Layout, found: HttpFit, request_s: float, trace: Trace) -
     )
     if layout.prefill:
         spec = replace(spec, prefill=replace(pool, replicas=layout.prefill))
-    return simulate(spec, trace, Slo())
+    return simulate(spec, trace, GoodputSlo())
 
 
 def rate_of(layout: Layout, found: HttpFit, load: float) -> float:

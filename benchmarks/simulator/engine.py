@@ -13,10 +13,10 @@ import numpy as np
 from benchmarks.simulator.traffic import capacity, small_trace
 from cluster.simulator.calibration import StepRecorder, measure_steps
 from cluster.simulator.cluster import simulate
+from cluster.simulator.cost_model import CostModel, fit
 from cluster.simulator.requests import make_request
 from cluster.simulator.results import Latencies, Report
-from cluster.simulator.spec import ClusterSpec, Network, PoolSpec, Slo
-from cluster.simulator.step_cost import StepCost, fit
+from cluster.simulator.spec import ClusterSpec, GoodputSlo, Network, PoolSpec
 from cluster.simulator.trace import Trace
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
@@ -39,7 +39,7 @@ class TimedEngine:
     def __init__(self) -> None:
         self.core = EngineCore(CONFIG)
         self.now = 0.0
-        self.gaps: list[float] = []
+        self.itl_s: list[float] = []
         self._last: dict[str, float] = {}
 
     def step(self, first_at: np.ndarray, last_at: np.ndarray) -> None:
@@ -51,7 +51,7 @@ class TimedEngine:
             if np.isnan(first_at[index]):
                 first_at[index] = self.now
             else:
-                self.gaps.append(self.now - last_at[index])
+                self.itl_s.append(self.now - last_at[index])
             last_at[index] = self.now
 
 
@@ -60,7 +60,7 @@ def run_engines(engines: list[TimedEngine], trace: Trace) -> tuple[np.ndarray, n
     first_at, last_at = np.full(len(trace), np.nan), np.full(len(trace), np.nan)
     queues = [[i for i in range(len(trace)) if i % len(engines) == n] for n in range(len(engines))]
     for engine, queue in zip(engines, queues, strict=True):
-        engine.now, engine.gaps = 0.0, []
+        engine.now, engine.itl_s = 0.0, []
         while queue or engine.core.has_work:
             if not engine.core.has_work:
                 engine.now = max(engine.now, float(trace.arrivals_s[queue[0]]))
@@ -101,18 +101,18 @@ def engine() -> None:
         timed.core.close()
 
 
-def simulated(cost: StepCost, trace: Trace, max_model_len: int) -> Report:
+def simulated(cost: CostModel, trace: Trace, max_model_len: int) -> Report:
     pool = PoolSpec(replicas=ENGINES, config=CONFIG, cost=cost, num_blocks=4096, router="round_robin")
     network = Network(call_s=0.0, token_s=0.0)
-    return simulate(ClusterSpec(decode=pool, network=network, max_model_len=max_model_len), trace, Slo())
+    return simulate(ClusterSpec(decode=pool, network=network, max_model_len=max_model_len), trace, GoodputSlo())
 
 
 def compare(
     engines: list[TimedEngine], trace: Trace, first_at: np.ndarray, last_at: np.ndarray, reports: list[Report]
 ) -> None:
     ttft, e2e = Latencies.of(first_at - trace.arrivals_s), Latencies.of(last_at - trace.arrivals_s)
-    gaps = np.array([gap for timed in engines for gap in timed.gaps])
-    itl = 1000 * np.percentile(gaps, [50, 99])
+    itl_s = np.array([gap for timed in engines for gap in timed.itl_s])
+    itl = 1000 * np.percentile(itl_s, [50, 99])
     rows = [(f"TTFT {p}", getattr(ttft, p), [getattr(r.ttft_ms, p) for r in reports]) for p in ("p50", "p90", "p99")]
     rows += [(f"E2E {p}", getattr(e2e, p), [getattr(r.e2e_ms, p) for r in reports]) for p in ("p50", "p90", "p99")]
     rows += [("ITL p50", itl[0], [r.itl_p50_ms for r in reports]), ("ITL p99", itl[1], [r.itl_p99_ms for r in reports])]

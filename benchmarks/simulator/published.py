@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from cluster.simulator.cluster import simulate
+from cluster.simulator.cost_model import CostModel
 from cluster.simulator.hardware import CARDS, MODELS, kv_tokens, roofline
 from cluster.simulator.results import Report
-from cluster.simulator.spec import ClusterSpec, PoolSpec, Slo
-from cluster.simulator.step_cost import StepCost
+from cluster.simulator.spec import ClusterSpec, GoodputSlo, PoolSpec
 from cluster.simulator.synthetic import make_trace, shared_prefix
 from engine.config import EngineConfig
 
@@ -28,7 +28,7 @@ def prefix_groups(router: str, groups: int = 64) -> Report:
     config = EngineConfig(block_size=BLOCK, max_num_batched_tokens=8192, max_num_seqs=256, max_waiting=NO_LIMIT)
     blocks = kv_tokens(model, card) // BLOCK
     pool = PoolSpec(replicas=8, config=config, cost=roofline(model, card), num_blocks=blocks, router=router)
-    return simulate(ClusterSpec(decode=pool), trace, Slo())
+    return simulate(ClusterSpec(decode=pool), trace, GoodputSlo())
 
 
 def routing() -> None:
@@ -40,13 +40,13 @@ def routing() -> None:
     print(f"ratio {reports['prefix_aware'].requests_per_s / reports['random'].requests_per_s:.2f}")
 
 
-STRICT = Slo(ttft_s=0.4, tpot_s=0.04, share=0.9)
+STRICT = GoodputSlo(ttft_s=0.4, tpot_s=0.04, share=0.9)
 DATA_SHEET = roofline(MODELS["opt-13b"], CARDS["a100"])
 # fitted to the paper's two figures of one phase alone: 5.6 prefills per second, and 10 requests that only decode
 ENGINE_OF_2023 = replace(DATA_SHEET, step_s=0.016, token_s=0.00017)
 
 
-def goodput(cost: StepCost, decode: int, prefill: int, chunk: int, slo: Slo, *, requests: int = 800) -> float:
+def goodput(cost: CostModel, decode: int, prefill: int, chunk: int, slo: GoodputSlo, *, requests: int = 800) -> float:
     """Requests per second that the cluster takes while 90% keep the SLO: OPT-13B on A100s, 512 tokens in, 64 out."""
     model, card = MODELS["opt-13b"], CARDS["a100"]
 
@@ -97,5 +97,5 @@ def scale() -> None:
     spec = ClusterSpec(decode=pool, max_model_len=32_768)
     trace = make_trace("azure-conversation", 1_000_000, 5000.0)
     started, cpu = time.perf_counter(), time.process_time()
-    report = simulate(spec, trace, Slo())
+    report = simulate(spec, trace, GoodputSlo())
     print(f"{time.perf_counter() - started:.0f} s, {time.process_time() - cpu:.0f} s of CPU", report, flush=True)

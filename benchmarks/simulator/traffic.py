@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cluster.simulator.step_cost import StepCost
+from cluster.simulator.cost_model import CostModel
 from cluster.simulator.synthetic import lognormal, make_trace
 from cluster.simulator.trace import PIECE, Trace
 
@@ -27,7 +27,7 @@ def grouped_trace(requests: int, rate: float, seed: int, groups: int) -> Trace:
     return Trace("grouped", own.arrivals_s, PIECE + lengths, own.output_tokens, ids)
 
 
-def capacity(cost: StepCost, trace: Trace) -> float:
+def capacity(cost: CostModel, trace: Trace) -> float:
     """Requests per second of one engine that is always full, roughly."""
     prompt, output = float(trace.prompt_tokens.mean()), float(trace.output_tokens.mean())
     step = cost.seconds(BATCH, BATCH, int(BATCH * prompt), int(BATCH * prompt))

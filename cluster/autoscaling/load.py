@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepCosts:
+class EngineCosts:
     """What a step costs in an engine, fitted there (engine/core/step_cost.py); 0 where not known yet.
 
     A step of n decoding sequences takes decode_step_s + n * decode_sequence_s. token_s: of each prompt token, all told.
@@ -26,7 +26,7 @@ class ReplicaLoad:
     queued_tokens: prompt tokens that are still to be computed here.
     prefill_tokens_per_s: prompt tokens computed here. cached_tokens_per_s: those that the prefix cache spared.
     prefills_per_s: prompts that were computed to their end here.
-    spilled_share: of them, those that a prefill pool would have computed, had it had room.
+    spilled_fraction: of them, those that a prefill pool would have computed, had it had room.
     output_tokens_per_s: generated. itl_s: mean time between two tokens of a sequence; 0 without any.
     """
 
@@ -36,12 +36,12 @@ class ReplicaLoad:
     prefill_tokens_per_s: float = 0.0
     cached_tokens_per_s: float = 0.0
     prefills_per_s: float = 0.0
-    spilled_share: float = 0.0
+    spilled_fraction: float = 0.0
     output_tokens_per_s: float = 0.0
     itl_s: float = 0.0
     blocks_used: int = 0
     blocks_total: int = 1
-    costs: StepCosts = StepCosts()
+    costs: EngineCosts = EngineCosts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.autoscaling.load import PoolLoad
-from cluster.autoscaling.pool import Decision, PoolScaler
+from cluster.autoscaling.pool import PoolScaler, ScalingDecision
 from cluster.autoscaling.targets import Limits, Slo
 from deployments.routing.config import Role
 
@@ -32,18 +32,18 @@ class ModelScaler:
             for role, limit in limits.items()
         }
 
-    def decide(self, pools: dict[Role, PoolState], now: float) -> dict[Role, Decision]:
+    def decide(self, pools: dict[Role, PoolState], now: float) -> dict[Role, ScalingDecision]:
         """One decision per pool of `pools`."""
-        decisions: dict[Role, Decision] = {}
+        decisions: dict[Role, ScalingDecision] = {}
         for role, pool in pools.items():
-            spilled = self._spilled_share(pools) if role == "prefill" else 0.0
+            spilled = self._spilled_prefill_share(pools) if role == "prefill" else 0.0
             decisions[role] = self._scalers[role].decide(pool.load, pool.current, now, spilled)
         return decisions
 
-    def _spilled_share(self, pools: dict[Role, PoolState]) -> float:
+    def _spilled_prefill_share(self, pools: dict[Role, PoolState]) -> float:
         """Engine-seconds per second that decode replicas spend on prompts for which the prefill pool had no room."""
         if "decode" not in pools:
             return 0.0
         token_s = self._scalers["prefill"].costs.token_s or self._scalers["decode"].costs.token_s
-        spilled_per_s = sum(r.prefill_tokens_per_s * r.spilled_share for r in pools["decode"].load.replicas)
+        spilled_per_s = sum(r.prefill_tokens_per_s * r.spilled_fraction for r in pools["decode"].load.replicas)
         return spilled_per_s * token_s

@@ -62,7 +62,7 @@ class Policy:
             decisions = self._scaler(model, list(ours.values())).decide(states, now)
             for name, pool in ours.items():
                 decision = decisions[pool.role]
-                self._exports.tell(pool, contexts[name].target_num_replicas, decision)
+                self._exports.record(pool, contexts[name].target_num_replicas, decision)
                 decided[name] = decision.replicas
         return decided
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from cluster.autoscaling.load import PoolLoad, ReplicaLoad, StepCosts
+from cluster.autoscaling.load import EngineCosts, PoolLoad, ReplicaLoad
 from deployments.observability.scaling_report import waiting_of, waiting_tokens_of
 
-LEAST_WINDOW_S = 0.5  # between two reports, for rates
+MIN_WINDOW_S = 0.5  # between two reports, for rates
 
 
 class Point(Protocol):
@@ -65,7 +65,7 @@ def _replica_load(reports: Reports, replica: object) -> ReplicaLoad:
         return max(0.0, points[-1].value - points[0].value)
 
     points = reports["running"][replica]
-    window_s = max(points[-1].timestamp - points[0].timestamp, LEAST_WINDOW_S)
+    window_s = max(points[-1].timestamp - points[0].timestamp, MIN_WINDOW_S)
     return ReplicaLoad(
         running=int(last("running")),
         waiting=int(last("waiting")),
@@ -73,12 +73,12 @@ def _replica_load(reports: Reports, replica: object) -> ReplicaLoad:
         prefill_tokens_per_s=risen("prefill_tokens_total") / window_s,
         cached_tokens_per_s=risen("cached_tokens_total") / window_s,
         prefills_per_s=risen("prefills_total") / window_s,
-        spilled_share=risen("spilled_total") / max(1.0, risen("local_total")),
+        spilled_fraction=risen("spilled_total") / max(1.0, risen("local_total")),
         output_tokens_per_s=risen("output_tokens_total") / window_s,
         itl_s=risen("itl_s_total") / max(1.0, risen("itl_total")),
         blocks_used=int(last("blocks_used")),
         blocks_total=int(last("blocks_total")),
-        costs=StepCosts(
+        costs=EngineCosts(
             decode_step_s=last("decode_step_s"),
             decode_sequence_s=last("decode_sequence_s"),
             token_s=last("token_s"),

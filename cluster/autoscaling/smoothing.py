@@ -30,14 +30,14 @@ class Stabilizer:
 
     def __init__(self, up_s: float, down_s: float):
         self._up_s, self._down_s = up_s, down_s
-        self._wishes: deque[tuple[float, int]] = deque()  # (when, how many)
+        self._history: deque[tuple[float, int]] = deque()  # (when, how many)
 
-    def settle(self, wish: int, current: int, now: float) -> int:
-        if not self._wishes:
-            self._wishes.append((now, current))
-        self._wishes.append((now, wish))
-        while self._wishes[0][0] < now - max(self._up_s, self._down_s):
-            self._wishes.popleft()
-        up = min([wish, *(n for at, n in self._wishes if at > now - self._up_s)])
-        down = max([wish, *(n for at, n in self._wishes if at > now - self._down_s)])
+    def settle(self, desired: int, current: int, now: float) -> int:
+        if not self._history:
+            self._history.append((now, current))
+        self._history.append((now, desired))
+        while self._history[0][0] < now - max(self._up_s, self._down_s):
+            self._history.popleft()
+        up = min([desired, *(n for at, n in self._history if at > now - self._up_s)])
+        down = max([desired, *(n for at, n in self._history if at > now - self._down_s)])
         return min(max(current, up), down)

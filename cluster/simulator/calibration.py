@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from cluster.cli.bench.prompts import random_ids
-from cluster.simulator.step_cost import Work
+from cluster.simulator.cost_model import Work
 from engine.core.engine import EngineCore
 from engine.core.scheduler import Event
 from engine.wire.messages import GenerateRequest
@@ -61,11 +61,11 @@ def measure_steps(
     step occur. Returns what each step computed and its seconds by `clock`. progress: is called after each batch."""
     rng, recorder = random.Random(seed), StepRecorder(core, clock)
     vocab_size = core.model_config.vocab_size
-    room = core.scheduler.pool.num_blocks * core.scheduler.pool.block_size
+    capacity = core.scheduler.pool.num_blocks * core.scheduler.pool.block_size
     for batch in BATCHES:
         for length in PROMPTS:
             length = min(length, core.max_model_len - OUTPUT - 1)
-            if batch > core.config.max_num_seqs or batch * (length + OUTPUT) > room:
+            if batch > core.config.max_num_seqs or batch * (length + OUTPUT) > capacity:
                 continue
             for i in range(batch):
                 # not all of one length, so that some end, and others start, while the rest goes on

@@ -11,11 +11,11 @@ from cluster.simulator.events import EventLoop
 from cluster.simulator.handoffs import HandoffTraffic
 from cluster.simulator.latency_histogram import LatencyHistogram
 from cluster.simulator.pool import Pool
-from cluster.simulator.replica import LEAP, Replica
+from cluster.simulator.replica import MAX_FAST_FORWARD_STEPS, Replica
 from cluster.simulator.requests import make_request
 from cluster.simulator.results import Report, Results
 from cluster.simulator.scaling import Scaling
-from cluster.simulator.spec import ClusterSpec, PoolSpec, Slo
+from cluster.simulator.spec import ClusterSpec, GoodputSlo, PoolSpec
 from cluster.simulator.trace import Trace
 from deployments.frontend.fair_queue import FairQueue, QueuedRequest
 from deployments.routing.config import Role
@@ -28,7 +28,7 @@ from engine.errors import PromptTooLong
 from engine.wire.messages import GenerateRequest, PrefillReplica
 from engine.wire.remote_prefill import Peer
 
-LOOK_S = 1.0  # how often engines are asked how they are, as in the real cluster
+POLL_INTERVAL_S = 1.0  # how often engines are asked how they are, as in the real cluster
 NO_LIMIT = 10**12
 CLIENT = "everyone"
 
@@ -38,14 +38,14 @@ Progress = Callable[[int], None]
 class Cluster:
     """One run. What decides here is what decides in the real cluster; docs/simulator.md says what is left out."""
 
-    def __init__(self, spec: ClusterSpec, trace: Trace, *, leap: int = LEAP):
-        """leap: 0 takes every step of every engine by itself, which is slow, and is what tests compare to.
+    def __init__(self, spec: ClusterSpec, trace: Trace, *, fast_forward: int = MAX_FAST_FORWARD_STEPS):
+        """fast_forward: 0 takes every step of every engine by itself, which is slow, and is what tests compare to.
 
         turns: of the event loop so far. Raises PromptTooLong."""
         if trace.longest >= spec.max_model_len:
             raise PromptTooLong(trace.longest, spec.max_model_len - 1)
-        self.spec, self.trace, self.records = spec, trace, Results(trace)
-        self._loop, self._leap = EventLoop(), 0 if spec.contention else leap
+        self.spec, self.trace, self.results = spec, trace, Results(trace)
+        self._loop, self._fast_forward = EventLoop(), 0 if spec.contention else fast_forward
         self._placings: list[RemotePrefillPolicy] = []
         self.pools: dict[Role, Pool] = {"decode": Pool("decode", spec.decode, self._decode_replica, spec.seed)}
         self.handoffs: HandoffTraffic | None = None
@@ -53,12 +53,12 @@ class Cluster:
             self.pools["prefill"] = prefill = Pool("prefill", spec.prefill, self._prefill_replica, spec.seed + 1)
             self.handoffs = HandoffTraffic(spec.network, spec.kv_bytes, self._loop, prefill, self._after)
         self._decode = self.pools["decode"]
-        most = NO_LIMIT if spec.max_waiting is None else spec.max_waiting
-        self._queue = FairQueue(self._decode.room, most, NO_LIMIT)
+        max_waiting = NO_LIMIT if spec.max_waiting is None else spec.max_waiting
+        self._queue = FairQueue(self._decode.capacity, max_waiting, NO_LIMIT)
         self.scaling = Scaling(spec.scaling, self.pools, self._queue, self._later) if spec.scaling else None
         self._waiting: dict[QueuedRequest, int] = {}
         self._running: dict[str, QueuedRequest] = {}
-        self._looked_at = 0.0
+        self._polled_at = 0.0
         self._on_way = 0  # requests, to their replicas
         self.turns = 0
 
@@ -66,7 +66,7 @@ class Cluster:
         """Until the last request of the trace has ended. progress: is told now and then how many have."""
         loop, arrivals = self._loop, self.trace.arrivals_s.tolist()
         come, self._done = 0, 0
-        while self._done + self.records.refused < len(arrivals):
+        while self._done + self.results.refused < len(arrivals):
             next_at = loop.next_at
             if come < len(arrivals) and (next_at is None or arrivals[come] < next_at):
                 loop.now = arrivals[come]
@@ -77,28 +77,28 @@ class Cluster:
                 self.turns += 1
                 if (replica := loop.step()) is not None:
                     self._after(replica)
-            if loop.now >= self._looked_at + LOOK_S:
-                self._look()
+            if loop.now >= self._polled_at + POLL_INTERVAL_S:
+                self._poll()
                 progress(self._done)
         progress(self._done)
 
-    def report(self, slo: Slo, took_s: float) -> Report:
-        gaps, duration_s = LatencyHistogram(), self.records.duration_s
+    def report(self, slo: GoodputSlo, took_s: float) -> Report:
+        itl, duration_s = LatencyHistogram(), self.results.duration_s
         for pool in self.pools.values():
             for replica in pool.replicas:
-                gaps += replica.gaps
+                itl += replica.itl
         uses = {str(role): pool.use(duration_s) for role, pool in self.pools.items()}
         if self.scaling is not None:
             uses = {str(role): replace(uses[role], scaled=self.scaling.counts(role, duration_s)) for role in self.pools}
         moved = self.handoffs.summary(duration_s) if self.handoffs else None
-        return self.records.report(slo, gaps, uses, moved, self.spec.gpus, took_s)
+        return self.results.report(slo, itl, uses, moved, self.spec.gpus, took_s)
 
     # -- a request -----------------------------------------------------------------------------------------
 
     def _arrive(self, index: int) -> None:
         ticket = QueuedRequest(CLIENT, 1, int(self.trace.prompt_tokens[index]))
         if self._queue.offer(ticket) is None:
-            self.records.refused += 1
+            self.results.refused += 1
             return
         self._waiting[ticket] = index
         self._start()
@@ -130,7 +130,7 @@ class Cluster:
         for request in replica.ended:
             self._queue.leave(self._running.pop(request.request_id))
             self._decode.ended(request.request_id)
-            self.records.ended(request, self.spec.network.token_s)
+            self.results.ended(request, self.spec.network.token_s)
             self._done += 1
         replica.ended.clear()
         self._start()
@@ -171,7 +171,7 @@ class Cluster:
             max_model_len=self.spec.max_model_len,
             handoffs=handoffs,
             times=times,
-            leap=self._leap,
+            fast_forward=self._fast_forward,
             forward=forward,
             slowdown=self._slowdown if self.spec.contention else None,
         )
@@ -185,9 +185,9 @@ class Cluster:
         """Replicas that compute."""
         return sum(r.due is not None and r is not but for pool in self.pools.values() for r in pool.replicas)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """What the real cluster does about once a second."""
-        self._looked_at = now = self._loop.now
+        self._polled_at = now = self._loop.now
         for pool in self.pools.values():
             pool.follow(now)
             pool.forget_ended(now)
@@ -196,8 +196,8 @@ class Cluster:
             for placing in self._placings:
                 placing.replicas = found
         if self.scaling is not None:
-            self.scaling.look(now)
-            self._queue.window = self._decode.room
+            self.scaling.poll(now)
+            self._queue.window = self._decode.capacity
             self._start()
 
     def _prefill_state(self, replica: Replica) -> PrefillReplica:
@@ -213,7 +213,7 @@ class Cluster:
         self._loop.at(self._loop.now + seconds, call)
 
 
-def simulate(spec: ClusterSpec, trace: Trace, slo: Slo, progress: Progress = lambda done: None) -> Report:
+def simulate(spec: ClusterSpec, trace: Trace, slo: GoodputSlo, progress: Progress = lambda done: None) -> Report:
     """Raises ServingError for what the cluster could not serve at all."""
     started = time.perf_counter()
     cluster = Cluster(spec, trace)

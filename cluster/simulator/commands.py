@@ -15,8 +15,8 @@ from engine.errors import InvalidParameter
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from cluster.simulator.cost_model import Fit
     from cluster.simulator.http_calibration import HttpFit
-    from cluster.simulator.step_cost import Fit
     from cluster.simulator.trace import Trace
     from engine.config import EngineConfig
 
@@ -163,10 +163,10 @@ def run(
         if plan:
             task = progress.add_task("searching", total=None)
 
-            def told(candidate: Candidate) -> None:
+            def on_result(candidate: Candidate) -> None:
                 progress.update(task, advance=1, description=f"{name(candidate)}: {candidate.report.good:.0%} good")
 
-            found = Planner(spec, traffic, slo, max_gpus, told).plan()
+            found = Planner(spec, traffic, slo, max_gpus, on_result).plan()
         else:
             task = progress.add_task("requests", total=len(traffic))
             report = simulate_cluster(spec, traffic, slo, lambda done: progress.update(task, completed=done))
@@ -223,7 +223,7 @@ def fit(
 
 def _fit_engine(config: EngineConfig, progress: Progress) -> Fit:
     from cluster.simulator.calibration import BATCHES, PROMPTS, measure_steps
-    from cluster.simulator.step_cost import fit as fit_cost
+    from cluster.simulator.cost_model import fit as fit_cost
     from engine.core.engine import EngineCore
 
     task = progress.add_task("batches", total=len(BATCHES) * len(PROMPTS))

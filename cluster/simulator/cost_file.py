@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from cluster.simulator.cost_model import Fit, LinearCostModel
 from cluster.simulator.http_calibration import HttpFit
-from cluster.simulator.step_cost import Fit, LinearCost
 from engine.errors import InvalidParameter
 
 
@@ -17,7 +17,7 @@ from engine.errors import InvalidParameter
 class Measured:
     """request_s: of the time to the first token, what is not steps; None where no cluster was asked."""
 
-    cost: LinearCost
+    cost: LinearCostModel
     request_s: float | None = None
 
 

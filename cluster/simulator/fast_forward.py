@@ -19,9 +19,10 @@ def token_of(request: Request) -> int:
 NOTHING = TokenDelta(request_id="")
 
 
-class LeapingScheduler(Scheduler):
+class FastForwardScheduler(Scheduler):
     """While all running requests decode, nobody else can start and blocks suffice, each step does the same: one token
-    for everyone. Then `leap` takes many steps in one go over the requests, in place of two (schedule, commit) per step.
+    for everyone. Then `fast_forward` takes many steps in one go over the requests, in place of two (schedule, commit)
+    per step.
 
     Tokens, blocks, prefix cache, finished requests and their times are as after so many single steps; only which of the
     equal free blocks a request gets differs, and the engine's own histograms miss most times between tokens.
@@ -45,7 +46,7 @@ class LeapingScheduler(Scheduler):
         """Of the oldest step that was planned and not committed, in the order of its plan."""
         return self._planned[0][1]
 
-    def most(self, limit: int, now: float) -> int:
+    def max_steps(self, limit: int, now: float) -> int:
         """How many steps may be taken at once, up to `limit`, where a step has ended now and nobody waits who could
         start. The last of them may end requests. 0: the next step is not of that kind."""
         if not self.running:
@@ -69,7 +70,7 @@ class LeapingScheduler(Scheduler):
         size = self.pool.block_size
         return sum(max(0, -(-(r.computed + steps) // size) - len(r.blocks)) for r in self.running)
 
-    def leap(self, ends: Sequence[float]) -> list[Event]:
+    def fast_forward(self, ends: Sequence[float]) -> list[Event]:
         """Take as many steps as there are `ends`, the times at which they end. Returns the requests that finish."""
         steps, size = len(ends), self.pool.block_size
         ended = []
@@ -78,7 +79,7 @@ class LeapingScheduler(Scheduler):
             request.computed = computed = request.computed + steps
             if computed > len(request.blocks) * size:
                 taken = self.pool.take(-(-computed // size) - len(request.blocks))
-                assert taken is not None, "a leap is only as long as blocks suffice"
+                assert taken is not None, "a fast-forward is only as long as blocks suffice"
                 request.blocks += taken
             tokens += tokens[-1:] * (steps - 1)
             if computed // size > request.published:

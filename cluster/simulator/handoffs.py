@@ -1,7 +1,7 @@
 """KV on its way from prefill to decode replicas. The schedulers' ledgers say what is to be done; here it takes time.
 
-Nothing is lost and nobody dies here, so leases and heartbeats (engine/kv_transfer/protocol/protocol.py) are left out but for the
-time that their messages take. Reading begins with the first chunk, while prefill computes the next, as it really does.
+Nothing is lost and nobody dies here, so leases and heartbeats (engine/kv_transfer/protocol/protocol.py) are left out but
+for the time that their messages take. Reading begins with the first chunk, while prefill computes the next, as it really does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cluster.simulator.events import EventLoop
 from cluster.simulator.pool import Pool
 from cluster.simulator.replica import Replica
-from cluster.simulator.results import Handoffs
+from cluster.simulator.results import HandoffUse
 from cluster.simulator.spec import Network
 from engine.core.handoffs import Finish, HandoffAction, Open, Report
 from engine.errors import ServingError
@@ -55,9 +55,9 @@ class HandoffTraffic:
                     self.on_way += 1
                     self._loop.at(max(now, handoff.read_at) + self._network.handoff_s, self._finish, handoff, action)
 
-    def summary(self, duration_s: float) -> Handoffs:
+    def summary(self, duration_s: float) -> HandoffUse:
         senders = max(1, len(self._link_free_at))
-        return Handoffs(
+        return HandoffUse(
             count=self.count, gigabytes=self.bytes / 1e9, link_busy=self.link_s / (senders * max(duration_s, 1e-9))
         )
 

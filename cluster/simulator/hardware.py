@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.simulator.step_cost import Roofline
+from cluster.simulator.cost_model import Roofline
 from engine.errors import InvalidParameter
 from engine.model.config import DTYPES, ModelConfig
 

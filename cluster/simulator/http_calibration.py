@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from cluster.cli.bench.openai_client import Chunk, OpenAIClient, Outcome, StreamFailed
 from cluster.cli.bench.prompts import random_ids
-from cluster.simulator.step_cost import LinearCost, Work, non_negative
+from cluster.simulator.cost_model import LinearCostModel, Work, non_negative
 from engine.errors import EngineUnavailable, RequestError
 
 PATH = "/v1/completions"
@@ -44,10 +44,10 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observation:
-    """A time that a client saw. parts: requests on their way through HTTP, busy replicas beside it, steps, and the sum
-    of the steps' Work. others: replicas that computed meanwhile."""
+    """A time that a client saw. features: requests on their way through HTTP, busy replicas beside it, steps, and the
+    sum of the steps' Work. others: replicas that computed meanwhile."""
 
-    parts: NDArray[np.float64]
+    features: NDArray[np.float64]
     seconds: float
     others: int = 0
 
@@ -57,7 +57,7 @@ class HttpFit:
     """request_s: of the time to the first token, what is not steps. busy_s: as in Network. contention: as in
     ClusterSpec. times: that it was fitted to. error: median of |predicted - measured| / measured over them."""
 
-    cost: LinearCost
+    cost: LinearCostModel
     request_s: float
     busy_s: float
     contention: float
@@ -108,17 +108,17 @@ def probes(replicas: int) -> list[Probe]:
 
 def fit_observations(found: Sequence[Observation]) -> HttpFit:
     """Least squares of the relative error, no part negative; of all CONTENTIONS, the one with the smallest."""
-    features = np.array([observation.parts for observation in found])
+    features = np.array([observation.features for observation in found])
     others = np.array([observation.others for observation in found])
     measured = np.array([observation.seconds for observation in found])
 
     def fitted(contention: float) -> tuple[float, HttpFit]:
         slowed = features.copy()
         slowed[:, 2:] *= (1 + contention * others)[:, None]
-        parts = non_negative(slowed / measured[:, None])
-        errors = np.abs(slowed @ parts - measured) / measured
-        request_s, busy_s, *cost = parts.tolist()
-        fit = HttpFit(LinearCost(*cost), request_s, busy_s, contention, len(found), float(np.median(errors)))
+        coefficients = non_negative(slowed / measured[:, None])
+        errors = np.abs(slowed @ coefficients - measured) / measured
+        request_s, busy_s, *cost = coefficients.tolist()
+        fit = HttpFit(LinearCostModel(*cost), request_s, busy_s, contention, len(found), float(np.median(errors)))
         return float(errors @ errors), fit
 
     tried = [fitted(contention) for contention in (CONTENTIONS if others.any() else [0.0])]
@@ -164,15 +164,15 @@ async def observe(
                 gaps_s += _in_the_middle(outcome)
         found += observations(probe, budget, first_s, gaps_s)
         progress()
-    if all(observation.parts[0] for observation in found):
+    if all(observation.features[0] for observation in found):
         raise RequestError(f"{client.base_url} streams several tokens at a time: a step takes nobody knows what")
     beside: dict[int, list[float]] = {prompt: [] for prompt in PROMPTS}
     for _ in range(rounds):
         await _beside(client, model, rng, replicas, beside)
     for prompt, seconds in beside.items():
         if seconds:
-            parts, others = first_token_beside(prompt, budget, replicas, apart), replicas if apart else replicas - 1
-            found.append(Observation(parts, statistics.median(seconds), others))
+            observed, others = first_token_beside(prompt, budget, replicas, apart), replicas if apart else replicas - 1
+            found.append(Observation(observed, statistics.median(seconds), others))
     return found
 
 

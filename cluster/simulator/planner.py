@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from cluster.simulator.cluster import simulate
 from cluster.simulator.results import Report
-from cluster.simulator.spec import ClusterSpec, Slo
+from cluster.simulator.spec import ClusterSpec, GoodputSlo
 from cluster.simulator.trace import Trace
 
 
@@ -26,8 +26,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """shared, split: the smallest cluster of each kind that meets the SLO; None if none of up to `most` GPUs does, or
-    if none of the kind was tried. tried: all that were simulated."""
+    """shared, split: the smallest cluster of each kind that meets the SLO; None if none of up to `max_gpus` GPUs does,
+    or if none of the kind was tried. tried: all that were simulated."""
 
     shared: Candidate | None
     split: Candidate | None
@@ -47,17 +47,17 @@ class Planner:
         self,
         spec: ClusterSpec,
         trace: Trace,
-        slo: Slo,
-        most: int,
-        told: Callable[[Candidate], None] = lambda candidate: None,
+        slo: GoodputSlo,
+        max_gpus: int,
+        on_result: Callable[[Candidate], None] = lambda candidate: None,
     ):
-        """spec: its numbers of replicas are ignored; without a prefill pool there is no split. most: GPUs. told: is
-        given each candidate when it has been simulated."""
-        self._spec, self._trace, self._slo, self._most, self._told = spec, trace, slo, most, told
+        """spec: its numbers of replicas are ignored; without a prefill pool there is no split. on_result: is given each
+        candidate when it has been simulated."""
+        self._spec, self._trace, self._slo, self._max_gpus, self._on_result = spec, trace, slo, max_gpus, on_result
         self._tried: dict[tuple[int, int], Candidate] = {}
 
     def plan(self) -> Plan:
-        shared = self._fewest(lambda n: self._try(n, 0), 1, self._most // self._spec.decode.gpus)
+        shared = self._fewest(lambda n: self._try(n, 0), 1, self._max_gpus // self._spec.decode.gpus)
         split = self._split() if self._spec.prefill is not None else None
         return Plan(shared, split, list(self._tried.values()))
 
@@ -66,7 +66,7 @@ class Planner:
         best = self._try(1, 1)
         while not self._suffices(best):
             larger = [(2 * best.decode, best.prefill), (best.decode, 2 * best.prefill)]
-            found = [self._try(*sizes) for sizes in larger if self._gpus(*sizes) <= self._most]
+            found = [self._try(*sizes) for sizes in larger if self._gpus(*sizes) <= self._max_gpus]
             if not found:
                 return None
             best = max(found, key=lambda c: (c.report.good, c.report.good_ttft + c.report.good_tpot, -c.gpus))
@@ -78,13 +78,13 @@ class Planner:
                 break
         return best
 
-    def _fewest(self, of: Callable[[int], Candidate], low: int, most: int) -> Candidate | None:
-        """The smallest n from `low` to `most` that suffices: doubled until one does, then by halves."""
+    def _fewest(self, of: Callable[[int], Candidate], low: int, limit: int) -> Candidate | None:
+        """The smallest n from `low` to `limit` that suffices: doubled until one does, then by halves."""
         high = low
         while not self._suffices(found := of(high)):
-            if high >= most:
+            if high >= limit:
                 return None
-            low, high = high + 1, min(2 * high, most)
+            low, high = high + 1, min(2 * high, limit)
         best = found
         while low < high:
             middle = (low + high) // 2
@@ -110,5 +110,5 @@ class Planner:
         if (decode, prefill) not in self._tried:
             report = simulate(self._with(decode, prefill), self._trace, self._slo)
             self._tried[decode, prefill] = candidate = Candidate(decode, prefill, report)
-            self._told(candidate)
+            self._on_result(candidate)
         return self._tried[decode, prefill]

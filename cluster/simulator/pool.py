@@ -51,10 +51,10 @@ class Pool:
                 self._router.news(news)
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Sequences that the ingress lets in: as `window` in deployments/frontend/admission.py without any news."""
-        most = self.spec.config.max_num_seqs
-        return max(1, len(self.up) * (most + max(1, most // 8)))
+        max_num_seqs = self.spec.config.max_num_seqs
+        return max(1, len(self.up) * (max_num_seqs + max(1, max_num_seqs // 8)))
 
     def grow(self, now: float) -> None:
         replica = self._make(f"{self.role}-{len(self.replicas)}")

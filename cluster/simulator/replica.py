@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from cluster.simulator.fast_forward import LeapingScheduler, token_of
+from cluster.simulator.cost_model import CostModel, Work
+from cluster.simulator.fast_forward import FastForwardScheduler, token_of
 from cluster.simulator.latency_histogram import LatencyHistogram
-from cluster.simulator.step_cost import StepCost, Work
 from cluster.simulator.trace import VOCABULARY
 from deployments.routing.config import Role
 from engine.config import EngineConfig
@@ -24,15 +24,17 @@ from engine.wire.messages import EngineStats, EngineUpdate, GenerateRequest, Sub
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_prefill import RemotePrefillRequest
 
-LEAP = 64  # steps at most in one: the next arrival may cut it short, and the rest of it was in vain
+MAX_FAST_FORWARD_STEPS = 64  # steps at most in one: the next arrival may cut it short, and the rest of it was in vain
 
 
 class Replica:
-    """As the step loop of engine/core/engine.py without overlap: what comes while a step computes is planned for in the next.
+    """As the step loop of engine/core/engine.py without overlap: what comes while a step computes is planned for in the
+    next.
 
-    due: when it has to be woken next, because the step or leap that it is in has ended; None: it has nothing to do.
+    due: when it has to be woken next, because the step or fast-forward that it is in has ended; None: it has nothing to
+        do.
     ended: requests that are over, oldest first; the caller empties it.
-    gaps: times between tokens. busy_s: seconds in steps. times: what the engine itself learns of its steps.
+    itl: times between tokens. busy_s: seconds in steps. times: what the engine itself learns of its steps.
     """
 
     def __init__(
@@ -40,24 +42,25 @@ class Replica:
         name: str,
         role: Role,
         config: EngineConfig,
-        cost: StepCost,
+        cost: CostModel,
         *,
         num_blocks: int,
         max_model_len: int,
         handoffs: HandoffManager | None = None,
         times: StepTimes | None = None,
-        leap: int = LEAP,
+        fast_forward: int = MAX_FAST_FORWARD_STEPS,
         forward: Callable[[list[HandoffAction], float], None] | None = None,
         slowdown: Callable[[Replica], float] | None = None,
     ):
-        """times: to learn into; nothing is learned without. leap: 0 takes all steps one by one. forward: is given what
-        the scheduler wants done about handoffs, and when. slowdown: factor on the next step's cost, without leaps."""
+        """times: to learn into; nothing is learned without. fast_forward: 0 takes all steps one by one. forward: is
+        given what the scheduler wants done about handoffs, and when. slowdown: factor on the next step's cost, without
+        fast-forwards."""
         self.name, self.role, self.times = name, role, times
         self.due: float | None = None
         self.ended: list[Request] = []
-        self.gaps = LatencyHistogram()
+        self.itl = LatencyHistogram()
         self.busy_s = 0.0
-        self.scheduler = LeapingScheduler(
+        self.scheduler = FastForwardScheduler(
             config,
             BlockPool(num_blocks, config.known_block_size, config.enable_prefix_caching),
             max_model_len=max_model_len,
@@ -65,10 +68,10 @@ class Replica:
             handoffs=handoffs,
         )
         self._news = KVEventPublisher(name, self.scheduler)
-        self._cost, self._leap, self._forward, self._slowdown = cost, leap, forward, slowdown
+        self._cost, self._fast_forward, self._forward, self._slowdown = cost, fast_forward, forward, slowdown
         self._inbox: list[HandoffEvent] = []
         self._plan: StepPlan | None = None  # the step that computes
-        self._ends: list[float] = []  # or of the steps of a leap that are not recorded yet
+        self._ends: list[float] = []  # or of the steps of a fast-forward that are not recorded yet
         self._began = 0.0
         self._settled = False  # whoever waits cannot start before anything but decoding happens
 
@@ -99,7 +102,7 @@ class Replica:
         self._begin(now)
 
     def catch_up(self, now: float) -> None:
-        """Record the steps of a leap that have ended by now, so that the scheduler can be looked at."""
+        """Record the steps of a fast-forward that have ended by now, so that the scheduler can be looked at."""
         if 0 < (steps := bisect_right(self._ends, now)) < len(self._ends):
             self._record(steps)
 
@@ -133,7 +136,11 @@ class Replica:
         for handoff in self._inbox:
             self._tell(scheduler.handle(handoff, now))
         self._inbox.clear()
-        if self._leap and (self._settled or not scheduler.waiting) and (steps := scheduler.most(self._leap, now)):
+        if (
+            self._fast_forward
+            and (self._settled or not scheduler.waiting)
+            and (steps := scheduler.max_steps(self._fast_forward, now))
+        ):
             self._ends = self._step_ends(steps, now)
             self.due = self._ends[-1]
             return
@@ -158,17 +165,17 @@ class Replica:
         return ends
 
     def _record(self, steps: int) -> None:
-        """The first steps of the leap have ended."""
+        """The first steps of the fast-forward have ended."""
         ends, self._ends = self._ends[:steps], self._ends[steps:]
         running = len(self.scheduler.running)
-        self.gaps.add_steps([self._began, *ends], running)
+        self.itl.add_steps([self._began, *ends], running)
         if self.times is not None:
             mean_s = (ends[-1] - self._began) / steps
             self.times.by_tokens.observe(running, mean_s, weight=running * steps)
             self.times.by_sequences.stepped(running, mean_s)
         self.busy_s += ends[-1] - self._began
         self._began = ends[-1]
-        if finished := self.scheduler.leap(ends):
+        if finished := self.scheduler.fast_forward(ends):
             self._settled = False
             self._tell(finished)
 
@@ -177,7 +184,7 @@ class Replica:
         tokens = [token_of(request) if asked else None for request, asked in zip(requests, plan.samples, strict=True)]
         for request, token in zip(requests, tokens, strict=True):
             if token is not None and request.last_token_at is not None:
-                self.gaps.add(now - request.last_token_at)
+                self.itl.add(now - request.last_token_at)
         if self.times is not None:
             self.times.stepped(StepWork.of(plan), now - self._began)
         self.busy_s += now - self._began

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.simulator.latency_histogram import LatencyHistogram
-from cluster.simulator.spec import Slo
+from cluster.simulator.spec import GoodputSlo
 from cluster.simulator.trace import Trace
 from engine.core.request import Request
 
@@ -54,7 +54,7 @@ class PoolUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handoffs:
+class HandoffUse:
     """count: prompts that the prefill pool computed. link_busy: share of the time in which a prefill replica sent."""
 
     count: int
@@ -90,7 +90,7 @@ class Report:
     hit_rate: float
     gpus: int
     pools: dict[str, PoolUse]
-    handoffs: Handoffs | None
+    handoffs: HandoffUse | None
     took_s: float
 
 
@@ -117,7 +117,7 @@ class Results:
         """Until the last request ended."""
         return max(float(np.nanmax(self.last_at, initial=0.0)), 1e-9)
 
-    def good(self, slo: Slo) -> np.ndarray:
+    def good(self, slo: GoodputSlo) -> np.ndarray:
         """For each request, whether it kept each half of the SLO: two rows, first token and time per token."""
         ttft, tpot = self.first_at - self._trace.arrivals_s, self.tpot_s()
         done = ~np.isnan(self.last_at)
@@ -125,16 +125,16 @@ class Results:
 
     def tpot_s(self) -> np.ndarray:
         """nan for requests of a single token."""
-        gaps = (self._trace.output_tokens - 1).astype(np.float64)
-        gaps[gaps == 0] = np.nan
-        return (self.last_at - self.first_at) / gaps
+        intervals = (self._trace.output_tokens - 1).astype(np.float64)
+        intervals[intervals == 0] = np.nan
+        return (self.last_at - self.first_at) / intervals
 
     def report(
         self,
-        slo: Slo,
-        gaps: LatencyHistogram,
+        slo: GoodputSlo,
+        itl: LatencyHistogram,
         pools: dict[str, PoolUse],
-        handoffs: Handoffs | None,
+        handoffs: HandoffUse | None,
         gpus: int,
         took_s: float,
     ) -> Report:
@@ -143,7 +143,7 @@ class Results:
         duration_s = self.duration_s
         halves = self.good(slo)
         good = halves.all(axis=0)
-        p50, p99 = gaps.percentile(50), gaps.percentile(99)
+        p50, p99 = itl.percentile(50), itl.percentile(99)
         return Report(
             trace=trace.name,
             requests=len(trace),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cluster.autoscaling.load import PoolLoad, ReplicaLoad, StepCosts
+from cluster.autoscaling.load import EngineCosts, PoolLoad, ReplicaLoad
 from cluster.autoscaling.model import ModelScaler, PoolState
 from cluster.simulator.pool import Pool
 from cluster.simulator.replica import Replica
@@ -52,7 +52,7 @@ class Scaling:
         self.history: dict[Role, list[tuple[float, int]]] = {role: [(0.0, n)] for role, n in self._wanted.items()}
         self.up: dict[Role, list[tuple[float, int]]] = {role: [(0.0, n)] for role, n in self._wanted.items()}
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Call about once a second."""
         states = {role: PoolState(load=self._load(role, now), current=self._wanted[role]) for role in self._pools}
         for role, decision in self._scaler.decide(states, now).items():
@@ -118,5 +118,5 @@ class Scaling:
             itl_s=running / output_per_s if output_per_s else 0.0,
             blocks_used=load.blocks_used,
             blocks_total=load.blocks_total,
-            costs=StepCosts(decode_step_s=step_s, decode_sequence_s=sequence_s, token_s=times.prompt_token_s),
+            costs=EngineCosts(decode_step_s=step_s, decode_sequence_s=sequence_s, token_s=times.prompt_token_s),
         )

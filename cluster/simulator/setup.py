@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
-from cluster.autoscaling.targets import Limits
-from cluster.autoscaling.targets import Slo as Targets
+from cluster.autoscaling.targets import Limits, Slo
 from cluster.simulator.cost_file import read_cost
 from cluster.simulator.hardware import ModelShape, find_card, find_model, kv_tokens, roofline
 from cluster.simulator.routing import ROUTERS
-from cluster.simulator.spec import ClusterSpec, HandoffPolicy, Network, PoolSpec, ScalingSpec, Slo
+from cluster.simulator.spec import ClusterSpec, GoodputSlo, HandoffPolicy, Network, PoolSpec, ScalingSpec
 from cluster.simulator.trace import Trace
 from deployments.routing.config import Role
 from engine.config import EngineConfig
@@ -45,25 +44,25 @@ class ClusterOptions:
     seed: int
 
 
-def make_slo(ttft_ms: float, tpot_ms: float, share: float) -> Slo:
+def make_slo(ttft_ms: float, tpot_ms: float, share: float) -> GoodputSlo:
     """Raises InvalidParameter."""
     for flag, value in (("--ttft-ms", ttft_ms), ("--tpot-ms", tpot_ms)):
         if not (value > 0 and math.isfinite(value)):
             raise InvalidParameter(flag, value, "above 0 and finite")
-    return Slo(ttft_s=ttft_ms / 1000, tpot_s=tpot_ms / 1000, share=share)
+    return GoodputSlo(ttft_s=ttft_ms / 1000, tpot_s=tpot_ms / 1000, share=share)
 
 
 def check_plan(options: ClusterOptions, max_gpus: int) -> None:
     """Raises InvalidParameter for options that a search for the fewest GPUs cannot keep."""
     if options.autoscale is not None:
         raise InvalidParameter("--autoscale", options.autoscale, "left out with --plan, whose clusters keep their size")
-    least = options.tensor_parallel * (2 if options.prefill_replicas else 1)
-    if max_gpus < least:
-        limit = f"at least {least}, the GPUs of the smallest cluster (--tensor-parallel {options.tensor_parallel})"
+    min_gpus = options.tensor_parallel * (2 if options.prefill_replicas else 1)
+    if max_gpus < min_gpus:
+        limit = f"at least {min_gpus}, the GPUs of the smallest cluster (--tensor-parallel {options.tensor_parallel})"
         raise InvalidParameter("--max-gpus", max_gpus, limit)
 
 
-def make_cluster(options: ClusterOptions, trace: Trace, slo: Slo) -> ClusterSpec:
+def make_cluster(options: ClusterOptions, trace: Trace, slo: GoodputSlo) -> ClusterSpec:
     """Raises ServingError."""
     model, card = find_model(options.model), find_card(options.card)
     _check(options, model)
@@ -133,20 +132,20 @@ def _check(options: ClusterOptions, model: ModelShape) -> None:
         raise InvalidParameter("--tensor-parallel", ranks, limit)
 
 
-def _too_small(options: ClusterOptions, longest: int, room: int) -> InvalidParameter:
-    """longest: tokens of a request. room: tokens whose KV a replica holds."""
+def _too_small(options: ClusterOptions, longest: int, capacity: int) -> InvalidParameter:
+    """longest: tokens of a request. capacity: tokens whose KV a replica holds."""
     if options.num_blocks is not None:
-        least, size = longest // options.block_size + 1, options.block_size
-        limit = f"at least {least}, so that blocks of {size} tokens hold the longest request of --trace ({longest})"
+        blocks, size = longest // options.block_size + 1, options.block_size
+        limit = f"at least {blocks}, so that blocks of {size} tokens hold the longest request of --trace ({longest})"
         return InvalidParameter("--num-blocks", options.num_blocks, limit)
     limit = (
         f"so many cards that the KV of the longest request of --trace fits beside the weights ({longest} tokens; "
-        f"{room} fit on {options.tensor_parallel} {options.card})"
+        f"{capacity} fit on {options.tensor_parallel} {options.card})"
     )
     return InvalidParameter("--tensor-parallel", options.tensor_parallel, limit)
 
 
-def _scaling(options: ClusterOptions, slo: Slo) -> ScalingSpec:
+def _scaling(options: ClusterOptions, slo: GoodputSlo) -> ScalingSpec:
     assert options.autoscale is not None
     limits = Limits(
         min_replicas=1,
@@ -157,5 +156,5 @@ def _scaling(options: ClusterOptions, slo: Slo) -> ScalingSpec:
         scale_to_zero_delay_s=math.inf,
     )
     roles: tuple[Role, ...] = ("decode", "prefill") if options.prefill_replicas else ("decode",)
-    targets = Targets(ttft_ms=1000 * slo.ttft_s, itl_ms=1000 * slo.tpot_s)
+    targets = Slo(ttft_ms=1000 * slo.ttft_s, itl_ms=1000 * slo.tpot_s)
     return ScalingSpec(targets=targets, limits=dict.fromkeys(roles, limits), startup_s=options.startup_s)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.autoscaling.targets import Limits
-from cluster.autoscaling.targets import Slo as Targets
-from cluster.simulator.step_cost import StepCost
+from cluster.autoscaling.targets import Limits, Slo
+from cluster.simulator.cost_model import CostModel
 from deployments.routing.config import Role
 from engine.config import EngineConfig
 
@@ -20,7 +19,7 @@ class PoolSpec:
 
     replicas: int
     config: EngineConfig
-    cost: StepCost
+    cost: CostModel
     num_blocks: int
     gpus: int = 1
     router: str = "prefix_aware"
@@ -50,7 +49,7 @@ class Network:
 class ScalingSpec:
     """targets, limits: the autoscaler's own. startup_s: from when a replica is wanted until it takes requests."""
 
-    targets: Targets
+    targets: Slo
     limits: dict[Role, Limits]
     startup_s: float = 60.0
 
@@ -85,7 +84,7 @@ class ClusterSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slo:
+class GoodputSlo:
     """What a request has to keep for it to count as good: both, as in DistServe (arXiv:2401.09670).
 
     ttft_s: from its arrival to its first token. tpot_s: mean time between its tokens. share: of all requests, that has

@@ -8,17 +8,17 @@ import numpy as np
 from rich.table import Table
 
 from cluster.cli.bench.tables import Total, figure, make_table, show, totals
+from cluster.simulator.cost_model import Fit
 from cluster.simulator.http_calibration import HttpFit
 from cluster.simulator.planner import Candidate, Plan
 from cluster.simulator.results import PoolUse, Report
-from cluster.simulator.spec import Slo
-from cluster.simulator.step_cost import Fit
+from cluster.simulator.spec import GoodputSlo
 from cluster.simulator.trace import Trace
 
 NOISY = 0.3  # median error from which a fit is good for nothing
 
 
-def show_report(report: Report, slo: Slo) -> None:
+def show_report(report: Report, slo: GoodputSlo) -> None:
     rows: list[Total] = [
         ("requests", report.requests, 0),
         ("refused", report.refused, 0),
@@ -40,7 +40,7 @@ def show_report(report: Report, slo: Slo) -> None:
     show(title, totals(rows), _latencies(report), _pools(report), _said(slo), *_never_up(report))
 
 
-def show_plan(plan: Plan, slo: Slo) -> None:
+def show_plan(plan: Plan, slo: GoodputSlo) -> None:
     table = make_table("cluster", "GPUs", "good, %", "TTFT p90, ms", "TPOT p90, ms", "busy, %")
     for candidate in sorted(plan.tried, key=lambda c: (bool(c.prefill), c.gpus, c.prefill)):
         report = candidate.report
@@ -140,5 +140,5 @@ def _never_up(report: Report) -> list[str]:
     ]
 
 
-def _said(slo: Slo) -> str:
+def _said(slo: GoodputSlo) -> str:
     return f"good: first token within {1000 * slo.ttft_s:g} ms, and {1000 * slo.tpot_s:g} ms per token after it"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.autoscaling.load import PoolLoad, ReplicaLoad, StepCosts
+from cluster.autoscaling.load import EngineCosts, PoolLoad, ReplicaLoad
 from cluster.autoscaling.model import ModelScaler, PoolState
-from cluster.autoscaling.pool import Decision
+from cluster.autoscaling.pool import ScalingDecision
 from cluster.autoscaling.targets import Limits, Slo
 from deployments.routing.config import Role
 
-COSTS = StepCosts(decode_step_s=0.005, decode_sequence_s=0.001, token_s=0.001)
+COSTS = EngineCosts(decode_step_s=0.005, decode_sequence_s=0.001, token_s=0.001)
 
 
 def limits(low: int = 1) -> Limits:
@@ -32,7 +32,7 @@ class Pools:
         self.scaler = ModelScaler(Slo(ttft_ms=1000, itl_ms=50), {"decode": limits(low), "prefill": limits(low)})
         self.now = 0.0
 
-    def decide(self, decode: ReplicaLoad, prefill: ReplicaLoad, seconds: int = 1) -> dict[Role, Decision]:
+    def decide(self, decode: ReplicaLoad, prefill: ReplicaLoad, seconds: int = 1) -> dict[Role, ScalingDecision]:
         """Each replica has the given load."""
         for _ in range(seconds):
             self.now += 1.0
@@ -66,9 +66,9 @@ def test_sequences_scale_the_pool_that_decodes_them():
 
 
 def test_prompts_that_the_prefill_pool_had_no_room_for_count_for_it():
-    spilling = ReplicaLoad(prefill_tokens_per_s=600, prefills_per_s=6, spilled_share=1.0, costs=COSTS)
+    spilling = ReplicaLoad(prefill_tokens_per_s=600, prefills_per_s=6, spilled_fraction=1.0, costs=COSTS)
     busy = ReplicaLoad(prefill_tokens_per_s=600, prefills_per_s=6, costs=COSTS)
-    kept = ReplicaLoad(prefill_tokens_per_s=600, prefills_per_s=6, spilled_share=0.0, costs=COSTS)
+    kept = ReplicaLoad(prefill_tokens_per_s=600, prefills_per_s=6, spilled_fraction=0.0, costs=COSTS)
     assert Pools().decide(kept, busy)["prefill"].replicas == 1
     decision = Pools().decide(spilling, busy)["prefill"]
     assert (decision.replicas, decision.reason) == (2, "ttft")
@@ -80,10 +80,10 @@ def test_a_prefill_pool_asleep_wakes_for_what_decode_has_to_compute_itself():
     busy = ReplicaLoad(running=3, output_tokens_per_s=100, costs=COSTS)
     pools.decide(busy, IDLE, seconds=25)
     assert pools.replicas == {"decode": 1, "prefill": 0}
-    few = ReplicaLoad(running=3, prefill_tokens_per_s=30, prefills_per_s=1, spilled_share=1.0, costs=COSTS)
+    few = ReplicaLoad(running=3, prefill_tokens_per_s=30, prefills_per_s=1, spilled_fraction=1.0, costs=COSTS)
     pools.decide(few, IDLE, seconds=5)
     assert pools.replicas["prefill"] == 0, "not worth a replica"
-    many = ReplicaLoad(running=3, prefill_tokens_per_s=300, prefills_per_s=3, spilled_share=1.0, costs=COSTS)
+    many = ReplicaLoad(running=3, prefill_tokens_per_s=300, prefills_per_s=3, spilled_fraction=1.0, costs=COSTS)
     decision = pools.decide(many, IDLE)["prefill"]
     assert (decision.replicas, decision.reason) == (1, "wake")
 

@@ -120,7 +120,7 @@ def test_rates_are_what_totals_rose_by_within_what_serve_has_kept(policy, log):
     )
     (line,) = [line for line in log if line.startswith("autoscaling decode-m")]
     inputs = dict(part.split("=") for part in line.split() if "=" in part)
-    assert line.startswith("autoscaling decode-m from 1 to 2 replicas: reason=slots wish=3 ")
+    assert line.startswith("autoscaling decode-m from 1 to 2 replicas: reason=slots desired=3 ")
     assert float(inputs["output_tokens_per_s"]) == 100.0
     assert float(inputs["prefill_share"]) == 0.5  # 500 tokens per second, each a millisecond
     assert float(inputs["prompt_s"]) == 0.5

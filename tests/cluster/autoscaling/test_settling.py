@@ -29,9 +29,9 @@ def test_constant_load_ends_in_constant_replicas_wherever_it_began(traffic, repl
     assert world.changes(400) <= 1 and before - world.wanted in (0, 1)
 
 
-# least: replicas whose steps take 27 ms, nine tenths of the target, by hand
+# fewest: replicas whose steps take 27 ms, nine tenths of the target, by hand
 @pytest.mark.parametrize(
-    ("traffic", "least"),
+    ("traffic", "fewest"),
     [
         (Traffic(requests_per_s=40), 4),
         (Traffic(clients=200), 6),
@@ -39,11 +39,11 @@ def test_constant_load_ends_in_constant_replicas_wherever_it_began(traffic, repl
     ],
 )
 @pytest.mark.parametrize("replicas", [1, 30])
-def test_the_itl_target_is_met_by_about_as_many_replicas_as_that_takes(traffic, least, replicas):
+def test_the_itl_target_is_met_by_about_as_many_replicas_as_that_takes(traffic, fewest, replicas):
     world = World(SLO, replicas=replicas)
     world.run(traffic, 900)
     assert world.step_s <= SLO.itl_ms / 1000
-    assert least <= world.wanted <= 1.5 * least
+    assert fewest <= world.wanted <= 1.5 * fewest
 
 
 def test_what_cannot_be_met_by_any_number_of_replicas_is_not_bought():

@@ -25,21 +25,21 @@ def test_more_is_given_once_it_was_wanted_for_the_delay():
 
 def test_a_dip_puts_growth_off():
     stabilizer = Stabilizer(up_s=3.0, down_s=60.0)
-    wishes = [(0.0, 4), (2.0, 2), (4.0, 4), (6.0, 4)]
-    assert [stabilizer.settle(wish, 1, now) for now, wish in wishes] == [1, 1, 2, 4]
+    desired_counts = [(0.0, 4), (2.0, 2), (4.0, 4), (6.0, 4)]
+    assert [stabilizer.settle(desired, 1, now) for now, desired in desired_counts] == [1, 1, 2, 4]
 
 
 def test_the_most_that_was_wanted_during_the_delay_stays():
     stabilizer = Stabilizer(up_s=0.0, down_s=60.0)
-    wishes = [(0.0, 5), (30.0, 3), (59.0, 1), (61.0, 1), (91.0, 1)]
-    assert [stabilizer.settle(wish, 5, now) for now, wish in wishes] == [5, 5, 5, 3, 1]
+    desired_counts = [(0.0, 5), (30.0, 3), (59.0, 1), (61.0, 1), (91.0, 1)]
+    assert [stabilizer.settle(desired, 5, now) for now, desired in desired_counts] == [5, 5, 5, 3, 1]
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 20), st.integers(1, 30)), max_size=40), st.integers(1, 30))
 def test_what_is_settled_lies_between_what_there_is_and_what_was_wished_for(gaps, start):
-    stabilizer, now, current, wishes = Stabilizer(3.0, 30.0), 0.0, start, [start]
-    for gap, wish in gaps:
+    stabilizer, now, current, desired_counts = Stabilizer(3.0, 30.0), 0.0, start, [start]
+    for gap, desired in gaps:
         now += gap
-        wishes.append(wish)
-        current = stabilizer.settle(wish, current, now)
-        assert min(wishes) <= current <= max(wishes)
+        desired_counts.append(desired)
+        current = stabilizer.settle(desired, current, now)
+        assert min(desired_counts) <= current <= max(desired_counts)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cluster.autoscaling.load import PoolLoad, ReplicaLoad, StepCosts
+from cluster.autoscaling.load import EngineCosts, PoolLoad, ReplicaLoad
 from cluster.autoscaling.model import ModelScaler, PoolState
-from cluster.autoscaling.pool import Decision
+from cluster.autoscaling.pool import ScalingDecision
 from cluster.autoscaling.targets import Limits, Slo
 
 BUSIEST = 0.95  # share of its time that an engine gives to prompts at most
@@ -30,7 +30,7 @@ class World:
         self,
         slo: Slo,
         *,
-        costs: StepCosts = StepCosts(decode_step_s=0.01, decode_sequence_s=0.0005, token_s=0.0002),  # noqa: B008  frozen
+        costs: EngineCosts = EngineCosts(decode_step_s=0.01, decode_sequence_s=0.0005, token_s=0.0002),  # noqa: B008  frozen
         replicas: int = 1,
         min_replicas: int = 1,
         max_num_seqs: int = 64,
@@ -97,7 +97,7 @@ class World:
         )
         self._scale(self._scaler.decide({"decode": PoolState(load=load, current=self.wanted)}, self.now)["decode"])
 
-    def _scale(self, decision: Decision) -> None:
+    def _scale(self, decision: ScalingDecision) -> None:
         more = decision.replicas - self.wanted
         self._starting += [self.now + self._startup_s] * more
         for _ in range(-more):

@@ -5,16 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cluster.autoscaling.targets import Limits
-from cluster.autoscaling.targets import Slo as Targets
+from cluster.autoscaling.targets import Limits, Slo
 from cluster.simulator.cluster import Cluster, simulate
-from cluster.simulator.spec import ClusterSpec, Network, ScalingSpec, Slo
+from cluster.simulator.spec import ClusterSpec, GoodputSlo, Network, ScalingSpec
 from cluster.simulator.synthetic import make_trace, shared_prefix
 from cluster.simulator.trace import Trace
 from engine.errors import PromptTooLong
 from tests.cluster.simulator.small_cluster import MODEL, small_cluster, small_pool
 
-SLO = Slo()
+SLO = GoodputSlo()
 
 
 def one_request(prompt: int = 100, output: int = 5) -> Trace:
@@ -28,8 +27,8 @@ def test_a_single_request_takes_the_sum_of_its_steps():
     seconds, network = spec.decode.cost.seconds, spec.network
     prefill = seconds(100, 1, 100 * 101 // 2, 100)
     decode = sum(seconds(1, 1, n, n) for n in range(101, 105))
-    assert cluster.records.first_at[0] == pytest.approx(1 + network.call_s + prefill + network.token_s)
-    assert cluster.records.last_at[0] == pytest.approx(cluster.records.first_at[0] + decode)
+    assert cluster.results.first_at[0] == pytest.approx(1 + network.call_s + prefill + network.token_s)
+    assert cluster.results.last_at[0] == pytest.approx(cluster.results.first_at[0] + decode)
 
 
 def test_replicas_that_share_cores_slow_each_other_down():
@@ -50,7 +49,7 @@ def test_a_call_takes_longer_beside_replicas_that_compute():
     for busy_s in (0.0, 0.5):
         cluster = Cluster(replace(spec, network=Network(busy_s=busy_s)), trace)
         cluster.run()
-        firsts.append(cluster.records.first_at - trace.arrivals_s)
+        firsts.append(cluster.results.first_at - trace.arrivals_s)
     assert firsts[0][0] == firsts[1][0]
     assert firsts[1][1] > 0.5 > firsts[0][1]
 
@@ -143,16 +142,16 @@ def test_prefixes_are_found_again_only_where_they_were_computed():
     assert rates["random"] < rates["prefix_aware"] - 0.05
 
 
-def scaling_cluster(most: int) -> ClusterSpec:
+def scaling_cluster(max_replicas: int) -> ClusterSpec:
     limits = Limits(
         min_replicas=1,
-        max_replicas=most,
+        max_replicas=max_replicas,
         max_num_seqs=8,
         upscale_delay_s=1.0,
         downscale_delay_s=20.0,
         scale_to_zero_delay_s=float("inf"),
     )
-    scaling = ScalingSpec(targets=Targets(ttft_ms=1000, itl_ms=50), limits={"decode": limits}, startup_s=5.0)
+    scaling = ScalingSpec(targets=Slo(ttft_ms=1000, itl_ms=50), limits={"decode": limits}, startup_s=5.0)
     return replace(small_cluster(replicas=1, router="round_robin"), scaling=scaling)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.simulator.cluster import Cluster
-from cluster.simulator.fast_forward import LeapingScheduler
+from cluster.simulator.fast_forward import FastForwardScheduler
 from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import PIECE, Trace
 from engine.core.scheduler import Scheduler
@@ -45,20 +45,20 @@ specs = st.builds(
 
 
 @settings(max_examples=25, deadline=None)
-@given(spec=specs, trace=traces(), leap=st.sampled_from([1, 5, 64]))
-def test_leaps_give_the_same_times_and_the_same_caches_as_single_steps(spec, trace, leap):
-    assert_equal(run(spec, trace, leap), run(spec, trace, 0))
+@given(spec=specs, trace=traces(), fast_forward=st.sampled_from([1, 5, 64]))
+def test_fast_forward_gives_the_same_times_and_the_same_caches_as_single_steps(spec, trace, fast_forward):
+    assert_equal(run(spec, trace, fast_forward), run(spec, trace, 0))
 
 
-def test_leaps_are_exact_where_requests_preempt_each_other():
+def test_fast_forward_is_exact_where_requests_preempt_each_other():
     trace = Trace("tight", np.arange(12) * 0.01, np.full(12, 300), np.full(12, 150))
-    slow, fast = (run(small_cluster(num_blocks=60), trace, leap) for leap in (0, 64))
+    slow, fast = (run(small_cluster(num_blocks=60), trace, fast_forward) for fast_forward in (0, 64))
     assert_equal(fast, slow)
     assert sum(r.scheduler.totals.preemptions for r in fast.pools["decode"].replicas) > 0
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
-def test_a_leap_takes_far_fewer_turns_than_steps(prefill):
+def test_fast_forward_takes_far_fewer_turns_than_steps(prefill):
     trace = Trace("long", np.zeros(4), np.full(4, 100), np.full(4, 400))
     cluster = run(small_cluster(prefill), trace, 64)
     steps = sum(r.scheduler.totals.steps for r in cluster.pools["decode"].replicas)
@@ -66,10 +66,10 @@ def test_a_leap_takes_far_fewer_turns_than_steps(prefill):
     assert cluster.turns < steps / 5
 
 
-def run(spec: ClusterSpec, trace: Trace, leap: int) -> Cluster:
-    """Without leaps, with the methods of the ordinary scheduler alone."""
-    cluster = Cluster(spec, trace, leap=leap)
-    with nullcontext() if leap else patch.object(LeapingScheduler, "_append", Scheduler._append):
+def run(spec: ClusterSpec, trace: Trace, fast_forward: int) -> Cluster:
+    """Without fast-forwards, with the methods of the ordinary scheduler alone."""
+    cluster = Cluster(spec, trace, fast_forward=fast_forward)
+    with nullcontext() if fast_forward else patch.object(FastForwardScheduler, "_append", Scheduler._append):
         cluster.run()
     for pool in cluster.pools.values():
         for replica in pool.replicas:
@@ -79,10 +79,10 @@ def run(spec: ClusterSpec, trace: Trace, leap: int) -> Cluster:
 
 def assert_equal(one: Cluster, other: Cluster) -> None:
     for name in ("first_at", "last_at", "cached"):
-        assert np.array_equal(getattr(one.records, name), getattr(other.records, name)), name
+        assert np.array_equal(getattr(one.results, name), getattr(other.results, name)), name
     for role, pool in one.pools.items():
         for a, b in zip(pool.replicas, other.pools[role].replicas, strict=True):
             assert a.scheduler.totals == b.scheduler.totals
-            assert a.gaps == b.gaps
+            assert a.itl == b.itl
             assert a.busy_s == pytest.approx(b.busy_s)
             assert set(a.scheduler.pool.names()) == set(b.scheduler.pool.names())

@@ -13,6 +13,7 @@ from cluster.cli import main as cli
 from cluster.cli.bench.openai_client import Chunk, OpenAIClient, Outcome
 from cluster.simulator.cluster import Cluster
 from cluster.simulator.cost_file import Measured, read_cost, write_cost
+from cluster.simulator.cost_model import LinearCostModel
 from cluster.simulator.http_calibration import (
     BACKGROUND,
     BESIDE,
@@ -26,14 +27,13 @@ from cluster.simulator.http_calibration import (
     observe,
     probes,
 )
-from cluster.simulator.spec import ClusterSpec, Network, Slo
-from cluster.simulator.step_cost import LinearCost
+from cluster.simulator.spec import ClusterSpec, GoodputSlo, Network
 from cluster.simulator.trace import Trace
 from engine.errors import EngineUnavailable, RequestError
 from tests.cluster.cli.bench.fake_openai_server import FakeOpenAIServer
 from tests.cluster.simulator.small_cluster import small_cluster
 
-COST = LinearCost(step_s=1.5e-3, token_s=5e-5, sequence_s=1.5e-4, pair_s=5e-8, context_s=1e-7)
+COST = LinearCostModel(step_s=1.5e-3, token_s=5e-5, sequence_s=1.5e-4, pair_s=5e-8, context_s=1e-7)
 REQUEST_S, BUDGET = 7e-3, 512
 
 
@@ -50,9 +50,9 @@ def seen(probe: Probe, spec: ClusterSpec) -> list[Observation]:
     trace = Trace("probe", np.ones(size), np.full(size, probe.prompt), np.full(size, probe.output))
     cluster = Cluster(spec, trace)
     cluster.run()
-    step_ms = cluster.report(Slo(), 0.0).itl_p50_ms
+    step_ms = cluster.report(GoodputSlo(), 0.0).itl_p50_ms
     assert step_ms is not None
-    return observations(probe, BUDGET, (cluster.records.first_at - 1).tolist(), [step_ms / 1000])
+    return observations(probe, BUDGET, (cluster.results.first_at - 1).tolist(), [step_ms / 1000])
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -77,10 +77,10 @@ def test_prompts_beside_streams_wait_for_steps_as_is_taken_for_granted(prompt, a
         lengths, outputs = np.array([16] * BESIDE + [prompt]), np.array([BACKGROUND] * BESIDE + [1])
         cluster = Cluster(real_cluster(1, apart=apart), Trace("beside", arrivals, lengths, outputs))
         cluster.run()
-        first_s.append(cluster.records.first_at[-1] - arrivals[-1])
-    parts = first_token_beside(prompt, BUDGET, 1, apart)
+        first_s.append(cluster.results.first_at[-1] - arrivals[-1])
+    features = first_token_beside(prompt, BUDGET, 1, apart)
     request_s = REQUEST_S + (REQUEST_S / 2 if apart else 0)  # the prompt is sent on to another replica
-    expected = request_s + parts[2] * COST.step_s + COST.seconds(*parts[3:]) - COST.step_s
+    expected = request_s + features[2] * COST.step_s + COST.seconds(*features[3:]) - COST.step_s
     assert np.mean(first_s) == pytest.approx(expected, rel=0.03)
 
 
@@ -89,13 +89,13 @@ def test_what_replicas_take_from_each_other_is_found_again():
     found = []
     for probe in probes(2):
         for each in observations(probe, BUDGET, [1.0], [1.0]):
-            parts, factor = each.parts, slow if each.others else 1.0
-            seconds = REQUEST_S * parts[0] + factor * (COST.seconds(*parts[3:]) + (parts[2] - 1) * COST.step_s)
-            found.append(Observation(parts, float(seconds), each.others))
+            features, factor = each.features, slow if each.others else 1.0
+            seconds = REQUEST_S * features[0] + factor * (COST.seconds(*features[3:]) + (features[2] - 1) * COST.step_s)
+            found.append(Observation(features, float(seconds), each.others))
     for prompt in PROMPTS:
-        parts = first_token_beside(prompt, BUDGET, 2, False)
-        steps_s = COST.seconds(*parts[3:]) + (parts[2] - 1) * COST.step_s
-        found.append(Observation(parts, float(REQUEST_S + 2 * 1e-3 + slow * steps_s), 1))
+        features = first_token_beside(prompt, BUDGET, 2, False)
+        steps_s = COST.seconds(*features[3:]) + (features[2] - 1) * COST.step_s
+        found.append(Observation(features, float(REQUEST_S + 2 * 1e-3 + slow * steps_s), 1))
     fit = fit_observations(found)
     assert (fit.contention, fit.busy_s, fit.request_s) == pytest.approx((0.4, 1e-3, REQUEST_S), rel=1e-3)
     assert astuple(fit.cost) == pytest.approx(astuple(COST), rel=1e-3)
@@ -128,7 +128,7 @@ def test_every_probe_has_prompts_that_are_in_no_cache():
     each_round = sum(probe.streams for probe in probes(2)) + 2 * BESIDE + len(PROMPTS)
     assert len(client.prompts) == len(set(client.prompts)) == 3 * each_round
     for observation in found:
-        assert observation.seconds == pytest.approx(0.01 if observation.parts[0] else 0.002)
+        assert observation.seconds == pytest.approx(0.01 if observation.features[0] else 0.002)
 
 
 def test_a_server_that_streams_many_tokens_at_a_time_cannot_be_fitted():

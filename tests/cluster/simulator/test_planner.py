@@ -7,12 +7,12 @@ from typer.testing import CliRunner
 from cluster.cli import main as cli
 from cluster.simulator.cluster import simulate
 from cluster.simulator.planner import Planner
-from cluster.simulator.spec import Slo
+from cluster.simulator.spec import GoodputSlo
 from cluster.simulator.synthetic import make_trace
 from tests.cluster.simulator.small_cluster import small_cluster
 
 TRACE = make_trace("fixed", 150, 40.0)
-SLO = Slo(ttft_s=0.3, tpot_s=0.015)
+SLO = GoodputSlo(ttft_s=0.3, tpot_s=0.015)
 
 
 def test_the_plan_is_the_smallest_cluster_that_is_good_enough():
@@ -30,7 +30,7 @@ def test_the_plan_is_the_smallest_cluster_that_is_good_enough():
 
 
 def test_no_cluster_keeps_what_no_engine_can():
-    plan = Planner(small_cluster(1), TRACE, Slo(ttft_s=0.3, tpot_s=0.001), 8).plan()
+    plan = Planner(small_cluster(1), TRACE, GoodputSlo(ttft_s=0.3, tpot_s=0.001), 8).plan()
     assert plan.best is None
     assert max(candidate.gpus for candidate in plan.tried) == 8
 

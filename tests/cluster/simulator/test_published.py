@@ -9,7 +9,7 @@ import pytest
 from benchmarks.simulator.published import ENGINE_OF_2023, STRICT, goodput, prefix_groups
 from cluster.simulator.cluster import simulate
 from cluster.simulator.hardware import CARDS, MODELS, kv_tokens, roofline
-from cluster.simulator.spec import ClusterSpec, Network, PoolSpec, Slo
+from cluster.simulator.spec import ClusterSpec, GoodputSlo, Network, PoolSpec
 from cluster.simulator.synthetic import make_trace
 from cluster.simulator.trace import Trace
 from engine.config import EngineConfig
@@ -54,7 +54,7 @@ def cluster(prefill: int, decode: int, network: float = 25e9) -> ClusterSpec:
     )
 
 
-def compared(trace: Trace, slo: Slo, prefill: int, network: float = 25e9) -> tuple[float, float]:
+def compared(trace: Trace, slo: GoodputSlo, prefill: int, network: float = 25e9) -> tuple[float, float]:
     """Share of good requests: four replicas for everything, and some of them for prompts only."""
     split = cluster(prefill, 4 - prefill, network)
     return simulate(cluster(0, 4), trace, slo).good, simulate(split, trace, slo).good
@@ -63,17 +63,17 @@ def compared(trace: Trace, slo: Slo, prefill: int, network: float = 25e9) -> tup
 def test_two_pools_win_where_long_prompts_meet_a_strict_time_per_token():
     trace = make_trace("azure-conversation", 250, 16.0)
     trace = replace(trace, prompt_tokens=3 * trace.prompt_tokens)
-    one, two = compared(trace, Slo(ttft_s=2.0, tpot_s=0.0118), prefill=2)
+    one, two = compared(trace, GoodputSlo(ttft_s=2.0, tpot_s=0.0118), prefill=2)
     assert two > one + 0.2
 
 
 def test_two_pools_lose_where_prompts_are_most_of_the_work_and_the_split_is_wrong():
     """Code: 2,048 tokens in, 28 out. Three quarters of the cluster have next to nothing to do."""
-    one, two = compared(make_trace("azure-code", 400, 24.0), Slo(ttft_s=0.5, tpot_s=0.05), prefill=1)
+    one, two = compared(make_trace("azure-code", 400, 24.0), GoodputSlo(ttft_s=0.5, tpot_s=0.05), prefill=1)
     assert one > two + 0.2
 
 
 def test_two_pools_lose_behind_a_slow_link():
     trace = make_trace("azure-conversation", 300, 10.0)
-    one, two = compared(trace, Slo(ttft_s=0.5, tpot_s=0.05), prefill=1, network=1.25e9 / 2)
+    one, two = compared(trace, GoodputSlo(ttft_s=0.5, tpot_s=0.05), prefill=1, network=1.25e9 / 2)
     assert one > two + 0.2

@@ -29,9 +29,9 @@ class Work(NamedTuple):
         return cls(sum(plan.counts), len(plan.counts), pairs, context)
 
 
-class StepCost(Protocol):
+class CostModel(Protocol):
     def seconds(self, tokens: int, sequences: int, pairs: int, context: int) -> float:
-        """For the parts of a Work; apart, since it is asked for every step."""
+        """For the fields of a Work; apart, since it is asked for every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Roofline:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearCost:
-    """A sum of parts, as measured on an engine (`fit`): what fits where no peak rate is known, a CPU above all."""
+class LinearCostModel:
+    """A sum of terms, as measured on an engine (`fit`): what fits where no peak rate is known, a CPU above all."""
 
     step_s: float
     token_s: float
@@ -80,7 +80,7 @@ class LinearCost:
 class Fit:
     """error: median of |predicted - measured| / measured over the steps; p90_error: its 90th percentile."""
 
-    cost: LinearCost
+    cost: LinearCostModel
     steps: int
     error: float
     p90_error: float
@@ -97,12 +97,12 @@ def fit(works: Sequence[Work], seconds: Sequence[float]) -> Fit:
         raise ValueError(f"{len(works)} steps with {len(seconds)} times are too few to fit a cost")
     measured = np.asarray(seconds, dtype=np.float64)
     features = np.column_stack([np.ones(len(works)), np.asarray(works, dtype=np.float64)])
-    parts = non_negative(features / measured[:, None])
-    parts *= measured.sum() / (features @ parts).sum()
-    predicted = features @ parts
+    coefficients = non_negative(features / measured[:, None])
+    coefficients *= measured.sum() / (features @ coefficients).sum()
+    predicted = features @ coefficients
     errors = np.abs(predicted - measured) / measured
     return Fit(
-        LinearCost(*parts.tolist()),
+        LinearCostModel(*coefficients.tolist()),
         len(works),
         float(np.median(errors)),
         float(np.percentile(errors, 90)),
@@ -119,6 +119,6 @@ def non_negative(features: np.ndarray) -> np.ndarray:
         if len(kept) == 1 or found.min() >= 0:
             break
         del kept[int(found.argmin())]
-    parts = np.zeros(features.shape[1])
-    parts[kept] = np.maximum(found, 0) / scale[kept]
-    return parts
+    coefficients = np.zeros(features.shape[1])
+    coefficients[kept] = np.maximum(found, 0) / scale[kept]
+    return coefficients

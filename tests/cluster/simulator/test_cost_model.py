@@ -8,8 +8,8 @@ import pytest
 
 from cluster.simulator.calibration import StepRecorder
 from cluster.simulator.cost_file import Measured, read_cost, write_cost
+from cluster.simulator.cost_model import LinearCostModel, Work, fit
 from cluster.simulator.hardware import CARDS, MODELS, find_model, kv_tokens, roofline
-from cluster.simulator.step_cost import LinearCost, Work, fit
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.errors import InvalidParameter
@@ -38,7 +38,7 @@ def test_work_of_a_plan_counts_pairs_as_causal_attention_does():
 
 
 def test_a_cost_is_found_again_from_what_it_says():
-    cost = LinearCost(step_s=1e-3, token_s=2e-5, sequence_s=3e-5, pair_s=1e-8, context_s=2e-8)
+    cost = LinearCostModel(step_s=1e-3, token_s=2e-5, sequence_s=3e-5, pair_s=1e-8, context_s=2e-8)
     found = fit(works(200), [cost.seconds(*work) for work in works(200)])
     assert astuple(found.cost) == pytest.approx(astuple(cost), rel=1e-3)
     assert found.error < 1e-6

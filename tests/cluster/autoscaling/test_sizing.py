@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.autoscaling.need import Demand, Need, Sizing
+from cluster.autoscaling.sizing import Demand, Size, Sizing
 from cluster.autoscaling.targets import Slo
 
 SLO = Slo(ttft_ms=1000, itl_ms=50)
@@ -18,7 +18,7 @@ def prefill() -> Sizing:
 
 
 def test_nothing_to_do_needs_one_replica():
-    assert decode().now(Demand(), 9) == decode().if_fewer(Demand(), 9) == Need(1, "least")
+    assert decode().now(Demand(), 9) == decode().if_fewer(Demand(), 9) == Size(1, "least")
 
 
 @pytest.mark.parametrize(("sequences", "replicas"), [(40, 1), (41, 2), (80, 2), (81, 3), (4000, 9)])
@@ -28,29 +28,29 @@ def test_sequences_share_replicas_so_that_their_steps_meet_the_itl_target(sequen
 
 def test_time_that_prompts_take_makes_steps_longer():
     demand = Demand(sequences=30, prefill_share=0.5, **FAST)
-    assert decode().now(Demand(sequences=30, **FAST), 9) == Need(1, "least")
-    assert decode().now(demand, 9) == Need(2, "itl")  # 35 ms in half of the time
+    assert decode().now(Demand(sequences=30, **FAST), 9) == Size(1, "least")
+    assert decode().now(demand, 9) == Size(2, "itl")  # 35 ms in half of the time
 
 
 def test_before_anything_is_known_of_steps_slots_decide():
-    assert decode(max_num_seqs=10).now(Demand(sequences=27), 9) == Need(3, "slots")
+    assert decode(max_num_seqs=10).now(Demand(sequences=27), 9) == Size(3, "slots")
 
 
 def test_blocks_decide_where_sequences_are_long():
-    assert decode().now(Demand(sequences=20, kv_replicas=2.0, **FAST), 9) == Need(3, "kv")
+    assert decode().now(Demand(sequences=20, kv_replicas=2.0, **FAST), 9) == Size(3, "kv")
 
 
 def test_a_target_that_even_one_sequence_misses_is_left_alone():
     slow = {"decode_step_s": 0.06, "decode_sequence_s": 0.001}
-    assert decode(max_num_seqs=10).now(Demand(sequences=18, **slow), 9) == Need(2, "slots")
+    assert decode(max_num_seqs=10).now(Demand(sequences=18, **slow), 9) == Size(2, "slots")
 
 
 def test_fewer_replicas_are_judged_by_the_steps_that_they_would_have():
     # at 900 tokens per second one replica would be busy with sequences 90 % of its time: steps of 50 ms
     demand = Demand(sequences=6, output_tokens_per_s=900, **FAST)
-    assert decode().now(demand, 9) == Need(1, "least")
-    assert decode().if_fewer(demand, 9) == Need(2, "itl")
-    assert decode().if_fewer(Demand(sequences=6, output_tokens_per_s=700, **FAST), 9) == Need(1, "least")
+    assert decode().now(demand, 9) == Size(1, "least")
+    assert decode().if_fewer(demand, 9) == Size(2, "itl")
+    assert decode().if_fewer(Demand(sequences=6, output_tokens_per_s=700, **FAST), 9) == Size(1, "least")
 
 
 @given(
@@ -70,9 +70,9 @@ def test_fewer_replicas_are_judged_by_the_steps_that_they_would_have():
 )
 def test_some_number_within_the_bounds_is_always_named(demand, prompts, decodes):
     sizing = Sizing(SLO, 64, prompts=prompts, decodes=decodes)
-    for need in (sizing.now(demand, 12), sizing.if_fewer(demand, 12)):
-        assert 1 <= need.replicas <= 12
-        assert (need.reason == "least") == (need.replicas == 1)
+    for size in (sizing.now(demand, 12), sizing.if_fewer(demand, 12)):
+        assert 1 <= size.replicas <= 12
+        assert (size.reason == "least") == (size.replicas == 1)
 
 
 # -- prompts -----------------------------------------------------------------------------------------------
@@ -85,18 +85,18 @@ def test_the_longer_a_prompt_takes_the_less_of_its_time_an_engine_may_be_given(p
 
 def test_prompts_need_replicas_for_their_share_of_engines_time():
     demand = Demand(prefill_share=1.2, prompt_s=0.5)
-    assert prefill().now(demand, 9) == Need(3, "ttft")
+    assert prefill().now(demand, 9) == Size(3, "ttft")
 
 
 def test_a_queue_is_to_be_done_within_the_ttft_target():
     demand = Demand(prefill_share=0.4, prompt_s=0.2, backlog_s=3.0)
-    assert prefill().now(demand, 9) == Need(4, "queue")  # 3 s of work, of which each may have 0.8 s
+    assert prefill().now(demand, 9) == Size(4, "queue")  # 3 s of work, of which each may have 0.8 s
 
 
 def test_a_pool_without_decoding_has_no_itl_target():
-    assert prefill().now(Demand(sequences=5000, **FAST), 9) == Need(1, "least")
-    assert prefill().now(Demand(sequences=5000, kv_replicas=1.5), 9) == Need(2, "kv")
+    assert prefill().now(Demand(sequences=5000, **FAST), 9) == Size(1, "least")
+    assert prefill().now(Demand(sequences=5000, kv_replicas=1.5), 9) == Size(2, "kv")
 
 
 def test_a_pool_that_has_its_prompts_computed_elsewhere_has_no_ttft_target():
-    assert decode().now(Demand(prefill_share=0.5, backlog_s=50.0, prompt_s=0.9), 9) == Need(1, "least")
+    assert decode().now(Demand(prefill_share=0.5, backlog_s=50.0, prompt_s=0.9), 9) == Size(1, "least")

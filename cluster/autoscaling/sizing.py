@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from cluster.autoscaling.targets import Slo
 
-AIM = 0.9  # share of a limit that is planned with, since new replicas take time to come
-KV_AIM = 0.9  # share of the KV blocks that requests may hold; above, they preempt each other
-CALM = 0.9  # share of the same limits that fewer replicas must keep: between the two, all stays as it is
-LEAST_PREFILL_SHARE, MOST_PREFILL_SHARE = 0.3, 0.85  # of an engine's time, between which the TTFT target decides
+TARGET_FRACTION = 0.9  # share of a limit that is planned with, since new replicas take time to come
+MAX_KV_FRACTION = 0.9  # share of the KV blocks that requests may hold; above, they preempt each other
+SCALE_DOWN_MARGIN = 0.9  # share of the same limits that fewer replicas must keep: between the two, all stays as it is
+MIN_PREFILL_FRACTION, MAX_PREFILL_FRACTION = 0.3, 0.85  # of an engine's time, between which the TTFT target decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class Size:
     """reason: the limit that one replica less would break; `least` for one replica."""
 
     replicas: int
@@ -48,17 +48,17 @@ class Sizing:
         self._ttft_s, self._itl_s = slo.ttft_ms / 1000, slo.itl_ms / 1000
         self._max_num_seqs, self._prompts, self._decodes = max_num_seqs, prompts, decodes
 
-    def now(self, demand: Demand, most: int) -> Need:
+    def now(self, demand: Demand, max_replicas: int) -> Size:
         """For the sequences that there are now, shared evenly."""
-        return self._least(demand, most, demand.sequences, 1.0)
+        return self._fewest(demand, max_replicas, demand.sequences, 1.0)
 
-    def if_fewer(self, demand: Demand, most: int) -> Need:
+    def if_fewer(self, demand: Demand, max_replicas: int) -> Size:
         """For the tokens per second that there are now.
 
         Fewer replicas make slower steps, so the same stream of requests has more of them in flight at a time (Little's
         law). What `now` says after taking a replica away may be the opposite of what it said before; this does not.
         """
-        return self._least(demand, most, None, CALM)
+        return self._fewest(demand, max_replicas, None, SCALE_DOWN_MARGIN)
 
     def prefill_limit(self, prompt_s: float) -> float:
         """Share of an engine's time up to which a prompt of `prompt_s` waits no longer than the TTFT target leaves.
@@ -66,47 +66,47 @@ class Sizing:
         Of an M/M/1 queue at load x, the wait is prompt_s * x / (1 - x).
         """
         if prompt_s <= 0:
-            return MOST_PREFILL_SHARE
-        room = max(0.0, self._ttft_s - prompt_s) / prompt_s
-        return min(max(room / (1 + room), LEAST_PREFILL_SHARE), MOST_PREFILL_SHARE)
+            return MAX_PREFILL_FRACTION
+        slack = max(0.0, self._ttft_s - prompt_s) / prompt_s
+        return min(max(slack / (1 + slack), MIN_PREFILL_FRACTION), MAX_PREFILL_FRACTION)
 
-    def _least(self, demand: Demand, most: int, sequences: float | None, calm: float) -> Need:
+    def _fewest(self, demand: Demand, max_replicas: int, sequences: float | None, margin: float) -> Size:
         reason = "least"
-        for replicas in range(1, most + 1):
-            broken = self._broken(demand, replicas, sequences, calm)
+        for replicas in range(1, max_replicas + 1):
+            broken = self._broken(demand, replicas, sequences, margin)
             if not broken:
-                return Need(replicas, reason)
+                return Size(replicas, reason)
             reason = broken
-        return Need(most, reason)
+        return Size(max_replicas, reason)
 
-    def _broken(self, demand: Demand, replicas: int, sequences: float | None, calm: float) -> str:
-        """The first limit that so many replicas would not keep; empty if they keep all. calm: of each limit."""
+    def _broken(self, demand: Demand, replicas: int, sequences: float | None, margin: float) -> str:
+        """The first limit that so many replicas would not keep; empty if they keep all. margin: of each limit."""
         if self._prompts:
-            if demand.prefill_share / replicas > calm * self.prefill_limit(demand.prompt_s):
+            if demand.prefill_share / replicas > margin * self.prefill_limit(demand.prompt_s):
                 return "ttft"
-            if demand.backlog_s / replicas > calm * max(self._ttft_s - demand.prompt_s, self._ttft_s / 2):
+            if demand.backlog_s / replicas > margin * max(self._ttft_s - demand.prompt_s, self._ttft_s / 2):
                 return "queue"
         if not self._decodes:
-            return "kv" if demand.kv_replicas / replicas > calm * KV_AIM else ""
+            return "kv" if demand.kv_replicas / replicas > margin * MAX_KV_FRACTION else ""
         if sequences is None:
             in_flight, step_s = self._steady(demand, replicas)
         else:
             in_flight, step_s = sequences, self._step_s(demand, replicas, sequences)
-        if step_s > calm * AIM * self._itl_s and self._reachable(demand, calm):
+        if step_s > margin * TARGET_FRACTION * self._itl_s and self._reachable(demand, margin):
             return "itl"
-        if in_flight / replicas > calm * AIM * self._max_num_seqs:
+        if in_flight / replicas > margin * TARGET_FRACTION * self._max_num_seqs:
             return "slots"
         growth = max(1.0, in_flight / demand.sequences) if demand.sequences else 1.0
-        return "kv" if growth * demand.kv_replicas / replicas > calm * KV_AIM else ""
+        return "kv" if growth * demand.kv_replicas / replicas > margin * MAX_KV_FRACTION else ""
 
-    def _reachable(self, demand: Demand, calm: float) -> bool:
+    def _reachable(self, demand: Demand, margin: float) -> bool:
         """Whether a single sequence meets the ITL target at all. If not, more replicas would not help."""
-        return demand.decode_step_s + demand.decode_sequence_s <= calm * AIM * self._itl_s
+        return demand.decode_step_s + demand.decode_sequence_s <= margin * TARGET_FRACTION * self._itl_s
 
     def _step_s(self, demand: Demand, replicas: int, sequences: float) -> float:
         """From token to token: decode steps, in the time that computing prompts leaves."""
         at_once = min(sequences / replicas, self._max_num_seqs)
-        left = max(1 - demand.prefill_share / replicas, 1 - MOST_PREFILL_SHARE)
+        left = max(1 - demand.prefill_share / replicas, 1 - MAX_PREFILL_FRACTION)
         return (demand.decode_step_s + demand.decode_sequence_s * at_once) / left
 
     def _steady(self, demand: Demand, replicas: int) -> tuple[float, float]:
