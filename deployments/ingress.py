@@ -49,7 +49,7 @@ class Ingress:
         self._gate = gate
         self._telemetry = Telemetry(ingress_id, self._channel, spans, IngressPeers())
         engines = [
-            ServePool(*handles, info.block_size, info.may_sleep, self._telemetry.stories.note)
+            ServePool(*handles, info.block_size, info.may_sleep, self._telemetry.timelines.note)
             for info, handles in zip(infos, pools, strict=True)
         ]
         self._models = {
@@ -79,9 +79,9 @@ class Ingress:
         reports = (QueueReport.of(model.admission).numbers(name) for name, model in self._models.items())
         return {key: value for report in reports for key, value in report.items()}
 
-    async def stories(self, name: str) -> bytes:
+    async def timelines(self, name: str) -> bytes:
         """What this ingress knows of a request: list[SequenceTimeline], in msgpack. name: see SequenceTimeline.is_of."""
-        return msgspec.msgpack.encode(self._telemetry.stories.of(name))
+        return msgspec.msgpack.encode(self._telemetry.timelines.of(name))
 
     async def __del__(self) -> None:
         """Serve calls this after the last request, when it removes the replica."""

@@ -41,58 +41,58 @@ async def _get(url: str, path: str, api_key: str | None) -> tuple[int, bytes]:
 
 
 def show(body: bytes, console: Console) -> None:
-    for story in msgspec.json.decode(body, type=RequestTimeline).sequences:
-        show_sequence(story, console)
+    for timeline in msgspec.json.decode(body, type=RequestTimeline).sequences:
+        show_sequence(timeline, console)
 
 
-def show_sequence(story: SequenceTimeline, console: Console) -> None:
+def show_sequence(timeline: SequenceTimeline, console: Console) -> None:
     summary = Table.grid(padding=(0, 2))
     summary.add_column(style="bold")
     summary.add_column(overflow="fold")
-    for name, told in summary_of(story):
+    for name, told in summary_of(timeline):
         summary.add_row(name, told)
-    moments = Table(box=None, padding=(0, 2, 0, 0))
-    moments.add_column("seconds", justify="right")
-    moments.add_column("where", style="cyan")
-    moments.add_column("what happened", overflow="fold")
-    for moment in story.moments:
-        moments.add_row(f"{moment.at - story.arrived_at:+.3f}", moment.where, moment.what)
+    events = Table(box=None, padding=(0, 2, 0, 0))
+    events.add_column("seconds", justify="right")
+    events.add_column("where", style="cyan")
+    events.add_column("what happened", overflow="fold")
+    for event in timeline.events:
+        events.add_row(f"{event.at - timeline.arrived_at:+.3f}", event.where, event.what)
     console.print(summary)
     console.print()
-    console.print(moments)
+    console.print(events)
     console.print()
 
 
-def summary_of(story: SequenceTimeline) -> list[tuple[str, str]]:
+def summary_of(timeline: SequenceTimeline) -> list[tuple[str, str]]:
     """(name, what is to be said of it)"""
-    if story.state != "ended":
-        end = "waits for its first token" if story.state == "waiting" else "is running"
+    if timeline.state != "ended":
+        end = "waits for its first token" if timeline.state == "waiting" else "is running"
     else:
-        end = f"ended after {seconds(story.seconds)}: {story.reason}"
-    cached = f", {story.cached_tokens} of them from the prefix cache" if story.first_token_s is not None else ""
+        end = f"ended after {seconds(timeline.seconds)}: {timeline.reason}"
+    cached = f", {timeline.cached_tokens} of them from the prefix cache" if timeline.first_token_s is not None else ""
     waits = {
-        "for admission": story.admission_s,
-        "in the engine's queue": story.queue_s,
-        "for the first token since then": story.prefill_s,
+        "for admission": timeline.admission_s,
+        "in the engine's queue": timeline.queue_s,
+        "for the first token since then": timeline.prefill_s,
     }
     waited = ", ".join(f"{seconds(value)} {where}" for where, value in waits.items() if value is not None)
-    output = f"{story.output_tokens} tokens"
-    if story.first_token_s is not None:
-        output += f", the first after {seconds(story.first_token_s)}"
-        if story.seconds is not None and story.output_tokens > 1:
-            each = (story.seconds - story.first_token_s) / (story.output_tokens - 1)
+    output = f"{timeline.output_tokens} tokens"
+    if timeline.first_token_s is not None:
+        output += f", the first after {seconds(timeline.first_token_s)}"
+        if timeline.seconds is not None and timeline.output_tokens > 1:
+            each = (timeline.seconds - timeline.first_token_s) / (timeline.output_tokens - 1)
             output += f", then one every {1000 * each:.1f} ms"
     rows = [
-        ("request", story.request_id),
-        ("model", story.model),
+        ("request", timeline.request_id),
+        ("model", timeline.model),
         ("state", end),
-        ("error", story.error or ""),
-        ("prompt", f"{story.prompt_tokens} tokens{cached}"),
+        ("error", timeline.error or ""),
+        ("prompt", f"{timeline.prompt_tokens} tokens{cached}"),
         ("waited", waited),
         ("output", output),
-        ("engines", ", ".join(story.engines)),
-        ("replays", str(story.replays or "")),
-        ("preemptions", str(story.preemptions or "")),
+        ("engines", ", ".join(timeline.engines)),
+        ("replays", str(timeline.replays or "")),
+        ("preemptions", str(timeline.preemptions or "")),
     ]
     return [(name, told) for name, told in rows if told]
 

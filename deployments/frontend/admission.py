@@ -22,7 +22,7 @@ from engine.wire.messages import EngineStatus
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 1.0  # how often engines are asked while they have work from here
+POLL_INTERVAL_S = 1.0  # how often engines are asked while they have work from here
 CROWDED = 0.8  # share of KV blocks in use above which waiting requests are taken to wait for blocks
 DURATIONS = 64  # last requests over which the time that one takes is averaged
 MAX_RETRY_AFTER_S = 60.0
@@ -47,7 +47,7 @@ class Admission:
     def __init__(self, pool: EnginePool, limits: AdmissionLimits):
         self.refused = 0
         self._pool, self._limits = pool, limits
-        window = _shared(limits.num_engines * _room(limits), limits)
+        window = _per_ingress(limits.num_engines * _engine_capacity(limits), limits)
         self._queue = FairQueue(window, limits.max_waiting, limits.max_waiting_tokens)
         self._starts: dict[QueuedRequest, asyncio.Future[None]] = {}
         self._durations_s: deque[float] = deque([1.0], maxlen=DURATIONS)
@@ -79,11 +79,11 @@ class Admission:
     ) -> AsyncGenerator[QueuedRequest]:
         """Wait until the engines have room. Raises Overloaded or RequestTimeout."""
         loop = asyncio.get_running_loop()
-        ticket, started = QueuedRequest(client, sequences, prompt_tokens), loop.create_future()
-        dropped = self._queue.offer(ticket)
+        queued, started = QueuedRequest(client, sequences, prompt_tokens), loop.create_future()
+        dropped = self._queue.offer(queued)
         if dropped is None:
             raise self._overloaded()
-        self._starts[ticket] = started
+        self._starts[queued] = started
         for other in dropped:
             if not (refused := self._starts.pop(other)).done():  # its client may have left just now
                 refused.set_exception(self._overloaded())
@@ -91,19 +91,19 @@ class Admission:
         try:
             await _wait(started, request_id, timeout_s)
             started_at = loop.time()
-            yield ticket
+            yield queued
             self._durations_s.append(loop.time() - started_at)
         finally:
-            self._starts.pop(ticket, None)
-            self._queue.leave(ticket)
+            self._starts.pop(queued, None)
+            self._queue.leave(queued)
             self._start()
 
-    def charge(self, ticket: QueuedRequest, output_tokens: int) -> None:
-        self._queue.charge(ticket, output_tokens)
+    def charge(self, queued: QueuedRequest, output_tokens: int) -> None:
+        self._queue.charge(queued, output_tokens)
 
     def _start(self) -> None:
-        for ticket in self._queue.start():
-            if not (started := self._starts.pop(ticket)).done():  # it may have been cancelled just now
+        for queued in self._queue.start():
+            if not (started := self._starts.pop(queued)).done():  # it may have been cancelled just now
                 started.set_result(None)
         if self._queue.num_running and (self._watch is None or self._watch.done()):
             self._watch = asyncio.create_task(self._watch_engines())
@@ -111,7 +111,7 @@ class Admission:
     async def _watch_engines(self) -> None:
         """Follow what the engines report, as long as they work for this ingress."""
         while self._queue.num_running:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             try:
                 statuses = await self._pool.statuses()
             except EngineUnavailable as error:  # the window stays; whoever is sent there will be told
@@ -146,20 +146,20 @@ def window(statuses: Sequence[EngineStatus], limits: AdmissionLimits) -> int:
     Each engine takes what it may run, and a few more to go on with. One whose requests wait for KV blocks takes what it
     does run, and as many more.
     """
-    spare, total = _spare(limits), 0
+    headroom, total = _headroom(limits), 0
     for stats in (status.stats for status in statuses):
-        crowded = stats.waiting > spare and stats.blocks_used > CROWDED * stats.blocks_total
-        total += stats.running + spare if crowded else _room(limits)
-    return _shared(total, limits)
+        crowded = stats.waiting > headroom and stats.blocks_used > CROWDED * stats.blocks_total
+        total += stats.running + headroom if crowded else _engine_capacity(limits)
+    return _per_ingress(total, limits)
 
 
-def _spare(limits: AdmissionLimits) -> int:
+def _headroom(limits: AdmissionLimits) -> int:
     return max(1, limits.max_num_seqs // 8)
 
 
-def _room(limits: AdmissionLimits) -> int:
-    return limits.max_num_seqs + _spare(limits)
+def _engine_capacity(limits: AdmissionLimits) -> int:
+    return limits.max_num_seqs + _headroom(limits)
 
 
-def _shared(sequences: int, limits: AdmissionLimits) -> int:
+def _per_ingress(sequences: int, limits: AdmissionLimits) -> int:
     return max(1, math.ceil(sequences / limits.num_ingresses))

@@ -14,7 +14,7 @@ from engine.errors import ConfigError, InvalidApiKey
 logger = logging.getLogger(__name__)
 
 OPTION = "ingress.api_keys_file"
-LOOK_S = 1.0  # how often the file is looked at
+POLL_INTERVAL_S = 1.0  # how often the file is looked at
 LINE = re.compile(r"(?P<name>[^\s:]+):(?P<digest>[0-9a-f]{64})")
 RULE = "lines of `name:sha256 of the key in hexadecimal`, as `manta hash-key` prints them"
 
@@ -37,7 +37,7 @@ class ApiKeys:
         """Raises ConfigError if the file cannot be read or has no key."""
         self._path = path
         self._version, self._names = _read(path)
-        self._looked_at = time.monotonic()
+        self._polled_at = time.monotonic()
         if not self._names:
             raise ConfigError(OPTION, str(path), f"a file with at least one key: {RULE}")
 
@@ -56,9 +56,9 @@ class ApiKeys:
 
     def _reload_if_changed(self) -> None:
         now = time.monotonic()
-        if now - self._looked_at < LOOK_S:
+        if now - self._polled_at < POLL_INTERVAL_S:
             return
-        self._looked_at = now
+        self._polled_at = now
         try:
             if _version(self._path) == self._version:
                 return

@@ -36,8 +36,8 @@ class _Client:
 
     def load(self, up_to: int | None = None) -> tuple[int, int]:
         """Sequences and prompt tokens of its oldest `up_to` waiting requests, or of all."""
-        tickets = list(self.waiting)[:up_to]
-        return sum(t.sequences for t in tickets), sum(t.prompt_tokens for t in tickets)
+        queued = list(self.waiting)[:up_to]
+        return sum(t.sequences for t in queued), sum(t.prompt_tokens for t in queued)
 
 
 class FairQueue:
@@ -56,22 +56,22 @@ class FairQueue:
 
     def is_full_for(self, client: str) -> bool:
         """Whether even a request of one sequence and no tokens would be refused."""
-        return self.num_running >= self.window and self._find_room(QueuedRequest(client, 1, 0)) is None
+        return self.num_running >= self.window and self._find_victims(QueuedRequest(client, 1, 0)) is None
 
-    def offer(self, ticket: QueuedRequest) -> list[QueuedRequest] | None:
+    def offer(self, queued: QueuedRequest) -> list[QueuedRequest] | None:
         """Put it in the queue. Returns the requests that had to leave for it, or None if itself found no room."""
-        dropped = self._find_room(ticket)
+        dropped = self._find_victims(queued)
         if dropped is None:
             return None
         for other in dropped:
             self.leave(other)
-        client = self._clients.setdefault(ticket.client, _Client(self._floor))
+        client = self._clients.setdefault(queued.client, _Client(self._floor))
         if not client.waiting:
             client.served = max(client.served, self._floor)
-        client.waiting.append(ticket)
-        ticket.state = "waiting"
-        self.num_waiting += ticket.sequences
-        self.waiting_tokens += ticket.prompt_tokens
+        client.waiting.append(queued)
+        queued.state = "waiting"
+        self.num_waiting += queued.sequences
+        self.waiting_tokens += queued.prompt_tokens
         return dropped
 
     def start(self) -> list[QueuedRequest]:
@@ -80,53 +80,55 @@ class FairQueue:
         while self.num_running < self.window and self.num_waiting:
             # dicts keep their order: of equal clients, the one that has been here longest
             client = min((c for c in self._clients.values() if c.waiting), key=lambda c: c.served)
-            ticket = client.waiting.popleft()
-            self._no_longer_waits(ticket)
-            ticket.state = "running"
+            queued = client.waiting.popleft()
+            self._no_longer_waits(queued)
+            queued.state = "running"
             client.num_running += 1
             self._floor = client.served
-            client.served += PROMPT_WEIGHT * ticket.prompt_tokens
-            self.num_running += ticket.sequences
-            started.append(ticket)
+            client.served += PROMPT_WEIGHT * queued.prompt_tokens
+            self.num_running += queued.sequences
+            started.append(queued)
         return started
 
-    def charge(self, ticket: QueuedRequest, output_tokens: int) -> None:
+    def charge(self, queued: QueuedRequest, output_tokens: int) -> None:
         """A running request brought so many tokens."""
-        self._clients[ticket.client].served += OUTPUT_WEIGHT * output_tokens
+        self._clients[queued.client].served += OUTPUT_WEIGHT * output_tokens
 
-    def leave(self, ticket: QueuedRequest) -> None:
+    def leave(self, queued: QueuedRequest) -> None:
         """Waiting or running, it is over. Does nothing for one that has left before."""
-        client = self._clients.get(ticket.client)
-        if client is None or ticket.state not in ("waiting", "running"):
+        client = self._clients.get(queued.client)
+        if client is None or queued.state not in ("waiting", "running"):
             return
-        if ticket.state == "waiting":
-            client.waiting.remove(ticket)
-            self._no_longer_waits(ticket)
+        if queued.state == "waiting":
+            client.waiting.remove(queued)
+            self._no_longer_waits(queued)
         else:
             client.num_running -= 1
-            self.num_running -= ticket.sequences
-        ticket.state = "gone"
+            self.num_running -= queued.sequences
+        queued.state = "gone"
         if not client.waiting and not client.num_running:
-            del self._clients[ticket.client]
+            del self._clients[queued.client]
 
-    def _no_longer_waits(self, ticket: QueuedRequest) -> None:
-        self.num_waiting -= ticket.sequences
-        self.waiting_tokens -= ticket.prompt_tokens
+    def _no_longer_waits(self, queued: QueuedRequest) -> None:
+        self.num_waiting -= queued.sequences
+        self.waiting_tokens -= queued.prompt_tokens
 
-    def _find_room(self, ticket: QueuedRequest) -> list[QueuedRequest] | None:
+    def _find_victims(self, queued: QueuedRequest) -> list[QueuedRequest] | None:
         """What would have to leave; None if it is the newcomer whose client fills most of the queue."""
-        sequences, tokens = self.num_waiting + ticket.sequences, self.waiting_tokens + ticket.prompt_tokens
+        sequences, tokens = self.num_waiting + queued.sequences, self.waiting_tokens + queued.prompt_tokens
         if not self._over(sequences, tokens) or not self.num_waiting:
             return []
-        own = self._clients.get(ticket.client)
+        own = self._clients.get(queued.client)
         own_sequences, own_tokens = own.load() if own else (0, 0)
-        newcomer = self._share(own_sequences + ticket.sequences, own_tokens + ticket.prompt_tokens)
-        kept = {name: len(c.waiting) for name, c in self._clients.items() if name != ticket.client}
+        newcomer = self._fraction(own_sequences + queued.sequences, own_tokens + queued.prompt_tokens)
+        kept = {name: len(c.waiting) for name, c in self._clients.items() if name != queued.client}
         dropped: list[QueuedRequest] = []
         while self._over(sequences, tokens):
-            shares = {name: self._share(*self._clients[name].load(count)) for name, count in kept.items() if count}
-            largest = max(shares, key=lambda name: shares[name], default=None)
-            if largest is None or shares[largest] <= newcomer:
+            fractions = {
+                name: self._fraction(*self._clients[name].load(count)) for name, count in kept.items() if count
+            }
+            largest = max(fractions, key=lambda name: fractions[name], default=None)
+            if largest is None or fractions[largest] <= newcomer:
                 return None
             kept[largest] -= 1
             victim = self._clients[largest].waiting[kept[largest]]
@@ -137,6 +139,6 @@ class FairQueue:
     def _over(self, sequences: int, tokens: int) -> bool:
         return sequences > self._max_waiting or tokens > self._max_tokens
 
-    def _share(self, sequences: int, tokens: int) -> float:
+    def _fraction(self, sequences: int, tokens: int) -> float:
         """Of the queue, by whatever there is less of."""
         return max(sequences / self._max_waiting, tokens / self._max_tokens)

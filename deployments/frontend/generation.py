@@ -33,7 +33,7 @@ TIMEOUT_GRACE_S = 10.0  # engine and replica end a late request themselves; this
 
 
 @dataclass(slots=True, frozen=True)
-class Part:
+class SequenceChunk:
     """A chunk of one of the sequences. index: of the sequence among those of the HTTP request."""
 
     index: int
@@ -76,9 +76,9 @@ class _Sequence:
     """call: of the present attempt, once it is sent. overdue: it has ended, and the final delta should have come."""
 
     index: int
-    journal: RetryState
+    retry: RetryState
     text: TextStream
-    record: SequenceMetrics
+    metrics: SequenceMetrics
     call: asyncio.Task[None] | None = None
     overdue: bool = False
     finished: bool = False
@@ -97,7 +97,7 @@ class Generation:
         pool: EnginePool,
         model: str,
         stats: ModelStats,
-        stories: RequestTimelines,
+        timelines: RequestTimelines,
         admission: Admission,
         client: str,
         max_replays: int,
@@ -110,7 +110,7 @@ class Generation:
                 i,
                 RetryState(r, max_replays, now),
                 TextStream(r.params, tokenizer),
-                SequenceMetrics(r, http, model, stats, stories),
+                SequenceMetrics(r, http, model, stats, timelines),
             )
             for i, r in enumerate(requests)
         }
@@ -123,7 +123,7 @@ class Generation:
         self._admission, self._client = admission, client
         self._timed_out = False
 
-    async def parts(self) -> AsyncGenerator[Part]:
+    async def chunks(self) -> AsyncGenerator[SequenceChunk]:
         """Closing the generator early aborts in the engines what still runs.
 
         Raises the first error of any sequence, and drops the others. Time spent waiting for admission counts.
@@ -131,35 +131,35 @@ class Generation:
         first, size = next(iter(self._sequences)), len(self._sequences)
         left: Reason = "abort"  # how those ended that have not come to their own end
         failure: Exception | None = None
-        records = [sequence.record for sequence in self._sequences.values()]
+        all_metrics = [sequence.metrics for sequence in self._sequences.values()]
         try:
-            for record in records:
-                record.waits()
+            for metrics in all_metrics:
+                metrics.waits()
             left_s = self._left_s()
             async with (
-                self._admission.enter(first, self._client, size, self.usage.prompt_tokens, left_s) as ticket,
-                aclosing(self._run()) as parts,
+                self._admission.enter(first, self._client, size, self.usage.prompt_tokens, left_s) as queued,
+                aclosing(self._run()) as chunks,
             ):
-                for record in records:
-                    record.admitted()
-                async for part in parts:
-                    self._admission.charge(ticket, len(part.chunk.token_ids))
-                    yield part
+                for metrics in all_metrics:
+                    metrics.admitted()
+                async for chunk in chunks:
+                    self._admission.charge(queued, len(chunk.chunk.token_ids))
+                    yield chunk
         except Aborted:
             raise  # counts as `abort`
         except Exception as error:
             left, failure = "refused" if isinstance(error, Overloaded) else "error", error
             raise
         finally:
-            for record in records:
-                record.ended(left, failure)
+            for metrics in all_metrics:
+                metrics.ended(left, failure)
 
-    async def _run(self) -> AsyncGenerator[Part]:
+    async def _run(self) -> AsyncGenerator[SequenceChunk]:
         inbox = self._channel.open(self._sequences)
         alarm = self._set_alarm(inbox)
         try:
             for sequence in self._sequences.values():
-                self._call(sequence, self._generate(sequence.journal), inbox)
+                self._call(sequence, self._generate(sequence.retry), inbox)
             while not all(s.finished for s in self._sequences.values()):
                 for delta in take_backlog(await inbox.get(), inbox):
                     if delta is None:
@@ -173,11 +173,11 @@ class Generation:
                         self._go_on(live, error, inbox)
                         continue
                     try:
-                        part = self._take(live, delta)
+                        chunk = self._take(live, delta)
                     except TokensLost as error:
                         self._go_on(live, error, inbox)
                     else:
-                        yield part
+                        yield chunk
         finally:
             if alarm is not None:
                 alarm.cancel()
@@ -186,78 +186,78 @@ class Generation:
                 if not sequence.finished and sequence.call is not None:
                     sequence.call.cancel()
 
-    def _take(self, sequence: _Sequence, delta: TokenDelta) -> Part:
-        delta = sequence.journal.add(delta)
+    def _take(self, sequence: _Sequence, delta: TokenDelta) -> SequenceChunk:
+        delta = sequence.retry.add(delta)
         chunk = sequence.text.add(delta)
         if chunk.finish_reason is not None:
             sequence.finished = True
             if delta.finish_reason is None:
                 self._channel.stop(delta.request_id)  # a stop string, of which the engine does not know
-        if not sequence.record.answered:
-            sequence.record.answered_by(self._channel.engine_of(delta.request_id))
-        sequence.record.delta(delta, len(chunk.token_ids))
+        if not sequence.metrics.answered:
+            sequence.metrics.answered_by(self._channel.engine_of(delta.request_id))
+        sequence.metrics.delta(delta, len(chunk.token_ids))
         if chunk.finish_reason is not None:
-            sequence.record.ended(chunk.finish_reason)
+            sequence.metrics.ended(chunk.finish_reason)
         self.usage.completion_tokens += len(chunk.token_ids)
         if sequence.index % self._samples_per_prompt == 0:
             self.usage.cached_tokens += delta.num_cached_tokens
-        return Part(sequence.index, chunk)
+        return SequenceChunk(sequence.index, chunk)
 
     def _look(self, inbox: Inbox) -> None:
         """Woken without a delta: some call ended without its final delta, or the time is over."""
         for sequence in [s for s in self._sequences.values() if not s.finished]:
             if self._timed_out:
-                raise sequence.journal.timeout()
+                raise sequence.retry.timeout()
             if sequence.overdue and sequence.call is not None:
-                error = sequence.call.exception() or TokensLost(sequence.journal.request_id)
+                error = sequence.call.exception() or TokensLost(sequence.retry.request_id)
                 self._go_on(sequence, error, inbox)
 
     def _go_on(self, sequence: _Sequence, error: BaseException, inbox: Inbox) -> None:
         """An attempt has failed: begin another. Raises the error if that is of no use."""
-        journal, failed = sequence.journal, sequence.journal.request_id
-        reason = journal.replay(error)
+        retry, failed = sequence.retry, sequence.retry.request_id
+        reason = retry.replay(error)
         if reason is None:
             sequence.finished = True
-            raise journal.failure(error)
+            raise retry.failure(error)
         self._stats.replays[reason] += 1
-        sequence.record.replayed(reason, error)
+        sequence.metrics.replayed(reason, error)
         logger.warning(
             "request replayed request_id=%s replay=%d received_tokens=%d reason=%s error=%s",
-            journal.request.request_id,
-            journal.num_replays,
-            len(journal.output),
+            retry.request.request_id,
+            retry.num_replays,
+            len(retry.output),
             reason,
             error,
         )
-        self._sequences[journal.request_id] = self._sequences.pop(failed)
-        self._channel.move(failed, journal.request_id)
+        self._sequences[retry.request_id] = self._sequences.pop(failed)
+        self._channel.move(failed, retry.request_id)
         if sequence.call is not None:
             sequence.call.cancel()
-        self._call(sequence, self._replay(journal), inbox)
+        self._call(sequence, self._replay(retry), inbox)
 
-    async def _generate(self, journal: RetryState) -> None:
+    async def _generate(self, retry: RetryState) -> None:
         """Returns when the present attempt has ended in its engine. The pool waits for a replica if there is none."""
         while True:
             try:
-                return await self._pool.generate(journal.attempt(time.monotonic()))
+                return await self._pool.generate(retry.attempt(time.monotonic()))
             except OtherModel as error:
-                if not journal.adopt(ModelIdentity(error.weights, error.vocabulary)):
+                if not retry.adopt(ModelIdentity(error.weights, error.vocabulary)):
                     raise
 
-    async def _replay(self, journal: RetryState) -> None:
-        await asyncio.sleep(journal.back_off_s(time.monotonic()))
-        if journal.left_s(time.monotonic()) == 0.0:
-            raise journal.timeout()
-        await self._generate(journal)
+    async def _replay(self, retry: RetryState) -> None:
+        await asyncio.sleep(retry.back_off_s(time.monotonic()))
+        if retry.left_s(time.monotonic()) == 0.0:
+            raise retry.timeout()
+        await self._generate(retry)
 
     def _call(self, sequence: _Sequence, generate: Coroutine[Any, Any, None], inbox: Inbox) -> None:
         sequence.call, sequence.overdue = asyncio.create_task(generate), False
-        sequence.record.sent(sequence.journal.request_id)
+        sequence.metrics.sent(sequence.retry.request_id)
         sequence.call.add_done_callback(partial(_wake, sequence, inbox))
 
     def _left_s(self) -> float | None:
         """Of the sequence that may take longest; None without a limit."""
-        times = [s.journal.left_s(time.monotonic()) for s in self._sequences.values()]
+        times = [s.retry.left_s(time.monotonic()) for s in self._sequences.values()]
         return max((left_s for left_s in times if left_s is not None), default=None)
 
     def _set_alarm(self, inbox: Inbox) -> asyncio.TimerHandle | None:

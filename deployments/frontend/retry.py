@@ -16,7 +16,7 @@ from engine.wire.model_identity import ModelIdentity
 
 BACK_OFF_S = 0.25  # before the first replay; a replica whose engine broke is gone by then
 MAX_BACK_OFF_S = 2.0
-LEAST_S = 0.001  # that an engine is given
+MIN_TIMEOUT_S = 0.001  # that an engine is given
 
 
 class TokensLost(EngineError):
@@ -71,7 +71,7 @@ class RetryState:
         The engine derives a missing seed from the request id, so later attempts are given the first one's.
         """
         left_s = self.left_s(now)
-        timeout_s = None if left_s is None else max(left_s, LEAST_S)
+        timeout_s = None if left_s is None else max(left_s, MIN_TIMEOUT_S)
         request = msgspec.structs.replace(self.request, timeout_s=timeout_s, model=self._model)
         if not self.num_replays:
             return request

@@ -1,4 +1,4 @@
-"""What becomes known of one sequence: its counts, its log line, its part of a trace, and its story."""
+"""What becomes known of one sequence: its counts, its log line, its part of a trace, and its timeline."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class SequenceMetrics:
     """
 
     def __init__(
-        self, request: GenerateRequest, http: HttpRequest, model: str, stats: ModelStats, stories: RequestTimelines
+        self, request: GenerateRequest, http: HttpRequest, model: str, stats: ModelStats, timelines: RequestTimelines
     ):
         self.answered = False
         self._request, self._http, self._model, self._stats = request, http, model, stats
-        self._stories = stories
-        self._story = SequenceTimeline(
+        self._timelines = timelines
+        self._timeline = SequenceTimeline(
             request_id=request.request_id,
             model=model,
             prompt_tokens=len(request.prompt),
@@ -48,11 +48,11 @@ class SequenceMetrics:
         self._waits_at = time.monotonic()
         self._note("the request came", self._http.started_at)
         self._note(f"its prompt of {len(self._request.prompt)} tokens waits for admission", self._waits_at)
-        self._stories.begin(self._story)
+        self._timelines.begin(self._timeline)
 
     def admitted(self) -> None:
         now = time.monotonic()
-        self._story.admission_s = now - self._waits_at
+        self._timeline.admission_s = now - self._waits_at
         self._note("admitted", now)
 
     def sent(self, request_id: str) -> None:
@@ -61,44 +61,46 @@ class SequenceMetrics:
 
     def answered_by(self, engine_id: str) -> None:
         """The first delta of the present attempt has come."""
-        self.answered, self._story.state = True, "running"
-        self._story.engines.append(engine_id)
+        self.answered, self._timeline.state = True, "running"
+        self._timeline.engines.append(engine_id)
         self._note(f"first token from {engine_id}")
 
     def replayed(self, reason: str, error: BaseException) -> None:
         """An attempt has failed, and another follows."""
         self.answered = False
-        self._story.replays += 1
-        self._note(f"the attempt failed after {self._story.output_tokens} tokens, another follows: {reason} ({error})")
+        self._timeline.replays += 1
+        self._note(
+            f"the attempt failed after {self._timeline.output_tokens} tokens, another follows: {reason} ({error})"
+        )
 
     def delta(self, delta: TokenDelta, tokens: int) -> None:
         """A delta has come; `tokens` of it count."""
-        story = self._story
+        timeline = self._timeline
         if self._first_at is None and delta.token_ids:
             self._first_at = time.monotonic()
-            self._times, story.cached_tokens = delta.times, delta.num_cached_tokens
-            story.first_token_s = self._first_at - self._http.started_at
+            self._times, timeline.cached_tokens = delta.times, delta.num_cached_tokens
+            timeline.first_token_s = self._first_at - self._http.started_at
             if delta.times is not None:
-                story.queue_s = delta.times.scheduled_s
-                story.prefill_s = delta.times.first_token_s - delta.times.scheduled_s
-            self._stats.histograms["time_to_first_token_seconds"].observe(story.first_token_s)
-        story.output_tokens += tokens
-        story.preemptions += delta.num_preemptions
+                timeline.queue_s = delta.times.scheduled_s
+                timeline.prefill_s = delta.times.first_token_s - delta.times.scheduled_s
+            self._stats.histograms["time_to_first_token_seconds"].observe(timeline.first_token_s)
+        timeline.output_tokens += tokens
+        timeline.preemptions += delta.num_preemptions
 
     def ended(self, reason: Reason, error: Exception | None = None) -> None:
         """reason: as the client sees it; `refused` without any work, which is no end. Only the first call counts."""
         if self._over:
             return
         self._over = True
-        now, story = time.monotonic(), self._story
-        story.state, story.reason, story.error = "ended", reason, None if error is None else str(error)
-        story.seconds = now - self._http.started_at
-        self._note(f"ended: {reason}, {story.output_tokens} output tokens", now)
-        self._stories.end(story)
+        now, timeline = time.monotonic(), self._timeline
+        timeline.state, timeline.reason, timeline.error = "ended", reason, None if error is None else str(error)
+        timeline.seconds = now - self._http.started_at
+        self._note(f"ended: {reason}, {timeline.output_tokens} output tokens", now)
+        self._timelines.end(timeline)
         if reason != "refused":
             self._stats.finished[reason] += 1
         if reason in ("stop", "length"):
-            self._stats.histograms["e2e_request_latency_seconds"].observe(story.seconds)
+            self._stats.histograms["e2e_request_latency_seconds"].observe(timeline.seconds)
         trace = self._http.trace
         logger.info(
             "request ended request_id=%s model=%s reason=%s prompt_tokens=%d cached_tokens=%d output_tokens=%d "
@@ -106,13 +108,13 @@ class SequenceMetrics:
             self._request.request_id,
             self._model,
             reason,
-            story.prompt_tokens,
-            story.cached_tokens,
-            story.output_tokens,
-            rounded(story.queue_s),
-            rounded(story.prefill_s),
-            rounded(story.first_token_s),
-            story.seconds,
+            timeline.prompt_tokens,
+            timeline.cached_tokens,
+            timeline.output_tokens,
+            rounded(timeline.queue_s),
+            rounded(timeline.prefill_s),
+            rounded(timeline.first_token_s),
+            timeline.seconds,
             None if trace is None else trace.trace_id,
         )
         if error is not None:
@@ -123,7 +125,7 @@ class SequenceMetrics:
     def _note(self, what: str, at: float | None = None) -> None:
         """at: on the monotonic clock; None means now."""
         since_1970 = self._http.ns_since_1970(time.monotonic() if at is None else at) / 1e9
-        self._story.moments.append(TimelineEvent(since_1970, self._stories.ingress_id, what))
+        self._timeline.events.append(TimelineEvent(since_1970, self._timelines.ingress_id, what))
 
     def _trace(self, now: float, reason: Reason) -> SequenceTrace:
         first = self._first_at
@@ -135,9 +137,9 @@ class SequenceMetrics:
             ended_at_ns=self._http.ns_since_1970(now),
             times=self._times,
             reason=reason,
-            prompt_tokens=self._story.prompt_tokens,
-            cached_tokens=self._story.cached_tokens,
-            output_tokens=self._story.output_tokens,
+            prompt_tokens=self._timeline.prompt_tokens,
+            cached_tokens=self._timeline.cached_tokens,
+            output_tokens=self._timeline.output_tokens,
         )
 
 

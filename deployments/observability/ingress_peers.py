@@ -23,9 +23,11 @@ class IngressPeers:
     async def stats(self) -> list[IngressStats]:
         return [msgspec.msgpack.decode(answer, type=IngressStats) for answer in await self._ask("stats")]
 
-    async def stories(self, name: str) -> list[SequenceTimeline]:
-        answers = await self._ask("stories", name)
-        return [story for answer in answers for story in msgspec.msgpack.decode(answer, type=list[SequenceTimeline])]
+    async def timelines(self, name: str) -> list[SequenceTimeline]:
+        answers = await self._ask("timelines", name)
+        return [
+            timeline for answer in answers for timeline in msgspec.msgpack.decode(answer, type=list[SequenceTimeline])
+        ]
 
     async def _ask(self, method: str, *args: Any) -> list[bytes]:
         handle = serve.get_deployment_handle(ray_compat.INGRESS, serve.get_replica_context().app_name)

@@ -32,9 +32,9 @@ from deployments.routing.stats import RoutingStats
 from engine.wire.histogram import Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-OF_ENGINE = ["model_name", "engine"]
-OF_MODEL = ["model_name", "ingress"]
-OF_ROUTE = ["handler", "method", "ingress"]
+ENGINE_LABELS = ["model_name", "engine"]
+MODEL_LABELS = ["model_name", "ingress"]
+ROUTE_LABELS = ["handler", "method", "ingress"]
 COUNTERS = {
     "vllm:prompt_tokens": ("Prompt tokens computed or found in the cache.", "prompt_tokens"),
     "vllm:generation_tokens": ("Tokens generated.", "generation_tokens"),
@@ -104,43 +104,47 @@ class _Snapshot(Collector):
             up.add_metric([replicas.model], len(replicas.decode))
             asleep.add_metric([replicas.model], replicas.asleep)
         yield from (up, asleep)
-        yield from self._of_requests_in_engines()
-        yield from self._of_engines()
+        yield from self._engine_requests()
+        yield from self._engine_gauges()
         yield from handoff_metrics(self._engines)
         yield from routing_metrics(self._routers())
         yield from self._requests()
         yield from self._http()
 
-    def _of_requests_in_engines(self) -> Iterator[Metric]:
+    def _engine_requests(self) -> Iterator[Metric]:
         """Without engines that compute prompts for others: a request counts once, however many work for it."""
         for metric, (text, field) in COUNTERS.items():
-            counter = CounterMetricFamily(metric, text, labels=OF_ENGINE)
+            counter = CounterMetricFamily(metric, text, labels=ENGINE_LABELS)
             for labels, status in self._decode:
                 counter.add_metric(labels, getattr(status.stats, field))
             yield counter
         for name, text in REQUEST_HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"vllm:{name}", text, labels=OF_ENGINE)
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=ENGINE_LABELS)
             for labels, status in self._decode:
                 _add(family, labels, status.stats.histograms[name])
             yield family
         ended = CounterMetricFamily(
-            "manta_engine_requests_ended", "Requests, as their engine saw their end.", labels=[*OF_ENGINE, "reason"]
+            "manta_engine_requests_ended", "Requests, as their engine saw their end.", labels=[*ENGINE_LABELS, "reason"]
         )
         for labels, status in self._decode:
             for reason, count in status.stats.finished.items():
                 ended.add_metric([*labels, reason], count)
         yield ended
 
-    def _of_engines(self) -> Iterator[Metric]:
+    def _engine_gauges(self) -> Iterator[Metric]:
         for metric, (text, field) in GAUGES.items():
-            gauge = GaugeMetricFamily(metric, text, labels=OF_ENGINE)
+            gauge = GaugeMetricFamily(metric, text, labels=ENGINE_LABELS)
             for labels, status in self._engines:
                 gauge.add_metric(labels, getattr(status.stats, field))
             yield gauge
-        steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed in one step.", labels=OF_ENGINE)
-        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Used share of the KV blocks, 0 to 1.", labels=OF_ENGINE)
+        steps = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens computed in one step.", labels=ENGINE_LABELS
+        )
+        usage = GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc", "Used share of the KV blocks, 0 to 1.", labels=ENGINE_LABELS
+        )
         info = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache.", labels=[*OF_ENGINE, "block_size", "num_gpu_blocks"]
+            "vllm:cache_config_info", "The KV cache.", labels=[*ENGINE_LABELS, "block_size", "num_gpu_blocks"]
         )
         for labels, stats in ((labels, status.stats) for labels, status in self._engines):
             _add(steps, labels, stats.histograms["iteration_tokens_total"])
@@ -150,28 +154,32 @@ class _Snapshot(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         ended = CounterMetricFamily(
-            "vllm:request_success", "Ended requests, as their clients saw it.", labels=[*OF_MODEL, "finished_reason"]
+            "vllm:request_success",
+            "Ended requests, as their clients saw it.",
+            labels=[*MODEL_LABELS, "finished_reason"],
         )
         for labels, stats in self._models():
             for reason, count in stats.finished.items():
                 ended.add_metric([*labels, reason], count)
         yield ended
         for name, text in MODEL_HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"vllm:{name}", text, labels=OF_MODEL)
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=MODEL_LABELS)
             for labels, stats in self._models():
                 _add(family, labels, stats.histograms[name])
             yield family
         refused = CounterMetricFamily(
-            "vllm:admission_rejections", "Requests refused with 429.", labels=[*OF_MODEL, "reason"]
+            "vllm:admission_rejections", "Requests refused with 429.", labels=[*MODEL_LABELS, "reason"]
         )
-        waiting = GaugeMetricFamily("manta_ingress_requests_waiting", "Sequences not yet admitted.", labels=OF_MODEL)
+        waiting = GaugeMetricFamily(
+            "manta_ingress_requests_waiting", "Sequences not yet admitted.", labels=MODEL_LABELS
+        )
         for labels, stats in self._models():
             refused.add_metric([*labels, "queue_full"], stats.refused)
             waiting.add_metric(labels, stats.waiting)
         yield refused
         yield waiting
         replays = CounterMetricFamily(
-            "manta_request_replays", "Attempts to go on in another engine.", labels=[*OF_MODEL, "reason"]
+            "manta_request_replays", "Attempts to go on in another engine.", labels=[*MODEL_LABELS, "reason"]
         )
         for labels, stats in self._models():
             for reason, count in stats.replays.items():
@@ -186,11 +194,11 @@ class _Snapshot(Collector):
 
     def _http(self) -> Iterator[Metric]:
         """As prometheus-fastapi-instrumentator has them; `status` is a class there (2xx), so the exact one is ours."""
-        requests = CounterMetricFamily("http_requests", "HTTP requests.", labels=[*OF_ROUTE, "status"])
-        statuses = CounterMetricFamily("manta_http_responses", "HTTP answers.", labels=[*OF_ROUTE, "status"])
-        seconds = HistogramMetricFamily("http_request_duration_seconds", "Until all was sent.", labels=OF_ROUTE)
-        received = SummaryMetricFamily("http_request_size_bytes", "Bodies of requests.", labels=OF_ROUTE)
-        sent = SummaryMetricFamily("http_response_size_bytes", "Bodies of answers.", labels=OF_ROUTE)
+        requests = CounterMetricFamily("http_requests", "HTTP requests.", labels=[*ROUTE_LABELS, "status"])
+        statuses = CounterMetricFamily("manta_http_responses", "HTTP answers.", labels=[*ROUTE_LABELS, "status"])
+        seconds = HistogramMetricFamily("http_request_duration_seconds", "Until all was sent.", labels=ROUTE_LABELS)
+        received = SummaryMetricFamily("http_request_size_bytes", "Bodies of requests.", labels=ROUTE_LABELS)
+        sent = SummaryMetricFamily("http_response_size_bytes", "Bodies of answers.", labels=ROUTE_LABELS)
         for labels, route in self._routes():
             for kind in (2, 4, 5):  # also where there were none yet: a series that begins with its first error hides it
                 count = sum(n for status, n in route.statuses.items() if status // 100 == kind)

@@ -29,7 +29,7 @@ class Peers(Protocol):
     async def stats(self) -> list[IngressStats]:
         """What each of them counts."""
 
-    async def stories(self, name: str) -> list[SequenceTimeline]:
+    async def timelines(self, name: str) -> list[SequenceTimeline]:
         """See `RequestTimelines.of`."""
 
 
@@ -64,7 +64,7 @@ class Telemetry:
         self, ingress_id: str, channel: TokenChannel, tracing: Tracing | None = None, peers: Peers | None = None
     ):
         self.tracing = tracing
-        self.stories = RequestTimelines(ingress_id)
+        self.timelines = RequestTimelines(ingress_id)
         self._stats = IngressStats(ingress_id)
         self._channel = channel
         self._peers = peers
@@ -102,11 +102,11 @@ class Telemetry:
         others = await self._peers.stats() if self._peers is not None else []
         return [self.stats, *(stats for stats in others if stats.ingress_id != self._stats.ingress_id)]
 
-    async def all_stories(self, name: str) -> list[SequenceTimeline]:
+    async def all_timelines(self, name: str) -> list[SequenceTimeline]:
         """Of every ingress that answers, oldest first; its own always. See `RequestTimelines.of`."""
-        others = await self._peers.stories(name) if self._peers is not None else []
-        found = {story.request_id: story for story in [*others, *self.stories.of(name)]}
-        return sorted(found.values(), key=lambda story: story.arrived_at)
+        others = await self._peers.timelines(name) if self._peers is not None else []
+        found = {timeline.request_id: timeline for timeline in [*others, *self.timelines.of(name)]}
+        return sorted(found.values(), key=lambda timeline: timeline.arrived_at)
 
 
 class MetricsMiddleware:

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 MAX_ENDED = 1000
-MAX_MOMENTS = 200  # of one story, from where one that finds no room might be told of again and again
+MAX_EVENTS = 200  # of one timeline, from where one that finds no room might be told of again and again
 
 State = Literal["waiting", "running", "ended"]
 
@@ -31,7 +31,7 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
     cached_tokens: of the prompt. engines: whose tokens came, oldest first.
     admission_s: that it waited in the ingress. queue_s, prefill_s: in its first engine, until it was scheduled, and
         from then to the first token. first_token_s, seconds: from the HTTP request to the first token, and to the end.
-    moments: oldest first.
+    events: oldest first.
     """
 
     request_id: str
@@ -51,7 +51,7 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
     prefill_s: float | None = None
     first_token_s: float | None = None
     seconds: float | None = None
-    moments: list[TimelineEvent] = []
+    events: list[TimelineEvent] = []
 
     @property
     def attempts(self) -> list[str]:
@@ -79,20 +79,20 @@ class RequestTimelines:
         self._live: dict[str, SequenceTimeline] = {}
         self._ended: deque[SequenceTimeline] = deque(maxlen=MAX_ENDED)
 
-    def begin(self, story: SequenceTimeline) -> None:
-        self._live[story.request_id] = story
+    def begin(self, timeline: SequenceTimeline) -> None:
+        self._live[timeline.request_id] = timeline
 
-    def end(self, story: SequenceTimeline) -> None:
-        if self._live.pop(story.request_id, None) is not None:
-            self._ended.append(story)
+    def end(self, timeline: SequenceTimeline) -> None:
+        if self._live.pop(timeline.request_id, None) is not None:
+            self._ended.append(timeline)
 
     def note(self, attempt: str, what: str) -> None:
         """Of a live sequence; attempt: the id of its present attempt. From any thread; saying it twice in a row does no
         harm."""
-        story = self._live.get(attempt) or self._live.get(attempt.rpartition(".")[0])
-        if story is not None and story.moments[-1].what != what and len(story.moments) < MAX_MOMENTS:
-            story.moments.append(TimelineEvent(time.time(), self.ingress_id, what))
+        timeline = self._live.get(attempt) or self._live.get(attempt.rpartition(".")[0])
+        if timeline is not None and timeline.events[-1].what != what and len(timeline.events) < MAX_EVENTS:
+            timeline.events.append(TimelineEvent(time.time(), self.ingress_id, what))
 
     def of(self, name: str) -> list[SequenceTimeline]:
         """See `SequenceTimeline.is_of`. Several, if a request had several sequences, or clients used an id twice."""
-        return [story for story in (*self._ended, *self._live.values()) if story.is_of(name)]
+        return [timeline for timeline in (*self._ended, *self._live.values()) if timeline.is_of(name)]

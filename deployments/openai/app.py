@@ -20,7 +20,7 @@ from deployments.openai.chat import ChatAnswer
 from deployments.openai.completion import CompletionAnswer
 from deployments.openai.connection import while_connected
 from deployments.openai.context import RequestContext
-from deployments.openai.debug import request_stories
+from deployments.openai.debug import request_timeline
 from deployments.openai.errors import error_response
 from deployments.openai.live_handoffs import live_handoffs
 from deployments.openai.middleware import AuthConfig, AuthMiddleware
@@ -110,7 +110,7 @@ def openai_app(
 
     @app.get("/debug/requests/{name:path}")
     async def explain(name: str) -> Response:
-        return _json(await request_stories(name, telemetry, {name: model.pool for name, model in models.items()}))
+        return _json(await request_timeline(name, telemetry, {name: model.pool for name, model in models.items()}))
 
     @app.exception_handler(ServingError)
     @app.exception_handler(HTTPException)

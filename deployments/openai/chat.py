@@ -42,7 +42,7 @@ class ChatAnswer:
     async def whole(self) -> ChatCompletion:
         self._readers = [ChoiceParser(self._form, early=False) for _ in range(self._body.n)]
         choices = [ChatChoice(i, ChatMessage(), None, None, None) for i in range(self._body.n)]
-        async with aclosing(self._generation.parts()) as parts:
+        async with aclosing(self._generation.chunks()) as parts:
             async for part in parts:
                 choice, chunk, reader = choices[part.index], part.chunk, self._readers[part.index]
                 _extend(choice.message, reader.add(chunk))
@@ -60,7 +60,7 @@ class ChatAnswer:
         self._readers = [ChoiceParser(self._form, early=True) for _ in range(self._body.n)]
         options = self._body.stream_options
         started: set[int] = set()
-        async with aclosing(self._generation.parts()) as parts:
+        async with aclosing(self._generation.chunks()) as parts:
             async for part in parts:
                 index, chunk, reader = part.index, part.chunk, self._readers[part.index]
                 if index not in started:

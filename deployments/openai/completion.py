@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 from msgspec import UNSET
 
-from deployments.frontend.generation import Generation, Part
+from deployments.frontend.generation import Generation, SequenceChunk
 from deployments.openai.requests import CompletionBody
 from deployments.openai.response_meta import ResponseMeta, usage_body
 from deployments.openai.responses import (
@@ -70,13 +70,13 @@ class CompletionAnswer:
 
     async def _choices(self) -> AsyncGenerator[CompletionChoice]:
         started: set[int] = set()
-        async with aclosing(self._generation.parts()) as parts:
+        async with aclosing(self._generation.chunks()) as parts:
             async for part in parts:
                 first = part.index not in started
                 started.add(part.index)
                 yield self._choice(part, first=first)
 
-    def _choice(self, part: Part, *, first: bool) -> CompletionChoice:
+    def _choice(self, part: SequenceChunk, *, first: bool) -> CompletionChoice:
         chunk, logprobs = part.chunk, None
         text, prompt_text = chunk.text, self._texts[part.index // self._body.n]
         shift = len(prompt_text) if self._body.echo else 0
@@ -97,7 +97,7 @@ class CompletionAnswer:
             choice.prompt_token_ids = self._prompts[part.index // self._body.n] if first else UNSET
         return choice
 
-    def _prompt_logprobs(self, part: Part, count: int) -> PromptLogprobs:
+    def _prompt_logprobs(self, part: SequenceChunk, count: int) -> PromptLogprobs:
         """By token id: `count` of the most likely tokens at each position, and the prompt's own."""
         text, found = self._tokenizer.token_text, PromptLogprobs()
         for entry in part.chunk.prompt_logprobs or []:
@@ -108,7 +108,7 @@ class CompletionAnswer:
             found.append({entry.token_id: PromptLogprob(entry.logprob, entry.rank, text(entry.token_id)), **top})
         return found
 
-    def _echoed_logprobs(self, part: Part) -> CompletionLogprobs:
+    def _echoed_logprobs(self, part: SequenceChunk) -> CompletionLogprobs:
         prompt = self._prompts[part.index // self._body.n]
         offsets = Detokenizer(self._tokenizer).add(prompt).offsets
         found = self._logprobs((part.chunk.prompt_logprobs or [])[1:], offsets[1:])

@@ -14,30 +14,30 @@ from engine.errors import RequestNotFound
 from engine.wire.messages import EngineRequestLog
 
 
-async def request_stories(name: str, telemetry: Telemetry, pools: Mapping[str, EnginePool]) -> RequestTimeline:
+async def request_timeline(name: str, telemetry: Telemetry, pools: Mapping[str, EnginePool]) -> RequestTimeline:
     """name: see SequenceTimeline.is_of. pools: by model name. An engine that is gone, or does not answer in time, tells
     nothing; nor does one that has had many requests since.
 
     Raises RequestNotFound if no ingress knows the request.
     """
-    stories = await telemetry.all_stories(name)
-    if not stories:
+    timelines = await telemetry.all_timelines(name)
+    if not timelines:
         raise RequestNotFound(name)
     attempts: dict[str, list[str]] = {}  # by model
-    for story in stories:
-        attempts.setdefault(story.model, []).extend(story.attempts)
-    asked = [pools[model].journals(names) for model, names in attempts.items() if model in pools]
-    journals = [journal for pool in await asyncio.gather(*asked) for journal in pool]
-    return RequestTimeline(name, [_with_journals(story, journals) for story in stories])
+    for timeline in timelines:
+        attempts.setdefault(timeline.model, []).extend(timeline.attempts)
+    asked = [pools[model].request_logs(names) for model, names in attempts.items() if model in pools]
+    request_logs = [request_log for pool in await asyncio.gather(*asked) for request_log in pool]
+    return RequestTimeline(name, [_with_request_logs(timeline, request_logs) for timeline in timelines])
 
 
-def _with_journals(story: SequenceTimeline, journals: list[EngineRequestLog]) -> SequenceTimeline:
+def _with_request_logs(timeline: SequenceTimeline, request_logs: list[EngineRequestLog]) -> SequenceTimeline:
     """A copy, with what the engines know."""
     told = [
-        TimelineEvent(at, journal.engine_id, line)
-        for journal in journals
-        for attempt in story.attempts
-        for at, line in journal.lines.get(attempt, ())
+        TimelineEvent(at, request_log.engine_id, line)
+        for request_log in request_logs
+        for attempt in timeline.attempts
+        for at, line in request_log.lines.get(attempt, ())
     ]
-    moments = sorted([*story.moments, *told], key=lambda moment: moment.at)
-    return msgspec.structs.replace(story, moments=moments)
+    events = sorted([*timeline.events, *told], key=lambda event: event.at)
+    return msgspec.structs.replace(timeline, events=events)

@@ -86,7 +86,7 @@ class ServedModel:
             self._format.shows_tools,
         )
         self._channel = channel
-        self._stats, self._stories = telemetry.model(info.name, self.admission), telemetry.stories
+        self._stats, self._timelines = telemetry.model(info.name, self.admission), telemetry.timelines
 
     async def check_health(self) -> None:
         """Raises EngineUnavailable if no replica is healthy, unless none is needed."""
@@ -227,7 +227,7 @@ class ServedModel:
             pool=self.pool,
             model=self.info.name,
             stats=self._stats,
-            stories=self._stories,
+            timelines=self._timelines,
             admission=self.admission,
             client=caller.client,
             max_replays=self.info.max_replays,

@@ -26,7 +26,7 @@ class EnginePool(Protocol):
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         """One per healthy replica of those that compute prompts for these; none where there are no such."""
 
-    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
+    async def request_logs(self, request_ids: list[str]) -> list[EngineRequestLog]:
         """What all these replicas have noted of these requests; those that do not answer are left out."""
 
 

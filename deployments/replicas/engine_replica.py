@@ -116,7 +116,7 @@ class EngineReplica:
         finally:
             self._calls.pop(name)
 
-    async def journal(self, request_ids: list[str]) -> EngineRequestLog:
+    async def request_log(self, request_ids: list[str]) -> EngineRequestLog:
         """What the engine has noted of these requests. Raises EngineUnavailable if it is gone, or does not say."""
         if self._broken is not None:
             raise EngineUnavailable(self._broken)

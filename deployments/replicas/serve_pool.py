@@ -67,10 +67,10 @@ class ServePool:
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return [] if self._prefill is None else await self._prefill.statuses()
 
-    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
+    async def request_logs(self, request_ids: list[str]) -> list[EngineRequestLog]:
         handles = [self._handle] if self._prefill is None else [self._handle, self._prefill.handle]
         answers = await asyncio.gather(
-            *(ray_compat.broadcast(handle, "journal", STATUS_TIMEOUT_S, request_ids) for handle in handles)
+            *(ray_compat.broadcast(handle, "request_log", STATUS_TIMEOUT_S, request_ids) for handle in handles)
         )
         found = [answer for pool in answers for answer in pool if isinstance(answer, bytes)]
         return [msgspec.msgpack.decode(answer, type=EngineRequestLog) for answer in found]

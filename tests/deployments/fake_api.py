@@ -61,8 +61,8 @@ class LocalPool:
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return []
 
-    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
-        return [await self._replica.journal(request_ids)]
+    async def request_logs(self, request_ids: list[str]) -> list[EngineRequestLog]:
+        return [await self._replica.request_log(request_ids)]
 
 
 @dataclass(slots=True)

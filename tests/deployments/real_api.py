@@ -89,8 +89,8 @@ class LocalPrefillPool:
     async def statuses(self) -> list[ReplicaStatus]:
         return [self._replica.status()]
 
-    async def journal(self, request_ids: list[str]) -> EngineRequestLog:
-        return await self._replica.journal(request_ids)
+    async def request_log(self, request_ids: list[str]) -> EngineRequestLog:
+        return await self._replica.request_log(request_ids)
 
     async def state(self) -> PoolState:
         return "up"
@@ -106,8 +106,8 @@ class LocalPools(LocalPool):
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return await self._prefill.statuses()
 
-    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
-        return [*await super().journals(request_ids), await self._prefill.journal(request_ids)]
+    async def request_logs(self, request_ids: list[str]) -> list[EngineRequestLog]:
+        return [*await super().request_logs(request_ids), await self._prefill.request_log(request_ids)]
 
 
 @asynccontextmanager

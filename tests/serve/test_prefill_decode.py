@@ -121,10 +121,10 @@ def test_texts_of_two_pools_are_those_of_one_engine(serving, expected):
 def test_both_engines_tell_what_became_of_a_request(serving):
     extra = {"cache_salt": "explained", "ignore_eos": True}
     answer = serving.client.completions.create(model="apart", prompt=PROMPTS[2], max_tokens=5, extra_body=extra)
-    (story,) = httpx.get(f"{serving.server.url}/debug/requests/{answer.id}", timeout=10).json()["sequences"]
+    (timeline,) = httpx.get(f"{serving.server.url}/debug/requests/{answer.id}", timeout=10).json()["sequences"]
     told: dict[str, list[str]] = {}
-    for moment in story["moments"]:
-        told.setdefault(moment["where"].rpartition("-")[0], []).append(moment["what"])
+    for event in timeline["events"]:
+        told.setdefault(event["where"].rpartition("-")[0], []).append(event["what"])
     assert any("to be computed by a prefill engine: policy" in line for line in told["decode-apart"])
     assert any("accepted by prefill-apart-" in line for line in told["decode-apart"])
     assert any("first token computed" in line for line in told["prefill-apart"])

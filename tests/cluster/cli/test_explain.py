@@ -1,4 +1,4 @@
-"""`manta explain`: how a story is told to people, and what is said where there is none. tests/serve has real ones."""
+"""`manta explain`: how a timeline is told to people, and what is said where there is none. tests/serve has real ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cluster.cli.explain import fetch, show, summary_of
 from deployments.observability.timeline import RequestTimeline, SequenceTimeline, TimelineEvent
 from engine.errors import EngineUnavailable, InvalidApiKey, RequestError, RequestNotFound
 
-STORY = SequenceTimeline(
+TIMELINE = SequenceTimeline(
     request_id="chatcmpl-a-1-0",
     model="pocket",
     prompt_tokens=71,
@@ -32,7 +32,7 @@ STORY = SequenceTimeline(
     prefill_s=0.012,
     first_token_s=0.02,
     seconds=0.22,
-    moments=[
+    events=[
         TimelineEvent(1000.0, "ingress-1", "the request came"),
         TimelineEvent(1000.0214, "decode-1", "first [bold]token"),
     ],
@@ -40,7 +40,7 @@ STORY = SequenceTimeline(
 
 
 def test_summary_has_all_figures_of_a_request_that_has_ended():
-    assert summary_of(STORY) == [
+    assert summary_of(TIMELINE) == [
         ("request", "chatcmpl-a-1-0"),
         ("model", "pocket"),
         ("state", "ended after 0.220 s: stop"),
@@ -54,8 +54,8 @@ def test_summary_has_all_figures_of_a_request_that_has_ended():
 
 
 def test_summary_of_a_request_that_waits_leaves_out_what_is_not_known_yet():
-    story = SequenceTimeline(request_id="cmpl-a-1-0", model="pocket", prompt_tokens=5, arrived_at=0.0)
-    assert summary_of(story) == [
+    timeline = SequenceTimeline(request_id="cmpl-a-1-0", model="pocket", prompt_tokens=5, arrived_at=0.0)
+    assert summary_of(timeline) == [
         ("request", "cmpl-a-1-0"),
         ("model", "pocket"),
         ("state", "waits for its first token"),
@@ -67,7 +67,7 @@ def test_summary_of_a_request_that_waits_leaves_out_what_is_not_known_yet():
 def test_moments_are_told_in_seconds_since_the_request_came_and_word_for_word():
     console = Console(width=100, record=True, markup=False)
     with console.capture() as shown:
-        show(msgspec.json.encode(RequestTimeline("a", [STORY])), console)
+        show(msgspec.json.encode(RequestTimeline("a", [TIMELINE])), console)
     lines = [" ".join(line.split()) for line in shown.get().splitlines()]
     assert "+0.000 ingress-1 the request came" in lines
     assert "+0.021 decode-1 first [bold]token" in lines
@@ -115,7 +115,7 @@ def server() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
         (503, "", EngineUnavailable, "answers 503"),
     ],
 )
-def test_what_a_server_answers_in_place_of_a_story_is_one_clear_error(server, status, body, error, message):
+def test_what_a_server_answers_in_place_of_a_timeline_is_one_clear_error(server, status, body, error, message):
     url, answers = server
     answers["/debug/requests/a%2Fb%3F"] = (status, body)
     with pytest.raises(error, match=message):

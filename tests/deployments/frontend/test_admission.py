@@ -204,7 +204,7 @@ def test_refusal_by_the_engine_says_when_to_come_back():
 
 
 def test_window_follows_what_the_engines_report(monkeypatch):
-    monkeypatch.setattr(admission, "POLL_S", 0.01)
+    monkeypatch.setattr(admission, "POLL_INTERVAL_S", 0.01)
 
     async def scenario() -> None:
         async with fake_api(max_num_seqs=1, num_engines=3) as api:  # one of them, it turns out

@@ -18,7 +18,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def keys(file: Path, monkeypatch: pytest.MonkeyPatch) -> ApiKeys:
-    monkeypatch.setattr(api_keys, "LOOK_S", 0.0)
+    monkeypatch.setattr(api_keys, "POLL_INTERVAL_S", 0.0)
     return ApiKeys(file)
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from deployments.frontend import generation
-from deployments.frontend import retry as replay
+from deployments.frontend import retry as retry_module
 from deployments.frontend.retry import RetryState, TokensLost
 from engine.core.request import Request
 from engine.errors import EngineError, EngineUnavailable, InvalidParameter, Overloaded, RequestTimeout, ServingError
@@ -30,7 +30,7 @@ DIES, REPORTS, LOSES = Death(), Death(reported=True), Death(error=None)
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(replay, "BACK_OFF_S", 0.0)
+    monkeypatch.setattr(retry_module, "BACK_OFF_S", 0.0)
     monkeypatch.setattr(generation, "FINAL_DELTA_S", 0.0)
 
 
@@ -215,8 +215,8 @@ def test_full_queue_does_not_end_a_request_that_had_begun():
 
 
 def test_deadline_that_passes_before_another_engine_is_tried_ends_the_request(monkeypatch):
-    monkeypatch.setattr(replay, "BACK_OFF_S", 60.0)
-    monkeypatch.setattr(replay, "MAX_BACK_OFF_S", 60.0)
+    monkeypatch.setattr(retry_module, "BACK_OFF_S", 60.0)
+    monkeypatch.setattr(retry_module, "MAX_BACK_OFF_S", 60.0)
 
     async def scenario() -> None:
         async with ingress() as one:
@@ -231,8 +231,8 @@ def test_deadline_that_passes_before_another_engine_is_tried_ends_the_request(mo
 
 
 def test_client_that_leaves_before_another_engine_is_tried_leaves_nothing_behind(monkeypatch):
-    monkeypatch.setattr(replay, "BACK_OFF_S", 60.0)
-    monkeypatch.setattr(replay, "MAX_BACK_OFF_S", 60.0)
+    monkeypatch.setattr(retry_module, "BACK_OFF_S", 60.0)
+    monkeypatch.setattr(retry_module, "MAX_BACK_OFF_S", 60.0)
 
     async def scenario() -> None:
         async with ingress() as one:
@@ -269,7 +269,7 @@ def test_replays_are_counted_in_the_metrics_and_logged_with_the_first_request_id
     run(scenario())
 
 
-# -- the journal alone -------------------------------------------------------------------------------------------------
+# -- the retry state alone -------------------------------------------------------------------------------------------
 
 
 def tokens(*ids: int, **fields: Any) -> TokenDelta:
@@ -277,59 +277,59 @@ def tokens(*ids: int, **fields: Any) -> TokenDelta:
 
 
 def test_next_attempt_has_the_output_in_its_prompt_and_what_is_left_of_the_time():
-    journal = RetryState(request(timeout_s=10.0, prompt_logprobs=1), 3, now=100.0)
-    assert journal.attempt(104.0) == request(timeout_s=6.0, prompt_logprobs=1)
-    journal.add(tokens(8, 9))
-    assert journal.replay(EngineUnavailable("rank 0 died")) == "engine_unavailable"
-    again = journal.attempt(107.0)
+    retry = RetryState(request(timeout_s=10.0, prompt_logprobs=1), 3, now=100.0)
+    assert retry.attempt(104.0) == request(timeout_s=6.0, prompt_logprobs=1)
+    retry.add(tokens(8, 9))
+    assert retry.replay(EngineUnavailable("rank 0 died")) == "engine_unavailable"
+    again = retry.attempt(107.0)
     assert (again.request_id, again.prompt, again.num_prompt, again.timeout_s) == ("a.1", [*PROMPT, 8, 9], 3, 3.0)
     assert again.params.prompt_logprobs is None
-    journal.add(tokens(10, position=2))
-    assert journal.replay(TokensLost("a.1")) == "tokens_lost"
-    assert journal.attempt(200.0).prompt == [*PROMPT, 8, 9, 10]
-    assert 0 < (journal.attempt(200.0).timeout_s or 0) < 0.01
-    assert journal.left_s(200.0) == 0.0
+    retry.add(tokens(10, position=2))
+    assert retry.replay(TokensLost("a.1")) == "tokens_lost"
+    assert retry.attempt(200.0).prompt == [*PROMPT, 8, 9, 10]
+    assert 0 < (retry.attempt(200.0).timeout_s or 0) < 0.01
+    assert retry.left_s(200.0) == 0.0
 
 
 def test_attempt_before_any_token_asks_for_all_that_the_first_one_did():
-    journal = RetryState(request(timeout_s=None, prompt_logprobs=1, seed=7), 3, now=0.0)
-    journal.replay(EngineUnavailable("rank 0 died"))
-    again = journal.attempt(50.0)
-    assert again == msgspec.structs.replace(journal.request, request_id="a.1", num_prompt=3)
+    retry = RetryState(request(timeout_s=None, prompt_logprobs=1, seed=7), 3, now=0.0)
+    retry.replay(EngineUnavailable("rank 0 died"))
+    again = retry.attempt(50.0)
+    assert again == msgspec.structs.replace(retry.request, request_id="a.1", num_prompt=3)
 
 
 @given(st.text(max_size=20), st.none() | st.integers(-(2**63), 2**63 - 1))
 def test_all_attempts_have_one_seed(name, seed):
-    journal = RetryState(request(name, seed=seed), 3, now=0.0)
-    first = Request.create(journal.attempt(0.0), (0, 0), MAX_MODEL_LEN, 0.0)
-    journal.replay(EngineUnavailable("rank 0 died"))
-    assert Request.create(journal.attempt(0.0), (0, 0), MAX_MODEL_LEN, 0.0).seed == first.seed
+    retry = RetryState(request(name, seed=seed), 3, now=0.0)
+    first = Request.create(retry.attempt(0.0), (0, 0), MAX_MODEL_LEN, 0.0)
+    retry.replay(EngineUnavailable("rank 0 died"))
+    assert Request.create(retry.attempt(0.0), (0, 0), MAX_MODEL_LEN, 0.0).seed == first.seed
 
 
 def test_cached_tokens_are_those_of_the_attempt_that_gave_the_first_token():
-    journal = RetryState(request(), 3, now=0.0)
-    assert journal.add(tokens(1, num_cached_tokens=2)).num_cached_tokens == 2
-    journal.replay(EngineUnavailable("rank 0 died"))
-    assert journal.add(tokens(2, position=1, num_cached_tokens=4)).num_cached_tokens == 0
+    retry = RetryState(request(), 3, now=0.0)
+    assert retry.add(tokens(1, num_cached_tokens=2)).num_cached_tokens == 2
+    retry.replay(EngineUnavailable("rank 0 died"))
+    assert retry.add(tokens(2, position=1, num_cached_tokens=4)).num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("position", [0, 1, 3])
-def test_journal_takes_no_token_that_does_not_follow_the_last_one(position):
-    journal = RetryState(request(), 3, now=0.0)
-    journal.add(tokens(8, 9))
+def test_retry_state_takes_no_token_that_does_not_follow_the_last_one(position):
+    retry = RetryState(request(), 3, now=0.0)
+    retry.add(tokens(8, 9))
     with pytest.raises(TokensLost):
-        journal.add(tokens(10, position=position))
-    assert journal.output == [8, 9]
-    assert journal.replay(TokensLost("a")) == "tokens_lost"
+        retry.add(tokens(10, position=position))
+    assert retry.output == [8, 9]
+    assert retry.replay(TokensLost("a")) == "tokens_lost"
 
 
 def test_waits_grow_and_end_with_the_deadline(monkeypatch):
-    monkeypatch.setattr(replay, "BACK_OFF_S", 0.25)
-    journal = RetryState(request(timeout_s=60.0), 9, now=0.0)
+    monkeypatch.setattr(retry_module, "BACK_OFF_S", 0.25)
+    retry = RetryState(request(timeout_s=60.0), 9, now=0.0)
     waits = []
     for _ in range(6):
-        waits.append(journal.back_off_s(0.0))
-        journal.replay(EngineUnavailable("rank 0 died"))
+        waits.append(retry.back_off_s(0.0))
+        retry.replay(EngineUnavailable("rank 0 died"))
     assert waits == [0.0, 0.25, 0.5, 1.0, 2.0, 2.0]
-    assert journal.back_off_s(59.5) == 0.5
-    assert journal.back_off_s(61.0) == 0.0
+    assert retry.back_off_s(59.5) == 0.5
+    assert retry.back_off_s(61.0) == 0.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deployments.frontend import retry as replay
+from deployments.frontend import retry
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable
@@ -38,7 +38,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(replay, "BACK_OFF_S", 0.0)
+    monkeypatch.setattr(retry, "BACK_OFF_S", 0.0)
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -76,7 +76,7 @@ class UnsurePool:
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return []
 
-    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
+    async def request_logs(self, request_ids: list[str]) -> list[EngineRequestLog]:
         return []
 
 

@@ -91,7 +91,7 @@ class Pool:
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return self._prefill
 
-    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
+    async def request_logs(self, request_ids: list[str]) -> list[EngineRequestLog]:
         return []
 
 

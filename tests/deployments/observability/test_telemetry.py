@@ -29,8 +29,8 @@ class FakePeers:
     async def stats(self) -> list[IngressStats]:
         return self.found
 
-    async def stories(self, name: str) -> list[SequenceTimeline]:
-        return [story for story in self.told if story.is_of(name)]
+    async def timelines(self, name: str) -> list[SequenceTimeline]:
+        return [timeline for timeline in self.told if timeline.is_of(name)]
 
 
 @asynccontextmanager

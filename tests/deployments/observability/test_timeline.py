@@ -10,11 +10,11 @@ import httpx
 import msgspec
 import pytest
 
-from deployments.frontend import retry as replay
+from deployments.frontend import retry
 from deployments.frontend.api_keys import hash_key
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.telemetry import Telemetry
-from deployments.observability.timeline import MAX_ENDED, MAX_MOMENTS, RequestTimelines, SequenceTimeline, TimelineEvent
+from deployments.observability.timeline import MAX_ENDED, MAX_EVENTS, RequestTimelines, SequenceTimeline, TimelineEvent
 from deployments.openai.middleware import AuthConfig
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, 60))
 
 
-def story(request_id: str, arrived_at: float = 0.0, **fields: Any) -> SequenceTimeline:
+def timeline(request_id: str, arrived_at: float = 0.0, **fields: Any) -> SequenceTimeline:
     return SequenceTimeline(request_id=request_id, model="m", prompt_tokens=1, arrived_at=arrived_at, **fields)
 
 
@@ -42,7 +42,7 @@ async def told(client: httpx.AsyncClient, name: str) -> list[dict[str, Any]]:
 
 
 def said(sequence: dict[str, Any], where: str) -> list[str]:
-    return [moment["what"] for moment in sequence["moments"] if moment["where"] == where]
+    return [event["what"] for event in sequence["events"] if event["where"] == where]
 
 
 def test_finished_request_is_told_under_every_name_that_clients_and_logs_know():
@@ -59,7 +59,7 @@ def test_finished_request_is_told_under_every_name_that_clients_and_logs_know():
     run(scenario())
 
 
-def test_story_has_the_numbers_and_moments_of_a_request_and_not_its_text():
+def test_timeline_has_the_numbers_and_events_of_a_request_and_not_its_text():
     async def scenario() -> None:
         async with fake_api() as api:
             name = (await api.post("completions", **ASKED)).json()["id"]
@@ -84,8 +84,8 @@ def test_story_has_the_numbers_and_moments_of_a_request_and_not_its_text():
                 "first token from fake",
                 "ended: length, 4 output tokens",
             ]
-            assert said(one, "fake") == ["asked"], "the engine's own journal"
-            times = [moment["at"] for moment in one["moments"]]
+            assert said(one, "fake") == ["asked"], "the engine's own lines"
+            times = [event["at"] for event in one["events"]]
             assert times == sorted(times)
 
     run(scenario())
@@ -121,8 +121,8 @@ def test_unknown_request_is_not_found_and_without_a_key_nothing_is_told(tmp_path
     run(scenario())
 
 
-def test_story_of_a_replayed_request_names_each_attempt_and_why_it_failed(monkeypatch):
-    monkeypatch.setattr(replay, "BACK_OFF_S", 0.0)
+def test_timeline_of_a_replayed_request_names_each_attempt_and_why_it_failed(monkeypatch):
+    monkeypatch.setattr(retry, "BACK_OFF_S", 0.0)
 
     async def scenario() -> None:
         name = "cmpl-x-abcd0123-0"
@@ -135,16 +135,16 @@ def test_story_of_a_replayed_request_names_each_attempt_and_why_it_failed(monkey
                 await listen(one.generation([asked], pool), [asked], pool.heard)
             finally:
                 pool.close()
-            (found,) = one.stories.of("cmpl-x")
+            (found,) = one.timelines.of("cmpl-x")
         assert (found.replays, found.attempts) == (1, [name, f"{name}.1"])
-        lines = [moment.what for moment in found.moments]
+        lines = [event.what for event in found.events]
         failed = "the attempt failed after 3 tokens, another follows: engine_unavailable (rank 0 died)"
         assert lines.index(failed) < lines.index(f"sent to the engines as {name}.1") < len(lines) - 1
 
     run(scenario())
 
 
-def test_client_that_leaves_while_its_request_waits_for_admission_leaves_a_story_that_has_ended():
+def test_client_that_leaves_while_its_request_waits_for_admission_leaves_a_timeline_that_has_ended():
     async def scenario() -> None:
         async with fake_api(max_num_seqs=1) as api:
             api.engine.paused.set()
@@ -166,51 +166,51 @@ def test_client_that_leaves_while_its_request_waits_for_admission_leaves_a_story
 
 
 def test_only_the_newest_of_those_that_have_ended_are_remembered_and_all_that_live():
-    stories = RequestTimelines("ingress-1")
-    stories.begin(story("live-a-b-0"))
+    timelines = RequestTimelines("ingress-1")
+    timelines.begin(timeline("live-a-b-0"))
     for number in range(MAX_ENDED + 1):
-        ended = story(f"cmpl-{number}-a-0")
-        stories.begin(ended)
-        stories.end(ended)
-    assert stories.of("cmpl-0") == []
-    assert len(stories.of("cmpl-1")) == len(stories.of("live-a-b-0")) == 1
+        ended = timeline(f"cmpl-{number}-a-0")
+        timelines.begin(ended)
+        timelines.end(ended)
+    assert timelines.of("cmpl-0") == []
+    assert len(timelines.of("cmpl-1")) == len(timelines.of("live-a-b-0")) == 1
 
 
 def test_note_of_an_attempt_goes_to_its_live_sequence_once_and_none_to_others():
-    stories = RequestTimelines("ingress-1")
-    one = story("cmpl-x-a-0", moments=[TimelineEvent(0.0, "ingress-1", "sent")])
-    stories.begin(one)
+    timelines = RequestTimelines("ingress-1")
+    one = timeline("cmpl-x-a-0", events=[TimelineEvent(0.0, "ingress-1", "sent")])
+    timelines.begin(one)
     for attempt in ("cmpl-x-a-0", "cmpl-x-a-0.1", "cmpl-x-a-1", "cmpl-x-a-0.1"):
-        stories.note(attempt, f"routed for {attempt}")
-    assert [moment.what for moment in one.moments] == [
+        timelines.note(attempt, f"routed for {attempt}")
+    assert [event.what for event in one.events] == [
         "sent", "routed for cmpl-x-a-0", "routed for cmpl-x-a-0.1"
     ]  # fmt: skip
-    stories.end(one)
-    stories.note("cmpl-x-a-0", "too late")
-    assert len(one.moments) == 3
-    stories.begin(one)
-    for number in range(2 * MAX_MOMENTS):
-        stories.note("cmpl-x-a-0", str(number))
-    assert len(one.moments) == MAX_MOMENTS
+    timelines.end(one)
+    timelines.note("cmpl-x-a-0", "too late")
+    assert len(one.events) == 3
+    timelines.begin(one)
+    for number in range(2 * MAX_EVENTS):
+        timelines.note("cmpl-x-a-0", str(number))
+    assert len(one.events) == MAX_EVENTS
 
 
 class OtherIngress:
     async def stats(self) -> list[Any]:
         return []
 
-    async def stories(self, name: str) -> list[SequenceTimeline]:
-        sent = msgspec.msgpack.encode([story("cmpl-x-1-0", 1.0), story("cmpl-x-2-0", 2.0, seconds=0.5)])
+    async def timelines(self, name: str) -> list[SequenceTimeline]:
+        sent = msgspec.msgpack.encode([timeline("cmpl-x-1-0", 1.0), timeline("cmpl-x-2-0", 2.0, seconds=0.5)])
         return msgspec.msgpack.decode(sent, type=list[SequenceTimeline])
 
 
-def test_stories_of_other_ingresses_are_told_too_and_the_own_ones_once_and_never_stale():
+def test_timelines_of_other_ingresses_are_told_too_and_the_own_ones_once_and_never_stale():
     async def scenario() -> None:
         channel = TokenChannel("127.0.0.1")
         task = asyncio.create_task(channel.run())
         await asyncio.sleep(0)  # only what has begun closes its socket when it is cancelled
         telemetry = Telemetry("a", channel, peers=OtherIngress())
-        telemetry.stories.begin(story("cmpl-x-2-0", 2.0, seconds=1.5))
-        found = await telemetry.all_stories("cmpl-x")
+        telemetry.timelines.begin(timeline("cmpl-x-2-0", 2.0, seconds=1.5))
+        found = await telemetry.all_timelines("cmpl-x")
         assert [(one.request_id, one.seconds) for one in found] == [("cmpl-x-1-0", None), ("cmpl-x-2-0", 1.5)]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from deployments.frontend import retry as replay
+from deployments.frontend import retry
 from engine.errors import EngineUnavailable, OtherModel
 from engine.wire.messages import GenerateRequest
 from engine.wire.model_identity import ModelIdentity
@@ -21,7 +21,7 @@ FOREIGN = ModelIdentity("old", "other words")
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(replay, "BACK_OFF_S", 0.0)
+    monkeypatch.setattr(retry, "BACK_OFF_S", 0.0)
 
 
 def refusal(model: ModelIdentity, after: int = 0) -> Death:

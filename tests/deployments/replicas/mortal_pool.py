@@ -100,7 +100,7 @@ class MortalPool:
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return []
 
-    async def journals(self, request_ids: list[str]) -> list[EngineRequestLog]:
+    async def request_logs(self, request_ids: list[str]) -> list[EngineRequestLog]:
         return []
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class Ingress:
 
     channel: TokenChannel
     stats: ModelStats = field(default_factory=ModelStats)
-    stories: RequestTimelines = field(default_factory=lambda: RequestTimelines("ingress-1"))
+    timelines: RequestTimelines = field(default_factory=lambda: RequestTimelines("ingress-1"))
 
     def generation(
         self, requests: Sequence[GenerateRequest], pool: EnginePool, *, n: int = 1, max_replays: int = 3
@@ -188,7 +188,7 @@ class Ingress:
             pool=pool,
             model="mortal",
             stats=self.stats,
-            stories=self.stories,
+            timelines=self.timelines,
             admission=Admission(pool, LIMITS),
             client="test",
             max_replays=max_replays,
@@ -217,7 +217,7 @@ async def listen(generation: Generation, requests: Sequence[GenerateRequest], so
     """All that comes; `so_far` shows it while it does, by request id."""
     heard = [Heard() for _ in requests]
     so_far.update({request.request_id: one for request, one in zip(requests, heard, strict=True)})
-    async for part in generation.parts():
+    async for part in generation.chunks():
         one, chunk = heard[part.index], part.chunk
         one.text += chunk.text
         one.token_ids += chunk.token_ids

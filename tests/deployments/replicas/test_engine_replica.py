@@ -142,14 +142,14 @@ def is_healthy(replica: EngineReplica) -> bool:
 def test_journal_is_the_engines_answer_and_an_engine_that_gives_none_is_not_waited_for(monkeypatch):
     async def scenario() -> None:
         async with replica_with_engine() as (replica, engine):
-            both = await asyncio.gather(replica.journal(["a", "b"]), replica.journal(["c"]))
-            assert [list(journal.lines) for journal in both] == [["a", "b"], ["c"]]
+            both = await asyncio.gather(replica.request_log(["a", "b"]), replica.request_log(["c"]))
+            assert [list(request_log.lines) for request_log in both] == [["a", "b"], ["c"]]
             monkeypatch.setattr(engine_replica, "JOURNAL_TIMEOUT_S", 0.05)
             await asyncio.to_thread(engine.stop)
             with pytest.raises(EngineUnavailable, match="told nothing"):
-                await replica.journal(["a"])
+                await replica.request_log(["a"])
             replica.fail("rank 0 died")
             with pytest.raises(EngineUnavailable, match="rank 0 died"):
-                await replica.journal(["a"])
+                await replica.request_log(["a"])
 
     run(scenario())

@@ -43,8 +43,8 @@ def test_request_is_explained_by_its_ingress_and_its_engine_under_the_id_that_it
     assert (by_answer["reason"], by_answer["output_tokens"]) == ("length", 5)
     (engine,) = by_answer["engines"]
     assert engine.startswith("decode-tiny-")
-    assert any(moment["what"].startswith(f"routed to {engine}: ") for moment in by_answer["moments"])
-    told = [moment["what"] for moment in by_answer["moments"] if moment["where"] == engine]
+    assert any(event["what"].startswith(f"routed to {engine}: ") for event in by_answer["events"])
+    told = [event["what"] for event in by_answer["events"] if event["where"] == engine]
     assert told[-2:] == ["first token", "ended: length, 5 output tokens"]
 
 

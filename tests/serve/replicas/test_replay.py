@@ -59,8 +59,8 @@ def stream(server: ServeRun, body: dict[str, Any], running: Barrier | None = Non
 
 
 def explained(server: ServeRun, name: str) -> dict[str, Any]:
-    (story,) = httpx.get(f"{server.url}/debug/requests/{name}", timeout=10).json()["sequences"]
-    return dict(story)
+    (timeline,) = httpx.get(f"{server.url}/debug/requests/{name}", timeout=10).json()["sequences"]
+    return dict(timeline)
 
 
 def processes(server: ServeRun, title: str) -> list[psutil.Process]:
@@ -85,12 +85,12 @@ def test_streams_go_on_unchanged_when_a_process_of_a_decode_replica_is_killed(se
     assert [one[:2] for one in found] == expected
     replayed = scrape(server).sum("manta_request_replays_total") - before
     assert replayed > 0
-    stories = [explained(server, name) for name in named]
-    assert sum(story["replays"] for story in stories) == replayed
-    for story in stories:
-        lines = [moment["what"] for moment in story["moments"]]
-        assert sum("another follows: engine_unavailable" in line for line in lines) == story["replays"]
-        assert len(story["engines"]) == 1 + story["replays"]
+    timelines = [explained(server, name) for name in named]
+    assert sum(timeline["replays"] for timeline in timelines) == replayed
+    for timeline in timelines:
+        lines = [event["what"] for event in timeline["events"]]
+        assert sum("another follows: engine_unavailable" in line for line in lines) == timeline["replays"]
+        assert len(timeline["engines"]) == 1 + timeline["replays"]
     assert scrape(server).sum("vllm:request_success_total", finished_reason="error") == 0
     pauses = ", ".join(f"{pause_s:.2f}" for _, _, pause_s in found)
     print(f"\nSIGKILL of {victim}: {replayed:.0f} replays, longest pause of each stream in s: {pauses}")
