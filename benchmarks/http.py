@@ -13,15 +13,20 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import aiohttp
 import psutil
+import typer
 import yaml
 from rich.progress import Progress
 
+from benchmarks.command import JsonOption, print_json, run
 from cluster import haproxy
+from cluster.cli.bench.progress import progress_bar
+from cluster.cli.bench.tables import figure, make_table, show
 from engine.errors import EngineUnavailable
 
 SERVERS = "benchmarks.http_servers"
@@ -186,3 +191,38 @@ def _free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def show_report(report: HttpReport) -> None:
+    table = make_table("", "µs of CPU per token", "against the first")
+    for way in report.ways:
+        table.add_row(way.name, figure(way.median), f"{way.median / report.ways[0].median:.1f}")
+    show(
+        f"{report.streams} streams of {report.tokens} tokens, one every {1000 * report.tick_s:.0f} ms each; medians",
+        table,
+    )
+
+
+def main(
+    streams: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 64,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens per stream.")] = 256,
+    repetitions: Annotated[int, typer.Option(min=1, help="Against each server, after one that does not count.")] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """What a streamed token costs on its way through HTTP, in CPU time of the servers: Manta's way, with a clock in
+    place of the engine, against uvicorn alone and against Serve's proxy and a streaming handle.
+
+    Starts each of these servers in turn, with a Ray of its own.
+
+    Example: python -m benchmarks.http --streams 16 --tokens 128
+    """
+    with progress_bar() as progress:
+        report = measure(streams=streams, tokens=tokens, repetitions=repetitions, progress=progress)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        show_report(report)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -7,16 +7,21 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from typing import Annotated
 
 import msgspec
 import numpy as np
+import typer
 import zmq
 import zmq.asyncio
 from rich.progress import Progress
 
+from benchmarks.command import DtypeOption, JsonOption, ModelOption, SeedOption, print_json, run
 from benchmarks.engine_process import Engines
+from cluster.cli.bench.progress import progress_bar
+from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import EngineConfig, HandoffConfig
 from engine.errors import EngineError, InvalidParameter
 from engine.wire.messages import Add, GenerateRequest, TokenBatch
@@ -193,3 +198,64 @@ class Client:
 
 def is_stream(request_id: str) -> bool:
     return request_id.startswith(STREAM)
+
+
+def show_report(report: IsolationReport) -> None:
+    table = make_table("", *(setup.name for setup in report.setups))
+    rows = [
+        ("time between tokens, ms: median", "itl_p50_ms", 1),
+        ("P99", "itl_p99_ms", 1),
+        ("longest", "itl_max_ms", 1),
+        ("time to first token of a long prompt, ms", "ttft_p50_ms", 0),
+        ("tokens/s of the running streams", "stream_tokens_per_s", 0),
+    ]
+    for name, key, decimals in rows:
+        table.add_row(name, *(figure(setup.median(key), decimals) for setup in report.setups))
+    traffic = report.traffic
+    show(
+        f"{report.model}, {report.cores} cores: {traffic.streams} streams, and a prompt of {traffic.prompt_len} tokens "
+        f"every {traffic.interval_s:g} s; medians of {report.repetitions} repetitions of {traffic.duration_s:g} s",
+        table,
+        f"P99 time between tokens: the better of the shared engines takes {report.gain:.1f} times as long as two pools",
+        f"prompts that the decode engine had computed elsewhere: {report.setups[-1].remote_prompts}",
+    )
+
+
+def main(
+    model: ModelOption = "pocket",
+    streams: Annotated[int, typer.Option(min=1, help="Streams that run all the time.")] = 8,
+    prompt_len: Annotated[int, typer.Option(min=2, help="Tokens of each long prompt.")] = 1500,
+    interval_s: Annotated[float, typer.Option(min=0.01, help="From the start of one long prompt to the next.")] = 1.0,
+    duration_s: Annotated[float, typer.Option(min=1, help="Length of one measurement.")] = 10.0,
+    chunk: Annotated[int, typer.Option(min=64, help="Tokens per step of the second shared engine.")] = 256,
+    vocab_size: Annotated[int, typer.Option(min=11, help="Token ids are below this; the model must have them.")] = 1000,
+    seed: SeedOption = 0,
+    repetitions: Annotated[int, typer.Option(min=1, help="Each with new prompts; the setups take turns.")] = 3,
+    dtype: DtypeOption = "auto",
+    max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest prompt + answer, in tokens.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What long prompts do to running streams: one engine for both, against a prefill and a decode pool.
+
+    The same cores for all: one engine with all of them, or two engines with half of them each. The first token of a
+    long prompt may come later from the pools, since only half of the cores compute it.
+
+    Example: python -m benchmarks.isolation --streams 4 --prompt-len 1000
+    """
+    traffic = Traffic(
+        streams=streams, prompt_len=prompt_len, interval_s=interval_s, duration_s=duration_s, vocab_size=vocab_size,
+        seed=seed,
+    )  # fmt: skip
+    with progress_bar() as progress:
+        report = measure(
+            model=model, dtype=dtype, max_model_len=max_model_len, traffic=traffic, repetitions=repetitions,
+            chunk=chunk, progress=progress,
+        )  # fmt: skip
+    if as_json:
+        print_json(asdict(report) | {"gain": report.gain})
+    else:
+        show_report(report)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+import sys
+from dataclasses import asdict, dataclass
+from typing import Annotated
 
+import typer
 from rich.progress import track
 
+from benchmarks.command import JsonOption, print_json, run
+from cluster.cli.bench.tables import make_table, show
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.scheduler import Scheduler
@@ -100,3 +105,41 @@ def result_of(plan: StepPlan) -> StepResult:
     return StepResult(
         plan.step, [TOKEN if samples else None for samples in plan.samples], [None] * count, [None] * count
     )
+
+
+def show_report(report: MemoryReport, block_size: int, max_model_len: int) -> None:
+    table = make_table("", "allocated but empty")
+    table.add_row(f"paged, blocks of {block_size}", f"{report.paged_waste:.1%}")
+    table.add_row(f"reserving the maximum ({max_model_len})", f"{report.reserved_waste:.1%}")
+    table.add_row("claimed by Kwon et al. 2023", "< 4 % and 60 to 80 %")
+    show(
+        f"{report.requests} requests, {report.mean_prompt:.0f} tokens in and {report.mean_output:.0f} out on average, "
+        f"{report.mean_running:.0f} running at a time",
+        table,
+    )
+
+
+def main(
+    requests: Annotated[int, typer.Option(min=1, help="How many requests to run.")] = 1000,
+    mean_prompt: Annotated[float, typer.Option(min=1, help="Tokens; log-normal.")] = 1155,
+    mean_output: Annotated[float, typer.Option(min=1, help="Tokens; log-normal.")] = 211,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 16,
+    max_model_len: Annotated[int, typer.Option(min=2, help="The context; what reserving would reserve.")] = 4096,
+    as_json: JsonOption = False,
+) -> None:
+    """KV memory that holds no token: paging against reserving the longest possible sequence.
+
+    Example: python -m benchmarks.memory --mean-prompt 200 --mean-output 100
+    """
+    report = measure(
+        requests=requests, mean_prompt=mean_prompt, mean_output=mean_output, block_size=block_size,
+        max_model_len=max_model_len, progress=sys.stderr.isatty(),
+    )  # fmt: skip
+    if as_json:
+        print_json(asdict(report))
+    else:
+        show_report(report, block_size, max_model_len)
+
+
+if __name__ == "__main__":
+    run(main)

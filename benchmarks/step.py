@@ -10,18 +10,22 @@ import functools
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.progress import Progress
 from torch.profiler import ProfilerActivity, record_function
 
+from benchmarks.command import DtypeOption, JsonOption, ModelOption, SeedOption, print_json, run
 from benchmarks.memory_floor import kv_bytes, measure_bandwidth, synchronise, weight_bytes
 from cluster.cli.bench.distribution import Distribution
+from cluster.cli.bench.progress import progress_bar
 from cluster.cli.bench.prompts import random_ids
+from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.device import open_device
@@ -296,3 +300,82 @@ def recorded(function: Callable[..., Any], label: str) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
+
+
+def show_report(report: StepReport, profile_rows: int) -> None:
+    table = make_table("batch size", *(str(batch.batch_size) for batch in report.batches))
+
+    def row(name: str, values: Iterable[float], decimals: int = 0) -> None:
+        table.add_row(name, *(figure(value, decimals) for value in values))
+
+    for part in report.batches[0].parts:
+        row(part, (batch.parts[part] for batch in report.batches))
+    table.add_section()
+    row("total", (batch.total_us for batch in report.batches))
+    row("floor", (batch.floor_us for batch in report.batches))
+    row("total / floor", (batch.total_over_floor for batch in report.batches), 2)
+    table.add_section()
+    row("tokens of context", (batch.context_len for batch in report.batches))
+    row("weights, MB", (batch.weight_bytes / 1e6 for batch in report.batches), 1)
+    row("KV, MB", (batch.kv_bytes / 1e6 for batch in report.batches), 1)
+    show(
+        f"{report.model}, {report.dtype}, {report.threads} threads: µs per decode step, median of {report.steps}",
+        table,
+        f"floor: weights and KV at {report.bandwidth_gb_per_s:.1f} GB/s, measured just before",
+    )
+    if report.profile is not None:
+        operations = make_table("operation", "calls", "µs", "share")
+        whole = sum(op.self_us for op in report.profile)
+        for op in report.profile[:profile_rows]:
+            operations.add_row(op.op, figure(op.calls), figure(op.self_us), f"{op.self_us / whole:.1%}")
+        largest = max(batch.batch_size for batch in report.batches)
+        show(f"\nown time of the operations in a step, batch size {largest}", operations)
+
+
+def parse_numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()] or [0]
+    except ValueError as e:
+        raise InvalidParameter("batch_sizes", text, "numbers with commas between them, like 1,16,64") from e
+
+
+def main(
+    model: ModelOption = "pocket",
+    batch_sizes: Annotated[str, typer.Option(help="Sequences that decode together; one or more numbers.")] = "1,16,64",
+    context_len: Annotated[int, typer.Option(min=1, help="Tokens that each of them has before.")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps to measure.")] = 50,
+    profile: Annotated[bool, typer.Option("--profile", help="Also show the costliest torch operations.")] = False,
+    profile_rows: Annotated[int, typer.Option(min=1, help="Number of operations to show.")] = 15,
+    seed: SeedOption = 0,
+    dtype: DtypeOption = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: one per core.")] = None,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens that one step may compute.")] = 2048,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per KV block. Default: what the device likes.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Where the time of a decode step goes, in µs, against the minimum that it could take.
+
+    The floor is the time to read the weights and the KV of the batch once, at the bandwidth that torch reaches on
+    this machine; arithmetic is not in it, so large batches cannot reach it. A model that fits into the caches can go
+    below. Planning is part of the total here, which a running engine does while the model computes.
+
+    Example: python -m benchmarks.step --batch-sizes 1,8 --context-len 1000 --profile
+    """
+    with progress_bar() as progress:
+        report = measure(
+            model=model, batch_sizes=parse_numbers(batch_sizes), context_len=context_len, steps=steps, profile=profile,
+            seed=seed, progress=progress, dtype=dtype, num_threads=threads,
+            max_num_batched_tokens=max_num_batched_tokens, block_size=block_size,
+        )  # fmt: skip
+    if as_json:
+        fields: dict[str, Any] = asdict(report)
+        fields["profile"] = fields["profile"] and fields["profile"][:profile_rows]
+        print_json(fields)
+    else:
+        show_report(report, profile_rows)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -2,16 +2,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from benchmarks import memory_floor, step
+from benchmarks import command, memory_floor, step
 from benchmarks.step import PARTS, Stopwatch
-from cluster.cli import main as cli
 from tests.models import make_model
 
 SMALL = ["--batch-sizes", "1,3", "--context-len", "20", "--steps", "4", "--threads", "1"]
@@ -27,14 +24,19 @@ def folder(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"), "llama")
 
 
-def run(folder, *arguments: str) -> str:
-    result = CliRunner().invoke(cli.app, ["bench", "step", "--model", str(folder), *SMALL, *arguments])
-    assert result.exit_code == 0, result.output
-    return result.stdout
+@pytest.fixture
+def run(folder, capsys):
+    def run(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            command.run(step.main, ["--model", str(folder), *SMALL, *arguments])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_parts_are_positive_and_no_more_than_the_whole(folder):
-    fields = json.loads(run(folder, "--json"))
+def test_parts_are_positive_and_no_more_than_the_whole(run):
+    fields = json.loads(run("--json"))
     assert (fields["dtype"], fields["threads"], fields["profile"]) == ("float32", 1, None)
     assert [batch["batch_size"] for batch in fields["batches"]] == [1, 3]
     for batch in fields["batches"]:
@@ -48,53 +50,57 @@ def test_parts_are_positive_and_no_more_than_the_whole(folder):
         assert 20 + step.UNMEASURED <= batch["context_len"] <= 20 + step.UNMEASURED + 4
 
 
-def test_prompts_that_do_not_fit_into_one_step_are_computed_first(folder):
-    fields = json.loads(run(folder, "--json", "--max-num-batched-tokens", "7", "--block-size", "4"))
+def test_prompts_that_do_not_fit_into_one_step_are_computed_first(run):
+    fields = json.loads(run("--json", "--max-num-batched-tokens", "7", "--block-size", "4"))
     assert [batch["batch_size"] for batch in fields["batches"]] == [1, 3]
     assert fields["batches"][1]["context_len"] > 20
 
 
-def test_a_profile_names_operations_and_layers_the_costliest_first(folder):
-    fields = json.loads(run(folder, "--json", "--profile", "--profile-rows", "1000"))
+def test_a_profile_names_operations_and_layers_the_costliest_first(run):
+    fields = json.loads(run("--json", "--profile", "--profile-rows", "1000"))
     times = [op["self_us"] for op in fields["profile"]]
     assert times == sorted(times, reverse=True)
     calls = {op["op"]: op["calls"] for op in fields["profile"]}
     assert calls["Attention"] == 3  # layers
     assert calls["schedule"] == calls["forward"] == 1
     assert any(name.startswith("aten::") for name in calls)
-    assert len(json.loads(run(folder, "--json", "--profile", "--profile-rows", "2"))["profile"]) == 2
+    assert len(json.loads(run("--json", "--profile", "--profile-rows", "2"))["profile"]) == 2
 
 
-def test_the_table_shows_every_part_and_the_floor(folder):
-    shown = run(folder, "--profile")
+def test_the_table_shows_every_part_and_the_floor(run):
+    shown = run("--profile")
     for name in (*PARTS, "total", "floor", "total / floor", "GB/s", "own time of the operations", "batch size 3"):
         assert name in shown
 
 
-def message_of(folder, monkeypatch, capsys, *arguments: str) -> str:
+@pytest.fixture
+def message_of(folder, capsys):
     """The one line of an error that the user can mend."""
-    monkeypatch.setattr(sys, "argv", ["manta", "bench", "step", "--model", str(folder), *SMALL, *arguments])
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main()
-    assert exit_info.value.code == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
+
+    def message_of(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as exit_info:
+            command.run(step.main, ["--model", str(folder), *SMALL, *arguments])
+        assert exit_info.value.code == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return message_of
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [("1,x", "batch_sizes must be numbers with commas"), ("0", "batch_sizes must be at least 1"), ("", "at least 1")],
 )
-def test_a_wrong_batch_size_is_one_clear_line(folder, sizes, message, monkeypatch, capsys):
-    assert message in message_of(folder, monkeypatch, capsys, "--batch-sizes", sizes)
+def test_a_wrong_batch_size_is_one_clear_line(message_of, sizes, message):
+    assert message in message_of("--batch-sizes", sizes)
 
 
-def test_a_context_that_is_too_long_is_an_error_that_names_the_longest(folder, monkeypatch, capsys):
-    line = message_of(folder, monkeypatch, capsys, "--context-len", "510")
+def test_a_context_that_is_too_long_is_an_error_that_names_the_longest(run, message_of):
+    line = message_of("--context-len", "510")
     longest = re.search(r"context_len must be at most (\d+), with 4 steps and batches of 3: .* 512 tokens", line)
     assert longest is not None, line
-    run(folder, "--context-len", longest[1])
-    message_of(folder, monkeypatch, capsys, "--context-len", str(int(longest[1]) + 1))
+    run("--context-len", longest[1])
+    message_of("--context-len", str(int(longest[1]) + 1))
 
 
 def test_a_method_does_not_count_what_it_calls(monkeypatch):

@@ -242,5 +242,5 @@ def test_manta_check_ends_with_1_and_one_line(tmp_path):
 
 @pytest.mark.parametrize("name", ["serve_config.yaml", "serve_config_pd.yaml"])
 def test_manta_check_accepts_the_bundled_configurations(name):
-    result = CliRunner().invoke(cli.app, ["check", str(Path(cli.__file__).parents[1] / name)])
+    result = CliRunner().invoke(cli.app, ["check", str(Path(cli.__file__).parents[2] / name)])
     assert result.exit_code == 0

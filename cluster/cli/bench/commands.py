@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from cluster.cli.bench.progress import progress_bar
-from engine.errors import InvalidParameter
 
 bench = typer.Typer(no_args_is_help=True, help="Measure, beside the figure that the result has to be compared to.")
 
@@ -179,152 +177,6 @@ def serve(
     else:
         show_serve(report)
     raise typer.Exit(1 if report.failed else 0)
-
-
-@bench.command()
-def step(
-    model: ModelOption = "pocket",
-    batch_sizes: Annotated[str, typer.Option(help="Sequences that decode together; one or more numbers.")] = "1,16,64",
-    context_len: Annotated[int, typer.Option(min=1, help="Tokens that each of them has before.")] = 256,
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps to measure.")] = 50,
-    profile: Annotated[bool, typer.Option("--profile", help="Also show the costliest torch operations.")] = False,
-    profile_rows: Annotated[int, typer.Option(min=1, help="How many of them.")] = 15,
-    seed: SeedOption = 0,
-    dtype: DtypeOption = "auto",
-    threads: ThreadsOption = None,
-    max_num_batched_tokens: BudgetOption = 2048,
-    block_size: BlockSizeOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Where the time of a decode step goes, in µs, against the least that it could take.
-
-    The floor is the time to read the weights and the KV of the batch once, at the bandwidth that torch reaches on
-    this machine; arithmetic is not in it, so large batches cannot reach it. A model that fits into the caches can go
-    below. Planning is part of the total here, which a running engine does while the model computes.
-
-    Example: manta bench step --batch-sizes 1,8 --context-len 1000 --profile
-    """
-    from benchmarks.step import measure
-    from cluster.cli.bench.tables import show_step
-
-    with progress_bar() as progress:
-        report = measure(
-            model=model, batch_sizes=parse_numbers(batch_sizes), context_len=context_len, steps=steps, profile=profile,
-            seed=seed, progress=progress, dtype=dtype, num_threads=threads,
-            max_num_batched_tokens=max_num_batched_tokens, block_size=block_size,
-        )  # fmt: skip
-    if as_json:
-        fields: dict[str, Any] = asdict(report)
-        fields["profile"] = fields["profile"] and fields["profile"][:profile_rows]
-        print_json(fields)
-    else:
-        show_step(report, profile_rows)
-
-
-def parse_numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.replace(",", " ").split()] or [0]
-    except ValueError as e:
-        raise InvalidParameter("batch_sizes", text, "numbers with commas between them, like 1,16,64") from e
-
-
-@bench.command()
-def isolation(
-    model: ModelOption = "pocket",
-    streams: Annotated[int, typer.Option(min=1, rich_help_panel=LOAD, help="That run all the time.")] = 8,
-    prompt_len: Annotated[int, typer.Option(min=2, rich_help_panel=LOAD, help="Tokens of each long prompt.")] = 1500,
-    interval_s: Annotated[
-        float, typer.Option(min=0.01, rich_help_panel=LOAD, help="From the start of one long prompt to the next.")
-    ] = 1.0,
-    duration_s: Annotated[float, typer.Option(min=1, rich_help_panel=LOAD, help="Of one measurement.")] = 10.0,
-    chunk: Annotated[
-        int, typer.Option(min=64, rich_help_panel=ENGINE, help="Tokens per step of the second shared engine.")
-    ] = 256,
-    vocab_size: Annotated[
-        int, typer.Option(min=11, rich_help_panel=LOAD, help="Token ids are below this; the model must have them.")
-    ] = 1000,
-    seed: SeedOption = 0,
-    repetitions: Annotated[int, typer.Option(min=1, help="Each with new prompts; the setups take turns.")] = 3,
-    dtype: DtypeOption = "auto",
-    max_model_len: Annotated[
-        int | None, typer.Option(min=2, rich_help_panel=ENGINE, help="Longest prompt + answer, in tokens.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """What long prompts do to running streams: one engine for both, against a prefill and a decode pool.
-
-    The same cores for all: one engine with all of them, or two engines with half of them each. The first token of a
-    long prompt may come later from the pools, since only half of the cores compute it.
-
-    Example: manta bench isolation --streams 4 --prompt-len 1000
-    """
-    from benchmarks.isolation import Traffic, measure
-    from cluster.cli.bench.tables import show_isolation
-
-    traffic = Traffic(
-        streams=streams, prompt_len=prompt_len, interval_s=interval_s, duration_s=duration_s, vocab_size=vocab_size,
-        seed=seed,
-    )  # fmt: skip
-    with progress_bar() as progress:
-        report = measure(
-            model=model, dtype=dtype, max_model_len=max_model_len, traffic=traffic, repetitions=repetitions,
-            chunk=chunk, progress=progress,
-        )  # fmt: skip
-    if as_json:
-        print_json(asdict(report) | {"gain": report.gain})
-    else:
-        show_isolation(report)
-
-
-@bench.command()
-def http(
-    streams: Annotated[int, typer.Option(min=1, rich_help_panel=LOAD, help="At a time.")] = 64,
-    tokens: Annotated[int, typer.Option(min=2, rich_help_panel=LOAD, help="Per stream.")] = 256,
-    repetitions: Annotated[int, typer.Option(min=1, help="Against each server, after one that does not count.")] = 3,
-    as_json: JsonOption = False,
-) -> None:
-    """What a streamed token costs on its way through HTTP, in CPU time of the servers: Manta's way, with a clock in
-    place of the engine, against uvicorn alone and against Serve's proxy and a streaming handle.
-
-    Starts each of these servers in turn, with a Ray of its own.
-
-    Example: manta bench http --streams 16 --tokens 128
-    """
-    from benchmarks.http import measure
-    from cluster.cli.bench.tables import show_http
-
-    with progress_bar() as progress:
-        report = measure(streams=streams, tokens=tokens, repetitions=repetitions, progress=progress)
-    if as_json:
-        print_json(asdict(report))
-    else:
-        show_http(report)
-
-
-@bench.command()
-def memory(
-    requests: Annotated[int, typer.Option(min=1, help="How many requests to run.")] = 1000,
-    mean_prompt: Annotated[float, typer.Option(min=1, help="Tokens; log-normal.")] = 1155,
-    mean_output: Annotated[float, typer.Option(min=1, help="Tokens; log-normal.")] = 211,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 16,
-    max_model_len: Annotated[int, typer.Option(min=2, help="The context; what reserving would reserve.")] = 4096,
-    as_json: JsonOption = False,
-) -> None:
-    """KV memory that holds no token: paging against reserving the longest possible sequence.
-
-    Example: manta bench memory --mean-prompt 200 --mean-output 100
-    """
-    from benchmarks.memory import measure
-    from cluster.cli.bench.tables import show_memory
-
-    report = measure(
-        requests=requests, mean_prompt=mean_prompt, mean_output=mean_output, block_size=block_size,
-        max_model_len=max_model_len, progress=sys.stderr.isatty(),
-    )  # fmt: skip
-    if as_json:
-        print_json(asdict(report))
-        return
-    show_memory(report, block_size, max_model_len)
 
 
 def print_json(fields: dict[str, Any]) -> None:

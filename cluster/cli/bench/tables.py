@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:  # a load generator need not wait for torch
-    from benchmarks.http import HttpReport
-    from benchmarks.isolation import IsolationReport
-    from benchmarks.memory import MemoryReport
-    from benchmarks.step import StepReport
     from cluster.cli.bench.distribution import Distribution
     from cluster.cli.bench.offline import OfflineReport
     from cluster.cli.bench.serve import ServeReport
@@ -85,79 +81,6 @@ def serve_notes(report: ServeReport) -> list[str]:
     if report.client_cpu_share > BUSY_CLIENT:
         notes.append(f"this client used {report.client_cpu_share:.0%} of a core, and may be what limits the figures")
     return notes
-
-
-def show_step(report: StepReport, profile_rows: int) -> None:
-    table = make_table("batch size", *(str(batch.batch_size) for batch in report.batches))
-
-    def row(name: str, values: Iterable[float], decimals: int = 0) -> None:
-        table.add_row(name, *(figure(value, decimals) for value in values))
-
-    for part in report.batches[0].parts:
-        row(part, (batch.parts[part] for batch in report.batches))
-    table.add_section()
-    row("total", (batch.total_us for batch in report.batches))
-    row("floor", (batch.floor_us for batch in report.batches))
-    row("total / floor", (batch.total_over_floor for batch in report.batches), 2)
-    table.add_section()
-    row("tokens of context", (batch.context_len for batch in report.batches))
-    row("weights, MB", (batch.weight_bytes / 1e6 for batch in report.batches), 1)
-    row("KV, MB", (batch.kv_bytes / 1e6 for batch in report.batches), 1)
-    show(
-        f"{report.model}, {report.dtype}, {report.threads} threads: µs per decode step, median of {report.steps}",
-        table,
-        f"floor: weights and KV at {report.bandwidth_gb_per_s:.1f} GB/s, measured just before",
-    )
-    if report.profile is not None:
-        operations = make_table("operation", "calls", "µs", "share")
-        whole = sum(op.self_us for op in report.profile)
-        for op in report.profile[:profile_rows]:
-            operations.add_row(op.op, figure(op.calls), figure(op.self_us), f"{op.self_us / whole:.1%}")
-        largest = max(batch.batch_size for batch in report.batches)
-        show(f"\nown time of the operations in a step, batch size {largest}", operations)
-
-
-def show_memory(report: MemoryReport, block_size: int, max_model_len: int) -> None:
-    table = make_table("", "allocated but empty")
-    table.add_row(f"paged, blocks of {block_size}", f"{report.paged_waste:.1%}")
-    table.add_row(f"reserving the maximum ({max_model_len})", f"{report.reserved_waste:.1%}")
-    table.add_row("claimed by Kwon et al. 2023", "< 4 % and 60 to 80 %")
-    show(
-        f"{report.requests} requests, {report.mean_prompt:.0f} tokens in and {report.mean_output:.0f} out on average, "
-        f"{report.mean_running:.0f} running at a time",
-        table,
-    )
-
-
-def show_http(report: HttpReport) -> None:
-    table = make_table("", "µs of CPU per token", "against the first")
-    for way in report.ways:
-        table.add_row(way.name, figure(way.median), f"{way.median / report.ways[0].median:.1f}")
-    show(
-        f"{report.streams} streams of {report.tokens} tokens, one every {1000 * report.tick_s:.0f} ms each; medians",
-        table,
-    )
-
-
-def show_isolation(report: IsolationReport) -> None:
-    table = make_table("", *(setup.name for setup in report.setups))
-    rows = [
-        ("time between tokens, ms: median", "itl_p50_ms", 1),
-        ("P99", "itl_p99_ms", 1),
-        ("longest", "itl_max_ms", 1),
-        ("time to first token of a long prompt, ms", "ttft_p50_ms", 0),
-        ("tokens/s of the running streams", "stream_tokens_per_s", 0),
-    ]
-    for name, key, decimals in rows:
-        table.add_row(name, *(figure(setup.median(key), decimals) for setup in report.setups))
-    traffic = report.traffic
-    show(
-        f"{report.model}, {report.cores} cores: {traffic.streams} streams, and a prompt of {traffic.prompt_len} tokens "
-        f"every {traffic.interval_s:g} s; medians of {report.repetitions} repetitions of {traffic.duration_s:g} s",
-        table,
-        f"P99 time between tokens: the better of the shared engines takes {report.gain:.1f} times as long as two pools",
-        f"prompts that the decode engine had computed elsewhere: {report.setups[-1].remote_prompts}",
-    )
 
 
 def make_table(*columns: str) -> Table:

@@ -1,0 +1,32 @@
+"""A benchmark as a command of its own: `python -m benchmarks.NAME`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from engine.errors import ServingError
+
+ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a Hugging Face model folder, or a Hub id.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of the random prompts.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON, for programs.")]
+
+
+def run(main: Callable[..., None], arguments: list[str] | None = None) -> None:
+    """Run `main` with the process's arguments; an error that the user can mend is one line and exit code 1."""
+    command = typer.Typer(add_completion=False)
+    command.command()(main)
+    try:
+        command(arguments)
+    except ServingError as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+
+
+def print_json(fields: dict[str, Any]) -> None:
+    print(json.dumps(fields, allow_nan=False))
