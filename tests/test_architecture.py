@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 ORDER = ["engine", "placement", "deployments", "cluster"]  # each may import those before it
+# the rooms of engine/, in reading order; rooms of one line do not import each other
+ENGINE_ORDER = [{"wire"}, {"text", "distributed"}, {"model"}, {"kv_transfer"}, {"runner"}, {"core"}, {"offline"}]
+MAX_FILES = 16  # side by side in one folder
 FILES = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in ORDER}
 MAY_USE_TORCH_DISTRIBUTED = ("engine/distributed/tp_group.py", "engine/kv_transfer/transport/")
 
@@ -29,6 +33,27 @@ def imported_modules(source: str) -> set[str]:
 
 def imported_packages(source: str) -> set[str]:
     return {module.split(".")[0] for module in imported_modules(source)}
+
+
+def imported_files(file: Path) -> set[Path]:
+    """Files of the repository that a file imports, functions and TYPE_CHECKING blocks included."""
+    found = set()
+    for module in imported_modules(file.read_text(encoding="utf-8")):
+        path = ROOT.joinpath(*module.split("."))
+        for candidate in (path.with_suffix(".py"), path / "__init__.py", path.parent.with_suffix(".py")):
+            if candidate.is_file() and candidate != file:
+                found.add(candidate)
+                break
+    return found
+
+
+def circle_in(arrows: dict[Path, set[Path]]) -> list[Path]:
+    """Some circle of a graph, or nothing."""
+    try:
+        list(TopologicalSorter(arrows).static_order())
+    except CycleError as error:
+        return error.args[1]
+    return []
 
 
 def uses_torch_distributed(source: str) -> bool:
@@ -75,6 +100,42 @@ def test_a_folder_imports_nothing_above_it(folder):
     assert FILES[folder], "a folder was moved"
     for file in FILES[folder]:
         assert not imported_packages(file.read_text(encoding="utf-8")) & above, file
+
+
+def test_the_rooms_of_the_engine_import_those_before_them_only():
+    rank = {room: i for i, rooms in enumerate(ENGINE_ORDER) for room in rooms}
+    engine = ROOT / "engine"
+    for file in [file for file in FILES["engine"] if file != engine / "__init__.py"]:
+        room = file.relative_to(engine).parts[0]
+        for other in imported_files(file):
+            above = other.relative_to(engine).parts[0]
+            if above in rank and above != room:
+                assert room in rank and rank[above] < rank[room], f"{file} imports {other}"
+
+
+def test_what_stands_side_by_side_in_a_folder_imports_in_one_direction():
+    """Files of a folder, with each folder inside it taken as one. `engine/__init__.py` is the door, so it is left out."""
+    files = [file for some in FILES.values() for file in some if file != ROOT / "engine" / "__init__.py"]
+    arrows = {file: imported_files(file) for file in files}
+    for folder in sorted({parent for file in files for parent in file.parents if parent.is_relative_to(ROOT)}):
+        inside: dict[Path, set[Path]] = {}
+        for file in files:
+            if not file.is_relative_to(folder):
+                continue
+            child = folder / file.relative_to(folder).parts[0]
+            for other in arrows[file]:
+                if other.is_relative_to(folder) and other in arrows:
+                    neighbour = folder / other.relative_to(folder).parts[0]
+                    if neighbour != child:
+                        inside.setdefault(child, set()).add(neighbour)
+        circle = [str(path.relative_to(ROOT)) for path in circle_in(inside)]
+        assert not circle, " -> ".join(circle)
+
+
+def test_no_folder_has_more_files_than_one_takes_in_at_a_glance():
+    for folder in {file.parent for files in FILES.values() for file in files}:
+        files = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
+        assert len(files) <= MAX_FILES, f"{folder} has {len(files)} files"
 
 
 def test_no_file_of_the_engine_names_ray():
