@@ -80,7 +80,7 @@ def ingress(
         max_constructor_retry_count=CONSTRUCTOR_TRIES,
         **_ingress_replicas(config),
     )
-    return deployment.bind(infos, pools, config.log, config.tracing_config(), config.ingress.gate())
+    return deployment.bind(infos, pools, config.log, config.tracing_config(), config.ingress.auth())
 
 
 def _check_room(config: AppConfig) -> None:

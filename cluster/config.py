@@ -14,7 +14,7 @@ from cluster.autoscaling.targets import Limits, Slo
 from deployments.frontend.api_keys import ApiKeys
 from deployments.observability.tracing import TracingConfig
 from deployments.openai.middleware import AuthConfig
-from deployments.openai.parsers.names import ReasoningParser, ToolCallParser
+from deployments.openai.parsers.names import ReasoningParserName, ToolCallParserName
 from deployments.routing.config import Role, RoutingConfig
 from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig, HandoffConfig
 from engine.errors import ConfigError
@@ -132,7 +132,7 @@ class IngressSection(Section):
     api_keys_file: str | None = Field(default=None, min_length=1)
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
 
-    def gate(self) -> AuthConfig:
+    def auth(self) -> AuthConfig:
         """Raises ConfigError if the file of keys is no good."""
         if self.api_keys_file is not None:
             ApiKeys(Path(self.api_keys_file))
@@ -160,8 +160,8 @@ class ModelSection(Section):
 
     name: str = Field(min_length=1)
     model: str
-    tool_call_parser: ToolCallParser = "auto"
-    reasoning_parser: ReasoningParser = "auto"
+    tool_call_parser: ToolCallParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
     engine: EngineSection = EngineSection()  # type: ignore[valid-type]
     decode: PoolSection = PoolSection()
     prefill: PoolSection | None = None

@@ -38,7 +38,7 @@ class Ingress:
         pools: list[tuple[DeploymentHandle, DeploymentHandle | None]],
         log: LogConfig,
         tracing: TracingConfig | None,
-        gate: AuthConfig,
+        auth: AuthConfig,
     ):
         """pools: for each model its decode and its prefill replicas."""
         started = time.monotonic()
@@ -46,7 +46,7 @@ class Ingress:
         log_to_console(f"ingress-{ingress_id}", log)
         self._channel = TokenChannel(ray.util.get_node_ip_address())
         spans = None if tracing is None else Tracing(tracing)
-        self._gate = gate
+        self._auth = auth
         self._telemetry = Telemetry(ingress_id, self._channel, spans, IngressPeers())
         engines = [
             ServePool(*handles, info.block_size, info.may_sleep, self._telemetry.timelines.note)
@@ -68,7 +68,7 @@ class Ingress:
         logger.info("ingress ready startup_s=%.1f", time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # called by Serve after the constructor
-        return openai_app(self._models, self._telemetry, self._gate)
+        return openai_app(self._models, self._telemetry, self._auth)
 
     async def stats(self) -> bytes:
         """What this ingress counts: IngressStats, in msgpack."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from deployments.openai.parsers import hermes, reasoning
 from deployments.openai.parsers.choice_parser import OutputFormat
-from deployments.openai.parsers.names import ReasoningParser, ToolCallParser
+from deployments.openai.parsers.names import ReasoningParserName, ToolCallParserName
 from deployments.openai.requests import ChatBody
 from deployments.openai.tool_grammar import Thinking, ToolGrammar
 from deployments.openai.tools import NamedToolChoice
@@ -45,7 +45,7 @@ class ChatFormat:
     reasons: it may write its reasoning between tags. shows_tools: the chat template puts tools into the prompt.
     """
 
-    tool_call_parser: ToolCallParser
+    tool_call_parser: ToolCallParserName
     reasons: bool
     shows_tools: bool
 
@@ -53,17 +53,17 @@ class ChatFormat:
     def of(
         cls,
         tokenizer: Tokenizer,
-        tool_call_parser: ToolCallParser = "auto",
-        reasoning_parser: ReasoningParser = "auto",
+        tool_call_parser: ToolCallParserName = "auto",
+        reasoning_parser: ReasoningParserName = "auto",
     ) -> ChatFormat:
         if reasoning_parser == "auto":
             reasons = reasoning.CLOSE in (tokenizer.chat_template or "")
         else:
             reasons = reasoning_parser != "none"
         return cls(
-            _tool_call_parser(tokenizer) if tool_call_parser == "auto" else tool_call_parser,
+            _detect_tool_call_parser(tokenizer) if tool_call_parser == "auto" else tool_call_parser,
             reasons,
-            "example_function" in _rendered(tokenizer, [_QUESTION]),
+            "example_function" in _render(tokenizer, [_QUESTION]),
         )
 
     @property
@@ -97,7 +97,7 @@ class ChatFormat:
             return "begun"
         return "never" if end.endswith(reasoning.CLOSE) else "maybe"
 
-    def answer(self, body: ChatBody, thinking: Thinking) -> OutputFormat:
+    def output_format(self, body: ChatBody, thinking: Thinking) -> OutputFormat:
         names = [tool.function.name for tool in body.offered_tools]
         calls: str = self.tool_call_parser if names else "none"
         if isinstance(body.tool_choice, NamedToolChoice):
@@ -125,7 +125,7 @@ class ChatFormat:
             tools=body.offered_tools,
             choice=body.tool_choice,
             parallel=body.parallel_tool_calls,
-            call_parser=self.tool_call_parser,
+            tool_call_parser=self.tool_call_parser,
             thinking=thinking,
             token_of=tokens.ids.get,
         )
@@ -149,15 +149,15 @@ class VisibleMarkers:
         return token_id not in self._visible and self._is_special(token_id)
 
 
-def _tool_call_parser(tokenizer: Tokenizer) -> ToolCallParser:
+def _detect_tool_call_parser(tokenizer: Tokenizer) -> ToolCallParserName:
     """By the way in which the template writes a call of an earlier turn: so the model will write its own."""
-    text = _rendered(tokenizer, [_QUESTION, _CALL])
+    text = _render(tokenizer, [_QUESTION, _CALL])
     if _HERMES_CALL.search(text):
         return "hermes"
     return "llama3_json" if _LLAMA3_CALL.search(text) else "none"
 
 
-def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
+def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
     try:
         return tokenizer.render_chat_template(messages, [_TOOL], add_generation_prompt=False)
     except RequestError:

@@ -1,4 +1,4 @@
-"""The answer to a text completion, whole or in chunks."""
+"""The response to a text completion, full or in chunks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import TokenLogprob
 
 
-class CompletionAnswer:
+class CompletionResponse:
     """Choices are numbered prompt by prompt, `n` of each.
 
     prompts: token ids; texts: the same, as `echo` shows them.
@@ -30,17 +30,17 @@ class CompletionAnswer:
 
     def __init__(
         self,
-        header: ResponseMeta,
+        meta: ResponseMeta,
         body: CompletionBody,
         generation: Generation,
         tokenizer: Tokenizer,
         prompts: list[list[int]],
         texts: list[str],
     ):
-        self._header, self._body, self._generation, self._tokenizer = header, body, generation, tokenizer
+        self._meta, self._body, self._generation, self._tokenizer = meta, body, generation, tokenizer
         self._prompts, self._texts = prompts, texts
 
-    async def whole(self) -> Completion:
+    async def full(self) -> Completion:
         choices = [CompletionChoice(i, "", None, None, None) for i in range(len(self._prompts) * self._body.n)]
         async with aclosing(self._choices()) as parts:
             async for part in parts:
@@ -132,10 +132,10 @@ class CompletionAnswer:
         )
 
     def _completion(self, choices: list[CompletionChoice], *, with_usage: bool) -> Completion:
-        completion = Completion(self._header.id, self._header.created, self._header.model, choices, "text_completion")
+        completion = Completion(self._meta.id, self._meta.created, self._meta.model, choices, "text_completion")
         if with_usage:
             completion.usage = usage_body(self._generation.usage)
-            if self._body.echo_only:  # a token had to be computed, but is not part of the answer
+            if self._body.echo_only:  # a token had to be computed, but is not part of the response
                 completion.usage.completion_tokens = 0
                 completion.usage.total_tokens = completion.usage.prompt_tokens
         return completion

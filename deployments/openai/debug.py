@@ -1,4 +1,4 @@
-"""The answer of /debug/requests/{id}: what happened to one request, as its ingress and all its engines tell it."""
+"""The response of /debug/requests/{id}: what happened to one request, as its ingress and all its engines tell it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer of /debug/handoffs: KV that is on its way between engines."""
+"""The response of /debug/handoffs: KV that is on its way between engines."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class AuthMiddleware:
         except ServingError as error:
             await error_response(error)(scope, receive, send)
         else:
-            await self._app(scope, _Limited(receive, self._max_body_bytes), send)
+            await self._app(scope, _BodyLimit(receive, self._max_body_bytes), send)
 
     def _check(self, scope: Scope) -> None:
         """Raises InvalidApiKey or BodyTooLarge."""
@@ -49,7 +49,7 @@ class AuthMiddleware:
             raise BodyTooLarge(self._max_body_bytes)
 
 
-class _Limited:
+class _BodyLimit:
     """A `receive` that counts: a chunked body does not say its length."""
 
     def __init__(self, receive: Receive, limit: int):

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from deployments.openai.problems import first_problem
+from deployments.openai.problems import validation_error
 from deployments.openai.response_format import ResponseFormat, StructuredOutputs, structured_outputs
 from deployments.openai.tools import Tool, ToolCall, ToolChoice, check_tools
-from deployments.openai.unsupported import changes_nothing
+from deployments.openai.unsupported import has_no_effect
 from engine.errors import InvalidParameter, RequestError
 from engine.wire.sampling_params import MAX_LOGPROBS, SamplingParams
 
@@ -116,11 +116,11 @@ class GenerationBody(RequestBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_what_changes_nothing(cls, body: Any) -> Any:
+    def _drop_fields_without_effect(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
         known = cls.model_fields
-        return {name: value for name, value in body.items() if name in known or not changes_nothing(name, value)}
+        return {name: value for name, value in body.items() if name in known or not has_no_effect(name, value)}
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """defaults: what the model's authors recommend, for fields that the request leaves open.
@@ -321,6 +321,6 @@ def parse(kind: type[Body], raw: bytes) -> Body:
     try:
         body = kind.model_validate_json(raw)
     except pydantic.ValidationError as error:
-        raise first_problem(error) from None
+        raise validation_error(error) from None
     body.check()
     return body

@@ -50,7 +50,7 @@ def structured_outputs(
     if form is not None and structure is not None:
         raise RequestError("response_format and structured_outputs do not go together", "structured_outputs")
     if form is not None:
-        return _of_response_format(form)
+        return _response_format_params(form)
     if structure is None:
         return None
     return StructuredOutputsParams(
@@ -62,7 +62,7 @@ def structured_outputs(
     )
 
 
-def _of_response_format(form: ResponseFormat) -> StructuredOutputsParams:
+def _response_format_params(form: ResponseFormat) -> StructuredOutputsParams:
     if (form.json_schema is not None) != (form.type == "json_schema"):
         raise RequestError('response_format.json_schema goes with the type "json_schema"', "response_format")
     if form.json_schema is None:

@@ -56,7 +56,7 @@ class ToolCallBody(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """content: None in an answer that is all reasoning or tool calls."""
+    """content: None in a response that is all reasoning or tool calls."""
 
     content: str | None = None
     role: str = "assistant"
@@ -153,7 +153,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct, omit_defaults=True):
-    """A whole answer, and also a chunk of a stream."""
+    """A whole response, and also a chunk of a stream."""
 
     id: str
     created: int

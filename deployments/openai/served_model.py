@@ -14,15 +14,15 @@ from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.generation import Generation
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.telemetry import Telemetry
-from deployments.openai.chat import ChatAnswer
+from deployments.openai.chat import ChatResponse
 from deployments.openai.chat_format import ChatFormat, VisibleMarkers
-from deployments.openai.completion import CompletionAnswer
+from deployments.openai.completion import CompletionResponse
 from deployments.openai.context import RequestContext
 from deployments.openai.parsers.choice_parser import OutputFormat
-from deployments.openai.parsers.names import ReasoningParser, ToolCallParser
+from deployments.openai.parsers.names import ReasoningParserName, ToolCallParserName
 from deployments.openai.requests import ChatBody, CompletionBody, GenerationBody, Message, TemplateOptions
 from deployments.openai.response_meta import ResponseMeta
-from deployments.openai.tokenize import DetokenizeBody, Prompt, TokenizeBody, Tokens
+from deployments.openai.tokenize import DetokenizeBody, DetokenizedText, TokenizeBody, Tokens
 from deployments.replicas.engine_pool import EnginePool
 from engine.errors import EngineUnavailable, InvalidParameter, PromptTooLong
 from engine.text.tokenizer import Tokenizer
@@ -64,8 +64,8 @@ class ModelInfo:
     block_size: int | None = None
     max_replays: int = 3
     has_priorities: bool = False
-    tool_call_parser: ToolCallParser = "auto"
-    reasoning_parser: ReasoningParser = "auto"
+    tool_call_parser: ToolCallParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
 
 
 class ServedModel:
@@ -96,24 +96,24 @@ class ServedModel:
             if not await self.pool.asleep():
                 raise
 
-    async def chat(self, body: ChatBody, header: ResponseMeta, caller: RequestContext) -> ChatAnswer:
+    async def chat(self, body: ChatBody, meta: ResponseMeta, context: RequestContext) -> ChatResponse:
         """Raises RequestError, and Overloaded before any work is done."""
-        self.admission.check(caller.client)
+        self.admission.check(context.client)
         self._format.check(body)
         params = self._params(body)
-        prompt, params, form = await asyncio.to_thread(self._prepare, body, params)
-        generation = self._generation([prompt], params, body, header, caller)
-        return ChatAnswer(header, body, generation, self._tokenizer, form)
+        prompt, params, output_format = await asyncio.to_thread(self._prepare, body, params)
+        generation = self._generation([prompt], params, body, meta, context)
+        return ChatResponse(meta, body, generation, self._tokenizer, output_format)
 
-    async def completion(self, body: CompletionBody, header: ResponseMeta, caller: RequestContext) -> CompletionAnswer:
+    async def completion(self, body: CompletionBody, meta: ResponseMeta, context: RequestContext) -> CompletionResponse:
         """Raises RequestError, and Overloaded before any work is done."""
-        self.admission.check(caller.client)
+        self.admission.check(context.client)
         params = self._params(body)
         prompts, texts = await asyncio.to_thread(self._tokenize, body)
         if (prompt_logprobs := body.num_prompt_logprobs()) is not None:
             params = msgspec.structs.replace(params, prompt_logprobs=prompt_logprobs)
-        generation = self._generation(prompts, params, body, header, caller)
-        return CompletionAnswer(header, body, generation, self._tokenizer, prompts, texts)
+        generation = self._generation(prompts, params, body, meta, context)
+        return CompletionResponse(meta, body, generation, self._tokenizer, prompts, texts)
 
     async def tokenize(self, body: TokenizeBody) -> Tokens:
         """Raises RequestError."""
@@ -126,13 +126,13 @@ class ServedModel:
         strings = [self._tokenizer.token(i) or "" for i in token_ids] if body.return_token_strs else None
         return Tokens(len(token_ids), self.info.max_model_len, token_ids, strings)
 
-    async def detokenize(self, body: DetokenizeBody) -> Prompt:
+    async def detokenize(self, body: DetokenizeBody) -> DetokenizedText:
         """Raises InvalidParameter for ids that are no tokens."""
         for token_id in body.tokens:
             if not 0 <= token_id < self.info.vocab_size or self._tokenizer.token(token_id) is None:
                 raise InvalidParameter("tokens", token_id, "a list of ids of the model's vocabulary")
         text = await asyncio.to_thread(self._tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return Prompt(text)
+        return DetokenizedText(text)
 
     def _prepare(self, body: ChatBody, params: SamplingParams) -> tuple[list[int], SamplingParams, OutputFormat]:
         """The prompt, what its answers are held to, and how to read them."""
@@ -141,7 +141,7 @@ class ServedModel:
         thinking = self._format.thinking(body, text)
         grammar = self._format.structured_outputs(body, thinking, params.structured_outputs, self._tokens)
         params = msgspec.structs.replace(params, structured_outputs=grammar)
-        return prompt, params, self._format.answer(body, thinking)
+        return prompt, params, self._format.output_format(body, thinking)
 
     def _chat_prompt(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, options: TemplateOptions
@@ -191,8 +191,8 @@ class ServedModel:
         prompts: list[list[int]],
         params: SamplingParams,
         body: GenerationBody,
-        header: ResponseMeta,
-        caller: RequestContext,
+        meta: ResponseMeta,
+        context: RequestContext,
     ) -> Generation:
         for prompt in prompts:
             if not prompt:
@@ -201,9 +201,9 @@ class ServedModel:
                 raise PromptTooLong(len(prompt), self.info.max_model_len)
         if len(prompts) * body.n > MAX_SEQUENCES:
             raise InvalidParameter("n", body.n, f"at most {MAX_SEQUENCES // len(prompts)} with {len(prompts)} prompts")
-        timeout_s = min(caller.timeout_s or self.info.request_timeout_s, self.info.request_timeout_s)
+        timeout_s = min(context.timeout_s or self.info.request_timeout_s, self.info.request_timeout_s)
         # the client may use one id twice; engines must never see two live requests of one id
-        unique = f"{header.id}-{secrets.token_hex(4)}"
+        unique = f"{meta.id}-{secrets.token_hex(4)}"
         requests = [
             GenerateRequest(
                 request_id=f"{unique}-{i * body.n + j}",
@@ -213,7 +213,7 @@ class ServedModel:
                 timeout_s=timeout_s,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
-                session_id=caller.session_id,
+                session_id=context.session_id,
                 model=self.info.identity,
             )
             for i, prompt in enumerate(prompts)
@@ -229,6 +229,6 @@ class ServedModel:
             stats=self._stats,
             timelines=self._timelines,
             admission=self.admission,
-            client=caller.client,
+            client=context.client,
             max_replays=self.info.max_replays,
         )

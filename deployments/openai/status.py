@@ -13,7 +13,7 @@ class Version(msgspec.Struct):
     version: str = VERSION
 
 
-class Load(msgspec.Struct):
+class ServerLoad(msgspec.Struct):
     """server_load: sequences of this ingress that wait or run."""
 
     server_load: int

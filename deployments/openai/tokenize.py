@@ -51,7 +51,7 @@ class DetokenizeBody(RequestBody):
 
 
 class Tokens(msgspec.Struct):
-    """The answer of /tokenize; max_model_len: of the model."""
+    """The response of /tokenize; max_model_len: of the model."""
 
     count: int
     max_model_len: int
@@ -59,7 +59,7 @@ class Tokens(msgspec.Struct):
     token_strs: list[str] | None
 
 
-class Prompt(msgspec.Struct):
-    """The answer of /detokenize."""
+class DetokenizedText(msgspec.Struct):
+    """The response of /detokenize."""
 
     prompt: str

@@ -15,8 +15,8 @@ import msgspec
 from llguidance import LLMatcher
 
 from deployments.openai.parsers import hermes, reasoning
-from deployments.openai.parsers.names import ToolCallParser
-from deployments.openai.tools import NamedToolChoice, Tool, ToolChoice, schema_of_calls
+from deployments.openai.parsers.names import ToolCallParserName
+from deployments.openai.tools import NamedToolChoice, Tool, ToolChoice, calls_schema
 from engine.errors import InvalidParameter
 from engine.text.grammar import WHITESPACE, limits, one_line
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -30,7 +30,7 @@ class ToolGrammar:
 
     content: the form that the request asks of the content; None for any.
     tools: that may be called; choice: whether they must be; parallel: more than one at once.
-    call_parser: how the model writes calls, unless they are forced.
+    tool_call_parser: how the model writes calls, unless they are forced.
     thinking: whether the answer begins with reasoning: never, maybe, or the prompt has begun it already.
     token_of: the id of the token that stands for a marker, or None if it is plain text.
     """
@@ -39,7 +39,7 @@ class ToolGrammar:
     tools: list[Tool]
     choice: ToolChoice | None
     parallel: bool
-    call_parser: ToolCallParser
+    tool_call_parser: ToolCallParserName
     thinking: Thinking
     token_of: Callable[[str], int | None]
 
@@ -48,7 +48,7 @@ class ToolGrammar:
         forced = self.choice == "required" or isinstance(self.choice, NamedToolChoice)
         for i, tool in enumerate(self.tools):
             if forced or tool.function.strict:
-                check_schema(tool.schema_of_arguments, f"tools[{i}].function.parameters")
+                check_schema(tool.arguments_schema, f"tools[{i}].function.parameters")
         if forced:
             schema = self._forced_schema()
             if self.thinking == "never":
@@ -63,22 +63,22 @@ class ToolGrammar:
     def _forced_schema(self) -> dict[str, Any]:
         if isinstance(self.choice, NamedToolChoice):
             named = self.choice.function.name
-            return next(tool.schema_of_arguments for tool in self.tools if tool.function.name == named)
-        calls = schema_of_calls(self.tools, "arguments", "#/items", strict_only=False)
-        most = {} if self.parallel else {"maxItems": 1}
-        return {"type": "array", "minItems": 1, **most, "items": calls}
+            return next(tool.arguments_schema for tool in self.tools if tool.function.name == named)
+        calls = calls_schema(self.tools, "arguments", "#/items", strict_only=False)
+        max_items = {} if self.parallel else {"maxItems": 1}
+        return {"type": "array", "minItems": 1, **max_items, "items": calls}
 
     def _content_or_calls(self) -> str:
         """Calls as the model writes them of its own accord."""
-        if self.call_parser == "hermes":
-            schema = schema_of_calls(self.tools, "arguments", "#", strict_only=True)
+        if self.tool_call_parser == "hermes":
+            schema = calls_schema(self.tools, "arguments", "#", strict_only=True)
             call = f"GAP {_json_rule(schema)} GAP {self._marker(hermes.CLOSE)}"
             if self.content is None:
                 return f"(until_call {call})* TEXT" if self.parallel else f"TEXT | until_call {call}"
             call = f"{self._marker(hermes.OPEN)} {call}"
             calls = f"{call} (GAP {call})*" if self.parallel else call
         else:
-            call = _json_rule(schema_of_calls(self.tools, "parameters", "#", strict_only=True))
+            call = _json_rule(calls_schema(self.tools, "parameters", "#", strict_only=True))
             calls = f'{call} (";" GAP {call})*' if self.parallel else call
         return f"{'OTHER_TEXT?' if self.content is None else _content_rule(self.content)} | {calls}"
 

@@ -36,7 +36,7 @@ class Tool(BaseModel):
         return self.model_dump(exclude_unset=True)
 
     @property
-    def schema_of_arguments(self) -> dict[str, Any]:
+    def arguments_schema(self) -> dict[str, Any]:
         parameters = self.function.parameters
         return NO_PARAMETERS if parameters is None else {"type": "object", **parameters}
 
@@ -83,11 +83,11 @@ class ToolCall(BaseModel):
         call = self.model_dump(exclude_unset=True)
         arguments = self.function.arguments
         call["type"] = self.type
-        call["function"]["arguments"] = parsed(arguments) if isinstance(arguments, str) else arguments
+        call["function"]["arguments"] = parse_arguments(arguments) if isinstance(arguments, str) else arguments
         return call
 
 
-def parsed(arguments: str) -> dict[str, Any] | str:
+def parse_arguments(arguments: str) -> dict[str, Any] | str:
     try:
         found = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, RecursionError):
@@ -101,27 +101,27 @@ def check_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> None:
     for i, tool in enumerate(tools or []):
         if names.index(tool.function.name) < i:
             raise InvalidParameter(f"tools[{i}].function.name", tool.function.name, "different from all other names")
-        if tool.schema_of_arguments["type"] != "object":
+        if tool.arguments_schema["type"] != "object":
             field = f"tools[{i}].function.parameters"
             raise InvalidParameter(field, tool.function.parameters, 'a JSON schema of type "object"')
     match choice:
         case "required" | NamedToolChoice() if not tools:
-            raise InvalidParameter("tool_choice", _shown(choice), '"none" or "auto" where no tools are given')
+            raise InvalidParameter("tool_choice", _choice_name(choice), '"none" or "auto" where no tools are given')
         case NamedToolChoice(function=FunctionName(name=name)) if name not in names:
             raise InvalidParameter("tool_choice", name, f"one of the tools ({', '.join(names)})")
 
 
-def schema_of_calls(tools: list[Tool], key: str, place: str, *, strict_only: bool) -> dict[str, Any]:
+def calls_schema(tools: list[Tool], key: str, pointer: str, *, strict_only: bool) -> dict[str, Any]:
     """JSON schema of a call of one of `tools`.
 
-    key: what the model calls the arguments. place: where the schema will stand in a larger one, as a JSON pointer.
+    key: what the model calls the arguments. pointer: where the schema will stand in a larger one, as a JSON pointer.
     strict_only: tools that are not strict take any arguments.
     """
     calls = []
     for i, tool in enumerate(tools):
         arguments: dict[str, Any] = {"type": "object"}
         if tool.function.strict or not strict_only:
-            arguments = _moved(tool.schema_of_arguments, f"{place}/anyOf/{i}/properties/{key}")
+            arguments = _rebase_refs(tool.arguments_schema, f"{pointer}/anyOf/{i}/properties/{key}")
         calls.append(
             {
                 "type": "object",
@@ -133,18 +133,18 @@ def schema_of_calls(tools: list[Tool], key: str, place: str, *, strict_only: boo
     return {"anyOf": calls}
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """`schema` as a part of a larger one, where it stands at `place`: its references to itself have to follow."""
+def _rebase_refs(schema: Any, pointer: str) -> Any:
+    """`schema` as a part of a larger one, where it stands at `pointer`: its references to itself have to follow."""
     if isinstance(schema, list):
-        return [_moved(entry, place) for entry in schema]
+        return [_rebase_refs(entry, pointer) for entry in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
-    reference = moved.get("$ref")
+    rebased = {key: _rebase_refs(value, pointer) for key, value in schema.items()}
+    reference = rebased.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved
+        rebased["$ref"] = pointer + reference[1:]
+    return rebased
 
 
-def _shown(choice: ToolChoice) -> str:
+def _choice_name(choice: ToolChoice) -> str:
     return choice if isinstance(choice, str) else choice.function.name

@@ -7,12 +7,12 @@ import json
 from pydantic import JsonValue
 
 # Accepted and not used: they promise nothing that is not so. Prefixes are cached by their content, whatever the key.
-HARMLESS = {
+IGNORED_FIELDS = {
     "metadata",
     "prompt_cache_key",
 }
 # Accepted only with a value that means "off", or what this server does anyway.
-NEUTRAL: dict[str, list[JsonValue]] = {
+NEUTRAL_VALUES: dict[str, list[JsonValue]] = {
     "best_of": [1],
     "suffix": [""],
     "functions": [],
@@ -27,18 +27,18 @@ NEUTRAL: dict[str, list[JsonValue]] = {
     "verbosity": ["medium"],
 }
 # Replaced in OpenAI's API long ago.
-INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
+REPLACEMENTS = {"functions": "tools", "function_call": "tool_choice"}
 
 
-def changes_nothing(name: str, value: JsonValue) -> bool:
+def has_no_effect(name: str, value: JsonValue) -> bool:
     """Whether the field may be left out without the client noticing."""
-    return name in HARMLESS or (name in NEUTRAL and value in NEUTRAL[name])
+    return name in IGNORED_FIELDS or (name in NEUTRAL_VALUES and value in NEUTRAL_VALUES[name])
 
 
-def refusal(name: str) -> str:
+def unsupported_message(name: str) -> str:
     """What to tell a client that sent it."""
-    if name in INSTEAD:
-        return f"{name} is not supported by this server; use {INSTEAD[name]}"
-    if name in NEUTRAL:
-        return f"{name} is only supported with the value {' or '.join(map(json.dumps, NEUTRAL[name]))}"
+    if name in REPLACEMENTS:
+        return f"{name} is not supported by this server; use {REPLACEMENTS[name]}"
+    if name in NEUTRAL_VALUES:
+        return f"{name} is only supported with the value {' or '.join(map(json.dumps, NEUTRAL_VALUES[name]))}"
     return f"{name} is not supported by this server"

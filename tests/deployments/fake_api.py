@@ -100,7 +100,7 @@ async def fake_api(
     script: Script | None = None,
     *,
     tracing: Tracing | None = None,
-    gate: AuthConfig = AuthConfig(),  # noqa: B008  frozen
+    auth: AuthConfig = AuthConfig(),  # noqa: B008  frozen
     names: tuple[str, ...] = ("fake",),
     text_model: Tokenizer | None = None,
     **info: Any,
@@ -122,7 +122,7 @@ async def fake_api(
         model_info = ModelInfo(name=name, root=name, folder="", admission=admission, **{**fields, **info})
         models[name] = ServedModel(model_info, text_model or tokenizer(), LocalPool(replica), channel, telemetry)
     model = models[names[0]]
-    transport = httpx.ASGITransport(openai_app(models, telemetry, gate), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(openai_app(models, telemetry, auth), raise_app_exceptions=False)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://fake") as client:
             yield FakeApi(client, model, engine, replica, channel, telemetry)

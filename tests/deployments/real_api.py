@@ -51,15 +51,15 @@ class RealApi:
     async def complete(self, headers: dict[str, str] | None = None, **body: Any) -> dict[str, Any]:
         """A greedy completion that goes on to max_tokens."""
         body = {"temperature": 0, "ignore_eos": True, **body}
-        answer = await self.client.post("/v1/completions", json=body, headers=headers)
-        assert answer.status_code == 200, answer.text
-        return dict(answer.json())
+        response = await self.client.post("/v1/completions", json=body, headers=headers)
+        assert response.status_code == 200, response.text
+        return dict(response.json())
 
     async def leave_a_stream(self, **body: Any) -> None:
         """Close the connection after the first token."""
         body = {"temperature": 0, "ignore_eos": True, "stream": True, **body}
-        async with self.client.stream("POST", "/v1/completions", json=body) as answer:
-            await anext(answer.aiter_lines())
+        async with self.client.stream("POST", "/v1/completions", json=body) as response:
+            await anext(response.aiter_lines())
 
     async def scrape(self) -> Scrape:
         return Scrape((await self.client.get("/metrics")).text)

@@ -49,7 +49,7 @@ def check_serve_config(serve_config: dict[str, Any]) -> list[str]:
     for i, application in _ours(serve_config):
         _check_keys(application, APPLICATION_KEYS, f"applications[{i}].")
         config = AppConfig.of(application)
-        config.ingress.gate()
+        config.ingress.auth()
         names += [model_info(model, config.ingress).name for model in config.models]
         _check_deployments(application, config, f"applications[{i}].deployments")
     return names

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from deployments.openai.parsers.hermes import HermesParser
 from deployments.openai.parsers.json_calls import JsonCallsParser
 from deployments.openai.parsers.named_call import NamedCallParser
-from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, OutputParser, Piece, Reasoning
+from deployments.openai.parsers.output_parser import (
+    CallArguments,
+    CallStart,
+    Content,
+    OutputEvent,
+    OutputParser,
+    Reasoning,
+)
 from deployments.openai.parsers.reasoning import ThinkParser
 from deployments.openai.responses import FinishReason
 from engine.text.text_stream import TextChunk
@@ -18,8 +25,8 @@ from engine.text.text_stream import TextChunk
 class OutputFormat:
     """What to look for in the answers to one request.
 
-    tool_calls: a ToolCallParser other than auto; `json` for an array of calls; `named` for the arguments of the only
-        one of `tools`.
+    tool_calls: a ToolCallParserName other than auto; `json` for an array of calls; `named` for the arguments of the
+        only one of `tools`.
     reasoning: look for it; reasoning_begun: the prompt ended inside of it; include_reasoning: hand it out.
     parallel: all calls count, not only the first.
     """
@@ -31,65 +38,65 @@ class OutputFormat:
     reasoning_begun: bool = False
     include_reasoning: bool = True
 
-    def call_parser(self, *, early: bool) -> OutputParser | None:
+    def call_parser(self, *, streaming: bool) -> OutputParser | None:
         match self.tool_calls:
             case "none":
                 return None
             case "named":
                 return NamedCallParser(next(iter(self.tools)))
             case "hermes":
-                return HermesParser(early=early)
+                return HermesParser(streaming=streaming)
             case _:
-                return JsonCallsParser(self.tools, early=early)
+                return JsonCallsParser(self.tools, streaming=streaming)
 
 
 class ChoiceParser:
-    """`early`: see CallReader; for streams."""
+    """`streaming`: see PartialToolCall; for streams."""
 
-    def __init__(self, form: OutputFormat, *, early: bool):
-        self._form = form
-        self._think = ThinkParser(opened=form.reasoning_begun) if form.reasoning else None
-        self._calls = form.call_parser(early=early)
-        self.num_calls = 0
+    def __init__(self, output_format: OutputFormat, *, streaming: bool):
+        self._output_format = output_format
+        self._reasoning_parser = ThinkParser(opened=output_format.reasoning_begun) if output_format.reasoning else None
+        self._call_parser = output_format.call_parser(streaming=streaming)
+        self.num_tool_calls = 0
 
     @property
     def reasoning_tokens(self) -> int:
-        return 0 if self._think is None else self._think.num_tokens
+        return 0 if self._reasoning_parser is None else self._reasoning_parser.num_tokens
 
-    def add(self, chunk: TextChunk) -> list[Piece]:
-        if self._think is not None:
-            self._think.count(chunk.offsets)
-        return [piece for piece in self._read(chunk) if self._wanted(piece)]
+    def add(self, chunk: TextChunk) -> list[OutputEvent]:
+        if self._reasoning_parser is not None:
+            self._reasoning_parser.count_tokens(chunk.offsets)
+        return [event for event in self._parse(chunk) if self._is_shown(event)]
 
     def finish_reason(self, chunk: TextChunk) -> FinishReason | None:
         """OpenAI reports `stop` after the call of a function that the request named, as after any other answer."""
-        called = self.num_calls > 0 and self._form.tool_calls != "named"
+        called = self.num_tool_calls > 0 and self._output_format.tool_calls != "named"
         return "tool_calls" if called and chunk.finish_reason == "stop" else chunk.finish_reason
 
-    def _read(self, chunk: TextChunk) -> list[Piece]:
+    def _parse(self, chunk: TextChunk) -> list[OutputEvent]:
         final = chunk.finish_reason is not None
-        pieces: list[Piece] = [Content(chunk.text)] if chunk.text else []
-        for parser in (self._think, self._calls):
+        events: list[OutputEvent] = [Content(chunk.text)] if chunk.text else []
+        for parser in (self._reasoning_parser, self._call_parser):
             if parser is not None:
-                pieces = _through(parser, pieces, final=final)
-        return pieces
+                events = _parse_content(parser, events, final=final)
+        return events
 
-    def _wanted(self, piece: Piece) -> bool:
-        match piece:
+    def _is_shown(self, event: OutputEvent) -> bool:
+        match event:
             case CallStart():
-                self.num_calls += 1
-                return self._form.parallel or self.num_calls == 1
+                self.num_tool_calls += 1
+                return self._output_format.parallel or self.num_tool_calls == 1
             case CallArguments():
-                return self._form.parallel or self.num_calls == 1
+                return self._output_format.parallel or self.num_tool_calls == 1
             case Reasoning():
-                return self._form.include_reasoning
+                return self._output_format.include_reasoning
             case _:
                 return True
 
 
-def _through(parser: OutputParser, pieces: list[Piece], *, final: bool) -> list[Piece]:
+def _parse_content(parser: OutputParser, events: list[OutputEvent], *, final: bool) -> list[OutputEvent]:
     """What `parser` makes of the content."""
-    out: list[Piece] = []
-    for piece in pieces:
-        out += parser.add(piece.text) if isinstance(piece, Content) else [piece]
+    out: list[OutputEvent] = []
+    for event in events:
+        out += parser.add(event.text) if isinstance(event, Content) else [event]
     return out + parser.finish() if final else out

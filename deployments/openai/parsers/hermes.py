@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deployments.openai.parsers.call_reader import CallReader
-from deployments.openai.parsers.output_parser import BufferedParser, Content, Piece, State
+from deployments.openai.parsers.output_parser import BufferedParser, Content, OutputEvent, State
+from deployments.openai.parsers.partial_tool_call import PartialToolCall
 from engine.text.detokenizer import start_of_possible
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -15,20 +15,20 @@ class HermesParser(BufferedParser):
     A call of a function that was not offered is a call all the same: the client can tell the model so.
     """
 
-    def __init__(self, *, early: bool):
+    def __init__(self, *, streaming: bool):
         super().__init__()
-        self._early = early
+        self._streaming = streaming
         self._space = ""  # before the call that is being read
         self._called = False
-        self._call = CallReader(None, early=early)
+        self._call = PartialToolCall(None, streaming=streaming)
 
-    def _start(self, out: list[Piece], final: bool) -> State | None:
+    def _start(self, out: list[OutputEvent], final: bool) -> State | None:
         start = self._buffer.find(OPEN)
         if start >= 0:
             before = self._buffer[:start].rstrip()
             self._space = self._buffer[len(before) : start]
             self._buffer = self._buffer[start + len(OPEN) :]
-            self._call = CallReader(None, early=self._early)
+            self._call = PartialToolCall(None, streaming=self._streaming)
             if before:
                 out.append(Content(before))
             return self._in_call
@@ -41,9 +41,9 @@ class HermesParser(BufferedParser):
             self._buffer = self._buffer[ready:]
         return None
 
-    def _in_call(self, out: list[Piece], final: bool) -> State | None:
-        pieces, self._buffer = self._call.add(self._buffer, final)
-        out += pieces
+    def _in_call(self, out: list[OutputEvent], final: bool) -> State | None:
+        events, self._buffer = self._call.add(self._buffer, final)
+        out += events
         if not self._call.ended:
             return None
         if self._call.failed:
@@ -52,7 +52,7 @@ class HermesParser(BufferedParser):
         self._called = True
         return self._after_call
 
-    def _after_call(self, out: list[Piece], final: bool) -> State | None:
+    def _after_call(self, out: list[OutputEvent], final: bool) -> State | None:
         rest = self._buffer.lstrip()
         if CLOSE.startswith(rest) and rest != CLOSE and not final:
             return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import string
 from collections.abc import Container
 
-from deployments.openai.parsers.call_reader import CallReader
-from deployments.openai.parsers.output_parser import BufferedParser, Content, Piece, State
+from deployments.openai.parsers.output_parser import BufferedParser, Content, OutputEvent, State
+from deployments.openai.parsers.partial_tool_call import PartialToolCall
 
 _BEFORE = string.whitespace + "["
 _BETWEEN = string.whitespace + ",;]"  # Llama 3 separates calls by semicolons
@@ -18,26 +18,26 @@ class JsonCallsParser(BufferedParser):
     Nothing else tells a call from an answer in JSON, so the name has to be known.
     """
 
-    def __init__(self, names: Container[str], *, early: bool):
+    def __init__(self, names: Container[str], *, streaming: bool):
         super().__init__()
-        self._names, self._early = names, early
+        self._names, self._streaming = names, streaming
         self._skipped = ""  # before the call that is being read
         self._called = False
-        self._call = CallReader(names, early=early)
+        self._call = PartialToolCall(names, streaming=streaming)
 
-    def _start(self, out: list[Piece], final: bool) -> State | None:
+    def _start(self, out: list[OutputEvent], final: bool) -> State | None:
         rest = self._buffer.lstrip(_BETWEEN if self._called else _BEFORE)
         if rest.startswith("{"):
             self._skipped, self._buffer = self._buffer[: -len(rest)], rest
-            self._call = CallReader(self._names, early=self._early)
+            self._call = PartialToolCall(self._names, streaming=self._streaming)
             return self._in_call
         if rest or (final and not self._called):
             return self._content
         return None
 
-    def _in_call(self, out: list[Piece], final: bool) -> State | None:
-        pieces, self._buffer = self._call.add(self._buffer, final)
-        out += pieces
+    def _in_call(self, out: list[OutputEvent], final: bool) -> State | None:
+        events, self._buffer = self._call.add(self._buffer, final)
+        out += events
         if not self._call.ended:
             return None
         if self._call.failed:
@@ -46,7 +46,7 @@ class JsonCallsParser(BufferedParser):
         self._called = True
         return self._start
 
-    def _content(self, out: list[Piece], final: bool) -> State | None:
+    def _content(self, out: list[OutputEvent], final: bool) -> State | None:
         if self._buffer:
             out.append(Content(self._buffer))
             self._buffer = ""

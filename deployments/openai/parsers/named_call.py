@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deployments.openai.parsers.output_parser import CallArguments, CallStart, Piece
+from deployments.openai.parsers.output_parser import CallArguments, CallStart, OutputEvent
 
 
 class NamedCallParser:
@@ -10,7 +10,7 @@ class NamedCallParser:
         self._name = name
         self._started = False
 
-    def add(self, text: str) -> list[Piece]:
+    def add(self, text: str) -> list[OutputEvent]:
         if not self._started:
             text = text.lstrip()
             if text:
@@ -18,5 +18,5 @@ class NamedCallParser:
                 return [CallStart(self._name), CallArguments(text)]
         return [CallArguments(text)] if text else []
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[OutputEvent]:
         return []

@@ -8,5 +8,5 @@ from __future__ import annotations
 
 from typing import Literal
 
-ToolCallParser = Literal["auto", "none", "hermes", "llama3_json"]
-ReasoningParser = Literal["auto", "none", "think", "qwen3", "deepseek_r1"]
+ToolCallParserName = Literal["auto", "none", "hermes", "llama3_json"]
+ReasoningParserName = Literal["auto", "none", "think", "qwen3", "deepseek_r1"]

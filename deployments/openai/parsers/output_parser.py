@@ -32,24 +32,24 @@ class CallArguments:
     text: str
 
 
-Piece = Reasoning | Content | CallStart | CallArguments
-State = Callable[[list[Piece], bool], "State | None"]
+OutputEvent = Reasoning | Content | CallStart | CallArguments
+State = Callable[[list[OutputEvent], bool], "State | None"]
 
 
 class OutputParser(Protocol):
-    """Turns text into pieces; how the text is cut into calls of `add` does not change what they add up to."""
+    """Turns text into events; how the text is cut into calls of `add` does not change what they add up to."""
 
-    def add(self, text: str) -> list[Piece]: ...
+    def add(self, text: str) -> list[OutputEvent]: ...
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[OutputEvent]:
         """What was held back, once no text follows."""
         ...
 
 
 class BufferedParser(ABC):
-    """A OutputParser made of states.
+    """An OutputParser made of states.
 
-    A state takes from `_buffer` what it can decide on, appends pieces to its first argument, and returns the next
+    A state takes from `_buffer` what it can decide on, appends events to its first argument, and returns the next
     state, or None if it needs more text. Its second argument says that there will be no more.
     """
 
@@ -58,17 +58,17 @@ class BufferedParser(ABC):
         self._state: State = self._start
 
     @abstractmethod
-    def _start(self, out: list[Piece], final: bool) -> State | None: ...
+    def _start(self, out: list[OutputEvent], final: bool) -> State | None: ...
 
-    def add(self, text: str) -> list[Piece]:
+    def add(self, text: str) -> list[OutputEvent]:
         self._buffer += text
         return self._run(final=False)
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[OutputEvent]:
         return self._run(final=True)
 
-    def _run(self, *, final: bool) -> list[Piece]:
-        out: list[Piece] = []
+    def _run(self, *, final: bool) -> list[OutputEvent]:
+        out: list[OutputEvent] = []
         while (state := self._state(out, final)) is not None:
             self._state = state
         return out

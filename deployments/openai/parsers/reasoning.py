@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 
-from deployments.openai.parsers.output_parser import BufferedParser, Content, Piece, Reasoning, State
+from deployments.openai.parsers.output_parser import BufferedParser, Content, OutputEvent, Reasoning, State
 from engine.text.detokenizer import start_of_possible
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -21,71 +21,71 @@ class ThinkParser(BufferedParser):
         """opened: the prompt ends inside of the reasoning."""
         super().__init__()
         self._opened = opened
-        self._taken = 0  # characters before those in the buffer
-        self._from: float = math.inf  # of the reasoning, in characters
-        self._to: float = math.inf
+        self._consumed = 0  # characters before those in the buffer
+        self._start_offset: float = math.inf  # of the reasoning, in characters
+        self._end_offset: float = math.inf
         self._offsets: list[int] = []
 
-    def finish(self) -> list[Piece]:
-        pieces = super().finish()
-        self._to = min(self._to, self._taken + len(self._buffer))
-        return pieces
+    def finish(self) -> list[OutputEvent]:
+        events = super().finish()
+        self._end_offset = min(self._end_offset, self._consumed + len(self._buffer))
+        return events
 
-    def count(self, offsets: list[int]) -> None:
+    def count_tokens(self, offsets: list[int]) -> None:
         """To be told of each chunk before its text. offsets: characters before each of its tokens; see TextChunk."""
-        if self._to == math.inf:
+        if self._end_offset == math.inf:
             self._offsets += offsets
 
     @property
     def num_tokens(self) -> int:
         """Of the reasoning, without the tags."""
-        return bisect_left(self._offsets, self._to) - bisect_left(self._offsets, self._from)
+        return bisect_left(self._offsets, self._end_offset) - bisect_left(self._offsets, self._start_offset)
 
-    def _take(self, length: int) -> str:
+    def _consume(self, length: int) -> str:
         text, self._buffer = self._buffer[:length], self._buffer[length:]
-        self._taken += length
+        self._consumed += length
         return text
 
-    def _start(self, out: list[Piece], final: bool) -> State | None:
+    def _start(self, out: list[OutputEvent], final: bool) -> State | None:
         rest = self._buffer.lstrip()
         if OPEN.startswith(rest) and rest != OPEN and not final:
             return None
         if rest.startswith(OPEN):
-            self._take(len(self._buffer) - len(rest) + len(OPEN))
+            self._consume(len(self._buffer) - len(rest) + len(OPEN))
         elif not self._opened:
-            self._from = self._to = 0
-            return self._answer
-        self._from = self._taken
+            self._start_offset = self._end_offset = 0
+            return self._content
+        self._start_offset = self._consumed
         return self._first_reasoning
 
-    def _first_reasoning(self, out: list[Piece], final: bool) -> State | None:
+    def _first_reasoning(self, out: list[OutputEvent], final: bool) -> State | None:
         self._skip_line_breaks()
         return self._reasoning if self._buffer else None
 
-    def _reasoning(self, out: list[Piece], final: bool) -> State | None:
+    def _reasoning(self, out: list[OutputEvent], final: bool) -> State | None:
         end = self._buffer.find(CLOSE)
         if end >= 0:
-            self._to = self._taken + end
-            self._emit(out, self._take(end).rstrip("\n"))
-            self._take(len(CLOSE))
-            return self._first_answer
+            self._end_offset = self._consumed + end
+            self._emit(out, self._consume(end).rstrip("\n"))
+            self._consume(len(CLOSE))
+            return self._first_content
         possible = len(self._buffer) if final else start_of_possible([CLOSE], self._buffer)
-        self._emit(out, self._take(len(self._buffer[:possible].rstrip("\n"))))
+        self._emit(out, self._consume(len(self._buffer[:possible].rstrip("\n"))))
         return None
 
-    def _first_answer(self, out: list[Piece], final: bool) -> State | None:
+    def _first_content(self, out: list[OutputEvent], final: bool) -> State | None:
         self._skip_line_breaks()
-        return self._answer if self._buffer else None
+        return self._content if self._buffer else None
 
-    def _answer(self, out: list[Piece], final: bool) -> State | None:
+    def _content(self, out: list[OutputEvent], final: bool) -> State | None:
         if self._buffer:
-            out.append(Content(self._take(len(self._buffer))))
+            out.append(Content(self._consume(len(self._buffer))))
         return None
 
     def _skip_line_breaks(self) -> None:
-        self._take(len(self._buffer) - len(self._buffer.lstrip("\n")))
+        self._consume(len(self._buffer) - len(self._buffer.lstrip("\n")))
 
     @staticmethod
-    def _emit(out: list[Piece], text: str) -> None:
+    def _emit(out: list[OutputEvent], text: str) -> None:
         if text:
             out.append(Reasoning(text))

@@ -112,7 +112,7 @@ def test_unknown_request_is_not_found_and_without_a_key_nothing_is_told(tmp_path
     async def scenario() -> None:
         keys = tmp_path / "keys"
         keys.write_text(f"alice:{hash_key('sk-1')}\n")
-        async with fake_api(gate=AuthConfig(api_keys_file=str(keys))) as api:
+        async with fake_api(auth=AuthConfig(api_keys_file=str(keys))) as api:
             assert (await api.client.get("/debug/requests/cmpl-x")).status_code == 401
             answer = await api.client.get("/debug/requests/cmpl-x", headers={"Authorization": "Bearer sk-1"})
             assert answer.status_code == 404

@@ -18,7 +18,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 @dataclass(frozen=True)
 class Bad:
-    """param: the field that the answer must name. body: JSON, or bytes that are sent as they are."""
+    """param: the field that the response must name. body: JSON, or bytes that are sent as they are."""
 
     path: str
     body: Any
@@ -35,18 +35,18 @@ class Bad:
         content = self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
         return httpx.Request(self.method, base_url + self.path, content=content, headers=self.headers)
 
-    def check(self, answer: httpx.Response) -> None:
+    def check(self, response: httpx.Response) -> None:
         """The status, and the one shape that all errors have."""
-        assert answer.status_code == self.status, (str(self), answer.status_code, answer.text)
-        assert answer.headers["content-type"] == "application/json", str(self)
-        assert set(answer.json()) == {"error"}, (str(self), answer.text)
-        error = answer.json()["error"]
+        assert response.status_code == self.status, (str(self), response.status_code, response.text)
+        assert response.headers["content-type"] == "application/json", str(self)
+        assert set(response.json()) == {"error"}, (str(self), response.text)
+        error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}, (str(self), error)
         assert (error["type"], error["param"]) == (TYPES.get(self.status, TYPE), self.param), (str(self), error)
         assert self.param is None or self.param in error["message"], (str(self), error)
         assert 0 < len(error["message"]) < 600 and error["code"], (str(self), error)
         for leak in ("Traceback", ".py", "/home", "/root", "site-packages", "pydantic"):
-            assert leak not in answer.text, (str(self), error)
+            assert leak not in response.text, (str(self), error)
 
 
 def completion(param: str | None = None, *, prompt: Any = "a", **fields: Any) -> Bad:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.openai.parsers.choice_parser import ChoiceParser, OutputFormat
-from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, Piece, Reasoning
+from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, OutputEvent, Reasoning
 from engine.text.text_stream import TextChunk
 
 HERMES = OutputFormat(tool_calls="hermes", tools={"f", "g"}, reasoning=True)
@@ -19,30 +19,32 @@ FORMATS = [HERMES, LLAMA, REQUIRED, NAMED]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def read(form: OutputFormat, parts: list[str], *, early: bool = True, reason: str = "stop") -> list[Piece]:
-    """All pieces, neighbours of one kind joined."""
-    reader, pieces, length = ChoiceParser(form, early=early), [], 0
+def read(
+    output_format: OutputFormat, parts: list[str], *, streaming: bool = True, reason: str = "stop"
+) -> list[OutputEvent]:
+    """All events, neighbours of one kind joined."""
+    parser, events, length = ChoiceParser(output_format, streaming=streaming), [], 0
     for i, text in enumerate(parts):
         last = reason if i == len(parts) - 1 else None
-        pieces += reader.add(TextChunk(text, [0], [length], None, None, last))
+        events += parser.add(TextChunk(text, [0], [length], None, None, last))
         length += len(text)
-    return joined(pieces)
+    return joined(events)
 
 
-def joined(pieces: list[Piece]) -> list[Piece]:
-    out: list[Piece] = []
-    for piece in pieces:
-        if out and type(piece) is type(out[-1]) and not isinstance(piece, CallStart):
-            piece = type(piece)(out.pop().text + piece.text)
-        out.append(piece)
+def joined(events: list[OutputEvent]) -> list[OutputEvent]:
+    out: list[OutputEvent] = []
+    for event in events:
+        if out and type(event) is type(out[-1]) and not isinstance(event, CallStart):
+            event = type(event)(out.pop().text + event.text)
+        out.append(event)
     return out
 
 
-def whole(form: OutputFormat, text: str) -> list[Piece]:
-    return read(form, [text], early=False)
+def whole(output_format: OutputFormat, text: str) -> list[OutputEvent]:
+    return read(output_format, [text], streaming=False)
 
 
-def call(name: str, arguments: str) -> list[Piece]:
+def call(name: str, arguments: str) -> list[OutputEvent]:
     return [CallStart(name), CallArguments(arguments)]
 
 
@@ -62,20 +64,25 @@ TEXTS = st.lists(FRAGMENTS, max_size=8).map("".join)
 
 
 @settings(max_examples=400, deadline=None)
-@given(text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=12), form=st.sampled_from(FORMATS), early=st.booleans())
-def test_how_a_text_is_cut_into_chunks_does_not_matter(text, cuts, form, early):
+@given(
+    text=TEXTS,
+    cuts=st.lists(st.integers(0, 200), max_size=12),
+    output_format=st.sampled_from(FORMATS),
+    streaming=st.booleans(),
+)
+def test_how_a_text_is_cut_into_chunks_does_not_matter(text, cuts, output_format, streaming):
     edges = [0, *sorted(cut for cut in cuts if cut <= len(text)), len(text)]
     parts = [text[start:end] for start, end in pairwise(edges)]
-    assert read(form, parts, early=early) == read(form, [text], early=early)
-    assert read(form, [*text, ""], early=early) == read(form, [text], early=early)
+    assert read(output_format, parts, streaming=streaming) == read(output_format, [text], streaming=streaming)
+    assert read(output_format, [*text, ""], streaming=streaming) == read(output_format, [text], streaming=streaming)
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=TEXTS, form=st.sampled_from(FORMATS))
-def test_no_text_is_lost_but_white_space_tags_and_what_stands_around_arguments(text, form):
-    pieces = read(form, [text])
-    kept = "".join(piece.name if isinstance(piece, CallStart) else piece.text for piece in pieces)
-    if not any(isinstance(piece, CallStart) for piece in pieces):
+@given(text=TEXTS, output_format=st.sampled_from(FORMATS))
+def test_no_text_is_lost_but_white_space_tags_and_what_stands_around_arguments(text, output_format):
+    events = read(output_format, [text])
+    kept = "".join(event.name if isinstance(event, CallStart) else event.text for event in events)
+    if not any(isinstance(event, CallStart) for event in events):
         for tag in ("<think>", "</think>"):
             kept, text = kept.replace(tag, ""), text.replace(tag, "")
         assert "".join(kept.split()) == "".join(text.split())
@@ -93,31 +100,31 @@ ARGUMENTS = st.dictionaries(st.text(max_size=5), JSON, max_size=3)
 @given(
     calls=st.lists(st.tuples(st.sampled_from("fg"), ARGUMENTS), min_size=1, max_size=3),
     before=st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=8),
-    form=st.sampled_from([HERMES, LLAMA, REQUIRED]),
+    output_format=st.sampled_from([HERMES, LLAMA, REQUIRED]),
     ascii_only=st.booleans(),
     indent=st.none() | st.integers(0, 2),
     swapped=st.booleans(),
 )
-def test_calls_are_read_back_in_a_stream_and_whole(calls, before, form, ascii_only, indent, swapped):
-    key = "parameters" if form is LLAMA else "arguments"
+def test_calls_are_read_back_in_a_stream_and_whole(calls, before, output_format, ascii_only, indent, swapped):
+    key = "parameters" if output_format is LLAMA else "arguments"
     objects = [
         {key: arguments, "name": name} if swapped else {"name": name, key: arguments} for name, arguments in calls
     ]
     texts = [json.dumps(value, ensure_ascii=ascii_only, indent=indent) for value in objects]
-    match form.tool_calls:
+    match output_format.tool_calls:
         case "hermes":
             text = before + "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
         case "llama3_json":
             text = "; ".join(texts)
         case _:
             text = f"thoughts</think>[{', '.join(texts)}]"
-    pieces = whole(form, text)
-    assert read(form, [*text]) == pieces
-    starts = [i for i, piece in enumerate(pieces) if isinstance(piece, CallStart)]
-    assert [(pieces[i].name, json.loads(pieces[i + 1].text)) for i in starts] == calls
-    rest = [piece for piece in pieces if not isinstance(piece, CallStart | CallArguments)]
-    if form is HERMES:
-        assert "".join(piece.text for piece in rest) == before.rstrip()
+    events = whole(output_format, text)
+    assert read(output_format, [*text]) == events
+    starts = [i for i, event in enumerate(events) if isinstance(event, CallStart)]
+    assert [(events[i].name, json.loads(events[i + 1].text)) for i in starts] == calls
+    rest = [event for event in events if not isinstance(event, CallStart | CallArguments)]
+    if output_format is HERMES:
+        assert "".join(event.text for event in rest) == before.rstrip()
 
 
 def test_text_around_calls_is_content_and_arguments_are_as_the_model_wrote_them():
@@ -143,13 +150,13 @@ def test_call_that_lacks_its_last_brace_ends_at_the_closing_tag():
 
 
 def test_name_is_streamed_before_the_arguments_and_these_as_they_come():
-    reader = ChoiceParser(HERMES, early=True)
+    parser = ChoiceParser(HERMES, streaming=True)
     text = '<tool_call>\n{"name": "f", "arguments": {"a": "long text'
-    pieces = [reader.add(TextChunk(char, [0], [i], None, None)) for i, char in enumerate(text)]
+    events = [parser.add(TextChunk(char, [0], [i], None, None)) for i, char in enumerate(text)]
     begun = text.index('{"a"')
-    assert [piece for found in pieces[:begun] for piece in found] == []
-    assert pieces[begun] == call("f", "{")
-    assert pieces[begun + 1 :] == [[CallArguments(char)] for char in text[begun + 1 :]]
+    assert [event for found in events[:begun] for event in found] == []
+    assert events[begun] == call("f", "{")
+    assert events[begun + 1 :] == [[CallArguments(char)] for char in text[begun + 1 :]]
 
 
 @pytest.mark.parametrize(
@@ -172,8 +179,8 @@ def test_name_is_streamed_before_the_arguments_and_these_as_they_come():
     ],
 )
 def test_what_is_no_call_stays_content(text):
-    form = HERMES if "<tool_call>" in text else LLAMA
-    assert whole(form, text) == read(form, [*text]) == [Content(text)]
+    output_format = HERMES if "<tool_call>" in text else LLAMA
+    assert whole(output_format, text) == read(output_format, [*text]) == [Content(text)]
 
 
 def test_broken_arguments_are_content_in_a_whole_answer_and_passed_on_in_a_stream():
@@ -183,9 +190,9 @@ def test_broken_arguments_are_content_in_a_whole_answer_and_passed_on_in_a_strea
 
 
 def test_answer_in_json_is_not_held_back_until_its_end():
-    reader = ChoiceParser(LLAMA, early=True)
-    pieces = [reader.add(TextChunk(text, [0], [0], None, None)) for text in ('{"tit', 'le": ', '"a long text')]
-    assert joined([piece for found in pieces for piece in found]) == [Content('{"title": "a long text')]
+    parser = ChoiceParser(LLAMA, streaming=True)
+    events = [parser.add(TextChunk(text, [0], [0], None, None)) for text in ('{"tit', 'le": ', '"a long text')]
+    assert joined([event for found in events for event in found]) == [Content('{"title": "a long text')]
 
 
 def test_call_without_arguments_is_a_call():
@@ -193,9 +200,9 @@ def test_call_without_arguments_is_a_call():
 
 
 def test_only_the_first_call_counts_if_calls_must_not_be_parallel():
-    form = OutputFormat(tool_calls="hermes", tools={"f"}, parallel=False)
+    output_format = OutputFormat(tool_calls="hermes", tools={"f"}, parallel=False)
     text = f"{CALL}\n{CALL} and more"
-    assert whole(form, text) == read(form, [*text]) == [*call("f", '{"a": 1}'), Content(" and more")]
+    assert whole(output_format, text) == read(output_format, [*text]) == [*call("f", '{"a": 1}'), Content(" and more")]
 
 
 @pytest.mark.parametrize(
@@ -213,20 +220,20 @@ def test_only_the_first_call_counts_if_calls_must_not_be_parallel():
     ],
 )
 def test_reasoning_is_what_stands_between_the_tags(text, begun, expected):
-    form = OutputFormat(tool_calls="hermes", tools={"f"}, reasoning=True, reasoning_begun=begun)
-    assert whole(form, text) == read(form, [*text]) == expected
+    output_format = OutputFormat(tool_calls="hermes", tools={"f"}, reasoning=True, reasoning_begun=begun)
+    assert whole(output_format, text) == read(output_format, [*text]) == expected
 
 
 def test_tags_are_not_counted_as_tokens_of_reasoning():
-    reader = ChoiceParser(HERMES, early=True)
+    parser = ChoiceParser(HERMES, streaming=True)
     tokens = ["<think>", "\n", "a", " b", "</think>", "\n\n", "answer"]
     offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
-    reader.add(TextChunk("".join(tokens[:4]), [0] * 4, offsets[:4], None, None))
-    assert reader.reasoning_tokens == 3
-    reader.add(TextChunk("".join(tokens[4:]), [0] * 3, offsets[4:], None, None, "stop"))
-    assert reader.reasoning_tokens == 3
+    parser.add(TextChunk("".join(tokens[:4]), [0] * 4, offsets[:4], None, None))
+    assert parser.reasoning_tokens == 3
+    parser.add(TextChunk("".join(tokens[4:]), [0] * 3, offsets[4:], None, None, "stop"))
+    assert parser.reasoning_tokens == 3
 
 
 def test_reasoning_can_be_left_out():
-    form = OutputFormat(reasoning=True, include_reasoning=False)
-    assert whole(form, "<think>a</think>b") == read(form, [*"<think>a</think>b"]) == [Content("b")]
+    output_format = OutputFormat(reasoning=True, include_reasoning=False)
+    assert whole(output_format, "<think>a</think>b") == read(output_format, [*"<think>a</think>b"]) == [Content("b")]

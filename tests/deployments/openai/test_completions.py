@@ -16,9 +16,9 @@ def test_every_form_of_prompt_reaches_the_engine():
         ids = tokenizer().encode("ab")
         async with fake_api() as api:
             for prompt, count in (("ab", 1), (ids, 1), (["ab", "ab"], 2), ([ids, ids, ids], 3)):
-                answer = (await api.post("completions", prompt=prompt, max_tokens=1)).json()
-                assert len(answer["choices"]) == count
-                assert answer["usage"]["prompt_tokens"] == count * len(ids)
+                response = (await api.post("completions", prompt=prompt, max_tokens=1)).json()
+                assert len(response["choices"]) == count
+                assert response["usage"]["prompt_tokens"] == count * len(ids)
             assert {tuple(request.prompt) for request in api.engine.added} == {tuple(ids)}
 
     run(scenario())
@@ -28,8 +28,8 @@ def test_echo_of_token_ids_shows_their_text():
     async def scenario() -> None:
         async with fake_api(says("xy")) as api:
             ids = tokenizer().encode("ab", add_special_tokens=False)
-            answer = (await api.post("completions", prompt=ids, echo=True, max_tokens=2)).json()
-            assert answer["choices"][0]["text"] == "abxy"
+            response = (await api.post("completions", prompt=ids, echo=True, max_tokens=2)).json()
+            assert response["choices"][0]["text"] == "abxy"
 
     run(scenario())
 
@@ -75,9 +75,9 @@ def test_no_usage_in_a_stream_unless_asked_for():
 def test_prompt_logprobs_are_one_per_token_of_the_prompt_by_token_id():
     async def scenario() -> None:
         async with fake_api() as api:
-            answer = (await api.post("completions", prompt="ab", prompt_logprobs=0, max_tokens=3)).json()
+            response = (await api.post("completions", prompt="ab", prompt_logprobs=0, max_tokens=3)).json()
             first, second = tokenizer().encode("ab")
-            choice = answer["choices"][0]
+            choice = response["choices"][0]
             entry = {"logprob": -1.0, "rank": 2, "decoded_token": "b"}
             assert choice["prompt_logprobs"] == [None, {str(second): entry}]
             assert choice["logprobs"] is None

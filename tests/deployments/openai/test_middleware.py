@@ -34,15 +34,15 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> AuthConfig:
+def auth(tmp_path: Path) -> AuthConfig:
     path = tmp_path / "keys"
     path.write_text(f"alice:{hash_key('sk-a')}\nbob:{hash_key('sk-b')}\n")
     return AuthConfig(api_keys_file=str(path))
 
 
-def test_every_route_but_health_wants_a_key(gate):
+def test_every_route_but_health_wants_a_key(auth):
     async def scenario() -> None:
-        async with fake_api(gate=gate) as api:
+        async with fake_api(auth=auth) as api:
             await api.until_status()
             assert (await api.client.get("/health")).status_code == 200
             document = (await api.client.get("/openapi.json", headers=KEY)).json()
@@ -51,17 +51,17 @@ def test_every_route_but_health_wants_a_key(gate):
             assert len(routes) > 10
             for method, path in routes + ROUTES:
                 for headers in ({}, {"Authorization": "Bearer sk-x"}):
-                    answer = await api.client.request(method, path, headers=headers)
-                    Bad(path, b"", status=401, method=method).check(answer)
-                    assert answer.json()["error"]["code"] == "invalid_api_key"
-                    assert answer.headers["www-authenticate"] == "Bearer"
-                answer = await api.client.request(method, path, headers=KEY)
-                assert answer.status_code != 401
+                    response = await api.client.request(method, path, headers=headers)
+                    Bad(path, b"", status=401, method=method).check(response)
+                    assert response.json()["error"]["code"] == "invalid_api_key"
+                    assert response.headers["www-authenticate"] == "Bearer"
+                response = await api.client.request(method, path, headers=KEY)
+                assert response.status_code != 401
 
     run(scenario())
 
 
-def test_openapi_document_tells_of_every_route(gate):
+def test_openapi_document_tells_of_every_route(auth):
     async def scenario() -> None:
         async with fake_api() as api:
             app = openai_app({"fake": api.model}, api.telemetry)
@@ -71,9 +71,9 @@ def test_openapi_document_tells_of_every_route(gate):
     run(scenario())
 
 
-def test_bad_requests_are_refused_in_the_same_way_behind_a_key(gate):
+def test_bad_requests_are_refused_in_the_same_way_behind_a_key(auth):
     async def scenario() -> None:
-        async with fake_api(gate=gate) as api:
+        async with fake_api(auth=auth) as api:
             for bad in BAD:
                 request = bad.request("http://fake")
                 request.headers["Authorization"] = "Bearer sk-b"
@@ -82,9 +82,9 @@ def test_bad_requests_are_refused_in_the_same_way_behind_a_key(gate):
     run(scenario())
 
 
-def test_keys_share_fairly_whatever_their_requests_say_of_users(gate):
+def test_keys_share_fairly_whatever_their_requests_say_of_users(auth):
     async def scenario() -> None:
-        async with fake_api(gate=gate, max_num_seqs=1, max_waiting=6) as api:
+        async with fake_api(auth=auth, max_num_seqs=1, max_waiting=6) as api:
             api.engine.paused.set()
 
             def ask(key: str, user: str) -> asyncio.Task[Any]:
@@ -96,15 +96,15 @@ def test_keys_share_fairly_whatever_their_requests_say_of_users(gate):
             late = [ask("sk-b", "one") for _ in range(3)]
             await until(lambda: api.model.admission.refused == 15)
             api.engine.paused.clear()
-            assert [(await answer).status_code for answer in late] == [200] * 3
-            assert [(await answer).status_code for answer in flood].count(200) == 5
+            assert [(await response).status_code for response in late] == [200] * 3
+            assert [(await response).status_code for response in flood].count(200) == 5
 
     run(scenario())
 
 
 def test_body_of_unknown_length_is_refused_as_soon_as_it_is_too_long():
     async def scenario() -> None:
-        async with fake_api(gate=AuthConfig(max_body_bytes=10_000)) as api:
+        async with fake_api(auth=AuthConfig(max_body_bytes=10_000)) as api:
             sent = 0
 
             async def pieces() -> AsyncGenerator[bytes]:
@@ -114,8 +114,8 @@ def test_body_of_unknown_length_is_refused_as_soon_as_it_is_too_long():
                     sent += 1000
                     yield b"a" * 1000
 
-            answer = await api.client.post("/v1/completions", content=pieces(), headers=JSON)
-            Bad("/v1/completions", b"", status=413).check(answer)
+            response = await api.client.post("/v1/completions", content=pieces(), headers=JSON)
+            Bad("/v1/completions", b"", status=413).check(response)
             assert sent == 10_000
 
     run(scenario())
@@ -123,11 +123,11 @@ def test_body_of_unknown_length_is_refused_as_soon_as_it_is_too_long():
 
 def test_longest_body_is_accepted():
     async def scenario() -> None:
-        async with fake_api(gate=AuthConfig(max_body_bytes=10_000)) as api:
+        async with fake_api(auth=AuthConfig(max_body_bytes=10_000)) as api:
             body = b'{"prompt": "a", "max_tokens": 1}'
             for length, status in ((10_000, 200), (10_001, 413)):
-                answer = await api.client.post("/v1/completions", content=body.ljust(length), headers=JSON)
-                assert answer.status_code == status
+                response = await api.client.post("/v1/completions", content=body.ljust(length), headers=JSON)
+                assert response.status_code == status
 
     run(scenario())
 

@@ -13,7 +13,7 @@ from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
 from deployments.openai.requests import ChatBody, CompletionBody
-from deployments.openai.unsupported import HARMLESS, NEUTRAL
+from deployments.openai.unsupported import IGNORED_FIELDS, NEUTRAL_VALUES
 from tests.deployments.fake_api import fake_api, says
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -49,17 +49,17 @@ def unsupported(route: str) -> set[str]:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_official_field_is_honoured_or_refused_or_known_to_promise_nothing(route):
-    assert unsupported(route) <= set(REFUSED) | HARMLESS
+    assert unsupported(route) <= set(REFUSED) | IGNORED_FIELDS
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_field_that_is_not_supported_is_a_400_that_names_it(route):
     async def scenario() -> None:
         async with fake_api() as api:
-            for name in unsupported(route) - HARMLESS:
-                answer = await api.post(route, **ROUTES[route][2], **{name: REFUSED[name]})
-                assert answer.status_code == 400, (name, answer.text)
-                assert answer.json()["error"]["param"] == name
+            for name in unsupported(route) - IGNORED_FIELDS:
+                response = await api.post(route, **ROUTES[route][2], **{name: REFUSED[name]})
+                assert response.status_code == 400, (name, response.text)
+                assert response.json()["error"]["param"] == name
             assert not api.engine.added
 
     asyncio.run(scenario())
@@ -70,17 +70,17 @@ def test_value_that_changes_nothing_is_accepted(route):
     async def scenario() -> None:
         async with fake_api(says("ok")) as api:  # also where max_tokens is null
             base = {**ROUTES[route][2], "max_tokens": 1}
-            values = [(name, value) for name, values in NEUTRAL.items() for value in values]
-            values += [(name, {"a": "b"}) for name in HARMLESS]
+            values = [(name, value) for name, values in NEUTRAL_VALUES.items() for value in values]
+            values += [(name, {"a": "b"}) for name in IGNORED_FIELDS]
             values += [(name, None) for name in {*get_type_hints(ROUTES[route][0]), *REFUSED} - {"messages", "prompt"}]
             for name, value in values:
-                answer = await api.post(route, **{**base, name: value})
-                assert answer.status_code == 200, (name, value, answer.text)
+                response = await api.post(route, **{**base, name: value})
+                assert response.status_code == 200, (name, value, response.text)
 
     asyncio.run(scenario())
 
 
-# A value of every supported field that must be seen in the engine's request, in the answer, or by the server.
+# A value of every supported field that must be seen in the engine's request, in the response, or by the server.
 HONOURED: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.25},
     "top_p": {"top_p": 0.25},
@@ -109,8 +109,8 @@ def test_sampling_field_reaches_the_engine(route):
     async def scenario() -> None:
         async with fake_api() as api:
             for name, body in HONOURED.items():
-                answer = await api.post(route, **{**ROUTES[route][2], "max_tokens": 2, **body})
-                assert answer.status_code == 200, answer.text
+                response = await api.post(route, **{**ROUTES[route][2], "max_tokens": 2, **body})
+                assert response.status_code == 200, response.text
                 value = getattr(api.engine.added[-1].params, name)
                 expected = {5: 1.0} if name == "logit_bias" else body[name]
                 assert value == expected, name

@@ -27,12 +27,12 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 def test_chat_answers_with_the_engines_text_and_counts_its_tokens():
     async def scenario() -> None:
         async with fake_api(says(TEXT)) as api:
-            answer = (await api.post("chat/completions", messages=HELLO)).json()
-            assert answer["object"] == "chat.completion"
-            assert answer["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
-            assert answer["choices"][0]["finish_reason"] == "length"
-            assert answer["usage"]["completion_tokens"] == len(tokenizer().encode(TEXT))
-            assert answer["usage"]["prompt_tokens"] == len(api.engine.added[0].prompt)
+            response = (await api.post("chat/completions", messages=HELLO)).json()
+            assert response["object"] == "chat.completion"
+            assert response["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+            assert response["choices"][0]["finish_reason"] == "length"
+            assert response["usage"]["completion_tokens"] == len(tokenizer().encode(TEXT))
+            assert response["usage"]["prompt_tokens"] == len(api.engine.added[0].prompt)
             assert api.engine.added[0].params.max_tokens is None
 
     run(scenario())
@@ -57,8 +57,8 @@ def test_streamed_chat_has_the_same_text_and_the_role_comes_first():
 def test_stop_string_cuts_the_text_and_stops_the_request_in_the_engine():
     async def scenario() -> None:
         async with fake_api() as api:
-            answer = (await api.post("completions", prompt="one two three", stop="three", max_tokens=400)).json()
-            choice = answer["choices"][0]
+            response = (await api.post("completions", prompt="one two three", stop="three", max_tokens=400)).json()
+            choice = response["choices"][0]
             assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("one two ", "stop", "three")
             await until(lambda: api.engine.stopped == [api.engine.added[0].request_id])
             await until(lambda: api.engine.num_live == 0)
@@ -70,11 +70,11 @@ def test_stop_string_cuts_the_text_and_stops_the_request_in_the_engine():
 def test_n_choices_of_every_prompt_get_seeds_of_their_own():
     async def scenario() -> None:
         async with fake_api() as api:
-            answer = (await api.post("completions", prompt=["ab", "cd"], n=2, seed=7, max_tokens=2)).json()
-            assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
-            assert [c["text"] for c in answer["choices"]] == ["ab", "ab", "cd", "cd"]
+            response = (await api.post("completions", prompt=["ab", "cd"], n=2, seed=7, max_tokens=2)).json()
+            assert [c["index"] for c in response["choices"]] == [0, 1, 2, 3]
+            assert [c["text"] for c in response["choices"]] == ["ab", "ab", "cd", "cd"]
             assert sorted(r.params.seed for r in api.engine.added) == [7, 7, 8, 8]
-            assert answer["usage"]["prompt_tokens"] == 4
+            assert response["usage"]["prompt_tokens"] == 4
 
     run(scenario())
 
@@ -82,8 +82,8 @@ def test_n_choices_of_every_prompt_get_seeds_of_their_own():
 def test_echo_puts_the_prompt_and_its_logprobs_first():
     async def scenario() -> None:
         async with fake_api(says("xy")) as api:
-            answer = (await api.post("completions", prompt="ab", echo=True, logprobs=1, max_tokens=2)).json()
-            choice = answer["choices"][0]
+            response = (await api.post("completions", prompt="ab", echo=True, logprobs=1, max_tokens=2)).json()
+            choice = response["choices"][0]
             assert choice["text"] == "abxy"
             assert choice["logprobs"]["tokens"] == ["a", "b", "x", "y"]
             assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
@@ -95,10 +95,10 @@ def test_echo_puts_the_prompt_and_its_logprobs_first():
 def test_echo_with_no_tokens_returns_the_prompt_alone():
     async def scenario() -> None:
         async with fake_api() as api:
-            answer = (await api.post("completions", prompt="ab", echo=True, logprobs=0, max_tokens=0)).json()
-            assert answer["choices"][0]["text"] == "ab"
-            assert answer["choices"][0]["logprobs"]["tokens"] == ["a", "b"]
-            assert answer["usage"]["completion_tokens"] == 0
+            response = (await api.post("completions", prompt="ab", echo=True, logprobs=0, max_tokens=0)).json()
+            assert response["choices"][0]["text"] == "ab"
+            assert response["choices"][0]["logprobs"]["tokens"] == ["a", "b"]
+            assert response["usage"]["completion_tokens"] == 0
 
     run(scenario())
 
@@ -106,8 +106,8 @@ def test_echo_with_no_tokens_returns_the_prompt_alone():
 def test_chat_logprobs_carry_the_bytes_of_each_token():
     async def scenario() -> None:
         async with fake_api(says("é")) as api:
-            answer = (await api.post("chat/completions", messages=HELLO, logprobs=True, top_logprobs=1)).json()
-            content = answer["choices"][0]["logprobs"]["content"]
+            response = (await api.post("chat/completions", messages=HELLO, logprobs=True, top_logprobs=1)).json()
+            content = response["choices"][0]["logprobs"]["content"]
             assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9]]
             assert [len(entry["top_logprobs"]) for entry in content] == [1, 1]
 
@@ -129,8 +129,8 @@ def test_closing_a_stream_aborts_all_its_sequences():
     async def scenario() -> None:
         async with fake_api() as api:
             body = ChatBody.model_validate({"messages": HELLO, "n": 3, "stream": True})
-            answer = await api.model.chat(body, ResponseMeta("chatcmpl-1", 0, "fake"), RequestContext("test"))
-            async with aclosing(answer.chunks()) as chunks:
+            response = await api.model.chat(body, ResponseMeta("chatcmpl-1", 0, "fake"), RequestContext("test"))
+            async with aclosing(response.chunks()) as chunks:
                 await anext(chunks)
             await until(lambda: len(api.engine.aborted) == 3)
             assert api.engine.num_live == 0
@@ -142,8 +142,8 @@ def test_one_request_id_may_name_several_answers():
     async def scenario() -> None:
         async with fake_api(says("a")) as api:
             ask = partial(api.client.post, "/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "abc"})
-            answers = await asyncio.gather(ask(), ask())
-            assert [answer.json()["id"] for answer in answers] == ["cmpl-abc", "cmpl-abc"]
+            responses = await asyncio.gather(ask(), ask())
+            assert [response.json()["id"] for response in responses] == ["cmpl-abc", "cmpl-abc"]
             assert len({request.request_id for request in api.engine.added}) == 2
 
     run(scenario())
@@ -154,9 +154,9 @@ def test_refusal_by_the_engine_has_its_own_status(stream):
     async def scenario() -> None:
         async with fake_api() as api:
             api.engine.refusal = ErrorInfo.of(Overloaded("the queue is full"))
-            answer = await api.post("completions", prompt="a", stream=stream)
-            assert answer.status_code == 429
-            assert answer.json()["error"]["type"] == "rate_limit_error"
+            response = await api.post("completions", prompt="a", stream=stream)
+            assert response.status_code == 429
+            assert response.json()["error"]["type"] == "rate_limit_error"
 
     run(scenario())
 
@@ -165,11 +165,11 @@ def test_loss_of_the_replica_ends_a_stream_with_an_error_event():
     async def scenario() -> None:
         async with fake_api(max_replays=0) as api:
             body = ChatBody.model_validate({"messages": HELLO, "stream": True})
-            answer = await api.model.chat(body, ResponseMeta("chatcmpl-1", 0, "fake"), RequestContext("test"))
-            response = await stream(answer.chunks())
+            response = await api.model.chat(body, ResponseMeta("chatcmpl-1", 0, "fake"), RequestContext("test"))
+            event_stream = await stream(response.chunks())
             api.engine.paused.set()
             api.replica.fail("rank 0 died")
-            events = [event async for event in response.body_iterator]
+            events = [event async for event in event_stream.body_iterator]
             assert b'"code":"engine_unavailable"' in events[-2]
             assert events[-1] == b"data: [DONE]\n\n"
 
@@ -182,9 +182,9 @@ def test_health_fails_when_the_engine_is_gone():
             await api.post("completions", prompt="a", max_tokens=1)
             assert (await api.client.get("/health")).status_code == 200
             api.replica.fail("rank 0 died")
-            answer = await api.client.get("/health")
-            assert answer.status_code == 503
-            assert answer.json()["error"]["message"] == "rank 0 died"
+            response = await api.client.get("/health")
+            assert response.status_code == 503
+            assert response.json()["error"]["message"] == "rank 0 died"
             metrics = (await api.client.get("/metrics")).text
             assert 'manta_up{model_name="fake"} 0.0' in metrics and 'manta_asleep{model_name="fake"} 0.0' in metrics
 
@@ -219,8 +219,8 @@ def test_fields_that_change_nothing_are_accepted():
     async def scenario() -> None:
         async with fake_api() as api:
             body = {"prompt": "a", "max_tokens": 1, "user": "me", "metadata": {}, "best_of": 1, "suffix": None}
-            answer = await api.post("completions", **body, repetition_penalty=1.0, logprobs=None, n=None)
-            assert answer.status_code == 200, answer.text
+            response = await api.post("completions", **body, repetition_penalty=1.0, logprobs=None, n=None)
+            assert response.status_code == 200, response.text
 
     run(scenario())
 

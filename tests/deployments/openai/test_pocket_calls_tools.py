@@ -47,20 +47,21 @@ def llm() -> Iterator[LLM]:
 )
 def test_forced_call_has_the_arguments_that_its_schema_asks_for(llm, fields: dict[str, Any]):
     tokenizer = Tokenizer.from_folder(resolve("pocket"))
-    form, body = ChatFormat.of(tokenizer), ChatBody.model_validate({"messages": QUESTION, "tools": TOOLS, **fields})
-    assert form == ChatFormat("hermes", False, shows_tools=True)
+    chat_format = ChatFormat.of(tokenizer)
+    body = ChatBody.model_validate({"messages": QUESTION, "tools": TOOLS, **fields})
+    assert chat_format == ChatFormat("hermes", False, shows_tools=True)
     tools = [tool.for_template() for tool in body.offered_tools]
     prompt = tokenizer.apply_chat_template(QUESTION, tools)
-    grammar = form.structured_outputs(body, "never", None, VisibleMarkers(tokenizer, form.markers))
+    grammar = chat_format.structured_outputs(body, "never", None, VisibleMarkers(tokenizer, chat_format.markers))
     params = SamplingParams(temperature=0, max_tokens=200, structured_outputs=grammar)
     (output,) = llm.generate([prompt], params)[0].outputs
     assert output.finish_reason == "stop", output.text
-    pieces = ChoiceParser(form.answer(body, "never"), early=False).add(
+    events = ChoiceParser(chat_format.output_format(body, "never"), streaming=False).add(
         TextChunk(output.text, [], [], None, None, finish_reason="stop")
     )
-    assert pieces
-    assert all(isinstance(piece, CallStart | CallArguments) for piece in pieces)
-    for start, arguments in zip(pieces[::2], pieces[1::2], strict=True):
+    assert events
+    assert all(isinstance(event, CallStart | CallArguments) for event in events)
+    for start, arguments in zip(events[::2], events[1::2], strict=True):
         jsonschema.validate(json.loads(arguments.text), PARAMETERS if start.name == "look_up" else {"maxProperties": 0})
 
 

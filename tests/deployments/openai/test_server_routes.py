@@ -18,8 +18,8 @@ def test_request_is_served_by_the_model_it_names():
     async def scenario() -> None:
         async with fake_api(names=("one", "two/b")) as api:
             for name in ("one", "two/b"):
-                answer = (await api.post("completions", prompt="a", model=name, max_tokens=1)).json()
-                assert answer["model"] == name
+                response = (await api.post("completions", prompt="a", model=name, max_tokens=1)).json()
+                assert response["model"] == name
             assert [m["id"] for m in (await api.client.get("/v1/models")).json()["data"]] == ["one", "two/b"]
             card = (await api.client.get("/v1/models/two/b")).json()
             assert (card["id"], card["object"], card["max_model_len"]) == ("two/b", "model", 512)
@@ -33,9 +33,9 @@ def test_request_that_names_no_model_is_served_where_there_is_only_one(model):
         async with fake_api() as api:
             assert (await api.post("completions", prompt="a", max_tokens=1, **model)).json()["model"] == "fake"
         async with fake_api(names=("one", "two")) as api:
-            answer = await api.post("completions", prompt="a", **model)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
-            assert "one, two" in answer.json()["error"]["message"]
+            response = await api.post("completions", prompt="a", **model)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
+            assert "one, two" in response.json()["error"]["message"]
 
     run(scenario())
 
@@ -48,13 +48,13 @@ def test_models_do_not_take_each_others_places_in_the_queue():
             def ask(model: str) -> asyncio.Task[Any]:
                 return asyncio.create_task(api.post("completions", prompt="a", model=model, max_tokens=1))
 
-            answers = [ask("one") for _ in range(3)]
-            answers += [ask("two") for _ in range(3)]
+            responses = [ask("one") for _ in range(3)]
+            responses += [ask("two") for _ in range(3)]
             await asyncio.sleep(0)
             refused = await ask("one")
             assert refused.status_code == 429
             api.engine.paused.clear()
-            assert [(await answer).status_code for answer in answers] == [200] * 6
+            assert [(await response).status_code for response in responses] == [200] * 6
 
     run(scenario())
 
@@ -65,15 +65,15 @@ def test_health_fails_while_the_engine_makes_no_progress(path):
         async with fake_api() as api:
             await api.until_status()
             for method in ("GET", "HEAD"):
-                answer = await api.client.request(method, path)
-                assert (answer.status_code, answer.content) == (200, b"")
+                response = await api.client.request(method, path)
+                assert (response.status_code, response.content) == (200, b"")
             api.engine.step_age_s = 60.0
             async with asyncio.timeout(5):
-                while (answer := await api.client.get(path)).status_code == 200:
+                while (response := await api.client.get(path)).status_code == 200:
                     await asyncio.sleep(0.005)
-            assert answer.status_code == 503
-            assert "no step ended for 60 s" in answer.json()["error"]["message"]
-            assert answer.headers["retry-after"] == "1"
+            assert response.status_code == 503
+            assert "no step ended for 60 s" in response.json()["error"]["message"]
+            assert response.headers["retry-after"] == "1"
             api.engine.step_age_s = 0.0
             async with asyncio.timeout(5):
                 while (await api.client.get(path)).status_code == 503:
@@ -96,10 +96,10 @@ def test_id_of_an_answer_is_made_of_the_requests_id():
         async with fake_api() as api:
             ask = {"prompt": "a", "max_tokens": 1}
             headers = {"X-Request-Id": "abc"}
-            answer = await api.client.post("/v1/completions", json=ask, headers=headers)
-            assert answer.json()["id"] == "cmpl-abc"
-            answer = await api.client.post("/v1/completions", json={**ask, "request_id": "xyz"}, headers=headers)
-            assert answer.json()["id"] == "cmpl-xyz"
+            response = await api.client.post("/v1/completions", json=ask, headers=headers)
+            assert response.json()["id"] == "cmpl-abc"
+            response = await api.client.post("/v1/completions", json={**ask, "request_id": "xyz"}, headers=headers)
+            assert response.json()["id"] == "cmpl-xyz"
 
     run(scenario())
 
@@ -112,10 +112,10 @@ def test_bug_of_ours_is_a_500_that_tells_nothing_of_the_inside(monkeypatch, capl
                 raise KeyError("/secret/path")
 
             monkeypatch.setattr(api.model.admission, "check", fail)
-            answer = await api.post("completions", prompt="a")
-            assert answer.status_code == 500
-            assert answer.json()["error"]["code"] == "internal_error"
-            assert "secret" not in answer.text
+            response = await api.post("completions", prompt="a")
+            assert response.status_code == 500
+            assert response.json()["error"]["code"] == "internal_error"
+            assert "secret" not in response.text
             assert "/secret/path" in caplog.text
 
     run(scenario())

@@ -47,7 +47,7 @@ def grammar(markers: str = "tokens", **fields: Any) -> StructuredOutputsParams |
         "tools": [],
         "choice": None,
         "parallel": True,
-        "call_parser": "hermes",
+        "tool_call_parser": "hermes",
         "thinking": "never",
         "token_of": tokens.ids.get,
     }
@@ -145,7 +145,7 @@ def test_tools_that_are_not_strict_take_any_arguments_beside_one_that_is():
 
 
 def test_strict_calls_of_llama_are_the_whole_answer():
-    params = grammar(tools=tools(strict=True), call_parser="llama3_json")
+    params = grammar(tools=tools(strict=True), tool_call_parser="llama3_json")
     good = POINT_CALL.replace("arguments", "parameters")
     assert matches(params, good)
     assert matches(params, f"{good}; {good}")
@@ -155,7 +155,7 @@ def test_strict_calls_of_llama_are_the_whole_answer():
 
 @pytest.mark.parametrize(("parser", "key"), [("hermes", "arguments"), ("llama3_json", "parameters")])
 def test_answer_of_a_given_form_or_calls(parser, key):
-    params = grammar(tools=tools(), content=CONTENT, call_parser=parser)
+    params = grammar(tools=tools(), content=CONTENT, tool_call_parser=parser)
     call = POINT_CALL.replace("arguments", key)
     assert matches(params, '{"ok": false}')
     assert matches(params, hermes(call, call) if parser == "hermes" else f"{call}; {call}")

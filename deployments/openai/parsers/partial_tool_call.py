@@ -7,27 +7,27 @@ from typing import Any
 
 import msgspec
 
-from deployments.openai.parsers.output_parser import CallArguments, CallStart, Piece
+from deployments.openai.parsers.output_parser import CallArguments, CallStart, OutputEvent
 
 _ARGUMENTS = ("arguments", "parameters")  # Hermes and Qwen write the first, Llama the second
 _KEYS = {"name", "type", "id", *_ARGUMENTS}
 
 
-class CallReader:
+class PartialToolCall:
     """Reads `{"name": ..., "arguments": {...}}`, keys in any order.
 
     names: of the functions that may be called; None means any.
-    early: hand out the name and the arguments while they arrive, for a stream. Once that has begun, arguments that are
-        no valid JSON are passed on as the model wrote them. Otherwise they make the whole call none.
+    streaming: hand out the name and the arguments while they arrive. Once that has begun, arguments that are no valid
+        JSON are passed on as the model wrote them. Otherwise they make the whole call none.
 
     raw: the characters read so far. ended: the object is over. failed: it ended, and is no tool call.
     """
 
-    def __init__(self, names: Container[str] | None, *, early: bool):
+    def __init__(self, names: Container[str] | None, *, streaming: bool):
         self.raw = ""
         self.ended = False
         self.failed = False
-        self._names, self._early = names, early
+        self._names, self._streaming = names, streaming
         self._depth = 0
         self._in_string = self._escaped = False
         self._name: str | None = None
@@ -35,12 +35,12 @@ class CallReader:
         self._end: int | None = None
         self._sent = 0
 
-    def add(self, text: str, final: bool) -> tuple[list[Piece], str]:
-        """The pieces that are certain now, and the text behind the object. final: no more text will come."""
-        taken = self._scan(text)
-        self.raw += text[:taken]
+    def add(self, text: str, final: bool) -> tuple[list[OutputEvent], str]:
+        """The events that are certain now, and the text behind the object. final: no more text will come."""
+        end = self._scan(text)
+        self.raw += text[:end]
         self.ended = self.ended or final
-        return self._pieces(), text[taken:]
+        return self._events(), text[end:]
 
     def _scan(self, text: str) -> int:
         """Number of characters that belong to the object. `<` ends it: outside of strings, JSON has none."""
@@ -88,19 +88,19 @@ class CallReader:
         else:
             self.ended = self.failed = True
 
-    def _pieces(self) -> list[Piece]:
+    def _events(self) -> list[OutputEvent]:
         if self.failed:
             return []
-        if self._early and self._name is not None:
-            return self._next_pieces(self._name)
-        return self._whole() if self.ended else []
+        if self._streaming and self._name is not None:
+            return self._streamed_events(self._name)
+        return self._full_call() if self.ended else []
 
-    def _next_pieces(self, name: str) -> list[Piece]:
-        pieces: list[Piece] = [] if self._sent else [CallStart(name)]
+    def _streamed_events(self, name: str) -> list[OutputEvent]:
+        events: list[OutputEvent] = [] if self._sent else [CallStart(name)]
         start, self._sent = max(self._start, self._sent), min(len(self.raw), self._end or len(self.raw))
-        return [*pieces, CallArguments(self.raw[start : self._sent])] if start < self._sent else pieces
+        return [*events, CallArguments(self.raw[start : self._sent])] if start < self._sent else events
 
-    def _whole(self) -> list[Piece]:
+    def _full_call(self) -> list[OutputEvent]:
         if self._name is not None:
             arguments = self.raw[self._start : self._end]
             self.failed = _json_object(arguments) is None
