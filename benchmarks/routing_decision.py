@@ -15,8 +15,8 @@ from typing import get_args
 
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
-from deployments.routing.cost import Prompt
-from deployments.routing.prompts import PromptReader
+from deployments.routing.cost import PromptDigest
+from deployments.routing.prompts import PromptDigester
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.messages import EngineLoad, EngineUpdate
 
@@ -31,34 +31,37 @@ def main(num_engines: int = 100, num_blocks: int = 100_000) -> None:
     routers = {policy: Balancer(RoutingConfig(policy=policy), "decode", BLOCK_SIZE, rng) for policy in POLICIES}
     router = routers["prefix_aware"]
     tokens = [rng.randrange(100_000) for _ in range(PROMPT)]
-    prompt = PromptReader(BLOCK_SIZE).read("r", tokens, "")
+    prompt = PromptDigester(BLOCK_SIZE).digest("r", tokens, "")
     words = array("Q", (word for key in prompt.keys[:SHARED] for word in (key, 0)))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     engines = [f"decode-m-{number:03d}" for number in range(num_engines)]
     for engine in engines:
         others = rng.randbytes((num_blocks - SHARED) * BLOCK_HASH_BYTES)
         load = EngineLoad(rng.randrange(50), rng.randrange(5000), rng.randrange(num_blocks // 2), 256, num_blocks)
-        router.news(news(engine, load, words.tobytes() + others))
+        router.update(update(engine, load, words.tobytes() + others))
     mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     print(f"{num_engines} engines of {num_blocks} blocks, prompts of {PROMPT} tokens: {mib:.0f} MiB")
-    times(f"names of the {PROMPT // BLOCK_SIZE} blocks", lambda i: PromptReader(BLOCK_SIZE).read("r", list(tokens), ""))
+    times(
+        f"hashes of the {PROMPT // BLOCK_SIZE} blocks",
+        lambda i: PromptDigester(BLOCK_SIZE).digest("r", list(tokens), ""),
+    )
     for policy, other in routers.items():
-        other.index, other.book = router.index, router.book
+        other.index, other.loads = router.index, router.loads
         for name, session in ((policy, ""), (f"{policy}, with a session", "s")):
             times(f"choice by {name}", lambda i, b=other, s=session: place(b, prompt, i, s, engines))
     small = engines[0]
     stored = [rng.randbytes(50 * BLOCK_HASH_BYTES) for _ in range(ROUNDS)]
     times("a full round of the garbage collector, part of the p99 above", lambda i: gc.collect(), rounds=3)
-    times("news of 50 new blocks", lambda i: router.news(news(small, EngineLoad(), stored[i], number=i + 1)))
+    times("update of 50 new blocks", lambda i: router.update(update(small, EngineLoad(), stored[i], number=i + 1)))
 
 
-def place(router: Balancer, prompt: Prompt, number: int, session: str, engines: list[str]) -> None:
-    request = Prompt(f"r{number}", prompt.num_tokens, prompt.keys, session)
+def place(router: Balancer, prompt: PromptDigest, number: int, session: str, engines: list[str]) -> None:
+    request = PromptDigest(f"r{number}", prompt.num_tokens, prompt.keys, session)
     router.choose(request, engines)
     router.end(request.request_id, confirmed=False)
 
 
-def news(engine: str, load: EngineLoad, stored: bytes, number: int = 0) -> EngineUpdate:
+def update(engine: str, load: EngineLoad, stored: bytes, number: int = 0) -> EngineUpdate:
     return EngineUpdate(
         engine_id=engine,
         number=number,
@@ -67,7 +70,7 @@ def news(engine: str, load: EngineLoad, stored: bytes, number: int = 0) -> Engin
         stored=stored,
         removed=b"",
         taken=[],
-        settled=[],
+        prefilled=[],
     )
 
 

@@ -87,7 +87,7 @@ def _check_room(config: AppConfig) -> None:
     """Raises StartupError if the cluster could never hold a replica of some model, whatever else ran there."""
     if not ray.is_initialized():
         return
-    nodes = capacity.nodes_of_cluster()
+    nodes = capacity.cluster_nodes()
     for model in config.models:
         for role in model.pools:
             problem = capacity.missing(model.group_spec(role), nodes)

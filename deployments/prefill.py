@@ -19,6 +19,6 @@ class Prefill(EngineDeployment):
             await self._start_engine(config, spec)
 
     async def prefill(self, ticket: bytes, _: RoutingContext) -> None:
-        """A msgpack RemotePrefillRequest, and what the router of this deployment wants to know of it; open until the handoff
-        is over, so that a replica that is to stop waits for it."""
+        """A msgpack RemotePrefillRequest, and what this deployment's router wants to know of it; open until the
+        handoff is over, so that a replica that is to stop waits for it."""
         await self._engine.prefill(msgspec.msgpack.decode(ticket, type=RemotePrefillRequest))

@@ -11,7 +11,7 @@ import ray
 
 from placement.spec import GroupSpec
 
-TINY = 1e-6
+EPSILON = 1e-6
 NODE_GROUP = "ray.io/node-group"  # label of nodes that an autoscaler or KubeRay has started
 OWN_RESOURCES = ("node:", "memory", "object_store_memory")  # which every node has
 
@@ -24,7 +24,7 @@ class Node:
     labels: Mapping[str, str]
 
 
-def nodes_of_cluster() -> list[Node]:
+def cluster_nodes() -> list[Node]:
     return [Node(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
 
 
@@ -43,14 +43,16 @@ def missing(spec: GroupSpec, nodes: Sequence[Node]) -> str | None:
         selector = ", ".join(f"{key}: {value}" for key, value in spec.label_selector.items())
         problem = f"no node has the labels {{{selector}}}"
     elif found == 0:
-        problem = _scarce(spec, usable)
+        problem = _describe_shortage(spec, usable)
     else:
         where = {"STRICT_PACK": "on one node", "STRICT_SPREAD": "on nodes of their own"}.get(spec.strategy, "anywhere")
         problem = f"only {found} of them fit{'s' if found == 1 else ''} {where}"
     ranks = "1 rank" if spec.num_ranks == 1 else f"{spec.num_ranks} ranks, each"
-    need = f"a replica needs {ranks} with {_told(spec.rank_bundle)}, and {spec.control_cpus:g} CPU beside the first"
+    need = f"a replica needs {ranks} with {_describe(spec.rank_bundle)}, and {spec.control_cpus:g} CPU beside the first"
     labels = spec.label_selector.keys()
-    kinds = Counter(_told(node.resources, {k: node.labels[k] for k in labels if k in node.labels}) for node in nodes)
+    kinds = Counter(
+        _describe(node.resources, {k: node.labels[k] for k in labels if k in node.labels}) for node in nodes
+    )
     has = "; ".join(f"{count} node{'s' if count > 1 else ''} with {kind}" for kind, count in kinds.items())
     return f"{need} ({spec.strategy}), but {problem}. The cluster has {has or 'no node'}"
 
@@ -71,34 +73,34 @@ def _ranks_that_fit(spec: GroupSpec, nodes: Sequence[Node]) -> int:
     limit = 1 if spec.strategy == "STRICT_SPREAD" else spec.num_ranks
     best = 0
     for number, home in enumerate(nodes):
-        if not _room(home.resources, first):
+        if not _capacity(home.resources, first):
             continue
         rest = {resource: amount - first.get(resource, 0.0) for resource, amount in home.resources.items()}
-        here = min(limit, 1 + _room(rest, rank))
+        here = min(limit, 1 + _capacity(rest, rank))
         if spec.strategy == "STRICT_PACK":
             best = max(best, here)
         else:
             elsewhere = [*nodes[:number], *nodes[number + 1 :]]
-            others = sum(min(limit, _room(node.resources, rank)) for node in elsewhere)
+            others = sum(min(limit, _capacity(node.resources, rank)) for node in elsewhere)
             best = max(best, here + others)
     return best
 
 
-def _room(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:
+def _capacity(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:
     """How often `bundle` fits."""
-    return min(int((resources.get(resource, 0.0) + TINY) / amount) for resource, amount in bundle.items())
+    return min(int((resources.get(resource, 0.0) + EPSILON) / amount) for resource, amount in bundle.items())
 
 
-def _scarce(spec: GroupSpec, nodes: Sequence[Node]) -> str:
+def _describe_shortage(spec: GroupSpec, nodes: Sequence[Node]) -> str:
     """Names what no node has enough of to hold the first bundle."""
     for resource, amount in spec.bundles[0].items():
-        most = max(node.resources.get(resource, 0.0) for node in nodes)
-        if most + TINY < amount:
-            return f"no node has {_told({resource: amount})}" + (f", at most {most:g}" if most else "")
+        largest = max(node.resources.get(resource, 0.0) for node in nodes)
+        if largest + EPSILON < amount:
+            return f"no node has {_describe({resource: amount})}" + (f", at most {largest:g}" if largest else "")
     return "no node has all of it together"
 
 
-def _told(resources: Mapping[str, float], labels: Mapping[str, str] | None = None) -> str:
+def _describe(resources: Mapping[str, float], labels: Mapping[str, str] | None = None) -> str:
     parts = []
     for resource, amount in sorted(resources.items()):
         if resource.startswith("accelerator_type:"):

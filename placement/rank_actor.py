@@ -11,7 +11,7 @@ import ray
 
 from engine.config import EngineConfig
 from placement.console_log import LogConfig, log_to_console
-from placement.rank_order import Place
+from placement.rank_order import RankLocation
 
 if TYPE_CHECKING:  # torch takes seconds, and the processes that start ranks do without
     from engine.core.server import EngineServer
@@ -51,13 +51,13 @@ class RankActor:
         # when rank 0 ends first, torch would print a page about a lost connection
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._group: ConnectedGroup | None = None
-        self._part: EngineServer | Worker
+        self._process: EngineServer | Worker
 
-    def place(self) -> Place:
+    def location(self) -> RankLocation:
         """Where Ray has put this actor."""
         context = ray.get_runtime_context()
         devices = tuple(context.get_accelerator_ids().get("GPU", []))
-        return Place(context.get_node_id(), devices, ray.util.get_node_ip_address())
+        return RankLocation(context.get_node_id(), devices, ray.util.get_node_ip_address())
 
     def listen(self, task: RankTask) -> str:
         """Rank 0 of several: the address for the others."""
@@ -73,13 +73,13 @@ class RankActor:
         Raises StartupError, of this rank or of another.
         """
         log_to_console(f"{task.engine_id}/rank{rank}", task.log)
-        place = self.place()
+        location = self.location()
         logger.info(
             "rank starts pid=%d node=%s host=%s CUDA_VISIBLE_DEVICES=%s",
-            os.getpid(), place.node, place.host, os.environ.get("CUDA_VISIBLE_DEVICES"),
+            os.getpid(), location.node, location.host, os.environ.get("CUDA_VISIBLE_DEVICES"),
         )  # fmt: skip
         if rank == 0:
-            return self._lead(task, place.host)
+            return self._lead(task, location.host)
         self._follow(task, rank, rank_0)
         return None
 
@@ -88,7 +88,7 @@ class RankActor:
 
         Raises EngineUnavailable when another rank dies.
         """
-        self._part.run()
+        self._process.run()
 
     def _lead(self, task: RankTask, host: str) -> RankReady:
         from engine.core.server import EngineServer
@@ -98,7 +98,7 @@ class RankActor:
         server = EngineServer(
             task.config, engine_id=task.engine_id, status_to=task.status_to, host=host, group=self._group
         )
-        self._part = server
+        self._process = server
         return RankReady(server.address, server.max_model_len)
 
     def _follow(self, task: RankTask, rank: int, rank_0: str) -> None:
@@ -107,4 +107,4 @@ class RankActor:
 
         config = task.config
         group = TPGroup.connect(rank, config.tensor_parallel, rank_0, task.timeout_s, device=config.device)
-        self._part = Worker(config, group)
+        self._process = Worker(config, group)

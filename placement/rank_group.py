@@ -65,11 +65,11 @@ class RankGroup:
     async def _start(self, config: EngineConfig, engine_id: str, status_to: str) -> RankReady:
         deadline = time.monotonic() + self._spec.startup_timeout_s
         self._ranks = self._create()
-        places = await self._all([rank.place.remote() for rank in self._ranks], deadline)
-        order = rank_order(places, ray.get_runtime_context().get_node_id())
+        locations = await self._all([rank.location.remote() for rank in self._ranks], deadline)
+        order = rank_order(locations, ray.get_runtime_context().get_node_id())
         self._ranks = [self._ranks[bundle] for bundle in order]
         # in one line, since Ray shows only one of several processes' lines that differ in numbers only
-        logger.info("ranks placed %s", "; ".join(f"rank {rank}: {places[b]}" for rank, b in enumerate(order)))
+        logger.info("ranks placed %s", "; ".join(f"rank {rank}: {locations[b]}" for rank, b in enumerate(order)))
         task = RankTask(config, engine_id, status_to, self._spec.startup_timeout_s, self._spec.log)
         rank_0 = ""
         if len(order) > 1:
@@ -135,7 +135,7 @@ def _verdict(errors: Sequence[BaseException | None]) -> ServingError:
     """
     deaths: list[ServingError] = []
     own: list[ServingError] = []
-    told: list[ServingError] = []
+    relayed: list[ServingError] = []
     for rank, error in enumerate(errors):
         if error is None:
             continue
@@ -145,7 +145,7 @@ def _verdict(errors: Sequence[BaseException | None]) -> ServingError:
         elif not isinstance(cause, StartupError):
             own.append(EngineUnavailable(f"rank {rank} failed while it started: {error}"))
         elif RELAYED.match(str(cause)):
-            told.append(cause)
+            relayed.append(cause)
         else:
             own.append(cause)
-    return [*deaths, *own, *told][0]
+    return [*deaths, *own, *relayed][0]

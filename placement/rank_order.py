@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankLocation:
     """Where Ray has put the actor of a bundle.
 
     node: Ray's id of it. devices: GPUs that the actor may use, as in CUDA_VISIBLE_DEVICES. host: the node's address.
@@ -22,22 +22,22 @@ class Place:
         return f"{self.host} (node {self.node[:8]}){gpus}"
 
 
-def rank_order(places: Sequence[Place], home: str) -> list[int]:
+def rank_order(locations: Sequence[RankLocation], home: str) -> list[int]:
     """Bundle indices in rank order: ranks of one node are neighbours there, in the order of their devices.
 
-    places: of each bundle. home: the control actor's node, which comes first if any bundle is there.
+    locations: of each bundle. home: the control actor's node, which comes first if any bundle is there.
 
     Ray promises neither: with PACK, neighbouring bundles may be on different nodes, and devices come in any order.
     """
     first_bundle: dict[str, int] = {}
-    for bundle, place in enumerate(places):
-        first_bundle.setdefault(place.node, bundle)
+    for bundle, location in enumerate(locations):
+        first_bundle.setdefault(location.node, bundle)
 
     def key(bundle: int) -> tuple[bool, int, list[tuple[float, str]], int]:
-        place = places[bundle]
-        return place.node != home, first_bundle[place.node], [_number(name) for name in place.devices], bundle
+        location = locations[bundle]
+        return location.node != home, first_bundle[location.node], [_number(name) for name in location.devices], bundle
 
-    return sorted(range(len(places)), key=key)
+    return sorted(range(len(locations)), key=key)
 
 
 def _number(device: str) -> tuple[float, str]:

@@ -21,7 +21,7 @@ from deployments.frontend.fair_queue import FairQueue, QueuedRequest
 from deployments.routing.config import Role
 from engine.config import HandoffConfig
 from engine.core.handoffs import HandoffAction, HandoffManager
-from engine.core.kv_events import PERIOD_S
+from engine.core.kv_events import UPDATE_PERIOD_S
 from engine.core.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.step_cost import StepTimes
 from engine.errors import PromptTooLong
@@ -124,7 +124,7 @@ class Cluster:
         if pool.follows:
             pool.publish(replica, self._loop.now)
             if replica.due is None:  # what there is to say now it says a little later, since nothing else will happen
-                self._loop.at(self._loop.now + PERIOD_S, lambda: pool.publish(replica, self._loop.now))
+                self._loop.at(self._loop.now + UPDATE_PERIOD_S, lambda: pool.publish(replica, self._loop.now))
         if not replica.ended:
             return
         for request in replica.ended:

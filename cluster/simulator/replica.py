@@ -67,7 +67,7 @@ class Replica:
             vocab_size=VOCABULARY,
             handoffs=handoffs,
         )
-        self._news = KVEventPublisher(name, self.scheduler)
+        self._kv_events = KVEventPublisher(name, self.scheduler)
         self._cost, self._fast_forward, self._forward, self._slowdown = cost, fast_forward, forward, slowdown
         self._inbox: list[HandoffEvent] = []
         self._plan: StepPlan | None = None  # the step that computes
@@ -78,13 +78,13 @@ class Replica:
     def add(self, message: GenerateRequest, now: float) -> None:
         """Raises ServingError."""
         self.scheduler.add(message, now)
-        self._news.took(message.request_id)
+        self._kv_events.admitted(message.request_id)
         self._came(now)
 
     def add_ticket(self, ticket: RemotePrefillRequest, now: float) -> None:
         """Raises ServingError."""
         self.scheduler.add_ticket(ticket, now)
-        self._news.took(ticket.handoff_id)
+        self._kv_events.admitted(ticket.handoff_id)
         self._came(now)
 
     def tell(self, event: HandoffEvent, now: float) -> None:
@@ -108,11 +108,11 @@ class Replica:
 
     def follow(self, now: float) -> None:
         """The router wants news of this engine; call again within SUBSCRIPTION_S."""
-        self._news.follow(Subscribe("router"), now)
+        self._kv_events.subscribe(Subscribe("router"), now)
 
     def news(self, now: float) -> list[EngineUpdate]:
         """For the router, if it is time."""
-        return [news for news, _ in self._news.messages(now)]
+        return [update for update, _ in self._kv_events.messages(now)]
 
     def stats(self, now: float) -> EngineStats:
         """As EngineCore.stats."""
@@ -196,9 +196,9 @@ class Replica:
 
     def _tell(self, events: list[Event]) -> None:
         for event in events:
-            self._news.told(event)
+            self._kv_events.prefilled(event)
             if event.delta.finish_reason is not None:
-                self._news.ended(event.request.request_id)
+                self._kv_events.finished(event.request.request_id)
                 if event.request.ticket is None:
                     self.ended.append(event.request)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
-from deployments.routing.prompts import PromptReader
+from deployments.routing.prompts import PromptDigester
 from engine.wire.messages import EngineUpdate
 
 ROUTERS = ("prefix_aware", "power_of_two", "round_robin", "random")
@@ -58,16 +58,16 @@ class BalancerRouter:
         self._balancer = Balancer(config, role, block_size, random.Random(seed))
         self.follows = config.policy != "round_robin"
         # the others do not look at prefixes, so they need not be read
-        self._prompts = PromptReader(block_size if config.policy == "prefix_aware" else None)
+        self._prompts = PromptDigester(block_size if config.policy == "prefix_aware" else None)
 
     def choose(self, request_id: str, tokens: list[int], engines: Sequence[str]) -> str:
-        return self._balancer.choose(self._prompts.read(request_id, tokens, ""), engines).engines[0]
+        return self._balancer.choose(self._prompts.digest(request_id, tokens, ""), engines).engines[0]
 
     def end(self, request_id: str) -> None:
         self._balancer.end(request_id, confirmed=True)
 
     def news(self, news: EngineUpdate) -> None:
-        assert self._balancer.news(news), "no message is lost here"
+        assert self._balancer.update(news), "no message is lost here"
 
     def keep(self, engines: Sequence[str]) -> None:
         self._balancer.keep(engines)

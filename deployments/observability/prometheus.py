@@ -26,7 +26,7 @@ from deployments.observability.handoff_metrics import handoff_metrics
 from deployments.observability.routing_metrics import routing_metrics
 from deployments.observability.stats import IngressStats, ModelStats, RouteStats
 from deployments.observability.telemetry import Telemetry
-from deployments.replicas.engine_pool import EnginePool, found_statuses
+from deployments.replicas.engine_pool import EnginePool, all_statuses
 from deployments.replicas.replica_status import ReplicaStatus
 from deployments.routing.stats import RoutingStats
 from engine.wire.histogram import Histogram
@@ -86,7 +86,7 @@ class _Replicas:
 
     @classmethod
     async def of(cls, model: str, pool: EnginePool) -> _Replicas:
-        decode, prefill = await found_statuses(pool)
+        decode, prefill = await all_statuses(pool)
         return cls(model, decode, prefill, not decode and await pool.asleep())
 
 
@@ -220,8 +220,8 @@ class _Snapshot(Collector):
         for (model, ingress_id), stats in self._models():
             yield {"model_name": model, "ingress": ingress_id, "pool": "decode"}, stats.routing
         for (model, engine_id), status in self._decode:
-            if status.ticket_routing is not None:
-                yield {"model_name": model, "engine": engine_id, "pool": "prefill"}, status.ticket_routing
+            if status.prefill_routing is not None:
+                yield {"model_name": model, "engine": engine_id, "pool": "prefill"}, status.prefill_routing
 
     def _routes(self) -> Iterator[tuple[list[str], RouteStats]]:
         for ingress in self._ingresses:

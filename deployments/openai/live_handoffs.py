@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from deployments.replicas.engine_pool import EnginePool, found_statuses
+from deployments.replicas.engine_pool import EnginePool, all_statuses
 from engine.wire.handoff_stats import HandoffInfo
 
 
@@ -27,7 +27,7 @@ class LiveHandoffs(msgspec.Struct):
 
 async def live_handoffs(pools: Mapping[str, EnginePool]) -> LiveHandoffs:
     """pools: by model name. Replicas that do not answer are left out."""
-    found = await asyncio.gather(*map(found_statuses, pools.values()))
+    found = await asyncio.gather(*map(all_statuses, pools.values()))
     handoffs = [
         LiveHandoff(model, status.engine_id, handoff)
         for model, (decode, prefill) in zip(pools, found, strict=True)

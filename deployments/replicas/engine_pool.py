@@ -30,7 +30,7 @@ class EnginePool(Protocol):
         """What all these replicas have noted of these requests; those that do not answer are left out."""
 
 
-async def found_statuses(pool: EnginePool) -> tuple[list[ReplicaStatus], list[ReplicaStatus]]:
+async def all_statuses(pool: EnginePool) -> tuple[list[ReplicaStatus], list[ReplicaStatus]]:
     """Of all replicas that answer: those that decode, and those that compute prompts for them."""
 
     async def decode() -> list[ReplicaStatus]:

@@ -31,8 +31,8 @@ from engine.wire.remote_prefill import RemotePrefillRequest
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # how often `until_unhealthy` looks
-LOOKS = 3  # unhealthy as often in a row: after a pause of this very process, statuses are still to be read
+POLL_INTERVAL_S = 1.0  # how often `until_unhealthy` looks
+MAX_FAILED_POLLS = 3  # unhealthy as often in a row: after a pause of this very process, statuses are still to be read
 JOURNAL_TIMEOUT_S = 2.0  # a step may take as long
 TIMEOUT_GRACE_S = 5.0  # the engine ends a late request itself; this is for one that does not
 
@@ -155,13 +155,13 @@ class EngineReplica:
         """Returns what is wrong once `check_health` raises and goes on raising."""
         failures = 0
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             try:
                 self.check_health()
                 failures = 0
             except EngineUnavailable as error:
                 failures += 1
-                if failures == LOOKS:
+                if failures == MAX_FAILED_POLLS:
                     return str(error)
 
     def status(self) -> ReplicaStatus:

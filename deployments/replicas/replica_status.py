@@ -11,13 +11,13 @@ from engine.wire.messages import EngineStatus
 class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__struct_config__.tag):
     """Its engine's newest status, and what the engine knows nothing of.
 
-    ticket_routing: how its prefill tickets found their engines; None if it sends none.
+    prefill_routing: how its prefill tickets found their engines; None if it sends none.
 
     The tag is that of an EngineStatus, so that each of the two can be read as the other.
     """
 
-    ticket_routing: RoutingStats | None = None
+    prefill_routing: RoutingStats | None = None
 
     @classmethod
-    def of(cls, status: EngineStatus, ticket_routing: RoutingStats | None) -> ReplicaStatus:
-        return cls(**msgspec.structs.asdict(status), ticket_routing=ticket_routing)
+    def of(cls, status: EngineStatus, prefill_routing: RoutingStats | None) -> ReplicaStatus:
+        return cls(**msgspec.structs.asdict(status), prefill_routing=prefill_routing)

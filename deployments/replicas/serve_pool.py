@@ -16,8 +16,8 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from deployments import ray_compat
 from deployments.replicas.prefill_dispatcher import PoolState
 from deployments.replicas.replica_status import ReplicaStatus
-from deployments.routing.prompts import PromptReader
-from deployments.routing.routing_context import Outcome, RoutingContext
+from deployments.routing.prompts import PromptDigester
+from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.wire.messages import EngineRequestLog, GenerateRequest
@@ -43,12 +43,12 @@ class ServePool:
         replicas while nobody needs one. note: is told by request id where each request is sent; from any thread."""
         self._may_sleep = may_sleep
         self.routing = RoutingStats()
-        self._handle, self._prompts = handle, PromptReader(block_size)
+        self._handle, self._prompts = handle, PromptDigester(block_size)
         self._note = note
         self._prefill = None if prefill is None else ServePrefillPool(prefill)
 
     async def generate(self, request: GenerateRequest) -> None:
-        prompt = self._prompts.read(request.request_id, request.prompt, request.cache_salt, request.session_id)
+        prompt = self._prompts.digest(request.request_id, request.prompt, request.cache_salt, request.session_id)
         if request.params.prompt_logprobs is not None:
             prompt = replace(prompt, keys=())  # all of it is computed, whatever is cached
         note = None if self._note is None else partial(self._note, request.request_id)
@@ -82,10 +82,10 @@ class ServePrefillPool:
     def __init__(self, handle: DeploymentHandle, block_size: int | None = None):
         """block_size: as for ServePool; needed to send tickets only."""
         self.routing = RoutingStats()
-        self.handle, self._prompts = handle, PromptReader(block_size)
+        self.handle, self._prompts = handle, PromptDigester(block_size)
 
     async def prefill(self, ticket: RemotePrefillRequest, avoid: list[str]) -> None:
-        prompt = self._prompts.read(ticket.handoff_id, ticket.token_ids, ticket.cache_salt)
+        prompt = self._prompts.digest(ticket.handoff_id, ticket.token_ids, ticket.cache_salt)
         call = RoutingContext(prompt, self.routing, avoid=avoid)
         await _answer(self.handle.prefill.remote(msgspec.msgpack.encode(ticket), call), call)
 
@@ -98,7 +98,7 @@ class ServePrefillPool:
 
 async def _answer(response: DeploymentResponse, call: RoutingContext) -> None:
     """Raises ServingError. Cancelling it cancels the call."""
-    outcome: Outcome = "ended"
+    outcome: CallOutcome = "ended"
     try:
         await response
         outcome = "answered"

@@ -30,30 +30,30 @@ class _Sum:
 class LoadTracker:
     """The last report of each engine, and what was sent there that the report does not have in it yet.
 
-    A report is the truth: it replaces the one before, and ends the charges of the requests that it names as taken. A
+    A report is the truth: it replaces the one before, and ends the charges of the requests that it names as admitted. A
     charge also ends with its request. So nothing adds up over time, and a wrong charge is gone with its request.
     """
 
     def __init__(self) -> None:
         self._reports: dict[str, EngineLoad] = {}
-        self._charges: dict[str, PendingLoad] = {}
+        self._pending: dict[str, PendingLoad] = {}
         self._sums: dict[str, _Sum] = {}
 
     def place(self, request_id: str, charge: PendingLoad) -> None:
         """The request is sent to `charge.engine`; if it was sent elsewhere before, it is not there."""
         self.end(request_id)
-        self._charges[request_id] = charge
+        self._pending[request_id] = charge
         self._add(charge, 1)
 
-    def report(self, engine: str, load: EngineLoad, taken: Iterable[str]) -> None:
-        """taken: requests that are in `load`."""
+    def report(self, engine: str, load: EngineLoad, admitted: Iterable[str]) -> None:
+        """admitted: requests that are in `load`."""
         self._reports[engine] = load
-        for request_id in taken:
+        for request_id in admitted:
             self.end(request_id)
 
     def end(self, request_id: str) -> None:
         """The request has ended, or its charge is in a report."""
-        charge = self._charges.pop(request_id, None)
+        charge = self._pending.pop(request_id, None)
         if charge is not None and charge.engine in self._sums:
             self._add(charge, -1)
 
@@ -61,17 +61,17 @@ class LoadTracker:
         """The engine is gone. What was sent there ends as it would."""
         self._reports.pop(engine, None)
         self._sums.pop(engine, None)
-        self._charges = {name: charge for name, charge in self._charges.items() if charge.engine != engine}
+        self._pending = {name: charge for name, charge in self._pending.items() if charge.engine != engine}
 
     def load(self, engine: str) -> EngineLoad:
         """The last report with all charges on top. Of an engine that has not reported, the charges alone."""
-        report, charged = self._reports.get(engine, EngineLoad()), self._sums.get(engine)
-        if charged is None or not charged.sequences:
+        report, pending = self._reports.get(engine, EngineLoad()), self._sums.get(engine)
+        if pending is None or not pending.sequences:
             return report
         return EngineLoad(
-            sequences=report.sequences + charged.sequences,
-            queued_tokens=report.queued_tokens + charged.tokens,
-            blocks_used=report.blocks_used + charged.blocks,
+            sequences=report.sequences + pending.sequences,
+            queued_tokens=report.queued_tokens + pending.tokens,
+            blocks_used=report.blocks_used + pending.blocks,
             slots=report.slots,
             blocks_total=report.blocks_total,
         )
@@ -81,19 +81,19 @@ class LoadTracker:
         """All of which anything is known."""
         return {*self._reports, *self._sums}
 
-    def charged(self, engine: str) -> list[str]:
+    def pending(self, engine: str) -> list[str]:
         """Requests that were sent to the engine and are in no report yet."""
-        return [name for name, charge in self._charges.items() if charge.engine == engine]
+        return [name for name, charge in self._pending.items() if charge.engine == engine]
 
     def _add(self, charge: PendingLoad, sign: int) -> None:
-        charged = self._sums.setdefault(charge.engine, _Sum())
-        charged.sequences += sign
-        charged.tokens += sign * charge.tokens
-        charged.blocks += sign * charge.blocks
+        pending = self._sums.setdefault(charge.engine, _Sum())
+        pending.sequences += sign
+        pending.tokens += sign * charge.tokens
+        pending.blocks += sign * charge.blocks
 
     def check(self) -> None:
         """Raise AssertionError unless the sums are those of the charges."""
-        for engine, charged in self._sums.items():
-            charges = [charge for charge in self._charges.values() if charge.engine == engine]
-            assert charged == _Sum(len(charges), sum(c.tokens for c in charges), sum(c.blocks for c in charges))
-        assert all(charge.engine in self._sums for charge in self._charges.values()), "a charge is in no sum"
+        for engine, pending in self._sums.items():
+            charges = [charge for charge in self._pending.values() if charge.engine == engine]
+            assert pending == _Sum(len(charges), sum(c.tokens for c in charges), sum(c.blocks for c in charges))
+        assert all(charge.engine in self._sums for charge in self._pending.values()), "a charge is in no sum"

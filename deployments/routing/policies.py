@@ -8,40 +8,40 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from deployments.routing.config import PolicyName
-from deployments.routing.cost import Candidate, Cost, Prompt
-from deployments.routing.rendezvous import in_order_of
-from deployments.routing.stats import Reason
+from deployments.routing.cost import EngineCandidate, PromptDigest, RoutingCost
+from deployments.routing.rendezvous import rendezvous_order
+from deployments.routing.stats import RoutingReason
 
-Look = Callable[[str], Candidate]
+Lookup = Callable[[str], EngineCandidate]
 
 
 class Policy(Protocol):
-    def rank(self, prompt: Prompt, engines: Sequence[str], look: Look) -> tuple[list[str], Reason]:
+    def rank(self, prompt: PromptDigest, engines: Sequence[str], lookup: Lookup) -> tuple[list[str], RoutingReason]:
         """All of the engines, of which there is at least one, the best first; and why that one.
 
-        look: what is known of an engine. It takes time, so a policy looks only at those that it weighs.
+        lookup: what is known of an engine. It takes time, so a policy looks only at those that it weighs.
         """
 
 
 class PrefixAware:
     """Where the request costs least. One where it would have to wait for others to end comes after all where not."""
 
-    def __init__(self, cost: Cost):
+    def __init__(self, cost: RoutingCost):
         self._cost = cost
 
-    def rank(self, prompt: Prompt, engines: Sequence[str], look: Look) -> tuple[list[str], Reason]:
-        candidates = [look(engine) for engine in engines]
+    def rank(self, prompt: PromptDigest, engines: Sequence[str], lookup: Lookup) -> tuple[list[str], RoutingReason]:
+        candidates = [lookup(engine) for engine in engines]
         costs = {c.engine: (self._cost.would_wait(prompt, c), self._cost.total(prompt, c)) for c in candidates}
         ranked = sorted(engines, key=costs.__getitem__)
         equal = bisect_right(ranked, costs[ranked[0]], key=costs.__getitem__)
         if equal > 1:  # where nobody knows better, prompts that begin alike go together, from all ingresses
             start = str(prompt.keys[0]) if prompt.keys else prompt.request_id
-            best = in_order_of(start, ranked[:equal])[0]
+            best = rendezvous_order(start, ranked[:equal])[0]
             ranked.sort(key=lambda engine: engine != best)
         longest = max(c.cached for c in candidates)
         if not longest:
             return ranked, "no_prefix"
-        return ranked, "longest_prefix" if look(ranked[0]).cached == longest else "shorter_prefix"
+        return ranked, "longest_prefix" if lookup(ranked[0]).cached == longest else "shorter_prefix"
 
 
 class PowerOfTwo:
@@ -53,13 +53,13 @@ class PowerOfTwo:
     def __init__(self, rng: random.Random):
         self._rng = rng
 
-    def rank(self, prompt: Prompt, engines: Sequence[str], look: Look) -> tuple[list[str], Reason]:
+    def rank(self, prompt: PromptDigest, engines: Sequence[str], lookup: Lookup) -> tuple[list[str], RoutingReason]:
         start = self._rng.randrange(len(engines))
         ranked = [*engines[start:], *engines[:start]]
         if len(ranked) > 1:
             other = self._rng.randrange(1, len(ranked))
             ranked[1], ranked[other] = ranked[other], ranked[1]
-            ranked[:2] = sorted(ranked[:2], key=lambda engine: look(engine).load.sequences)
+            ranked[:2] = sorted(ranked[:2], key=lambda engine: lookup(engine).load.sequences)
         return ranked, "prefix_ignored"
 
 
@@ -69,7 +69,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = ""
 
-    def rank(self, prompt: Prompt, engines: Sequence[str], look: Look) -> tuple[list[str], Reason]:
+    def rank(self, prompt: PromptDigest, engines: Sequence[str], lookup: Lookup) -> tuple[list[str], RoutingReason]:
         ordered = sorted(engines)
         first = bisect_right(ordered, self._last)
         ranked = ordered[first:] + ordered[:first]
@@ -77,7 +77,7 @@ class RoundRobin:
         return ranked, "prefix_ignored"
 
 
-def policy_of(name: PolicyName, cost: Cost, rng: random.Random) -> Policy:
+def make_policy(name: PolicyName, cost: RoutingCost, rng: random.Random) -> Policy:
     match name:
         case "prefix_aware":
             return PrefixAware(cost)

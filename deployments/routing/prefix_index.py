@@ -11,7 +11,7 @@ from deployments.routing.key_set import KeySet
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 
 
-def keys_of(names: bytes) -> list[int]:
+def block_keys(names: bytes) -> list[int]:
     """The first 64 bits of each block's name. Two names with equal keys would make an estimate wrong, nothing else."""
     words = array("Q")
     words.frombytes(names)
@@ -46,11 +46,11 @@ class PrefixIndex:
     def expect(self, request_id: str, engine: str, keys: Sequence[int]) -> None:
         """A prompt has been sent to the engine, which will have these blocks of it, beside those that it has; and to no
         other engine, for all we know."""
-        self.settle(request_id)
+        self.resolve(request_id)
         self._prompts[request_id] = (engine, keys)
         self._coming.setdefault(engine, Counter()).update(keys)
 
-    def settle(self, request_id: str) -> None:
+    def resolve(self, request_id: str) -> None:
         """The prompt is computed, or never will be: what the engine says is all from now on."""
         engine, keys = self._prompts.pop(request_id, ("", ()))
         coming = self._coming.get(engine)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 
 
-def in_order_of(key: str, engines: Iterable[str]) -> list[str]:
+def rendezvous_order(key: str, engines: Iterable[str]) -> list[str]:
     """The engines in an order that depends on the key, and on nothing else: equal in every process.
 
     When an engine goes, only the keys that it was first for move, evenly to all others; when one comes, it takes an

@@ -14,7 +14,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
-from deployments.routing.routing_context import Outcome, RoutingContext
+from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.subscriber import KVEventSubscriber
 from engine.wire.messages import EngineUpdate
 from engine.wire.model_identity import ModelIdentity
@@ -26,7 +26,7 @@ def engine_id_of(replica_id: ReplicaID) -> str:
     return f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
 
 
-def wanted_replicas(candidates: list[RunningReplica], call: RoutingContext) -> list[RunningReplica]:
+def eligible_replicas(candidates: list[RunningReplica], call: RoutingContext) -> list[RunningReplica]:
     """Those of the model that the call is for, or else all, which then refuse it; of these not those to avoid, if there
     are others."""
     fitting = [r for r in candidates if call.model in (None, _model_of(r))] or candidates
@@ -34,16 +34,16 @@ def wanted_replicas(candidates: list[RunningReplica], call: RoutingContext) -> l
 
 
 def _model_of(replica: RunningReplica) -> ModelIdentity:
-    told = replica.replica_metadata
-    return ModelIdentity(told.get("weights", ""), told.get("vocabulary", ""))
+    metadata = replica.replica_metadata
+    return ModelIdentity(metadata.get("weights", ""), metadata.get("vocabulary", ""))
 
 
 class EngineRouter(RequestRouter):
     """Asks a Balancer, and feeds it with what engines say. Serve keeps the set of replicas, and the limits of each."""
 
     _balancer: Balancer
-    _channel: KVEventSubscriber | None = None  # until the first call: some handles only ask all replicas how they are
-    _receiving: asyncio.Task[None] | None = None
+    _subscriber: KVEventSubscriber | None = None  # until the first call: some handles only ask for statuses
+    _receive_task: asyncio.Task[None] | None = None
 
     def initialize_state(self, *, role: Role, block_size: int, **routing: Any) -> None:
         """Of RequestRouterConfig.request_router_kwargs. routing: keys of RoutingConfig."""
@@ -53,16 +53,16 @@ class EngineRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         assert pending_request is not None
-        if self._channel is None:
-            self._channel = KVEventSubscriber(ray.util.get_node_ip_address(), self._take)
-            self._receiving = asyncio.get_running_loop().create_task(self._channel.run())
-            self._follow()
+        if self._subscriber is None:
+            self._subscriber = KVEventSubscriber(ray.util.get_node_ip_address(), self._apply)
+            self._receive_task = asyncio.get_running_loop().create_task(self._subscriber.run())
+            self._subscribe()
         pending_request.routing_context.should_backoff = True  # or a full pool would be asked without a pause
         call = next(arg for arg in pending_request.args if isinstance(arg, RoutingContext))
-        wanted = wanted_replicas(candidate_replicas, call)
-        with_room = self.select_available_replicas(wanted) or wanted
-        replicas = {engine_id_of(replica.replica_id): replica for replica in with_room}
-        self._balancer.count_in(call.stats)
+        eligible = eligible_replicas(candidate_replicas, call)
+        with_capacity = self.select_available_replicas(eligible) or eligible
+        replicas = {engine_id_of(replica.replica_id): replica for replica in with_capacity}
+        self._balancer.use_stats(call.stats)
         decision = self._balancer.choose(call.prompt, list(replicas))
         call.note(f"routed to {decision.engines[0]}: {decision.reason}, {decision.cached_tokens} tokens cached there")
         loop, end = asyncio.get_running_loop(), partial(self._end, call.prompt.request_id, decision.engines[0])
@@ -71,11 +71,11 @@ class EngineRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._follow()
+        self._subscribe()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._follow()
+        self._subscribe()
 
     def _get_pending_request_matching_internal_request_id(
         self, request_metadata: RequestMetadata | None = None
@@ -84,23 +84,23 @@ class EngineRouter(RequestRouter):
         waiting = self._pending_requests_to_fulfill
         return next((p for p in waiting if p.metadata is request_metadata and not p.future.done()), None)
 
-    def _follow(self) -> None:
+    def _subscribe(self) -> None:
         engines = {engine_id_of(replica_id): replica for replica_id, replica in self.curr_replicas.items()}
         self._balancer.keep(engines)
-        if self._channel is not None:
+        if self._subscriber is not None:
             addresses = {e: replica.replica_metadata.get("commands_to") for e, replica in engines.items()}
-            self._channel.follow({e: address for e, address in addresses.items() if address is not None})
+            self._subscriber.subscribe({e: address for e, address in addresses.items() if address is not None})
 
-    def _take(self, news: EngineUpdate) -> bool:
-        understood = self._balancer.news(news)
+    def _apply(self, update: EngineUpdate) -> bool:
+        understood = self._balancer.update(update)
         for replica_id in self.curr_replicas:
-            if engine_id_of(replica_id) == news.engine_id:
+            if engine_id_of(replica_id) == update.engine_id:
                 # Serve's own count of open calls: of calls over gRPC it hears too late, and it asks the replica anew
                 # when it has had no call for some seconds
-                self.on_new_queue_len_info(replica_id, self._balancer.book.load(news.engine_id).sequences)
+                self.on_new_queue_len_info(replica_id, self._balancer.loads.load(update.engine_id).sequences)
         return understood
 
-    def _end(self, request_id: str, engine_id: str, outcome: Outcome) -> None:
+    def _end(self, request_id: str, engine_id: str, outcome: CallOutcome) -> None:
         self._balancer.end(request_id, confirmed=outcome == "answered")
         if outcome == "lost":
-            self._balancer.suspect(engine_id)
+            self._balancer.mark_unhealthy(engine_id)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from deployments.routing.cost import Prompt
+from deployments.routing.cost import PromptDigest
 from deployments.routing.stats import RoutingStats
 from engine.wire.model_identity import ModelIdentity
 
 # answered: the engine had the request, and has ended it. lost: the replica is gone, or its engine. ended: all else.
-Outcome = Literal["answered", "lost", "ended"]
-NOTHING = Prompt("", 0, ())
+CallOutcome = Literal["answered", "lost", "ended"]
+NOTHING = PromptDigest("", 0, ())
 
 
 class RoutingContext:
@@ -26,7 +26,7 @@ class RoutingContext:
 
     def __init__(
         self,
-        prompt: Prompt = NOTHING,
+        prompt: PromptDigest = NOTHING,
         stats: RoutingStats | None = None,
         avoid: Sequence[str] = (),
         model: ModelIdentity | None = None,
@@ -35,16 +35,16 @@ class RoutingContext:
         self.prompt, self.avoid, self.model = prompt, avoid, model
         self.stats = RoutingStats() if stats is None else stats
         self.note = note or (lambda _: None)
-        self._outcome: Outcome | None = None
-        self._release: Callable[[Outcome], object] | None = None
+        self._outcome: CallOutcome | None = None
+        self._release: Callable[[CallOutcome], object] | None = None
 
-    def placed(self, release: Callable[[Outcome], object]) -> None:
+    def placed(self, release: Callable[[CallOutcome], object]) -> None:
         """release: called when the call has ended; perhaps twice, and from any thread."""
         self._release = release
         if self._outcome is not None:  # just now: `close` may have come too early to see `release`
             release(self._outcome)
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: CallOutcome) -> None:
         self._outcome = outcome
         if self._release is not None:
             self._release(outcome)

@@ -80,7 +80,7 @@ class EngineServer:
         self._status_to = status_to
         self._decode = msgspec.msgpack.Decoder(Command).decode
         self._encode = msgspec.msgpack.Encoder().encode
-        self._news = KVEventPublisher(engine_id, self._core.scheduler)
+        self._kv_events = KVEventPublisher(engine_id, self._core.scheduler)
         self._ended: list[str] = []
         self._status_due = time.monotonic()
         self._stopping = threading.Event()
@@ -110,8 +110,8 @@ class EngineServer:
         Returns final deltas of requests that were refused or aborted, by reply address.
         """
         answers: dict[str, list[TokenDelta]] = {}
-        news_in_s = self._news.wait_s(time.monotonic())
-        wait_ms = POLL_MS if news_in_s is None else min(POLL_MS, math.ceil(news_in_s * 1000))
+        next_update_s = self._kv_events.wait_s(time.monotonic())
+        wait_ms = POLL_MS if next_update_s is None else min(POLL_MS, math.ceil(next_update_s * 1000))
         if self._core.idle and self._waker.fileno() in dict(self._poller.poll(wait_ms)):
             self._waker.clear()
         while True:
@@ -131,12 +131,12 @@ class EngineServer:
                     journal = EngineRequestLog(self.engine_id, question, self._core.journal.of(request_ids))
                     self._push(self._status_to, self._encode(journal))
                 case Subscribe():
-                    self._follow(command)
+                    self._subscribe(command)
                 case _:
                     self._hand_over(command)
 
     def _add(self, request: GenerateRequest, answers: dict[str, list[TokenDelta]]) -> None:
-        self._news.took(request.request_id)
+        self._kv_events.admitted(request.request_id)
         try:
             self._peers.connect(request.reply_to)
         except zmq.ZMQError as error:
@@ -156,13 +156,13 @@ class EngineServer:
         if event is not None:
             answers.setdefault(event.request.reply_to, []).append(event.delta)
 
-    def _follow(self, command: Subscribe) -> None:
+    def _subscribe(self, command: Subscribe) -> None:
         try:
             self._peers.connect(command.address)
         except zmq.ZMQError as error:
-            logger.error("no news can be sent to %r: %s", command.address, error)
+            logger.error("no update can be sent to %r: %s", command.address, error)
         else:
-            self._news.follow(command, time.monotonic())
+            self._kv_events.subscribe(command, time.monotonic())
 
     def _hand_over(self, command: Prefill | CancelPrefill | RemotePrefillFailed | PrefillReplicas) -> None:
         handoffs = self._core.handoffs
@@ -171,7 +171,7 @@ class EngineServer:
             return
         match command:
             case Prefill(ticket):
-                self._news.took(ticket.handoff_id)
+                self._kv_events.admitted(ticket.handoff_id)
                 if not self._core.prefill(ticket):
                     self._ended.append(ticket.handoff_id)
             case CancelPrefill(handoff_id):
@@ -183,7 +183,7 @@ class EngineServer:
 
     def _send(self, events: list[Event], answers: dict[str, list[TokenDelta]]) -> None:
         for event in events:
-            self._news.told(event)
+            self._kv_events.prefilled(event)
             if event.request.ticket is None:
                 answers.setdefault(event.request.reply_to, []).append(event.delta)
             else:  # a prompt for another engine, which has heard of its end
@@ -198,9 +198,9 @@ class EngineServer:
             self._push(address, self._encode(batch))
             self._ended += [delta.request_id for delta in deltas if delta.finish_reason]
         for request_id in self._ended:
-            self._news.ended(request_id)
-        for news, addresses in self._news.messages(now):
-            message = self._encode(news)
+            self._kv_events.finished(request_id)
+        for update, addresses in self._kv_events.messages(now):
+            message = self._encode(update)
             for address in addresses:
                 self._push(address, message)
         if self._ended or now >= self._status_due:

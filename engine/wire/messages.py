@@ -3,7 +3,7 @@
 To the engine:      Add, Abort, GetRequestLog, Subscribe; Prefill, CancelPrefill (to one that computes prompts for others);
                     RemotePrefillFailed, PrefillReplicas (to one that has its prompts computed)         (`Command`)
 From the engine:    TokenBatch to each ingress that has requests there, one per step;
-                    EngineUpdate to each router that follows it;
+                    EngineUpdate to each router that subscribes;
                     to the replica's control actor (`Notice`) EngineStatus, at least once a second, EngineRequestLog when
                     asked, and from one that has its prompts computed DispatchPrefill and CancelDispatch.
 """
@@ -208,14 +208,15 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """To a router that follows this engine: its load, and what has changed since the message before.
+    """Load of an engine and its KV events since the update before, sent to every router that subscribes.
 
-    number: one more than that of the message before, so that a lost one is noticed.
-    snapshot: `stored` and `taken` are complete, not changes.
-    stored, removed: names of KV blocks that can be matched now, and of such that cannot any more; BLOCK_HASH_BYTES each.
-    taken: requests and tickets that have come; `load` has them in it.
-    settled: of those, the ones whose prompt is computed, or that have ended; each with the prompt tokens that were
-        cached, or -1 if it never ran.
+    number: one more than that of the update before, so that a lost one is noticed.
+    snapshot: `stored` and `admitted` are complete, not changes.
+    stored, removed: hashes of KV blocks that can be matched from now on, and of those that no longer can;
+        BLOCK_HASH_BYTES each.
+    admitted: requests and remote prefills that arrived; `load` includes them.
+    prefilled: admitted requests whose prompt is computed, or that ended; each with its number of cached prompt
+        tokens, or -1 if it never ran.
     """
 
     engine_id: str
@@ -224,13 +225,13 @@ class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
     load: EngineLoad
     stored: bytes
     removed: bytes
-    taken: list[str]
-    settled: list[tuple[str, int]]
+    admitted: list[str]
+    prefilled: list[tuple[str, int]]
 
 
 class DispatchPrefill(msgspec.Struct, frozen=True, tag=True):
-    """To the control actor: have some prefill engine take this ticket (Prefill); tell RemotePrefillFailed if none does, or if
-    the call fails before the engine has taken it."""
+    """To the control actor: have some prefill engine take this ticket (Prefill); tell RemotePrefillFailed if none does,
+    or if the call fails before the engine has taken it."""
 
     ticket: RemotePrefillRequest
 
@@ -272,13 +273,13 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=True):
-    """Send EngineUpdate to `address` for SUBSCRIPTION_S from now on, beginning with a snapshot unless that has been sent.
+    """Send each EngineUpdate to `address` for the next SUBSCRIPTION_S, a snapshot first unless that has been sent.
 
-    again: with a snapshot in any case, since a message was lost.
+    resync: send a snapshot in any case, since a message was lost.
     """
 
     address: str
-    again: bool = False
+    resync: bool = False
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):

@@ -26,7 +26,7 @@ from deployments.replicas.prefill_dispatcher import PoolState
 from deployments.replicas.replica_status import ReplicaStatus
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import RoutingConfig
-from deployments.routing.cost import Prompt
+from deployments.routing.cost import PromptDigest
 from deployments.routing.stats import RoutingStats
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.server import EngineServer
@@ -79,10 +79,10 @@ class LocalPrefillPool:
         self.routing = RoutingStats()
         self._replica = replica
         self._balancer = Balancer(RoutingConfig(), "prefill", BLOCK_SIZE)
-        self._balancer.count_in(self.routing)
+        self._balancer.use_stats(self.routing)
 
     async def prefill(self, ticket: RemotePrefillRequest, avoid: list[str]) -> None:
-        prompt = Prompt(ticket.handoff_id, len(ticket.token_ids), ())
+        prompt = PromptDigest(ticket.handoff_id, len(ticket.token_ids), ())
         self._balancer.choose(prompt, [self._replica.status().engine_id])
         await self._replica.prefill(ticket)
 

@@ -33,9 +33,9 @@ class FakeRank:
 
 
 def test_error_of_the_rank_that_failed_is_preferred_to_what_others_tell_of_it():
-    told = remote(StartupError(f"rank 1: {WRONG}"))
-    assert _verdict([told, remote(WRONG), told]) is WRONG
-    assert str(_verdict([told, None])) == f"rank 1: {WRONG}"
+    relayed = remote(StartupError(f"rank 1: {WRONG}"))
+    assert _verdict([relayed, remote(WRONG), relayed]) is WRONG
+    assert str(_verdict([relayed, None])) == f"rank 1: {WRONG}"
 
 
 def test_death_of_a_rank_is_preferred_to_the_errors_that_follow_from_it():

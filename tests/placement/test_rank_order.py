@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from placement.rank_order import Place, rank_order
+from placement.rank_order import RankLocation, rank_order
 
 
-def places(*nodes: str) -> list[Place]:
+def locations(*nodes: str) -> list[RankLocation]:
     """`a1` is device 1 of node a; `a` is node a without devices."""
-    return [Place(node[0], (node[1:],) if node[1:] else ()) for node in nodes]
+    return [RankLocation(node[0], (node[1:],) if node[1:] else ()) for node in nodes]
 
 
 @pytest.mark.parametrize(
@@ -28,17 +28,17 @@ def places(*nodes: str) -> list[Place]:
     ],
 )
 def test_ranks_follow_node_and_device(bundles, home, order):
-    assert rank_order(places(*bundles), home) == order
+    assert rank_order(locations(*bundles), home) == order
 
 
 def test_ranks_of_one_node_are_neighbours_however_the_bundles_fell():
     dice = random.Random(0)
     for _ in range(100):
-        bundles = [Place(dice.choice("abcd"), (str(device),)) for device in dice.sample(range(16), 12)]
+        bundles = [RankLocation(dice.choice("abcd"), (str(device),)) for device in dice.sample(range(16), 12)]
         order = rank_order(bundles, "c")
         assert sorted(order) == list(range(12))
         ranks = [bundles[bundle] for bundle in order]
-        nodes = [place.node for place in ranks]
+        nodes = [location.node for location in ranks]
         changes = sum(a != b for a, b in itertools.pairwise(nodes))
         assert changes == len(set(nodes)) - 1
         assert "c" not in nodes or nodes[0] == "c"

@@ -57,7 +57,7 @@ def check_together(config: AppConfig, nodes: Sequence[Node]) -> Finding:
     for node in nodes:
         have.update({name: node.resources.get(name, 0.0) for name in need})
     told = " and ".join(f"{need[name]:g} of {have[name]:g} {name}" for name in need if need[name])
-    if all(need[name] <= have[name] + capacity.TINY for name in need):
+    if all(need[name] <= have[name] + capacity.EPSILON for name in need):
         return Finding("ok", "all replicas", f"take {told}")
     if capacity.can_grow(nodes):
         return Finding("warning", "all replicas", f"would take {told}", "Some wait for the autoscaler to add nodes")

@@ -11,7 +11,7 @@ import torch
 
 from cluster.cli.check.finding import Finding
 from engine.errors import StartupError
-from placement.capacity import Node, can_grow, nodes_of_cluster
+from placement.capacity import Node, can_grow, cluster_nodes
 
 TOPIC = "Ray cluster"
 
@@ -29,7 +29,7 @@ def find_nodes(address: str | None) -> list[Node] | None:
         shown = " ".join(str(error).split())
         raise StartupError(f"no Ray cluster answers at {address or os.environ['RAY_ADDRESS']}: {shown}") from None
     try:
-        return nodes_of_cluster()
+        return cluster_nodes()
     finally:
         ray.shutdown()
 

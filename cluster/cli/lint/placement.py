@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cluster.cli.lint.manifests import Manifest, Service
 from deployments.ray_compat import INGRESS
-from placement.capacity import TINY, matches, missing
+from placement.capacity import EPSILON, matches, missing
 from placement.spec import GroupSpec
 
 Complaints = Iterator[tuple[str, str]]
@@ -23,7 +23,7 @@ class Room:
     def take(self, bundle: Mapping[str, float], selector: Mapping[str, str]) -> bool:
         if not matches(self.labels, selector):
             return False
-        if any(self.free.get(resource, 0.0) + TINY < amount for resource, amount in bundle.items()):
+        if any(self.free.get(resource, 0.0) + EPSILON < amount for resource, amount in bundle.items()):
             return False
         for resource, amount in bundle.items():
             self.free[resource] -= amount

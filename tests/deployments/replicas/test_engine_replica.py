@@ -119,7 +119,7 @@ def test_engine_that_makes_no_step_is_unhealthy():
 
 
 def test_engine_that_stays_unhealthy_is_given_up(monkeypatch):
-    monkeypatch.setattr(engine_replica, "LOOK_S", 0.01)
+    monkeypatch.setattr(engine_replica, "POLL_INTERVAL_S", 0.01)
 
     async def scenario() -> None:
         async with replica_with_engine() as (replica, engine):

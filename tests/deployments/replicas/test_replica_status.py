@@ -15,11 +15,11 @@ def test_status_of_an_engine_is_kept_and_read_back_with_what_tickets_count():
     routing = RoutingStats(policy="round_robin", cached_tokens=5)
     found = ReplicaStatus.of(engine, routing)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=ReplicaStatus) == found
-    assert (found.stats, found.ticket_routing) == (engine.stats, routing)
+    assert (found.stats, found.prefill_routing) == (engine.stats, routing)
 
 
 def test_either_kind_of_status_is_read_as_the_other():
     """As while replicas of an older version run, and as the control actor reads its engine."""
     plain = status("decode-m-1")
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=ReplicaStatus).ticket_routing is None
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=ReplicaStatus).prefill_routing is None
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(ReplicaStatus.of(plain, None)), type=Notice) == plain

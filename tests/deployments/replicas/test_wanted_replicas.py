@@ -8,7 +8,7 @@ from typing import Any
 from ray.serve._private.common import DeploymentID
 from ray.serve.request_router import ReplicaID
 
-from deployments.routing.router import wanted_replicas
+from deployments.routing.router import eligible_replicas
 from deployments.routing.routing_context import RoutingContext
 from engine.wire.model_identity import ModelIdentity
 
@@ -16,7 +16,7 @@ POOL = DeploymentID("decode-m", "manta")
 WEIGHTS = {"a": "old", "b": "old", "c": "new"}
 
 
-def wanted(weights: str | None, *avoid: str) -> set[str]:
+def eligible(weights: str | None, *avoid: str) -> set[str]:
     """weights: of the model that the call is for."""
     candidates: list[Any] = [
         SimpleNamespace(replica_id=ReplicaID(name, POOL), replica_metadata={"weights": of, "vocabulary": "v"})
@@ -24,20 +24,20 @@ def wanted(weights: str | None, *avoid: str) -> set[str]:
     ]
     model = None if weights is None else ModelIdentity(weights, "v")
     call = RoutingContext(avoid=[f"decode-m-{name}" for name in avoid], model=model)
-    return {replica.replica_id.unique_id for replica in wanted_replicas(candidates, call)}
+    return {replica.replica_id.unique_id for replica in eligible_replicas(candidates, call)}
 
 
 def test_call_goes_to_replicas_of_its_model():
-    assert wanted("old") == {"a", "b"}
-    assert wanted("new") == {"c"}
-    assert wanted(None) == {"a", "b", "c"}
+    assert eligible("old") == {"a", "b"}
+    assert eligible("new") == {"c"}
+    assert eligible(None) == {"a", "b", "c"}
 
 
 def test_call_goes_anywhere_where_its_model_is_gone():
-    assert wanted("older still") == {"a", "b", "c"}
+    assert eligible("older still") == {"a", "b", "c"}
 
 
 def test_replicas_to_avoid_are_taken_only_where_no_other_has_the_model():
-    assert wanted("old", "a") == {"b"}
-    assert wanted("new", "c") == {"c"}
-    assert wanted(None, "a", "b", "c") == {"a", "b", "c"}
+    assert eligible("old", "a") == {"b"}
+    assert eligible("new", "c") == {"c"}
+    assert eligible(None, "a", "b", "c") == {"a", "b", "c"}

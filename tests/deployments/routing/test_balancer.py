@@ -8,7 +8,7 @@ import pytest
 
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
-from deployments.routing.cost import Prompt
+from deployments.routing.cost import PromptDigest
 from engine.wire.messages import EngineLoad, EngineUpdate
 from tests.deployments.routing.pools import BLOCK, PoolEngine, prompt
 
@@ -27,12 +27,12 @@ def report(engine: str, number: int = 0, *, snapshot: bool = True, stored: bytes
         load=EngineLoad(**{"slots": 128, "blocks_total": 10_000, **load}),
         stored=stored,
         removed=b"",
-        taken=[],
-        settled=[],
+        admitted=[],
+        prefilled=[],
     )
 
 
-def plain(number: int, tokens: int = 40) -> Prompt:
+def plain(number: int, tokens: int = 40) -> PromptDigest:
     """A prompt that has nothing in common with others."""
     return prompt(f"r{number}", [number * 1000 + i for i in range(tokens)])
 
@@ -45,7 +45,7 @@ def test_448_requests_at_once_do_not_all_go_to_one_engine(policy):
     """Nothing has been reported since the first: what was placed just now has to count."""
     router = balancer(policy)
     for engine in ENGINES:
-        router.news(report(engine))
+        router.update(report(engine))
     placed = [router.choose(plain(number), ENGINES).engines[0] for number in range(448)]
     assert all(abs(placed.count(engine) - 112) <= 8 for engine in ENGINES)
 
@@ -78,29 +78,29 @@ def test_each_weight_changes_where_a_request_goes(weights, chosen):
     assert a.compute("other", list(range(500, 500 + 9 * BLOCK)))
     assert a.pool.num_used == 20
     for engine in (a, b):
-        router.news(engine.snapshot())
+        router.update(engine.snapshot())
     assert router.choose(prompt("r", tokens), [a.name, b.name]).engines[0] == chosen
 
 
 def test_an_estimate_does_not_drift_from_what_engines_report():
-    """Requests end, are lost, are cancelled, and never reach their engine; and after each report the book says what the
-    report says."""
+    """Requests end, are lost, are cancelled, and never reach their engine; and after each report the tracked
+    loads say what the report says."""
     router, rng = balancer(), random.Random(1)
     for number in range(2000):
         request = plain(number % 50, 20)
-        request = Prompt(f"r{number}", request.num_tokens, request.keys)
+        request = PromptDigest(f"r{number}", request.num_tokens, request.keys)
         router.choose(request, ENGINES)
         if rng.random() < 0.9:
             router.end(request.request_id, confirmed=rng.random() < 0.5)
         if number % 100 == 99:
-            charged = [name for engine in ENGINES for name in router.book.charged(engine)]
+            pending = [name for engine in ENGINES for name in router.loads.pending(engine)]
             for engine in ENGINES:
                 load = EngineLoad(number % 7, number % 11, number % 13, 128, 10_000)
-                taken = router.book.charged(engine)
-                router.book.report(engine, load, taken)
-                assert router.book.load(engine) == load
-            assert charged, "something was under way"
-        router.book.check()
+                admitted = router.loads.pending(engine)
+                router.loads.report(engine, load, admitted)
+                assert router.loads.load(engine) == load
+            assert pending, "something was under way"
+        router.loads.check()
 
 
 # prefixes
@@ -110,20 +110,20 @@ def test_a_prompt_goes_where_its_prefix_is_and_the_estimate_is_right():
     router, tokens = balancer(), list(range(41))
     engines = {name: PoolEngine(name) for name in ENGINES}
     for engine in engines.values():
-        router.news(engine.snapshot())
+        router.update(engine.snapshot())
     first = router.choose(prompt("1", tokens), ENGINES)
     assert (first.reason, first.cached_tokens) == ("no_prefix", 0)
     engine = engines[first.engines[0]]
     engine.take("1", tokens)
     assert engine.compute("1", tokens)
-    router.news(engine.news())
+    router.update(engine.update())
     router.end("1", confirmed=True)
     again = router.choose(prompt("2", [*tokens, 99]), ENGINES)
     assert (again.engines[0], again.reason, again.cached_tokens) == (engine.name, "longest_prefix", 40)
     assert (router.stats.estimated_tokens, router.stats.cached_tokens, router.stats.drift_tokens) == (0, 0, 0)
     engine.take("2", [*tokens, 99])
     assert engine.compute("2", [*tokens, 99])
-    router.news(engine.news())
+    router.update(engine.update())
     assert (router.stats.estimated_tokens, router.stats.cached_tokens, router.stats.drift_tokens) == (40, 40, 0)
 
 
@@ -148,13 +148,13 @@ def test_blocks_of_a_request_that_has_ended_are_expected_until_its_engine_has_sp
     router, tokens = balancer(), list(range(40))
     engines = {name: PoolEngine(name) for name in ENGINES}
     for engine in engines.values():
-        router.news(engine.snapshot())
+        router.update(engine.snapshot())
     engine = engines[router.choose(prompt("1", tokens), ENGINES).engines[0]]
     router.end("1", confirmed=True)
     assert router.index.match(engine.name, prompt("", tokens).keys) == 10
     engine.take("1", tokens)
     engine.end("1")  # it was aborted before it ran
-    router.news(engine.news())
+    router.update(engine.update())
     assert router.index.match(engine.name, prompt("", tokens).keys) == 0
 
 
@@ -163,24 +163,24 @@ def test_blocks_of_a_request_that_never_got_there_are_not_expected():
     engine = router.choose(prompt("1", tokens), ENGINES).engines[0]
     router.end("1", confirmed=False)
     assert router.index.match(engine, prompt("", tokens).keys) == 0
-    assert router.book.load(engine) == EngineLoad()
+    assert router.loads.load(engine) == EngineLoad()
 
 
-def test_lost_news_are_noticed_and_a_snapshot_puts_everything_right():
+def test_lost_updates_are_noticed_and_a_snapshot_puts_everything_right():
     router, engine = balancer(), PoolEngine("decode-m-a")
-    assert not router.news(engine.news()), "there was no snapshot before"
-    assert router.news(engine.snapshot())
+    assert not router.update(engine.update()), "there was no snapshot before"
+    assert router.update(engine.snapshot())
     router.choose(prompt("1", list(range(8))), ["decode-m-a"])
     engine.take("1", list(range(8)))
     assert engine.compute("1", list(range(8)))
-    engine.news()  # is lost
+    engine.update()  # is lost
     router.end("1", confirmed=True)
-    assert not router.news(engine.news())
-    assert router.news(engine.snapshot())
+    assert not router.update(engine.update())
+    assert router.update(engine.snapshot())
     assert router.index.stored("decode-m-a") == set(prompt("", list(range(8))).keys)
     engine.end("1")
     engine.pool.clear_cache()
-    assert router.news(engine.news())
+    assert router.update(engine.update())
     assert router.index.match("decode-m-a", prompt("", list(range(8))).keys) == 0, "nothing of the lost message is left"
 
 
@@ -193,7 +193,7 @@ def test_a_request_goes_where_it_need_not_wait_rather_than_to_its_prefix():
     full.take("1", tokens)
     assert full.compute("1", tokens)
     for engine in (full, free):
-        router.news(engine.snapshot())
+        router.update(engine.snapshot())
     decision = router.choose(prompt("2", tokens), [full.name, free.name])
     assert (decision.engines, decision.reason) == ([free.name, full.name], "shorter_prefix")
 
@@ -202,16 +202,16 @@ def test_a_request_goes_where_its_blocks_fit():
     router, tokens = balancer(running_weight=0.0), list(range(100))
     small, large = PoolEngine("decode-m-a", 24), PoolEngine("decode-m-b", 256)
     for engine in (small, large):
-        router.news(engine.snapshot())
+        router.update(engine.snapshot())
     assert router.choose(prompt("1", tokens), [small.name, large.name]).engines[0] == large.name
 
 
 def test_prefill_looks_at_queues_and_not_at_blocks_that_wait_to_be_read():
     router = Balancer(RoutingConfig(), "prefill", BLOCK)
-    router.news(report("p-a", blocks_used=9000))
-    router.news(report("p-b", queued_tokens=40))
+    router.update(report("p-a", blocks_used=9000))
+    router.update(report("p-b", queued_tokens=40))
     assert router.choose(plain(1), ["p-a", "p-b"]).engines[0] == "p-a"
-    router.news(report("p-a", blocks_used=9000, queued_tokens=80))
+    router.update(report("p-a", blocks_used=9000, queued_tokens=80))
     assert router.choose(plain(2), ["p-a", "p-b"]).engines[0] == "p-b"
 
 
@@ -221,16 +221,16 @@ def test_prefill_looks_at_queues_and_not_at_blocks_that_wait_to_be_read():
 def test_an_engine_that_lost_a_request_comes_last_until_it_speaks_again():
     router = balancer()
     for engine in ENGINES[1:]:
-        router.news(report(engine, queued_tokens=1000))
-    router.news(report(ENGINES[0]))
+        router.update(report(engine, queued_tokens=1000))
+    router.update(report(ENGINES[0]))
     assert router.choose(plain(1), ENGINES).engines[0] == ENGINES[0]
     router.end("r1", confirmed=False)
-    router.suspect(ENGINES[0])
+    router.mark_unhealthy(ENGINES[0])
     decision = router.choose(plain(1), ENGINES)
     assert decision.engines[0] != ENGINES[0] and decision.engines[-1] == ENGINES[0]
     router.end("r1", confirmed=False)
     assert router.choose(plain(1), ENGINES[:1]).engines == ENGINES[:1], "it is better than none"
-    router.news(report(ENGINES[0], 1, snapshot=False))
+    router.update(report(ENGINES[0], 1, snapshot=False))
     assert router.choose(plain(2), ENGINES).engines[0] == ENGINES[0]
 
 
@@ -239,17 +239,17 @@ def test_nothing_is_left_of_an_engine_that_is_gone():
     tokens = list(range(8))
     engine.take("0", tokens)
     assert engine.compute("0", tokens)
-    router.news(engine.snapshot())
+    router.update(engine.snapshot())
     router.choose(prompt("1", tokens), [engine.name])
     router.choose(prompt("2", tokens), [engine.name])
     router.end("2", confirmed=True)
-    router.suspect(engine.name)
+    router.mark_unhealthy(engine.name)
     router.keep(["decode-m-b"])
     assert router.index.match(engine.name, prompt("", tokens).keys) == 0
-    assert router.book.load(engine.name) == EngineLoad()
-    assert not router.book.engines
+    assert router.loads.load(engine.name) == EngineLoad()
+    assert not router.loads.engines
     router.end("1", confirmed=True)
-    router.book.check()
+    router.loads.check()
     assert router.choose(prompt("3", tokens), [engine.name, "decode-m-b"]).reason == "no_prefix"
 
 
@@ -257,8 +257,8 @@ def test_a_request_that_its_first_engine_did_not_take_is_charged_to_the_second_a
     router = balancer()
     first = router.choose(plain(1), ENGINES).engines[0]
     second = router.choose(plain(1), [e for e in ENGINES if e != first]).engines[0]
-    assert router.book.load(first) == EngineLoad()
-    assert router.book.load(second).sequences == 1
+    assert router.loads.load(first) == EngineLoad()
+    assert router.loads.load(second).sequences == 1
     assert router.index.match(first, plain(1).keys) == 0
     assert sum(router.stats.routed.values()) == 1
 
@@ -297,14 +297,14 @@ def test_a_session_leaves_its_engine_only_where_even_a_full_cache_would_not_be_w
     router = balancer()
     home, _ = chosen_for(router, "s", 0, ENGINES)
     for engine in ENGINES:
-        router.news(report(engine))
-    router.news(report(home, queued_tokens=80))
+        router.update(report(engine))
+    router.update(report(home, queued_tokens=80))
     assert chosen_for(router, "s", 1, ENGINES) == (home, "session"), "its prompt alone counts as much"
-    router.news(report(home, queued_tokens=84))
+    router.update(report(home, queued_tokens=84))
     moved = {chosen_for(router, "s", number, ENGINES) for number in range(2, 12)}
     assert len(moved) == 1 and (home, "session") not in moved
     assert moved.pop()[1] == "session_moved"
-    router.news(report(home))
+    router.update(report(home))
     assert chosen_for(router, "s", 12, ENGINES) == (home, "session")
 
 
@@ -312,9 +312,9 @@ def test_a_session_leaves_its_engine_where_it_would_have_to_wait_for_a_slot_and_
     router = balancer()
     home, _ = chosen_for(router, "s", 0, ENGINES)
     for engine in ENGINES:
-        router.news(report(engine))
-    router.news(report(home, sequences=128))
+        router.update(report(engine))
+    router.update(report(home, sequences=128))
     assert chosen_for(router, "s", 1, ENGINES)[1] == "session_moved"
     for engine in ENGINES:
-        router.news(report(engine, sequences=128))
+        router.update(report(engine, sequences=128))
     assert chosen_for(router, "s", 2, ENGINES) == (home, "session"), "it would have to wait everywhere"

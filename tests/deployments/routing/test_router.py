@@ -15,7 +15,7 @@ from ray import cloudpickle
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID
 
-from deployments.routing.cost import Prompt
+from deployments.routing.cost import PromptDigest
 from deployments.routing.router import EngineRouter, engine_id_of
 from deployments.routing.routing_context import NOTHING, RoutingContext
 from deployments.routing.stats import RoutingStats
@@ -54,9 +54,9 @@ async def router(*replicas: FakeReplica, policy: str = "prefix_aware") -> AsyncG
     try:
         yield made
     finally:
-        if made._receiving is not None:
-            made._receiving.cancel()
-            await asyncio.gather(made._receiving, return_exceptions=True)
+        if made._receive_task is not None:
+            made._receive_task.cancel()
+            await asyncio.gather(made._receive_task, return_exceptions=True)
 
 
 def pending(call: RoutingContext, internal_id: str = "internal") -> PendingRequest:
@@ -90,12 +90,12 @@ def test_a_call_is_charged_until_it_is_closed_whatever_serve_knows_of_it():
             calls = [plain(number) for number in range(3)]
             for call in calls:
                 await route(r, call)
-            assert r._balancer.book.load("decode-m-a").sequences == 3
+            assert r._balancer.loads.load("decode-m-a").sequences == 3
             for call, outcome in zip(calls, ("answered", "lost", "ended"), strict=True):
                 call.close(outcome)
             await asyncio.sleep(0)
-            assert r._balancer.book.load("decode-m-a") == EngineLoad()
-            assert "decode-m-a" in r._balancer._suspects
+            assert r._balancer.loads.load("decode-m-a") == EngineLoad()
+            assert "decode-m-a" in r._balancer._unhealthy
 
     asyncio.run(scenario())
 
@@ -107,7 +107,7 @@ def test_a_call_that_was_cancelled_before_it_was_placed_leaves_nothing():
             call.close("ended")
             await route(r, call)
             await asyncio.sleep(0)
-            assert r._balancer.book.load("decode-m-a") == EngineLoad()
+            assert r._balancer.loads.load("decode-m-a") == EngineLoad()
 
     asyncio.run(scenario())
 
@@ -119,8 +119,8 @@ def test_a_replica_whose_calls_are_too_many_is_passed_over_and_the_next_one_is_c
             for replica in replicas:
                 r.on_new_queue_len_info(replica.replica_id, replica.ongoing)
             assert await route(r, plain(1)) == "b"
-            assert r._balancer.book.load("decode-m-a") == EngineLoad()
-            assert r._balancer.book.load("decode-m-b").sequences == 1
+            assert r._balancer.loads.load("decode-m-a") == EngineLoad()
+            assert r._balancer.loads.load("decode-m-b").sequences == 1
 
     asyncio.run(scenario())
 
@@ -156,19 +156,19 @@ def test_a_ticket_goes_to_a_replica_to_avoid_where_there_is_no_other():
     asyncio.run(scenario())
 
 
-def test_engines_are_followed_from_the_first_call_on():
-    """A handle that is only used to ask all replicas how they are needs no news."""
+def test_the_router_subscribes_with_its_first_call():
+    """A handle that is only used to ask all replicas how they are needs no update."""
 
     async def scenario() -> None:
         engine = zmq.asyncio.Context().socket(zmq.PULL)
         port = engine.bind_to_random_port("tcp://127.0.0.1")
         metadata = {"commands_to": f"tcp://127.0.0.1:{port}"}
         async with router(FakeReplica("a", replica_metadata=metadata)) as r:
-            assert r._channel is None
+            assert r._subscriber is None
             await route(r, plain(1))
             async with asyncio.timeout(10):
                 command = msgspec.msgpack.decode(await engine.recv(), type=Command)
-            assert isinstance(command, Subscribe) and command.again
+            assert isinstance(command, Subscribe) and command.resync
         engine.close(linger=0)
 
     asyncio.run(scenario())
@@ -181,9 +181,9 @@ def test_a_replica_that_serve_takes_away_is_forgotten():
             for number in range(4):
                 await route(r, plain(number))
             r.update_replicas([stays])
-            assert r._balancer.book.engines == {"decode-m-a"}
+            assert r._balancer.loads.engines == {"decode-m-a"}
             r.on_replica_actor_died(stays.replica_id)
-            assert not r._balancer.book.engines
+            assert not r._balancer.loads.engines
 
     asyncio.run(scenario())
 
@@ -194,24 +194,24 @@ def test_what_engines_report_is_also_what_serve_takes_for_their_open_calls():
     async def scenario() -> None:
         async with router(FakeReplica("a")) as r:
             load = EngineLoad(sequences=7)
-            news = EngineUpdate(
+            update = EngineUpdate(
                 engine_id="decode-m-a",
                 number=1,
                 snapshot=True,
                 load=load,
                 stored=b"",
                 removed=b"",
-                taken=[],
-                settled=[],
+                admitted=[],
+                prefilled=[],
             )
-            assert r._take(news)
+            assert r._apply(update)
             assert r.replica_queue_len_cache.get(ReplicaID("a", POOL)) == 7
 
     asyncio.run(scenario())
 
 
 def test_nothing_of_a_routed_call_travels_to_the_replica():
-    long = RoutingContext(Prompt("r", 10_000, list(range(10_000))), RoutingStats(), ["decode-m-a"])
+    long = RoutingContext(PromptDigest("r", 10_000, list(range(10_000))), RoutingStats(), ["decode-m-a"])
     assert len(cloudpickle.dumps(long)) < 200
     arrived = pickle.loads(pickle.dumps(long))
     assert isinstance(arrived, RoutingContext) and arrived.prompt == NOTHING

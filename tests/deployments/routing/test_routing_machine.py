@@ -11,10 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import RoutingConfig
-from deployments.routing.prefix_index import keys_of
+from deployments.routing.prefix_index import block_keys
 from tests.deployments.routing.pools import BLOCK, PoolEngine, prompt
 
-NAMES = ["decode-m-a", "decode-m-b", "decode-m-c"]
+ENGINES = ["decode-m-a", "decode-m-b", "decode-m-c"]
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20)  # few symbols, so that many prefixes are shared
 
 
@@ -22,12 +22,12 @@ class RoutingMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.router = Balancer(RoutingConfig(), "decode", BLOCK, random.Random(0))
-        self.engines = {name: PoolEngine(name, num_blocks=16) for name in NAMES}
+        self.engines = {name: PoolEngine(name, num_blocks=16) for name in ENGINES}
         self.on_way: dict[str, tuple[str, list[int]]] = {}  # requests that were sent and have not arrived
         self.there: dict[str, tuple[str, list[int]]] = {}  # that their engine has
         self.count = 0
         for engine in self.engines.values():
-            self.router.news(engine.snapshot())
+            self.router.update(engine.snapshot())
 
     @rule(tokens=TOKENS, session=st.sampled_from(["", "", "s", "t"]))
     def send(self, tokens: list[int], session: str) -> None:
@@ -76,34 +76,34 @@ class RoutingMachine(RuleBasedStateMachine):
         self.engines[engine].end(name)
         self.router.end(name, confirmed=answered)
 
-    @rule(name=st.sampled_from(NAMES), lost=st.booleans())
+    @rule(name=st.sampled_from(ENGINES), lost=st.booleans())
     def report(self, name: str, lost: bool) -> None:
         engine = self.engines[name]
-        news = engine.news()
+        update = engine.update()
         if lost:
-            news = engine.news()  # and the one before never came
-        if not self.router.news(news):
+            update = engine.update()  # and the one before never came
+        if not self.router.update(update):
             assert lost
-            assert self.router.news(engine.snapshot())
+            assert self.router.update(engine.snapshot())
         self.check_truth(engine)
 
-    @rule(name=st.sampled_from(NAMES))
+    @rule(name=st.sampled_from(ENGINES))
     def die_and_be_replaced(self, name: str) -> None:
         for requests in (self.on_way, self.there):
             for request_id in [r for r, (engine, _) in requests.items() if engine == name]:
                 del requests[request_id]
                 self.router.end(request_id, confirmed=False)
-        self.router.suspect(name)
-        self.router.keep([other for other in NAMES if other != name])
+        self.router.mark_unhealthy(name)
+        self.router.keep([other for other in ENGINES if other != name])
         self.engines[name] = PoolEngine(name, num_blocks=16)
-        self.router.news(self.engines[name].snapshot())
+        self.router.update(self.engines[name].snapshot())
 
     def check_truth(self, engine: PoolEngine) -> None:
         """Just after its report."""
-        assert self.router.index.stored(engine.name) == set(keys_of(b"".join(engine.pool.names())))
+        assert self.router.index.stored(engine.name) == set(block_keys(b"".join(engine.pool.names())))
         sent = [name for name, (where, _) in self.on_way.items() if where == engine.name]
-        assert sorted(self.router.book.charged(engine.name)) == sorted(sent)
-        load, truth = self.router.book.load(engine.name), engine.load()
+        assert sorted(self.router.loads.pending(engine.name)) == sorted(sent)
+        load, truth = self.router.loads.load(engine.name), engine.load()
         assert load.sequences == truth.sequences + len(sent)
         if not sent:
             assert load == truth
@@ -116,9 +116,9 @@ class RoutingMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_negative_and_the_sums_are_right(self) -> None:
-        self.router.book.check()
-        for name in NAMES:
-            load = self.router.book.load(name)
+        self.router.loads.check()
+        for name in ENGINES:
+            load = self.router.loads.load(name)
             assert min(load.sequences, load.queued_tokens, load.blocks_used) >= 0
             self.engines[name].pool.check()
 
@@ -130,8 +130,8 @@ class RoutingMachine(RuleBasedStateMachine):
             self.engines[engine].end(name)
             self.router.end(name, confirmed=True)
         for engine in self.engines.values():
-            self.router.news(engine.snapshot())
-            assert self.router.book.load(engine.name) == engine.load()
+            self.router.update(engine.snapshot())
+            assert self.router.loads.load(engine.name) == engine.load()
             for tokens in ([0] * 20, [1] * 20, [0, 1] * 10):
                 assert self.router.index.match(engine.name, prompt("", tokens).keys) == engine.cached(tokens)
 

@@ -1,4 +1,4 @@
-"""A router's end of the news, with engines' sockets at the other."""
+"""A router's end of the KV event channel, with engines' sockets at the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT_S = 10.0
 
 
 class Inbox:
-    """Where an engine takes commands, and from where it sends its news."""
+    """Where an engine takes commands, and from where it sends its updates."""
 
     def __init__(self, name: str):
         self.name = name
@@ -27,24 +27,24 @@ class Inbox:
         self._out = self._context.socket(zmq.PUSH)
         self._connected = ""
 
-    async def follow(self) -> Subscribe:
+    async def subscription(self) -> Subscribe:
         async with asyncio.timeout(LIMIT_S):
             command = msgspec.msgpack.decode(await self._socket.recv(), type=Command)
         assert isinstance(command, Subscribe)
         return command
 
     async def send(self, to: Subscribe, number: int, *, snapshot: bool = False, name: str | None = None) -> None:
-        news = EngineUpdate(
+        update = EngineUpdate(
             engine_id=name or self.name,
             number=number,
             snapshot=snapshot,
             load=EngineLoad(sequences=number),
             stored=b"",
             removed=b"",
-            taken=[],
-            settled=[],
+            admitted=[],
+            prefilled=[],
         )
-        await self.send_bytes(to, msgspec.msgpack.encode(news))
+        await self.send_bytes(to, msgspec.msgpack.encode(update))
 
     async def send_bytes(self, to: Subscribe, message: bytes) -> None:
         if self._connected != to.address:
@@ -59,15 +59,15 @@ class Inbox:
         self._context.destroy(linger=0)
 
 
-class Taker:
-    """understands: what it answers to the next news."""
+class Recorder:
+    """understands: what it answers to the next update."""
 
     def __init__(self) -> None:
         self.understands = True
         self._queue: asyncio.Queue[EngineUpdate] = asyncio.Queue()
 
-    def take(self, news: EngineUpdate) -> bool:
-        self._queue.put_nowait(news)
+    def take(self, update: EngineUpdate) -> bool:
+        self._queue.put_nowait(update)
         return self.understands
 
     async def next(self) -> EngineUpdate:
@@ -76,10 +76,10 @@ class Taker:
 
 
 @asynccontextmanager
-async def channel(taker: Taker, *engines: Inbox) -> AsyncGenerator[KVEventSubscriber]:
-    made = KVEventSubscriber("127.0.0.1", taker.take)
+async def channel(recorder: Recorder, *engines: Inbox) -> AsyncGenerator[KVEventSubscriber]:
+    made = KVEventSubscriber("127.0.0.1", recorder.take)
     task = asyncio.create_task(made.run())
-    made.follow({engine.name: engine.address for engine in engines})
+    made.subscribe({engine.name: engine.address for engine in engines})
     await asyncio.sleep(0)
     try:
         yield made
@@ -90,67 +90,67 @@ async def channel(taker: Taker, *engines: Inbox) -> AsyncGenerator[KVEventSubscr
             engine.close()
 
 
-def test_an_engine_is_asked_for_a_snapshot_once_and_again_when_news_were_lost():
+def test_an_engine_is_asked_for_a_snapshot_once_and_again_when_updates_were_lost():
     async def scenario() -> None:
-        taker, engine = Taker(), Inbox("e")
-        async with channel(taker, engine):
-            asked = await engine.follow()
-            assert asked.again
+        recorder, engine = Recorder(), Inbox("e")
+        async with channel(recorder, engine):
+            asked = await engine.subscription()
+            assert asked.resync
             await engine.send(asked, 4, snapshot=True)
-            assert (await taker.next()).number == 4
-            taker.understands = False
+            assert (await recorder.next()).number == 4
+            recorder.understands = False
             for number in (6, 7):
                 await engine.send(asked, number)
-                await taker.next()
-            assert (await engine.follow()).again
+                await recorder.next()
+            assert (await engine.subscription()).resync
             assert not await engine.is_asked(), "it was asked already"
-            taker.understands = True
+            recorder.understands = True
             await engine.send(asked, 7, snapshot=True)
-            await taker.next()
-            taker.understands = False
+            await recorder.next()
+            recorder.understands = False
             await engine.send(asked, 9)
-            await taker.next()
-            assert (await engine.follow()).again
+            await recorder.next()
+            assert (await engine.subscription()).resync
 
     asyncio.run(scenario())
 
 
-def test_engines_are_told_that_they_are_still_followed(monkeypatch):
+def test_subscriptions_are_renewed(monkeypatch):
     monkeypatch.setattr("deployments.routing.subscriber.RENEW_S", 0.01)
 
     async def scenario() -> None:
-        taker, engine = Taker(), Inbox("e")
-        async with channel(taker, engine):
-            asked = await engine.follow()
-            assert (await engine.follow()).again, "the snapshot has not come yet"
+        recorder, engine = Recorder(), Inbox("e")
+        async with channel(recorder, engine):
+            asked = await engine.subscription()
+            assert (await engine.subscription()).resync, "the snapshot has not come yet"
             await engine.send(asked, 1, snapshot=True)
-            await taker.next()
-            while (await engine.follow()).again:
+            await recorder.next()
+            while (await engine.subscription()).resync:
                 pass  # those that were sent before it came
 
     asyncio.run(scenario())
 
 
-def test_news_of_an_engine_that_is_gone_are_not_heard():
+def test_updates_of_an_engine_that_is_gone_are_dropped():
     async def scenario() -> None:
-        taker, stays, goes = Taker(), Inbox("stays"), Inbox("goes")
-        async with channel(taker, stays, goes) as made:
-            asked = await stays.follow()
-            made.follow({"stays": stays.address})
+        recorder, stays, goes = Recorder(), Inbox("stays"), Inbox("goes")
+        async with channel(recorder, stays, goes) as made:
+            asked = await stays.subscription()
+            made.subscribe({"stays": stays.address})
             await stays.send(asked, 1, snapshot=True, name="goes")
             await stays.send(asked, 1, snapshot=True)
-            assert (await taker.next()).engine_id == "stays"
+            assert (await recorder.next()).engine_id == "stays"
 
     asyncio.run(scenario())
 
 
-def test_malformed_news_are_dropped():
+def test_malformed_updates_are_dropped():
     async def scenario() -> None:
-        taker, engine = Taker(), Inbox("e")
-        async with channel(taker, engine):
-            asked = await engine.follow()
+        recorder, engine = Recorder(), Inbox("e")
+        async with channel(recorder, engine):
+            asked = await engine.subscription()
             await engine.send_bytes(asked, b"nonsense")
             await engine.send(asked, 1, snapshot=True)
-            assert (await taker.next()).number == 1
+            assert (await recorder.next()).number == 1
 
     asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""What an engine tells those who follow it, against what is so."""
+"""What an engine tells those who subscribe it, against what is so."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import rule
 
-from engine.core.kv_events import HEARTBEAT_S, PERIOD_S, KVEventPublisher
+from engine.core.kv_events import HEARTBEAT_S, UPDATE_PERIOD_S, KVEventPublisher
 from engine.core.scheduler import Event
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.messages import SUBSCRIPTION_S, EngineUpdate, Subscribe
@@ -16,95 +16,95 @@ from tests.fake_handoffs import DecodeHarness
 from tests.fake_runner import Harness
 
 
-def split(names: bytes) -> list[bytes]:
-    return [names[start : start + BLOCK_HASH_BYTES] for start in range(0, len(names), BLOCK_HASH_BYTES)]
+def split(hashes: bytes) -> list[bytes]:
+    return [hashes[start : start + BLOCK_HASH_BYTES] for start in range(0, len(hashes), BLOCK_HASH_BYTES)]
 
 
 class Reader:
-    """A follower at `address`. names: of the blocks that the engine has. unsettled: requests that it took and whose
-    prompt is not computed yet. cached: of those that are settled."""
+    """A subscriber at `address`. hashes: of the blocks that the engine has. prefilling: requests that it admitted and
+    whose prompt is not computed yet. cached: of those that are prefilled."""
 
     def __init__(self, address: str):
         self.address = address
-        self.news: EngineUpdate | None = None
-        self.names: set[bytes] = set()
-        self.unsettled: set[str] = set()
+        self.last_update: EngineUpdate | None = None
+        self.hashes: set[bytes] = set()
+        self.prefilling: set[str] = set()
         self.cached: dict[str, int] = {}
 
-    def take(self, news: EngineUpdate) -> bool:
+    def take(self, update: EngineUpdate) -> bool:
         """False if one was lost before."""
-        if news.snapshot:
-            self.names, self.unsettled = set(split(news.stored)), set(news.taken)
-        elif self.news is None or news.number != self.news.number + 1:
+        if update.snapshot:
+            self.hashes, self.prefilling = set(split(update.stored)), set(update.admitted)
+        elif self.last_update is None or update.number != self.last_update.number + 1:
             return False
         else:
-            self.names = (self.names - set(split(news.removed))) | set(split(news.stored))
-            self.unsettled |= set(news.taken)
-        self.unsettled -= {request_id for request_id, _ in news.settled}
-        self.cached.update(news.settled)
-        self.news = news
+            self.hashes = (self.hashes - set(split(update.removed))) | set(split(update.stored))
+            self.prefilling |= set(update.admitted)
+        self.prefilling -= {request_id for request_id, _ in update.prefilled}
+        self.cached.update(update.prefilled)
+        self.last_update = update
         return True
 
 
-class FollowedHarness(DecodeHarness):
-    """now: the clock of the news."""
+class SubscribedHarness(DecodeHarness):
+    """now: the publisher's clock."""
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.news = KVEventPublisher("e", self.scheduler)
+        self.kv_events = KVEventPublisher("e", self.scheduler)
         self.now = 0.0
 
     def add(self, name: str, *args, **options) -> None:
-        self.news.took(name)
+        self.kv_events.admitted(name)
         super().add(name, *args, **options)
 
     def _record(self, event: Event) -> None:
         super()._record(event)
-        self.news.told(event)
+        self.kv_events.prefilled(event)
         if event.delta.finish_reason:
-            self.news.ended(event.delta.request_id)
+            self.kv_events.finished(event.delta.request_id)
 
-    def send(self, *readers: Reader, after_s: float = PERIOD_S) -> list[EngineUpdate]:
+    def send(self, *readers: Reader, after_s: float = UPDATE_PERIOD_S) -> list[EngineUpdate]:
         """What is to be said after some time."""
         self.now += after_s
         sent = []
-        for news, addresses in self.news.messages(self.now):
-            sent.append(news)
+        for update, addresses in self.kv_events.messages(self.now):
+            sent.append(update)
             for reader in readers:
                 if reader.address in addresses:
-                    assert reader.take(news)
+                    assert reader.take(update)
         return sent
 
 
-def followed(**options) -> tuple[FollowedHarness, Reader]:
-    harness, reader = FollowedHarness(**{"num_blocks": 16, "max_model_len": 64, **options}), Reader("a")
-    harness.news.follow(Subscribe("a"), harness.now)
+def subscribed(**options) -> tuple[SubscribedHarness, Reader]:
+    harness, reader = SubscribedHarness(**{"num_blocks": 16, "max_model_len": 64, **options}), Reader("a")
+    harness.kv_events.subscribe(Subscribe("a"), harness.now)
     harness.send(reader)
     return harness, reader
 
 
-class NewsMachine(DecodeMachine):
+class KVEventsMachine(DecodeMachine):
     """Two readers, one of which loses messages, while everything happens to the engine that can."""
 
-    harness: type[Harness] = FollowedHarness
-    h: FollowedHarness
+    harness: type[Harness] = SubscribedHarness
+    h: SubscribedHarness
 
     def __init__(self):
         super().__init__()
         self.readers = {"whole": Reader("whole"), "leaky": Reader("leaky")}
         self.parents: dict[bytes, bytes] = {}
 
-    @rule(lost=st.booleans(), again=st.booleans())
-    def send(self, lost, again):
+    @rule(lost=st.booleans(), resync=st.booleans())
+    def send(self, lost, resync):
         for address in self.readers:
-            self.h.news.follow(Subscribe(address, again), self.h.now)
-        self.h.now += PERIOD_S
-        for news, addresses in self.h.news.messages(self.h.now):
+            self.h.kv_events.subscribe(Subscribe(address, resync), self.h.now)
+        self.h.now += UPDATE_PERIOD_S
+        for update, addresses in self.h.kv_events.messages(self.h.now):
             for address in addresses:
                 if address == "whole":
-                    assert self.readers[address].take(news)
-                elif not lost and not self.readers[address].take(news):
-                    self.h.news.follow(Subscribe(address, again=True), self.h.now)
+                    assert self.readers[address].take(update)
+                elif not lost and not self.readers[address].take(update):
+                    self.h.kv_events.subscribe(Subscribe(address, resync=True), self.h.now)
         self.check(self.readers["whole"])
 
     @rule()
@@ -112,45 +112,45 @@ class NewsMachine(DecodeMachine):
         for request in [*self.h.scheduler.running, *self.h.scheduler.waiting]:
             chain = request.block_hashes
             self.parents.update(zip(chain[1:], chain, strict=False))
-        names = set(self.h.pool.names())
-        missing = [child for child in names if child in self.parents and self.parents[child] not in names]
+        hashes = set(self.h.pool.names())
+        missing = [child for child in hashes if child in self.parents and self.parents[child] not in hashes]
         assert not missing, "a block is there without the one before it: routers search by halves"
 
     def check(self, reader: Reader) -> None:
-        assert reader.names == set(self.h.pool.names())
-        assert reader.news is not None and reader.news.load == self.h.scheduler.load()
-        assert reader.unsettled <= set(self.h.scheduler.live_ids)
+        assert reader.hashes == set(self.h.pool.names())
+        assert reader.last_update is not None and reader.last_update.load == self.h.scheduler.load()
+        assert reader.prefilling <= set(self.h.scheduler.live_ids)
 
     def teardown(self):
         super().teardown()
         if hasattr(self, "h"):
             for address in self.readers:
-                self.h.news.follow(Subscribe(address, again=True), self.h.now)
+                self.h.kv_events.subscribe(Subscribe(address, resync=True), self.h.now)
             self.h.send(*self.readers.values(), after_s=HEARTBEAT_S)
             for reader in self.readers.values():
                 self.check(reader)
-                assert not reader.unsettled
+                assert not reader.prefilling
 
 
-TestNews = NewsMachine.TestCase
-TestNews.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestKVEvents = KVEventsMachine.TestCase
+TestKVEvents.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_a_request_is_taken_once_and_settled_with_what_was_cached():
-    harness, reader = followed()
+def test_a_request_is_admitted_once_and_prefilled_with_what_was_cached():
+    harness, reader = subscribed()
     for name in ("first", "second"):
         harness.add(name, list(range(1, 11)), max_tokens=2)
         harness.send(reader)
-        assert reader.unsettled == {name}
-        assert reader.news is not None and reader.news.load.queued_tokens == 9
+        assert reader.prefilling == {name}
+        assert reader.last_update is not None and reader.last_update.load.queued_tokens == 9
         harness.run()
         harness.send(reader)
     assert reader.cached == {"first": 0, "second": 8}
-    assert not reader.unsettled
+    assert not reader.prefilling
 
 
-def test_a_request_that_never_ran_is_settled_as_one_of_which_nothing_is_known():
-    harness, reader = followed()
+def test_nothing_is_known_of_what_was_cached_for_a_request_that_never_ran():
+    harness, reader = subscribed()
     harness.add("a", [1, 2, 3])
     harness.abort("a")
     harness.send(reader)
@@ -158,31 +158,31 @@ def test_a_request_that_never_ran_is_settled_as_one_of_which_nothing_is_known():
 
 
 def test_a_block_that_comes_and_goes_between_two_messages_is_not_there():
-    harness, reader = followed(num_blocks=3, max_model_len=12)
+    harness, reader = subscribed(num_blocks=3, max_model_len=12)
     harness.add("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=1)
     harness.run()
     harness.add("b", [11, 12, 13, 14, 15, 16, 17, 18, 19], max_tokens=1)
     harness.run()
     harness.send(reader)
-    assert reader.names == set(harness.pool.names())
+    assert reader.hashes == set(harness.pool.names())
 
 
-def test_news_come_at_most_every_tenth_of_a_second_and_at_least_every_second():
-    harness, reader = followed()
+def test_updates_come_at_most_every_tenth_of_a_second_and_at_least_every_second():
+    harness, reader = subscribed()
     harness.add("a", [1, 2, 3])
-    assert [news.number for news in harness.send(reader)] == [1]
+    assert [update.number for update in harness.send(reader)] == [1]
     harness.step()
-    assert harness.send(reader, after_s=PERIOD_S / 2) == []
-    assert harness.news.wait_s(harness.now) == pytest.approx(PERIOD_S / 2)
-    assert [news.number for news in harness.send(reader, after_s=PERIOD_S * 0.6)] == [2]
+    assert harness.send(reader, after_s=UPDATE_PERIOD_S / 2) == []
+    assert harness.kv_events.wait_s(harness.now) == pytest.approx(UPDATE_PERIOD_S / 2)
+    assert [update.number for update in harness.send(reader, after_s=UPDATE_PERIOD_S * 0.6)] == [2]
     harness.run()
     harness.send(reader)
     assert harness.send(reader, after_s=HEARTBEAT_S / 2) == [], "nothing has changed"
     assert len(harness.send(reader, after_s=HEARTBEAT_S * 0.6)) == 1
 
 
-def test_where_nobody_follows_nothing_is_recorded():
-    harness, reader = followed()
+def test_without_subscribers_nothing_is_recorded():
+    harness, reader = subscribed()
     harness.add("a", list(range(1, 11)), max_tokens=1)
     harness.run()
     assert harness.pool.has_changes
@@ -190,16 +190,16 @@ def test_where_nobody_follows_nothing_is_recorded():
     harness.add("b", list(range(11, 21)), max_tokens=1)
     harness.run()
     assert not harness.pool.has_changes
-    assert harness.news.wait_s(harness.now) is None
-    harness.news.follow(Subscribe("a"), harness.now)
-    (news,) = harness.send(reader)
-    assert news.snapshot and reader.names == set(harness.pool.names())
-    assert not news.settled, "what was before it followed is over"
+    assert harness.kv_events.wait_s(harness.now) is None
+    harness.kv_events.subscribe(Subscribe("a"), harness.now)
+    (update,) = harness.send(reader)
+    assert update.snapshot and reader.hashes == set(harness.pool.names())
+    assert not update.prefilled, "what was before it subscribed is over"
 
 
-def test_a_follower_that_renews_gets_no_second_snapshot_unless_it_asks():
-    harness, reader = followed()
-    harness.news.follow(Subscribe("a"), harness.now)
-    assert all(not news.snapshot for news in harness.send(reader, after_s=HEARTBEAT_S))
-    harness.news.follow(Subscribe("a", again=True), harness.now)
-    assert any(news.snapshot for news in harness.send(reader))
+def test_a_subscriber_that_renews_gets_no_second_snapshot_unless_it_asks():
+    harness, reader = subscribed()
+    harness.kv_events.subscribe(Subscribe("a"), harness.now)
+    assert all(not update.snapshot for update in harness.send(reader, after_s=HEARTBEAT_S))
+    harness.kv_events.subscribe(Subscribe("a", resync=True), harness.now)
+    assert any(update.snapshot for update in harness.send(reader))

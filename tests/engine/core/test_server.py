@@ -214,12 +214,12 @@ def test_a_router_that_follows_hears_of_load_and_blocks(context, server, ingress
     ingress.add("a", list(range(1, 11)))
     ingress.tokens("a")
     heard = [router.receive()]
-    while heard[-1].load.sequences or not any(news.settled for news in heard):
+    while heard[-1].load.sequences or not any(update.prefilled for update in heard):
         heard.append(router.receive())
-    assert [news.number for news in heard] == [first.number + 1 + i for i in range(len(heard))]
-    assert [request_id for news in heard for request_id in news.taken] == ["a"]
-    assert [settled for news in heard for settled in news.settled] == [("a", 0)]
-    names = b"".join(news.stored for news in heard)
+    assert [update.number for update in heard] == [first.number + 1 + i for i in range(len(heard))]
+    assert [request_id for update in heard for request_id in update.admitted] == ["a"]
+    assert [prefilled for update in heard for prefilled in update.prefilled] == [("a", 0)]
+    names = b"".join(update.stored for update in heard)
     assert names.startswith(block_hashes(list(range(1, 11)), 4))
 
 
