@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from cluster.autoscaling.settings import autoscaling_config
+from cluster.autoscaling.slo import autoscaling_config
 from cluster.config import BUILDER, AppConfig, ModelSection
 from cluster.model_info import model_info
 from deployments import ray_compat

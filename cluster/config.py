@@ -9,8 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from cluster.autoscaling.settings import POLICY, PoolSettings
-from cluster.autoscaling.targets import Limits, Slo
+from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, Slo
 from deployments.frontend.api_keys import ApiKeys
 from deployments.observability.tracing import TracingConfig
 from deployments.openai.middleware import AuthConfig

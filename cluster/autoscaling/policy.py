@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-from cluster.autoscaling.exports import Exports
-from cluster.autoscaling.model import ModelScaler, PoolState
-from cluster.autoscaling.reports import pool_load, queue_of
-from cluster.autoscaling.settings import PoolSettings
+from ray.util.metrics import Counter, Gauge
+
+from cluster.autoscaling.scaler import EngineCosts, ModelScaler, PoolLoad, PoolState, ReplicaLoad, ScalingDecision
+from cluster.autoscaling.slo import PoolSettings
+from deployments.observability.scaling_report import waiting_of, waiting_tokens_of
 
 logger = logging.getLogger("ray.serve.manta.autoscaling")
 
 PERIOD_S = 1.0  # between decisions; Serve asks ten times as often
 COMPLAIN_S = 60.0
+MIN_WINDOW_S = 0.5  # between two reports, for rates
+OF_POOL = ("model_name", "pool")
 
 
 class Policy:
@@ -72,3 +77,129 @@ class Policy:
             self._settings[model] = pools
             self._scalers[model] = ModelScaler(pools[0].slo, {pool.role: pool.limits for pool in pools})
         return self._scalers[model]
+
+
+# -- reports ----------------------------------------------------------------------
+
+
+class Point(Protocol):
+    timestamp: float
+    value: float
+
+
+Reports = Mapping[str, Mapping[object, Sequence[Point]]]  # by name, by replica: the last few seconds, oldest first
+
+
+class Context(Protocol):
+    """The part of Serve's AutoscalingContext that is of use here."""
+
+    @property
+    def current_num_replicas(self) -> int: ...
+
+    @property
+    def raw_metrics(self) -> Reports: ...
+
+    @property
+    def total_queued_requests(self) -> float: ...
+
+
+def pool_load(context: Context, waiting: int = 0, waiting_tokens: int = 0) -> PoolLoad:
+    """waiting, waiting_tokens: sequences in front of the pool, and tokens of their prompts."""
+    reports = context.raw_metrics or {}
+    replicas = [replica for replica, points in reports.get("running", {}).items() if points]
+    return PoolLoad(
+        running_replicas=context.current_num_replicas,
+        replicas=[_replica_load(reports, replica) for replica in replicas],
+        waiting=waiting + math.ceil(context.total_queued_requests or 0),
+        waiting_tokens=waiting_tokens,
+    )
+
+
+def queue_of(context: Context, model: str) -> tuple[int, int]:
+    """Sequences that wait in all ingresses, and tokens of their prompts. context: of the ingress deployment."""
+    reports = context.raw_metrics or {}
+    waiting, tokens = (
+        sum(int(points[-1].value) for points in reports.get(name, {}).values() if points)
+        for name in (waiting_of(model), waiting_tokens_of(model))
+    )
+    return waiting, tokens
+
+
+def _replica_load(reports: Reports, replica: object) -> ReplicaLoad:
+    def last(name: str) -> float:
+        return reports[name][replica][-1].value
+
+    def risen(name: str) -> float:
+        """Of a total, within what Serve has kept."""
+        points = reports[name][replica]
+        return max(0.0, points[-1].value - points[0].value)
+
+    points = reports["running"][replica]
+    window_s = max(points[-1].timestamp - points[0].timestamp, MIN_WINDOW_S)
+    return ReplicaLoad(
+        running=int(last("running")),
+        waiting=int(last("waiting")),
+        queued_tokens=int(last("queued_tokens")),
+        prefill_tokens_per_s=risen("prefill_tokens_total") / window_s,
+        cached_tokens_per_s=risen("cached_tokens_total") / window_s,
+        prefills_per_s=risen("prefills_total") / window_s,
+        spilled_fraction=risen("spilled_total") / max(1.0, risen("local_total")),
+        output_tokens_per_s=risen("output_tokens_total") / window_s,
+        itl_s=risen("itl_s_total") / max(1.0, risen("itl_total")),
+        blocks_used=int(last("blocks_used")),
+        blocks_total=int(last("blocks_total")),
+        costs=EngineCosts(
+            decode_step_s=last("decode_step_s"),
+            decode_sequence_s=last("decode_sequence_s"),
+            token_s=last("token_s"),
+        ),
+    )
+
+
+# -- exports ----------------------------------------------------------------------
+
+
+class Exports:
+    """The metrics leave by Ray's own port, under names that begin with ray_ (docs/autoscaling.md)."""
+
+    def __init__(self) -> None:
+        self._desired = Gauge("manta_autoscaling_desired_replicas", "Replicas that there should be.", OF_POOL)
+        self._running = Gauge("manta_autoscaling_running_replicas", "Replicas that are up.", OF_POOL)
+        self._wished = Gauge(
+            "manta_autoscaling_wished_replicas", "As the load of now asks for, before delays.", OF_POOL
+        )
+        self._min = Gauge("manta_autoscaling_min_replicas", "The least that there may be.", OF_POOL)
+        self._max = Gauge("manta_autoscaling_max_replicas", "The most that there may be.", OF_POOL)
+        self._input = Gauge("manta_autoscaling_input", "What it is decided by.", (*OF_POOL, "input"))
+        self._changes = Counter(
+            "manta_autoscaling_changes", "Changes of the desired replicas.", (*OF_POOL, "direction", "reason")
+        )
+        self._last: dict[tuple[str, str], int] = {}
+
+    def record(self, pool: PoolSettings, before: int, decision: ScalingDecision) -> None:
+        """before: replicas that there should be so far."""
+        tags = {"model_name": pool.model, "pool": pool.role}
+        self._desired.set(decision.replicas, tags)
+        self._running.set(decision.inputs["running_replicas"], tags)
+        self._wished.set(decision.desired, tags)
+        self._min.set(pool.limits.min_replicas, tags)
+        self._max.set(pool.limits.max_replicas, tags)
+        for name, value in decision.inputs.items():
+            self._input.set(value, {**tags, "input": name})
+        before = self._last.get((pool.model, pool.role), before)  # Serve goes down to zero by way of one
+        self._last[pool.model, pool.role] = decision.replicas
+        if decision.replicas == before:
+            return
+        direction = "up" if decision.replicas > before else "down"
+        self._changes.inc(1, {**tags, "direction": direction, "reason": decision.reason})
+        logger.info(line(pool, before, decision))
+
+
+def line(pool: PoolSettings, before: int, decision: ScalingDecision) -> str:
+    """For the log."""
+    targets = f"ttft_ms={pool.slo.ttft_ms:g} itl_ms={pool.slo.itl_ms:g}"
+    inputs = " ".join(f"{name}={value:.4g}" for name, value in decision.inputs.items())
+    return (
+        f"autoscaling {pool.role}-{pool.model} from {before} to {decision.replicas} replicas: "
+        f"reason={decision.reason} desired={decision.desired} {targets} {inputs}"
+    )

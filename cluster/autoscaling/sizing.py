@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.autoscaling.targets import Slo
+from cluster.autoscaling.slo import Slo
 
 TARGET_FRACTION = 0.9  # share of a limit that is planned with, since new replicas take time to come
 MAX_KV_FRACTION = 0.9  # share of the KV blocks that requests may hold; above, they preempt each other

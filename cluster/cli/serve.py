@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from cluster import haproxy
-from cluster.autoscaling.settings import POLICY
+from cluster.autoscaling.slo import POLICY
 from cluster.cli.flags import with_engine_flags
 from cluster.config import BUILDER, HOST, PORT
 from engine.errors import ConfigError, InvalidParameter, StartupError

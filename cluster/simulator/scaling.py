@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cluster.autoscaling.load import EngineCosts, PoolLoad, ReplicaLoad
-from cluster.autoscaling.model import ModelScaler, PoolState
+from cluster.autoscaling.scaler import EngineCosts, ModelScaler, PoolLoad, PoolState, ReplicaLoad
 from cluster.simulator.pool import Pool
 from cluster.simulator.replica import Replica
 from cluster.simulator.results import ReplicaCounts

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
-from cluster.autoscaling.targets import Limits, Slo
+from cluster.autoscaling.slo import Limits, Slo
 from cluster.simulator.cost_file import read_cost
 from cluster.simulator.hardware import ModelShape, find_card, find_model, kv_tokens, roofline
 from cluster.simulator.routing import ROUTERS

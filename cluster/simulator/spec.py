@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.autoscaling.targets import Limits, Slo
+from cluster.autoscaling.slo import Limits, Slo
 from cluster.simulator.cost_model import CostModel
 from deployments.routing.config import Role
 from engine.config import EngineConfig

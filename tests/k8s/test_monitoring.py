@@ -15,7 +15,7 @@ import pytest
 import yaml
 from ray.util.metrics import Counter, Metric
 
-from cluster.autoscaling.exports import Exports
+from cluster.autoscaling.policy import Exports
 from tests.deployments.real_api import real_api_with_prefill
 from tests.models import make_model
 from tests.scrape import Scrape, Series

@@ -21,7 +21,7 @@ import httpx
 import psutil
 import yaml
 
-from cluster.autoscaling.settings import POLICY
+from cluster.autoscaling.slo import POLICY
 
 STARTUP_S = 180.0
 SERVE_RUN = [str(Path(sys.executable).with_name("serve")), "run"]

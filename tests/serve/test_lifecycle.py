@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.autoscaling.settings import POLICY
+from cluster.autoscaling.slo import POLICY
 from tests.serve.serve_run import ServeRun, wait_until
 
 pytestmark = pytest.mark.serve

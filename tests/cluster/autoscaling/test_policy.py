@@ -15,8 +15,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from cluster.autoscaling import policy as policy_module
 from cluster.autoscaling.policy import PERIOD_S, Policy
-from cluster.autoscaling.settings import POLICY, PoolSettings, autoscaling_config
-from cluster.autoscaling.targets import Limits, Slo
+from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, Slo, autoscaling_config
 from deployments.observability.scaling_report import QueueReport, ReplicaReport
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.autoscaling.targets import Slo
+from cluster.autoscaling.slo import Slo
 from tests.cluster.autoscaling.world import Traffic, World
 
 SLO = Slo(ttft_ms=1000, itl_ms=30)

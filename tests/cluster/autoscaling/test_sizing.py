@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.autoscaling.sizing import Demand, Size, Sizing
-from cluster.autoscaling.targets import Slo
+from cluster.autoscaling.slo import Slo
 
 SLO = Slo(ttft_ms=1000, itl_ms=50)
 FAST = {"decode_step_s": 0.005, "decode_sequence_s": 0.001}  # 40 sequences take 45 ms, nine tenths of the target

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cluster.autoscaling.load import EngineCosts, PoolLoad, ReplicaLoad
-from cluster.autoscaling.model import ModelScaler, PoolState
-from cluster.autoscaling.pool import ScalingDecision
-from cluster.autoscaling.targets import Limits, Slo
+from cluster.autoscaling.scaler import EngineCosts, ModelScaler, PoolLoad, PoolState, ReplicaLoad, ScalingDecision
+from cluster.autoscaling.slo import Limits, Slo
 
 BUSIEST = 0.95  # share of its time that an engine gives to prompts at most
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cluster.autoscaling.targets import Limits, Slo
+from cluster.autoscaling.slo import Limits, Slo
 from cluster.simulator.cluster import Cluster, simulate
 from cluster.simulator.spec import ClusterSpec, GoodputSlo, Network, ScalingSpec
 from cluster.simulator.synthetic import make_trace, shared_prefix
