@@ -1,1 +1,1 @@
-"""How many replicas each pool has (docs/autoscaling.md). Pure Python but for policy.py; the simulator runs it too."""
+"""Decides how many replicas each pool has (docs/autoscaling.md). Only policy.py knows Ray; the simulator uses the rest."""

@@ -6,108 +6,87 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ray.util.metrics import Counter, Gauge
 
-from cluster.autoscaling.scaler import EngineCosts, ModelScaler, PoolLoad, PoolState, ReplicaLoad, ScalingDecision
+from cluster.autoscaling.scaler import EngineCosts, ModelScaler, PoolLoad, ReplicaLoad, ScalingDecision
 from cluster.autoscaling.slo import PoolSettings
 from deployments.observability.scaling_report import waiting_of, waiting_tokens_of
 
-logger = logging.getLogger("ray.serve.manta.autoscaling")
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
 
-PERIOD_S = 1.0  # between decisions; Serve asks ten times as often
-COMPLAIN_S = 60.0
+logger = logging.getLogger("ray.serve.manta.autoscaling")  # below Serve's own, whose handlers it shares
+
+DECISION_INTERVAL_S = 1.0  # Serve asks ten times as often
+COMPLAINT_INTERVAL_S = 60.0
 MIN_WINDOW_S = 0.5  # between two reports, for rates
-OF_POOL = ("model_name", "pool")
+POOL_TAGS = ("model_name", "pool")
 
 
 class Policy:
-    """Lives in Serve's controller, which makes one when the application is deployed, and calls it in its control loop.
+    """Lives in Serve's controller, which makes one when the application is deployed and calls it in its control loop.
 
     It never raises: that would stop the loop for all applications. While it cannot decide, all stays as it is.
     """
 
     def __init__(self) -> None:
-        self._exports = Exports()
+        self._metrics = ScalingMetrics()
         self._scalers: dict[str, ModelScaler] = {}
         self._settings: dict[str, list[PoolSettings]] = {}
         self._decided: dict[Any, int] = {}
         self._due = self._complain_at = 0.0
 
-    def __call__(self, contexts: dict[Any, Any]) -> tuple[dict[Any, int], None]:
-        """contexts: Serve's AutoscalingContext of each deployment that is autoscaled, by its DeploymentID."""
+    def __call__(self, contexts: dict[Any, AutoscalingContext]) -> tuple[dict[Any, int], None]:
+        """contexts: Serve's view of each deployment that is autoscaled, by its DeploymentID."""
         now = time.monotonic()
         if now >= self._due or contexts.keys() != self._decided.keys():
-            self._due = now + PERIOD_S
+            self._due = now + DECISION_INTERVAL_S
             try:
                 self._decided = self._decide(contexts, now)
-            except Exception:  # of whatever kind: see above
+            except Exception:  # whatever it is: see the class
                 self._decided = {name: context.target_num_replicas for name, context in contexts.items()}
                 if now >= self._complain_at:
-                    self._complain_at = now + COMPLAIN_S
+                    self._complain_at = now + COMPLAINT_INTERVAL_S
                     logger.exception("autoscaling cannot decide, so all stays as it is")
         return self._decided, None
 
     def _decide(self, contexts: dict[Any, Any], now: float) -> dict[Any, int]:
         decided = {name: context.target_num_replicas for name, context in contexts.items()}
         pools = {name: PoolSettings.parse(context.config.policy.policy_kwargs) for name, context in contexts.items()}
-        fronts = [contexts[name] for name, pool in pools.items() if pool is None]
+        ingresses = [contexts[name] for name, pool in pools.items() if pool is None]
         for model in {pool.model for pool in pools.values() if pool is not None}:
             ours = {name: pool for name, pool in pools.items() if pool is not None and pool.model == model}
-            queues = [queue_of(front, model) for front in fronts]
-            waiting, waiting_tokens = sum(n for n, _ in queues), sum(tokens for _, tokens in queues)
-            states = {
-                pool.role: PoolState(
-                    load=pool_load(contexts[name], *((waiting, waiting_tokens) if pool.role == "decode" else ())),
-                    current=contexts[name].target_num_replicas,
-                )
+            queue = queue_of(ingresses, model)
+            loads = {
+                pool.role: pool_load(contexts[name], *(queue if pool.role == "decode" else ()))
                 for name, pool in ours.items()
             }
-            decisions = self._scaler(model, list(ours.values())).decide(states, now)
+            decisions = self._scaler(model, list(ours.values())).decide(loads, now)
             for name, pool in ours.items():
                 decision = decisions[pool.role]
-                self._exports.record(pool, contexts[name].target_num_replicas, decision)
+                self._metrics.record(pool, decided[name], decision)
                 decided[name] = decision.replicas
         return decided
 
     def _scaler(self, model: str, pools: list[PoolSettings]) -> ModelScaler:
-        """Made anew when its settings change."""
+        """Return the model's scaler, made anew when its settings have changed."""
         if self._settings.get(model) != pools:
             self._settings[model] = pools
             self._scalers[model] = ModelScaler(pools[0].slo, {pool.role: pool.limits for pool in pools})
         return self._scalers[model]
 
 
-# -- reports ----------------------------------------------------------------------
+# -- reports in ----------------------------------------------------------------------------------------------
 
 
-class Point(Protocol):
-    timestamp: float
-    value: float
-
-
-Reports = Mapping[str, Mapping[object, Sequence[Point]]]  # by name, by replica: the last few seconds, oldest first
-
-
-class Context(Protocol):
-    """The part of Serve's AutoscalingContext that is of use here."""
-
-    @property
-    def current_num_replicas(self) -> int: ...
-
-    @property
-    def raw_metrics(self) -> Reports: ...
-
-    @property
-    def total_queued_requests(self) -> float: ...
-
-
-def pool_load(context: Context, waiting: int = 0, waiting_tokens: int = 0) -> PoolLoad:
-    """waiting, waiting_tokens: sequences in front of the pool, and tokens of their prompts."""
-    reports = context.raw_metrics or {}
+def pool_load(context: AutoscalingContext, waiting: int = 0, waiting_tokens: int = 0) -> PoolLoad:
+    """Read the reports of a pool's replicas. waiting, waiting_tokens: see `queue_of`."""
+    reports: Any = context.raw_metrics or {}
     replicas = [replica for replica, points in reports.get("running", {}).items() if points]
     return PoolLoad(
+        target_replicas=context.target_num_replicas,
         running_replicas=context.current_num_replicas,
         replicas=[_replica_load(reports, replica) for replica in replicas],
         waiting=waiting + math.ceil(context.total_queued_requests or 0),
@@ -115,22 +94,23 @@ def pool_load(context: Context, waiting: int = 0, waiting_tokens: int = 0) -> Po
     )
 
 
-def queue_of(context: Context, model: str) -> tuple[int, int]:
-    """Sequences that wait in all ingresses, and tokens of their prompts. context: of the ingress deployment."""
-    reports = context.raw_metrics or {}
-    waiting, tokens = (
-        sum(int(points[-1].value) for points in reports.get(name, {}).values() if points)
-        for name in (waiting_of(model), waiting_tokens_of(model))
-    )
-    return waiting, tokens
+def queue_of(ingresses: Sequence[AutoscalingContext], model: str) -> tuple[int, int]:
+    """Sequences that wait in all replicas of the ingress deployments, and tokens of their prompts."""
+
+    def total(name: str) -> int:
+        found = [points for context in ingresses for points in (context.raw_metrics or {}).get(name, {}).values()]
+        return sum(int(points[-1].value) for points in found if points)
+
+    return total(waiting_of(model)), total(waiting_tokens_of(model))
 
 
-def _replica_load(reports: Reports, replica: object) -> ReplicaLoad:
+def _replica_load(reports: Mapping[str, Mapping[Any, Sequence[Any]]], replica: object) -> ReplicaLoad:
+    """reports: for each name and replica, what Serve has kept of the last few seconds, oldest first."""
+
     def last(name: str) -> float:
         return reports[name][replica][-1].value
 
     def risen(name: str) -> float:
-        """Of a total, within what Serve has kept."""
         points = reports[name][replica]
         return max(0.0, points[-1].value - points[0].value)
 
@@ -156,32 +136,35 @@ def _replica_load(reports: Reports, replica: object) -> ReplicaLoad:
     )
 
 
-# -- exports ----------------------------------------------------------------------
+# -- decisions out -------------------------------------------------------------------------------------------
 
 
-class Exports:
-    """The metrics leave by Ray's own port, under names that begin with ray_ (docs/autoscaling.md)."""
+class ScalingMetrics:
+    """Shows every decision to people: metrics always, and a line in the log of Serve's controller for each change.
+
+    The metrics leave by Ray's own port, under names that begin with ray_ (docs/autoscaling.md).
+    """
 
     def __init__(self) -> None:
-        self._desired = Gauge("manta_autoscaling_desired_replicas", "Replicas that there should be.", OF_POOL)
-        self._running = Gauge("manta_autoscaling_running_replicas", "Replicas that are up.", OF_POOL)
-        self._wished = Gauge(
-            "manta_autoscaling_wished_replicas", "As the load of now asks for, before delays.", OF_POOL
+        self._replicas = Gauge("manta_autoscaling_desired_replicas", "Replicas that there should be.", POOL_TAGS)
+        self._running = Gauge("manta_autoscaling_running_replicas", "Replicas that are up.", POOL_TAGS)
+        self._desired = Gauge(
+            "manta_autoscaling_wished_replicas", "Replicas for the load of now, undelayed.", POOL_TAGS
         )
-        self._min = Gauge("manta_autoscaling_min_replicas", "The least that there may be.", OF_POOL)
-        self._max = Gauge("manta_autoscaling_max_replicas", "The most that there may be.", OF_POOL)
-        self._input = Gauge("manta_autoscaling_input", "What it is decided by.", (*OF_POOL, "input"))
+        self._min = Gauge("manta_autoscaling_min_replicas", "Minimum number of replicas.", POOL_TAGS)
+        self._max = Gauge("manta_autoscaling_max_replicas", "Maximum number of replicas.", POOL_TAGS)
+        self._input = Gauge("manta_autoscaling_input", "Figures that decide.", (*POOL_TAGS, "input"))
         self._changes = Counter(
-            "manta_autoscaling_changes", "Changes of the desired replicas.", (*OF_POOL, "direction", "reason")
+            "manta_autoscaling_changes", "Changes of the desired replicas.", (*POOL_TAGS, "direction", "reason")
         )
         self._last: dict[tuple[str, str], int] = {}
 
     def record(self, pool: PoolSettings, before: int, decision: ScalingDecision) -> None:
-        """before: replicas that there should be so far."""
+        """before: replicas that the pool should have had so far."""
         tags = {"model_name": pool.model, "pool": pool.role}
-        self._desired.set(decision.replicas, tags)
+        self._replicas.set(decision.replicas, tags)
         self._running.set(decision.inputs["running_replicas"], tags)
-        self._wished.set(decision.desired, tags)
+        self._desired.set(decision.desired, tags)
         self._min.set(pool.limits.min_replicas, tags)
         self._max.set(pool.limits.max_replicas, tags)
         for name, value in decision.inputs.items():
@@ -192,14 +175,9 @@ class Exports:
             return
         direction = "up" if decision.replicas > before else "down"
         self._changes.inc(1, {**tags, "direction": direction, "reason": decision.reason})
-        logger.info(line(pool, before, decision))
-
-
-def line(pool: PoolSettings, before: int, decision: ScalingDecision) -> str:
-    """For the log."""
-    targets = f"ttft_ms={pool.slo.ttft_ms:g} itl_ms={pool.slo.itl_ms:g}"
-    inputs = " ".join(f"{name}={value:.4g}" for name, value in decision.inputs.items())
-    return (
-        f"autoscaling {pool.role}-{pool.model} from {before} to {decision.replicas} replicas: "
-        f"reason={decision.reason} desired={decision.desired} {targets} {inputs}"
-    )
+        targets = f"ttft_ms={pool.slo.ttft_ms:g} itl_ms={pool.slo.itl_ms:g}"
+        inputs = " ".join(f"{name}={value:.4g}" for name, value in decision.inputs.items())
+        logger.info(
+            f"autoscaling {pool.role}-{pool.model} from {before} to {decision.replicas} replicas: "
+            f"reason={decision.reason} desired={decision.desired} {targets} {inputs}"
+        )

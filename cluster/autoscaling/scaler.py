@@ -1,4 +1,4 @@
-"""The scaling of a model's pools. Pure Python: whoever calls brings the time, in seconds."""
+"""Scales the pools of a model. Pure Python: the caller brings the time, in seconds."""
 
 from __future__ import annotations
 
@@ -11,48 +11,37 @@ from cluster.autoscaling.sizing import Demand, Size, Sizing
 from cluster.autoscaling.slo import Limits, Slo
 from deployments.routing.config import Role
 
-MEMORY_S = 10.0  # of rates: prompts come in lumps
-MAX_GROWTH = 2  # times the replicas that are up, at once; what more is needed shows when those have come
-MIN_MISS_FRACTION = 0.1  # share of queued prompt tokens taken to be uncached, however well the cache does
-WAKE_FRACTION = 0.05  # of an engine's time, from which prompts that others compute are worth starting one
+MEMORY_S = 10.0  # over which rates are averaged: prompts come in lumps
+MAX_GROWTH = 2  # times the replicas that are up, at once; when those have come, it shows what more is needed
+MIN_MISS_FRACTION = 0.1  # of the queued prompt tokens is taken to be uncached, however well the cache does
+WAKE_FRACTION = 0.05  # of an engine's time: prompts that take less of other engines are not worth starting one
 
 
-# -- what the policy sees ----------------------------------------------------------------------
+# -- load ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCosts:
-    """What a step costs in an engine, fitted there (engine/core/step_cost.py); 0 where not known yet.
+    """Costs of an engine's steps, as the engine itself has fitted them (engine/core/step_cost.py); 0 while unknown."""
 
-    A step of n decoding sequences takes decode_step_s + n * decode_sequence_s. token_s: of each prompt token, all told.
-    """
-
-    decode_step_s: float = 0.0
-    decode_sequence_s: float = 0.0
-    token_s: float = 0.0
+    decode_step_s: float = 0.0  #: a decode step of n sequences takes this, and ...
+    decode_sequence_s: float = 0.0  #: ... n times this
+    token_s: float = 0.0  #: engine-seconds of one prompt token, all told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """One replica now; its rates are over the last few seconds.
+    """One replica now. Its rates are over the last few seconds."""
 
-    running: sequences that hold KV. waiting: in the engine's queue, or with their prompt in another engine.
-    queued_tokens: prompt tokens that are still to be computed here.
-    prefill_tokens_per_s: prompt tokens computed here. cached_tokens_per_s: those that the prefix cache spared.
-    prefills_per_s: prompts that were computed to their end here.
-    spilled_fraction: of them, those that a prefill pool would have computed, had it had room.
-    output_tokens_per_s: generated. itl_s: mean time between two tokens of a sequence; 0 without any.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    queued_tokens: int = 0
-    prefill_tokens_per_s: float = 0.0
-    cached_tokens_per_s: float = 0.0
-    prefills_per_s: float = 0.0
-    spilled_fraction: float = 0.0
+    running: int = 0  #: sequences that hold KV
+    waiting: int = 0  #: sequences in the engine's queue, or with their prompt in another engine
+    queued_tokens: int = 0  #: prompt tokens still to be computed here
+    prefill_tokens_per_s: float = 0.0  #: prompt tokens computed here
+    cached_tokens_per_s: float = 0.0  #: prompt tokens that the prefix cache spared
+    prefills_per_s: float = 0.0  #: prompts computed to their end here
+    spilled_fraction: float = 0.0  #: of those, prompts that a prefill pool with free capacity would have computed
     output_tokens_per_s: float = 0.0
-    itl_s: float = 0.0
+    itl_s: float = 0.0  #: mean time between two tokens of a sequence; 0 without any
     blocks_used: int = 0
     blocks_total: int = 1
     costs: EngineCosts = EngineCosts()
@@ -60,20 +49,17 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLoad:
-    """All replicas of a pool.
+    """All replicas of a pool, and what waits in front of them in ingresses."""
 
-    running_replicas: that are up, also where one has not reported yet. replicas: those that have.
-    waiting, waiting_tokens: sequences that wait in front of the pool, in ingresses, and tokens of their prompts.
-    """
-
-    running_replicas: int
-    replicas: Sequence[ReplicaLoad]
-    waiting: int = 0
-    waiting_tokens: int = 0
+    target_replicas: int  #: replicas that there should be so far
+    running_replicas: int  #: replicas that are up, including those that have not reported yet
+    replicas: Sequence[ReplicaLoad]  #: replicas that have reported
+    waiting: int = 0  #: sequences in ingresses
+    waiting_tokens: int = 0  #: tokens of their prompts
 
     @property
     def sequences(self) -> int:
-        """Those that run, and those that would if there was room."""
+        """Sequences that run, and those that would if there was capacity."""
         return self.waiting + sum(r.running + r.waiting for r in self.replicas)
 
     @property
@@ -85,44 +71,66 @@ class PoolLoad:
         return self.sequences > 0 or self.queued_tokens > 0 or any(r.prefills_per_s for r in self.replicas)
 
 
-# -- decisions ----------------------------------------------------------------------
+# -- decisions -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """replicas: that there should be from now on. desired: that the load of now asks for, before delays and bounds.
-    reason: the limit that fewer would break (ttft, queue, itl, slots, kv), `idle`, `wake`, or `least` where one replica
-    is enough. inputs: what it was decided by."""
+    """How many replicas a pool should have from now on, and why."""
 
     replicas: int
-    desired: int
-    reason: str
-    inputs: dict[str, float] = field(default_factory=dict)
+    desired: int  #: replicas that the load asks for now, before delays and bounds
+    reason: str  #: the limit that fewer replicas would break (ttft, queue, itl, slots, kv), or `idle`, `wake`, `least`
+    inputs: dict[str, float] = field(default_factory=dict)  #: the figures that decided
+
+
+class ModelScaler:
+    """Scales a pool that answers requests and, if there is one, the pool that computes prompts for it.
+
+    Without a prefill pool, the first one answers for the time to the first token as well.
+    """
+
+    def __init__(self, slo: Slo, limits: dict[Role, Limits]):
+        """limits: of all pools of the model. A pool of a fixed size has min_replicas equal to max_replicas."""
+        alone = "prefill" not in limits
+        self._scalers = {
+            role: PoolScaler(slo, limit, prompts=alone or role == "prefill", decodes=role == "decode")
+            for role, limit in limits.items()
+        }
+
+    def decide(self, pools: dict[Role, PoolLoad], now: float) -> dict[Role, ScalingDecision]:
+        decisions: dict[Role, ScalingDecision] = {}
+        for role, load in pools.items():
+            spilled = self._spilled_prefill_share(pools) if role == "prefill" else 0.0
+            decisions[role] = self._scalers[role].decide(load, now, spilled)
+        return decisions
+
+    def _spilled_prefill_share(self, pools: dict[Role, PoolLoad]) -> float:
+        """Engine-seconds per second of decode replicas for prompts that the prefill pool had no capacity for."""
+        if "decode" not in pools:
+            return 0.0
+        token_s = self._scalers["prefill"].costs.token_s or self._scalers["decode"].costs.token_s
+        return token_s * sum(r.prefill_tokens_per_s * r.spilled_fraction for r in pools["decode"].replicas)
 
 
 class PoolScaler:
-    """prompts: whether this pool answers for the time to the first token. decodes: whether it generates."""
+    """Scales one pool. prompts: whether it answers for the time to the first token. decodes: whether it generates."""
 
     def __init__(self, slo: Slo, limits: Limits, *, prompts: bool, decodes: bool):
+        self.costs = EngineCosts()  # as last reported
         self._limits = limits
         self._sizing = Sizing(slo, limits.max_num_seqs, prompts=prompts, decodes=decodes)
         self._stabilizer = Stabilizer(limits.upscale_delay_s, limits.downscale_delay_s)
-        self._costs = EngineCosts()
         self._tokens, self._cached, self._prefills, self._output = (Mean(MEMORY_S) for _ in range(4))
         self._busy_at: float | None = None
 
-    @property
-    def costs(self) -> EngineCosts:
-        """As last reported."""
-        return self._costs
-
-    def decide(self, load: PoolLoad, current: int, now: float, spilled_prefill_share: float = 0.0) -> ScalingDecision:
-        """current: replicas that there should be so far. spilled_prefill_share: engine-seconds per second that other
-        engines spend on prompts that are this pool's business."""
-        demand = self._demand(load, now, spilled_prefill_share)
+    def decide(self, load: PoolLoad, now: float, spilled_prefill_share: float = 0.0) -> ScalingDecision:
+        """spilled_prefill_share: engine-seconds per second that other engines spend on prompts that are this pool's
+        business."""
+        demand, current = self._demand(load, now, spilled_prefill_share), load.target_replicas
         starting = current > 0 and not load.running_replicas
         busy = load.busy or starting or spilled_prefill_share >= WAKE_FRACTION
-        if busy or self._busy_at is None:  # also at the start: whatever is new gets its time to prove useful
+        if busy or self._busy_at is None:  # also at the start: a new pool gets its time to prove useful
             self._busy_at, busy = now, True
         idle_s = now - self._busy_at
         if not self._limits.min_replicas and not busy and (not current or idle_s >= self._limits.scale_to_zero_delay_s):
@@ -132,25 +140,22 @@ class PoolScaler:
         else:
             size = self._size(demand, current)
             size = Size(1, "wake") if starting and size.replicas == 1 else size
-            settled = self._settle(size.replicas, load.running_replicas, current, now)
+            settled = self._stabilizer.settle(size.replicas, current, now)
+            settled = min(settled, max(current, MAX_GROWTH * load.running_replicas))
         replicas = min(max(settled, self._limits.min_replicas), self._limits.max_replicas)
         return ScalingDecision(replicas, size.replicas, size.reason, self._inputs(demand, load))
 
     def _size(self, demand: Demand, current: int) -> Size:
-        """More only if the sequences of now need it; fewer only if the tokens per second of now allow it."""
+        """More replicas only if the present sequences need them; fewer only if the tokens per second allow it."""
         max_replicas = self._limits.max_replicas
         size, if_fewer = self._sizing.now(demand, max_replicas), self._sizing.if_fewer(demand, max_replicas)
         if size.replicas >= min(if_fewer.replicas, current):
             return size
         return Size(min(if_fewer.replicas, current), if_fewer.reason)
 
-    def _settle(self, desired: int, running: int, current: int, now: float) -> int:
-        settled = self._stabilizer.settle(desired, current, now)
-        return min(settled, max(current, MAX_GROWTH * running))
-
     def _demand(self, load: PoolLoad, now: float, spilled_prefill_share: float) -> Demand:
         replicas = load.replicas
-        self._costs = costs = _mean_costs(load, self._costs)
+        self.costs = costs = _mean_costs(load, self.costs)
         tokens = self._tokens.add(sum(r.prefill_tokens_per_s for r in replicas), now)
         cached = self._cached.add(sum(r.cached_tokens_per_s for r in replicas), now)
         prefills = self._prefills.add(sum(r.prefills_per_s for r in replicas), now)
@@ -169,7 +174,7 @@ class PoolScaler:
         )
 
     def _inputs(self, demand: Demand, load: PoolLoad) -> dict[str, float]:
-        """For the log and for metrics; times in seconds."""
+        """The figures for the log and for metrics; times in seconds."""
         up = max(1, load.running_replicas)
         observed = [r for r in load.replicas if r.itl_s > 0]
         return {
@@ -183,7 +188,7 @@ class PoolScaler:
 
 
 def _mean_costs(load: PoolLoad, known: EngineCosts) -> EngineCosts:
-    """Over the replicas that know theirs; what nobody knows now stays as it was."""
+    """Average over the replicas that know their costs. A cost that no replica knows stays as it was in `known`."""
     costs = [r.costs for r in load.replicas]
     steps = [c for c in costs if c.decode_step_s > 0 or c.decode_sequence_s > 0] or [known]
     tokens = [c.token_s for c in costs if c.token_s > 0] or [known.token_s]
@@ -194,50 +199,11 @@ def _mean_costs(load: PoolLoad, known: EngineCosts) -> EngineCosts:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolState:
-    """current: replicas that there should be so far."""
-
-    load: PoolLoad
-    current: int
-
-
-class ModelScaler:
-    """A pool that answers requests, and perhaps one that computes prompts for it.
-
-    Without a prefill pool, the first one answers for the time to the first token as well.
-    """
-
-    def __init__(self, slo: Slo, limits: dict[Role, Limits]):
-        """limits: of all its pools. One of a fixed size has min_replicas equal to max_replicas."""
-        alone = "prefill" not in limits
-        self._scalers = {
-            role: PoolScaler(slo, limit, prompts=alone or role == "prefill", decodes=role == "decode")
-            for role, limit in limits.items()
-        }
-
-    def decide(self, pools: dict[Role, PoolState], now: float) -> dict[Role, ScalingDecision]:
-        """One decision per pool of `pools`."""
-        decisions: dict[Role, ScalingDecision] = {}
-        for role, pool in pools.items():
-            spilled = self._spilled_prefill_share(pools) if role == "prefill" else 0.0
-            decisions[role] = self._scalers[role].decide(pool.load, pool.current, now, spilled)
-        return decisions
-
-    def _spilled_prefill_share(self, pools: dict[Role, PoolState]) -> float:
-        """Engine-seconds per second that decode replicas spend on prompts for which the prefill pool had no room."""
-        if "decode" not in pools:
-            return 0.0
-        token_s = self._scalers["prefill"].costs.token_s or self._scalers["decode"].costs.token_s
-        spilled_per_s = sum(r.prefill_tokens_per_s * r.spilled_fraction for r in pools["decode"].load.replicas)
-        return spilled_per_s * token_s
-
-
-# -- smoothing ----------------------------------------------------------------------
+# -- smoothing -----------------------------------------------------------------------------------------------
 
 
 class Mean:
-    """Of a rate, with exponentially fading weights. The first value counts as if it had always been so."""
+    """Mean of a rate with exponentially fading weights. The first value counts as if it had always been so."""
 
     def __init__(self, memory_s: float):
         self._memory_s = memory_s
@@ -245,7 +211,7 @@ class Mean:
         self.value = 0.0
 
     def add(self, value: float, now: float) -> float:
-        """The mean after it."""
+        """Return the mean with this value in it."""
         if self._at is None:
             self.value = value
         else:
@@ -255,12 +221,12 @@ class Mean:
 
 
 class Stabilizer:
-    """Moves up to the least that was wished for during the last `up_s`, and down to the most that was wished for during
+    """Moves up to the minimum that was desired during the last `up_s`, and down to the maximum that was desired during
     the last `down_s`, as Kubernetes' HorizontalPodAutoscaler does."""
 
     def __init__(self, up_s: float, down_s: float):
         self._up_s, self._down_s = up_s, down_s
-        self._history: deque[tuple[float, int]] = deque()  # (when, how many)
+        self._history: deque[tuple[float, int]] = deque()  # (when, replicas desired)
 
     def settle(self, desired: int, current: int, now: float) -> int:
         if not self._history:

@@ -1,4 +1,4 @@
-"""How many replicas a load needs so that the targets are met. Pure Python; docs/autoscaling.md derives the formulas."""
+"""Calculates how many replicas a load needs. Pure Python; docs/autoscaling.md derives the formulas."""
 
 from __future__ import annotations
 
@@ -6,54 +6,47 @@ from dataclasses import dataclass
 
 from cluster.autoscaling.slo import Slo
 
-TARGET_FRACTION = 0.9  # share of a limit that is planned with, since new replicas take time to come
-MAX_KV_FRACTION = 0.9  # share of the KV blocks that requests may hold; above, they preempt each other
-SCALE_DOWN_MARGIN = 0.9  # share of the same limits that fewer replicas must keep: between the two, all stays as it is
-MIN_PREFILL_FRACTION, MAX_PREFILL_FRACTION = 0.3, 0.85  # of an engine's time, between which the TTFT target decides
+TARGET_FRACTION = 0.9  # of a limit is planned with, since new replicas take time to come
+MAX_KV_FRACTION = 0.9  # of the KV blocks may be held by requests; above, they preempt each other
+SCALE_DOWN_MARGIN = 0.9  # of the same limits must suffice for fewer replicas: in between, the number stays
+MIN_PREFILL_FRACTION, MAX_PREFILL_FRACTION = 0.3, 0.85  # of an engine's time; the TTFT target decides in between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What all replicas of a pool have to do together.
+    """The work that all replicas of a pool have to do together."""
 
-    sequences: in the engines, and waiting for them. output_tokens_per_s: that they generate.
-    decode_step_s, decode_sequence_s: a step of n sequences takes their sum, the second times n.
-    prefill_share: engine-seconds per second that computing prompts takes. backlog_s: engine-seconds of prompts that
-    are queued. prompt_s: engine-seconds of a mean prompt.
-    kv_replicas: KV blocks in use, and soon to be by what waits, in replicas' worth of blocks.
-    """
-
-    sequences: float = 0.0
+    sequences: float = 0.0  #: in the engines, and waiting for them
     output_tokens_per_s: float = 0.0
-    decode_step_s: float = 0.0
-    decode_sequence_s: float = 0.0
-    prefill_share: float = 0.0
-    backlog_s: float = 0.0
-    prompt_s: float = 0.0
-    kv_replicas: float = 0.0
+    decode_step_s: float = 0.0  #: a decode step of n sequences takes this, and ...
+    decode_sequence_s: float = 0.0  #: ... n times this
+    prefill_share: float = 0.0  #: engine-seconds per second that computing prompts takes
+    backlog_s: float = 0.0  #: engine-seconds of the queued prompts
+    prompt_s: float = 0.0  #: engine-seconds of a mean prompt
+    kv_replicas: float = 0.0  #: KV blocks in use, and soon to be by waiting sequences, in replicas' worth of blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """reason: the limit that one replica less would break; `least` for one replica."""
+    """A number of replicas, and why it is not smaller."""
 
     replicas: int
-    reason: str = "least"
+    reason: str = "least"  #: the limit that one replica less would break; `least` for one replica
 
 
 class Sizing:
-    """Of one pool. prompts: whether the TTFT target is this pool's business. decodes: whether the ITL target is."""
+    """Sizes one pool. prompts: whether the TTFT target is its business. decodes: whether the ITL target is."""
 
     def __init__(self, slo: Slo, max_num_seqs: int, *, prompts: bool, decodes: bool):
         self._ttft_s, self._itl_s = slo.ttft_ms / 1000, slo.itl_ms / 1000
         self._max_num_seqs, self._prompts, self._decodes = max_num_seqs, prompts, decodes
 
     def now(self, demand: Demand, max_replicas: int) -> Size:
-        """For the sequences that there are now, shared evenly."""
+        """Size the pool for the sequences that there are now, shared evenly."""
         return self._fewest(demand, max_replicas, demand.sequences, 1.0)
 
     def if_fewer(self, demand: Demand, max_replicas: int) -> Size:
-        """For the tokens per second that there are now.
+        """Size the pool for the tokens per second that there are now.
 
         Fewer replicas make slower steps, so the same stream of requests has more of them in flight at a time (Little's
         law). What `now` says after taking a replica away may be the opposite of what it said before; this does not.
@@ -61,10 +54,8 @@ class Sizing:
         return self._fewest(demand, max_replicas, None, SCALE_DOWN_MARGIN)
 
     def prefill_limit(self, prompt_s: float) -> float:
-        """Share of an engine's time up to which a prompt of `prompt_s` waits no longer than the TTFT target leaves.
-
-        Of an M/M/1 queue at load x, the wait is prompt_s * x / (1 - x).
-        """
+        """Return the fraction of an engine's time that prompts may take while a prompt of `prompt_s` waits no longer
+        than the TTFT target leaves: in an M/M/1 queue at load x it waits prompt_s * x / (1 - x)."""
         if prompt_s <= 0:
             return MAX_PREFILL_FRACTION
         slack = max(0.0, self._ttft_s - prompt_s) / prompt_s
@@ -80,7 +71,7 @@ class Sizing:
         return Size(max_replicas, reason)
 
     def _broken(self, demand: Demand, replicas: int, sequences: float | None, margin: float) -> str:
-        """The first limit that so many replicas would not keep; empty if they keep all. margin: of each limit."""
+        """Return the first limit that so many replicas would break; empty if none. margin: factor on each limit."""
         if self._prompts:
             if demand.prefill_share / replicas > margin * self.prefill_limit(demand.prompt_s):
                 return "ttft"
@@ -92,19 +83,16 @@ class Sizing:
             in_flight, step_s = self._steady(demand, replicas)
         else:
             in_flight, step_s = sequences, self._step_s(demand, replicas, sequences)
-        if step_s > margin * TARGET_FRACTION * self._itl_s and self._reachable(demand, margin):
-            return "itl"
+        max_step_s = margin * TARGET_FRACTION * self._itl_s
+        if step_s > max_step_s >= demand.decode_step_s + demand.decode_sequence_s:
+            return "itl"  # unless even a single sequence misses the target: more replicas would not help it
         if in_flight / replicas > margin * TARGET_FRACTION * self._max_num_seqs:
             return "slots"
         growth = max(1.0, in_flight / demand.sequences) if demand.sequences else 1.0
         return "kv" if growth * demand.kv_replicas / replicas > margin * MAX_KV_FRACTION else ""
 
-    def _reachable(self, demand: Demand, margin: float) -> bool:
-        """Whether a single sequence meets the ITL target at all. If not, more replicas would not help."""
-        return demand.decode_step_s + demand.decode_sequence_s <= margin * TARGET_FRACTION * self._itl_s
-
     def _step_s(self, demand: Demand, replicas: int, sequences: float) -> float:
-        """From token to token: decode steps, in the time that computing prompts leaves."""
+        """Seconds from token to token: a decode step, in the time that computing prompts leaves."""
         at_once = min(sequences / replicas, self._max_num_seqs)
         left = max(1 - demand.prefill_share / replicas, 1 - MAX_PREFILL_FRACTION)
         return (demand.decode_step_s + demand.decode_sequence_s * at_once) / left

@@ -1,4 +1,4 @@
-"""What autoscaling aims at, and how it is told of it. Pure Python."""
+"""The targets and limits of autoscaling, and how they reach the policy in Serve's controller. Pure Python."""
 
 from __future__ import annotations
 
@@ -8,39 +8,36 @@ from typing import Any
 from deployments.routing.config import Role
 
 METRICS_PERIOD_S = 1.0  # how often replicas and handles report
-LOOK_BACK_S = 5.0  # of what Serve keeps of those reports
-NO_DELAY_S = 0.0  # Serve's own delays would come on top of ours
+LOOK_BACK_S = 5.0  # how much of those reports Serve keeps
 POLICY = "cluster.autoscaling.policy:Policy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """ttft_ms: to the first token of an answer, from when the engines could have it. itl_ms: from token to token."""
+    """Latency targets of a model."""
 
-    ttft_ms: float = 2000.0
-    itl_ms: float = 100.0
+    ttft_ms: float = 2000.0  #: to the first token of an answer, from when the engines could have it
+    itl_ms: float = 100.0  #: from token to token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one pool.
-
-    max_num_seqs: sequences that one replica runs at once.
-    upscale_delay_s, downscale_delay_s: for so long more, or fewer, replicas must have been wanted all the time.
-    scale_to_zero_delay_s: without any work; only where min_replicas is 0.
-    """
+    """Bounds and delays for the number of replicas of one pool."""
 
     min_replicas: int
     max_replicas: int
-    max_num_seqs: int
-    upscale_delay_s: float
-    downscale_delay_s: float
-    scale_to_zero_delay_s: float
+    max_num_seqs: int  #: sequences that one replica runs at a time
+    upscale_delay_s: float  #: how long more replicas must have been desired without a break
+    downscale_delay_s: float  #: how long fewer replicas must have been desired without a break
+    scale_to_zero_delay_s: float  #: how long there must have been no work; only where min_replicas is 0
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """Of one pool of a model."""
+    """Everything the policy needs to know of one pool of a model.
+
+    It travels in the deployment's own autoscaling configuration, so that `args` stays the one place where users set it.
+    """
 
     model: str
     role: Role
@@ -49,17 +46,19 @@ class PoolSettings:
 
     @classmethod
     def parse(cls, kwargs: dict[str, Any]) -> PoolSettings | None:
-        """None for a deployment that is no pool: the ingress."""
+        """Read what `autoscaling_config` wrote. None for a deployment that is no pool: the ingress."""
         if not kwargs:
             return None
         return cls(kwargs["model"], kwargs["role"], Slo(**kwargs["slo"]), Limits(**kwargs["limits"]))
 
 
 def autoscaling_config(low: int, high: int, full: int, pool: PoolSettings | None = None) -> dict[str, Any]:
-    """Of a Serve deployment. full: requests that fill one replica; Serve shows it, and our policy has no use for it.
+    """Return a Serve deployment's autoscaling_config.
 
-    Serve hands its policy_kwargs to nobody, since the application's policy takes the place of the deployment's; but
-    there they can be read.
+    low, high: bounds of the number of replicas.
+    full: requests that fill one replica; Serve shows it, and our policy has no use for it.
+    pool: hidden in policy_kwargs. Serve hands those to nobody, since the application's policy takes the place of the
+        deployment's; but the policy can read them there.
     """
     return {
         "min_replicas": low,
@@ -67,7 +66,7 @@ def autoscaling_config(low: int, high: int, full: int, pool: PoolSettings | None
         "target_ongoing_requests": full,
         "metrics_interval_s": METRICS_PERIOD_S,
         "look_back_period_s": LOOK_BACK_S,
-        "upscale_delay_s": NO_DELAY_S,
-        "downscale_delay_s": NO_DELAY_S,
+        "upscale_delay_s": 0.0,  # Serve's own delays would add to ours
+        "downscale_delay_s": 0.0,
         "policy": {"policy_kwargs": {} if pool is None else asdict(pool)},
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cluster.autoscaling.scaler import EngineCosts, ModelScaler, PoolLoad, PoolState, ReplicaLoad
+from cluster.autoscaling.scaler import EngineCosts, ModelScaler, PoolLoad, ReplicaLoad
 from cluster.simulator.pool import Pool
 from cluster.simulator.replica import Replica
 from cluster.simulator.results import ReplicaCounts
@@ -53,8 +53,8 @@ class Scaling:
 
     def poll(self, now: float) -> None:
         """Call about once a second."""
-        states = {role: PoolState(load=self._load(role, now), current=self._wanted[role]) for role in self._pools}
-        for role, decision in self._scaler.decide(states, now).items():
+        loads = {role: self._load(role, now) for role in self._pools}
+        for role, decision in self._scaler.decide(loads, now).items():
             if decision.replicas != self._wanted[role]:
                 self.history[role].append((now, decision.replicas))
                 self._scale(role, decision.replicas, now)
@@ -89,10 +89,14 @@ class Scaling:
     def _load(self, role: Role, now: float) -> PoolLoad:
         pool = self._pools[role]
         replicas = [self._replica_load(replica, now) for replica in pool.up.values()]
-        if role != "decode":
-            return PoolLoad(running_replicas=len(replicas), replicas=replicas)
-        waiting, tokens = self._queue.num_waiting, self._queue.waiting_tokens
-        return PoolLoad(running_replicas=len(replicas), replicas=replicas, waiting=waiting, waiting_tokens=tokens)
+        answers = role == "decode"
+        return PoolLoad(
+            target_replicas=self._wanted[role],
+            running_replicas=len(replicas),
+            replicas=replicas,
+            waiting=self._queue.num_waiting if answers else 0,
+            waiting_tokens=self._queue.waiting_tokens if answers else 0,
+        )
 
     def _replica_load(self, replica: Replica, now: float) -> ReplicaLoad:
         replica.catch_up(now)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from ray.util.metrics import Counter, Metric
 
-from cluster.autoscaling.policy import Exports
+from cluster.autoscaling.policy import ScalingMetrics
 from tests.deployments.real_api import real_api_with_prefill
 from tests.models import make_model
 from tests.scrape import Scrape, Series
@@ -102,7 +102,7 @@ def exported_by_ray() -> list[Series]:
     """What Serve's controller exports of the policy, for both pools. Ray gives names a prefix, and counters a suffix
     (tests/serve/test_autoscaling.py scrapes it)."""
     found = []
-    for metric in vars(Exports()).values():
+    for metric in vars(ScalingMetrics()).values():
         if isinstance(metric, Metric):
             name = f"ray_{metric.info['name']}" + "_total" * isinstance(metric, Counter)
             labels = {**dict.fromkeys(metric.info["tag_keys"], "any"), "model_name": "tiny"}

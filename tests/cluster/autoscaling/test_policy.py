@@ -14,7 +14,7 @@ from ray.serve._private.common import DeploymentID, TimeStampedValue
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from cluster.autoscaling import policy as policy_module
-from cluster.autoscaling.policy import PERIOD_S, Policy
+from cluster.autoscaling.policy import DECISION_INTERVAL_S, Policy
 from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, Slo, autoscaling_config
 from deployments.observability.scaling_report import QueueReport, ReplicaReport
 
@@ -65,7 +65,7 @@ def contexts(waiting: float = 0.0, queued: float = 0.0, **now: float) -> dict[De
 @pytest.fixture
 def policy(monkeypatch) -> Policy:
     """Every call is a second after the one before."""
-    ticks = count(100.0, PERIOD_S)
+    ticks = count(100.0, DECISION_INTERVAL_S)
     monkeypatch.setattr(policy_module.time, "monotonic", lambda: next(ticks))
     return Policy()
 

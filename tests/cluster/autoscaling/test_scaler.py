@@ -11,7 +11,6 @@ from cluster.autoscaling.scaler import (
     Mean,
     ModelScaler,
     PoolLoad,
-    PoolState,
     ReplicaLoad,
     ScalingDecision,
     Stabilizer,
@@ -47,9 +46,7 @@ class Pools:
             self.now += 1.0
             loads: dict[Role, ReplicaLoad] = {"decode": decode, "prefill": prefill}
             pools = {
-                role: PoolState(
-                    load=PoolLoad(running_replicas=n, replicas=[loads[role]] * n), current=n
-                )
+                role: PoolLoad(target_replicas=n, running_replicas=n, replicas=[loads[role]] * n)
                 for role, n in self.replicas.items()
             }  # fmt: skip
             decisions = self.scaler.decide(pools, self.now)
@@ -105,7 +102,7 @@ def test_growth_at_once_is_at_most_to_twice_what_is_up():
 
 def test_a_pool_of_which_nothing_is_up_yet_does_not_grow():
     scaler = ModelScaler(Slo(), {"decode": limits()})
-    starting = PoolState(load=PoolLoad(running_replicas=0, replicas=[], waiting=5000), current=1)
+    starting = PoolLoad(target_replicas=1, running_replicas=0, replicas=[], waiting=5000)
     assert [scaler.decide({"decode": starting}, float(now))["decode"].replicas for now in range(5)] == [1] * 5
 
 

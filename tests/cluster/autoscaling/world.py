@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cluster.autoscaling.scaler import EngineCosts, ModelScaler, PoolLoad, PoolState, ReplicaLoad, ScalingDecision
+from cluster.autoscaling.scaler import EngineCosts, ModelScaler, PoolLoad, ReplicaLoad, ScalingDecision
 from cluster.autoscaling.slo import Limits, Slo
 
 BUSIEST = 0.95  # share of its time that an engine gives to prompts at most
@@ -91,9 +91,12 @@ class World:
             costs=self.costs,
         )
         load = PoolLoad(
-            running_replicas=self.up, replicas=[replica] * self.up, waiting=round(self.sequences - in_engines)
+            target_replicas=self.wanted,
+            running_replicas=self.up,
+            replicas=[replica] * self.up,
+            waiting=round(self.sequences - in_engines),
         )
-        self._scale(self._scaler.decide({"decode": PoolState(load=load, current=self.wanted)}, self.now)["decode"])
+        self._scale(self._scaler.decide({"decode": load}, self.now)["decode"])
 
     def _scale(self, decision: ScalingDecision) -> None:
         more = decision.replicas - self.wanted
