@@ -1,42 +1,53 @@
-"""How one engine runs. Frozen; values that are discovered later live elsewhere."""
+"""Configuration of one engine: frozen, and only what is known before the engine starts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 from engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
-# tokens per KV block that every attention backend of such a device takes: for who must know before there is an engine
+# tokens per KV block that every attention backend of the device supports, for callers that have no engine to ask
 BLOCK_SIZES = {"cpu": 16, "cuda": 256}
-# where nobody sets them; the fields' own defaults are for a CPU, which such steps would keep busy for seconds
+# used when the configuration sets neither; the fields' own defaults suit a CPU, where such steps would take seconds
 GPU_DEFAULTS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
+
+T = TypeVar("T")
+
+
+def option(default: T, help: str) -> T:
+    """A dataclass field with its help text, which `--help` shows too."""
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffConfig:
-    """role: `prefill` computes prompts for others, `decode` may have its prompts computed by others.
-    transport: how blocks travel; `auto` takes the fastest that both sides have.
-    policy: where a decode engine has prompts computed; `auto` weighs the cost of both places.
-    lease_s: how long prefill holds the blocks of a handoff after the last sign of life of decode.
-    heartbeat_s: how often decode gives one.
-    progress_s: without an answer to heartbeats, or without a byte in a read, until the link counts as cut.
-    accept_s: until a prefill engine must have taken a ticket.
-    rest_s: how long a pair of engines rests after its link has failed.
-    max_attempts: remote tries per request; then the prompt is computed locally.
-    """
+    """Options of an engine in one of two pools: one computes prompts for the other (docs/handoff.md)."""
 
-    role: Literal["prefill", "decode"]
-    transport: Literal["auto", "tcp", "nixl", "nccl"] = "auto"
-    policy: Literal["auto", "always", "never"] = "auto"
-    lease_s: float = 10.0
-    heartbeat_s: float = 1.0
-    progress_s: float = 5.0
-    accept_s: float = 5.0
-    rest_s: float = 30.0
-    max_attempts: int = 3
+    role: Literal["prefill", "decode"] = field(
+        metadata={
+            "help": "`prefill` computes prompts for decode engines; `decode` may have its prompts computed by them."
+        }
+    )
+    transport: Literal["auto", "tcp", "nixl", "nccl"] = option(
+        "auto", "How KV blocks travel; `auto` takes the fastest transport that both sides have."
+    )
+    policy: Literal["auto", "always", "never"] = option(
+        "auto", "Whether a decode engine has prompts computed remotely; `auto` weighs the cost of both ways."
+    )
+    lease_s: float = option(
+        10.0,
+        "Time that a prefill engine keeps the blocks of a handoff after the last sign of life of the decode engine.",
+    )
+    heartbeat_s: float = option(1.0, "Interval at which a decode engine gives a sign of life.")
+    progress_s: float = option(
+        5.0, "Time without an answer to heartbeats, or without a byte of a read, after which a link counts as cut."
+    )
+    accept_s: float = option(5.0, "Time within which a prefill engine must accept a request.")
+    quarantine_s: float = option(30.0, "Time that a pair of engines makes no handoffs after its link has failed.")
+    max_attempts: int = option(3, "Remote attempts per request, after which its prompt is computed locally.")
 
     def __post_init__(self) -> None:
         for key in ("lease_s", "heartbeat_s", "progress_s", "accept_s"):
@@ -50,74 +61,88 @@ class HandoffConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of one engine; the names are vLLM's where the meaning is the same.
+    """Options of one engine; the names are vLLM's where the meaning is the same."""
 
-    model: `pocket` (bundled), a local Hugging Face model folder, or a Hub id.
-    dtype: of weights, activations and KV cache; `auto` takes the model's own. Quantized weights are what they are.
-    quantization: `fp8` rounds the weights of a model that is not quantized to FP8 as they are loaded.
-    kv_cache_dtype: `fp8` (the same as `fp8_e4m3`) stores K and V in one byte each; `auto` takes `dtype`.
-    device: `auto` takes a GPU where torch finds one.
-    block_size: tokens per KV block; None takes what the attention backend of the device likes, 16 on a CPU.
-    kv_cache_memory_gib: size of the KV cache; None means 2 GiB on a CPU, and on a GPU what is left of
-        `gpu_memory_utilization` after a profiling run.
-    gpu_memory_utilization: share of a GPU's memory that weights, KV cache and activations may fill together.
-    num_blocks: KV blocks, in place of a size in memory.
-    enforce_eager: on a GPU, launch every kernel from the host also where a step only decodes: the plain twin of CUDA
-        graphs, slower and with the same tokens.
-    torch_compile: compile what stands between the attentions of a model with torch.compile as the engine starts
-        (docs/gpu.md); not with `enforce_eager`.
-    cuda_graph_memory_gib: GPU memory kept free for CUDA graphs; batch sizes that do not fit run without.
-    load_format: `auto` reads the model's weights; `dummy` takes random ones of the same shapes, to measure.
-    max_model_len: longest prompt + answer, in tokens; None takes the model's own context.
-    max_num_batched_tokens: tokens that one step may compute, of all sequences together. Where nobody sets it, the
-        offline `LLM` and pools with GPUs take 8192.
-    max_num_seqs: sequences that run at a time. Where nobody sets it, the offline `LLM` and pools with GPUs take 256.
-    max_waiting: requests that may queue before new ones are refused with Overloaded.
-    scheduling_policy: `priority` looks at the priority of a request first, `fcfs` at its arrival only.
-    enable_prefix_caching: keep the KV of what was computed, and take it for prompts that begin alike.
-    overlap: plan step n+1 while step n computes; False is the plain loop. None means True on a GPU, where planning
-        hides behind the device, and False on a CPU, where both want the same cores (docs/measurements/performance.md).
-    num_threads: CPU threads of each rank; None means one per core that the process may use, shared out over the ranks
-        of one machine.
-    tensor_parallel: ranks that share the model, each with a part of every layer.
-    seed: of requests that bring none, in the offline `LLM`; a server's depend on their ids.
-    handoff: for an engine that computes prompts for others, or has its prompts computed by others.
-    """
-
-    model: str = "pocket"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["fp8"] | None = None
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    block_size: int | None = None
-    kv_cache_memory_gib: float | None = None
-    gpu_memory_utilization: float = 0.9
-    enforce_eager: bool = False
-    torch_compile: bool = False
-    cuda_graph_memory_gib: float = 1.0
-    load_format: Literal["auto", "dummy"] = "auto"
-    num_blocks: int | None = None
-    max_model_len: int | None = None
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 128
-    max_waiting: int = 1024
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    enable_prefix_caching: bool = True
-    overlap: bool | None = None
-    num_threads: int | None = None
-    tensor_parallel: int = 1
-    seed: int = 0
-    handoff: HandoffConfig | None = None
+    model: str = option("pocket", "`pocket` (bundled), a local Hugging Face model folder, or a Hub id.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto",
+        "Data type of activations, KV cache and weights that are not quantized; `auto` takes the model's own.",
+    )
+    quantization: Literal["fp8"] | None = option(
+        None, "`fp8` rounds the weights of an unquantized model to FP8 as they are loaded."
+    )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
+        "auto", "`fp8` (the same as `fp8_e4m3`) stores each number of K and V in one byte; `auto` takes `dtype`."
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "`auto` takes a GPU if torch finds one.")
+    block_size: int | None = option(
+        None, "Tokens per KV block. Default: what the device's attention backend prefers, 16 on a CPU."
+    )
+    kv_cache_memory_gib: float | None = option(
+        None,
+        "Size of the KV cache. Default: 2 GiB on a CPU; on a GPU, what is left of `gpu_memory_utilization` after a "
+        "profiling run.",
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "Fraction of a GPU's memory that weights, KV cache and activations may fill together."
+    )
+    enforce_eager: bool = option(
+        False, "Do without CUDA graphs: launch every kernel from the host. Slower, with the same tokens."
+    )
+    torch_compile: bool = option(
+        False,
+        "Compile the layers between the model's attentions with torch.compile as the engine starts (docs/gpu.md); "
+        "not with `enforce_eager`.",
+    )
+    cuda_graph_memory_gib: float = option(
+        1.0, "GPU memory kept free for CUDA graphs; batch sizes that do not fit run without."
+    )
+    load_format: Literal["auto", "dummy"] = option(
+        "auto", "`auto` reads the model's weights; `dummy` makes random ones of the same shapes, for measurements."
+    )
+    num_blocks: int | None = option(None, "Number of KV blocks, instead of a size in memory.")
+    max_model_len: int | None = option(
+        None, "Maximum length of prompt and answer together, in tokens. Default: the model's own context."
+    )
+    max_num_batched_tokens: int = option(
+        2048,
+        "Maximum number of tokens that one step computes, of all sequences together. If it is not set, the offline "
+        "`LLM` and pools with GPUs use 8192.",
+    )
+    max_num_seqs: int = option(
+        128,
+        "Maximum number of sequences that run at a time. If it is not set, the offline `LLM` and pools with GPUs "
+        "use 256.",
+    )
+    max_waiting: int = option(1024, "Requests that may queue before new ones are refused with Overloaded.")
+    scheduling_policy: Literal["fcfs", "priority"] = option(
+        "fcfs", "`priority` orders requests by priority, then arrival; `fcfs` by arrival only."
+    )
+    enable_prefix_caching: bool = option(
+        True, "Keep computed KV blocks and reuse them for prompts with the same prefix."
+    )
+    overlap: bool | None = option(
+        None,
+        "Plan step n+1 while step n computes. Default: yes on a GPU, where planning hides behind the device; no on a "
+        "CPU, where both want the same cores (docs/measurements/performance.md).",
+    )
+    num_threads: int | None = option(
+        None,
+        "CPU threads of each rank. Default: one per core that the process may use, divided among a machine's ranks.",
+    )
+    tensor_parallel: int = option(1, "Ranks that share the model, each with a part of every layer.")
+    seed: int = option(0, "Seed of requests that bring none, in the offline `LLM`; a server derives it from their ids.")
+    handoff: HandoffConfig | None = option(None, "Options of an engine that takes part in handoffs, in either role.")
 
     @property
     def known_block_size(self) -> int:
-        """For who must know it without an engine. Raises AssertionError where the device is to choose it."""
+        """`block_size`, for callers without an engine. Raises AssertionError if it is left to the device."""
         assert self.block_size is not None, "only an engine can choose it, on its device"
         return self.block_size
 
     @property
     def shared_block_size(self) -> int | None:
-        """Of blocks that requests with a common prefix share; None where they share none."""
+        """Size of the blocks that requests with a common prefix share; None if they share none."""
         return self.known_block_size if self.enable_prefix_caching else None
 
     def __post_init__(self) -> None:

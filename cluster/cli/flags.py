@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable
 from dataclasses import fields
 from types import NoneType, UnionType
@@ -17,7 +16,6 @@ from engine.config import EngineConfig
 PANEL, SWITCHES = "Engine", "Engine: switches"  # apart, since names of two kinds side by side leave no room
 WITHOUT = {"model", "handoff", "seed"}  # given in other ways, or of no use to a server
 NAMES = {"tensor_parallel": ("--tensor-parallel-size", "-tp")}  # vLLM's, where the field has another name
-DOCUMENTED = re.compile(r"(\w+(?:, \w+)*): (.*)")  # `max_num_seqs, max_waiting: text`; what follows is indented
 
 
 def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -41,7 +39,7 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 def engine_flags() -> list[inspect.Parameter]:
     """None, the default of each, stands for a flag that is not given."""
-    hints, helps = get_type_hints(EngineConfig), documented(EngineConfig)
+    hints = get_type_hints(EngineConfig)
     flags = []
     for field in fields(EngineConfig):
         if field.name in WITHOUT:
@@ -51,35 +49,12 @@ def engine_flags() -> list[inspect.Parameter]:
         option = typer.Option(
             *names,
             rich_help_panel=SWITCHES if kind is bool else PANEL,
-            help=flag_help(helps.get(field.name, "")),
+            help=field.metadata["help"],
             show_default=False if field.default is None else str(field.default),
         )
         annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
         flags.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     return flags
-
-
-def documented(config: type) -> dict[str, str]:
-    """What the docstring of a class says of its fields, with a capital and a full stop."""
-    found: dict[str, str] = {}
-    names: list[str] = []
-    for line in inspect.cleandoc(config.__doc__ or "").splitlines():
-        begins = DOCUMENTED.fullmatch(line)
-        if begins:
-            names, text = begins[1].split(", "), begins[2]
-        elif names and line.startswith(" "):
-            text = line.strip()
-        else:
-            names = []
-            continue
-        for name in names:
-            found[name] = f"{found[name]} {text}" if not begins else text
-    return {name: f"{text[:1].upper()}{text[1:].rstrip('.')}." for name, text in found.items()}
-
-
-def flag_help(text: str) -> str:
-    """None is what a flag that is left out stands for."""
-    return re.sub(r"\bNone (?:means|takes)\b", "default:", text).replace(". default:", ". Default:")
 
 
 def _without_none(hint: Any) -> Any:

@@ -286,7 +286,7 @@ class HandoffProtocol:
         if not in_use:
             self._idle_sources[source.epoch] = now + REMEMBER_S
         if inbound.failure is not None and inbound.failure[0] in RESTS:
-            self._rests[source.engine_id] = now + self._config.rest_s
+            self._rests[source.engine_id] = now + self._config.quarantine_s
             if not in_use:
                 self._drop_source(source.epoch)  # the next attempt begins with new connections
 

@@ -1,4 +1,4 @@
-"""`manta explain`: how a timeline is told to people, and what is said where there is none. tests/serve has real ones."""
+"""`manta explain`: how a timeline is told to people, and what is said without one. tests/serve has real ones."""
 
 from __future__ import annotations
 

@@ -434,7 +434,7 @@ def test_a_cut_link_ends_the_handoff_on_both_sides_and_the_pair_rests(tokens):
     assert w.prefill.results[h].reason == "expired"
     assert all_free(w)
     w.lossy = False
-    w.advance(CONFIG.rest_s)
+    w.advance(CONFIG.quarantine_s)
     assert w.decode.protocol.resting() == []
 
 
