@@ -51,7 +51,7 @@ def make_layer(shape: tuple[int, ...], quantize: Callable[[Tensor], QuantizedWei
     layer: Layer = []
     for outputs, inputs in ((qkv, hidden), (hidden, heads), (2 * intermediate, hidden), (hidden, intermediate)):
         weight = torch.randn(outputs, inputs)
-        multiply = None if quantize is None else quantized_linear.choose(quantize(weight), torch.bfloat16)
+        multiply = None if quantize is None else quantized_linear.select(quantize(weight), torch.bfloat16)
         if multiply is None:
             packed = linear.pack(weight.bfloat16())
             layer.append((inputs, partial(linear.linear, weight=packed)))

@@ -146,14 +146,14 @@ class ModelConfig:
             raise ConfigError("quantization", "fp8", f"left out: the model is quantized ({self.quantization.method})")
         return self
 
-    def weight_format(self, where: str, *names: str) -> WeightFormat | None:
+    def weight_format(self, prefix: str, *names: str) -> WeightFormat | None:
         """How the checkpoint stores the weights of linear layers that are merged into one; None: as they are.
 
         Raises ConfigError if they are stored in different ways."""
         if self.quantization is None:
             return None
         try:
-            return self.quantization.format_of([f"model.{where}.{name}" for name in names])
+            return self.quantization.format_of([f"model.{prefix}.{name}" for name in names])
         except UnsupportedScheme as e:
             raise ConfigError(f"quantization_config.{e.key}", e.value, e.limit) from e
 

@@ -17,12 +17,13 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ModelFolderError
 from engine.model.folder import read_json
 from engine.model.models.registry import Model
-from engine.model.shard import Shard, Sharded, TensorSlice
+from engine.model.shard import Shard, Sharded, Shards, TensorSlice
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,9 @@ def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
         for file, names in files.items():
             with safe_open(file, framework="pt") as tensors:
                 for name in filter(shards.__contains__, names):
-                    load_tensor(shards[name], tensors.get_slice(name), name, folder)
+                    load_tensor(*shards[name], tensors.get_slice(name), name, folder)
                     progress.advance(bar)
-    num_bytes = sum(shard.target.nbytes for shard in shards.values())
+    num_bytes = sum(target.nbytes for _, target in shards.values())
     seconds = time.monotonic() - started
     logger.info("weights loaded folder=%s gb=%.2f seconds=%.1f", folder, num_bytes / 1e9, seconds)
 
@@ -72,17 +73,16 @@ def count_parameters(model: Model) -> int:
     return quantized + sum(parameter.numel() for parameter in model.parameters())
 
 
-def load_tensor(shard: Shard, source: TensorSlice, name: str, folder: Path) -> None:
+def load_tensor(shard: Shard, target: Tensor, source: TensorSlice, name: str, folder: Path) -> None:
     if (tuple(source.get_shape()) or (1,)) != shard.shape:
         problem = f"{name} has shape {source.get_shape()}, config.json asks for {list(shard.shape)}"
         raise ModelFolderError(str(folder), problem)
-    shard.load(source)
+    shard.load(source, target)
 
 
 def fill_with_noise(model: Model) -> None:
     """Random weights in place of a checkpoint's, to measure. Tensors that every rank holds are the same on all."""
-    for name, shard in checkpoint_shards(model).items():
-        target = shard.target
+    for name, (_, target) in checkpoint_shards(model).items():
         generator = torch.Generator(target.device).manual_seed(zlib.crc32(name.encode()))
         if not target.dtype.is_floating_point:  # of quantized weights: values, or the groups of columns
             target.zero_() if target.dim() == 1 else target.random_(generator=generator)
@@ -92,9 +92,9 @@ def fill_with_noise(model: Model) -> None:
         target.copy_(noise.mul_(0.02).add_(1.0) if target.dim() == 1 else noise.mul_(0.02))
 
 
-def checkpoint_shards(model: Model) -> dict[str, Shard]:
+def checkpoint_shards(model: Model) -> Shards:
     """Every shard of the model by the name of its tensor in the checkpoint."""
-    shards = {}
+    shards: Shards = {}
     for path, layer in model.named_modules():
         if isinstance(layer, Sharded):
             for name, shard in layer.shards().items():

@@ -1,4 +1,4 @@
-"""How tensors of a checkpoint get into the parameters of one rank."""
+"""Which slice of each checkpoint tensor a rank holds, and the layers that own such slices."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
+
+OUTPUTS, INPUTS = 0, 1  # dimensions of a weight
 
 
 class TensorSlice(Protocol):
-    """A tensor on disk, of which only what is indexed is read; safetensors' PySafeSlice."""
+    """A tensor on disk that reads only what is indexed: safetensors' PySafeSlice."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -20,49 +23,57 @@ class TensorSlice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of one checkpoint tensor that this rank holds: entries from `start` on of dimension `dim`.
+    """The slice of a tensor that this rank holds: [start, start + size) of dimension `dim`."""
 
-    target: view of a parameter, where the part goes; its size says how much is taken
-    shape: of the whole tensor in the checkpoint
-    """
-
-    target: Tensor
     shape: tuple[int, ...]
-    dim: int = 0
-    start: int = 0
+    """Shape of the whole tensor, as the checkpoint stores it."""
+    dim: int
+    start: int
+    size: int
 
-    def load(self, source: TensorSlice) -> None:
-        """Copy this rank's part, converted to the parameter's dtype and device."""
-        if self.target.numel() == 0:  # a rank past the end of an odd vocabulary
+    @classmethod
+    def of_rank(cls, shape: tuple[int, ...], dim: int, tp: TPGroup, what: str) -> Shard:
+        """`dim` split evenly over the ranks. Raises ConfigError naming `what` unless it divides."""
+        size, rest = divmod(shape[dim], tp.size)
+        if rest:
+            raise ConfigError("tensor_parallel", tp.size, f"a divisor of the model's {what} ({shape[dim]})")
+        return cls(shape, dim, tp.rank * size, size)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.size, *self.shape[self.dim + 1 :])
+
+    def load(self, source: TensorSlice, target: Tensor) -> None:
+        """Copy the slice into `target`, converted to its dtype and device."""
+        if self.size == 0:  # a rank past the end of an odd vocabulary
             return
-        if not source.get_shape():  # one number, which some write without a dimension
-            self.target.fill_(source[()])
+        if not source.get_shape():  # one number, which some tools write without a dimension
+            target.fill_(source[()])
             return
         index = [slice(None)] * len(self.shape)
-        index[self.dim] = slice(self.start, self.start + self.target.shape[self.dim])
-        self.target.copy_(source[tuple(index)])
+        index[self.dim] = slice(self.start, self.start + self.size)
+        target.copy_(source[tuple(index)])
+
+
+Shards = dict[str, tuple[Shard, Tensor]]
+"""Checkpoint tensors by name, each with the slice that this rank holds and the tensor it is loaded into."""
 
 
 class Sharded(nn.Module):
-    """A layer that owns parameters. quantized_parameters: how many, of those that are not nn.Parameters."""
+    """A layer that owns weights of the checkpoint."""
 
     quantized_parameters = 0
+    """Number of weights that are not in an nn.Parameter."""
 
-    def shards(self) -> dict[str, Shard]:
-        """Name of each checkpoint tensor that this layer reads, relative to the layer; together they fill it."""
+    def shards(self) -> Shards:
+        """Every checkpoint tensor that this layer reads, named relative to the layer; together they fill it."""
         raise NotImplementedError
 
     def pack(self) -> None:
         """Bring the loaded weights into the form that the ops want; nothing can be loaded after that."""
 
 
-def replicated(parameter: nn.Parameter) -> Shard:
-    """Every rank holds all of it."""
-    return Shard(parameter.data, tuple(parameter.shape))
-
-
-def divide(total: int, ranks: int, what: str) -> int:
-    """`total` per rank. Raises ConfigError unless it divides."""
-    if total % ranks:
-        raise ConfigError("tensor_parallel", ranks, f"a divisor of the model's {what} ({total})")
-    return total // ranks
+def replicated(parameter: nn.Parameter) -> tuple[Shard, Tensor]:
+    """A tensor that every rank holds whole."""
+    shape = tuple(parameter.shape)
+    return Shard(shape, 0, 0, shape[0]), parameter.data

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # that are equal in the first call for the same size
 TOKENS = (61, 1)
 # of a piece, in a process that may make one engine after the other; what is beyond torch's own limit of 8 fails
-MOST_VERSIONS = 256
+MAX_VERSIONS = 256
 
 _numbers = itertools.count()
 _hidden: WeakValueDictionary[int, Hidden] = WeakValueDictionary()
@@ -104,7 +104,7 @@ def compile_layers(model: Model, cfg: ModelConfig, tp: TPGroup, run_step: Callab
         prepare(layer, cfg, tp)
         for piece in ("before_attention", "after_attention"):
             setattr(layer, piece, torch.compile(getattr(layer, piece), dynamic=True, fullgraph=True))
-    dynamo_config.recompile_limit = MOST_VERSIONS
+    dynamo_config.recompile_limit = MAX_VERSIONS
     try:
         # in this process: Inductor's own workers would stay for as long as the engine does
         with inductor_config.patch(compile_threads=1):
@@ -121,21 +121,20 @@ def prepare(layer: nn.Module, cfg: ModelConfig, tp: TPGroup) -> None:
     sums = tp if tp.size == 1 else HiddenSums(tp)
     if isinstance(layer.mlp, MixtureOfExperts):
         layer.mlp = HiddenExperts(layer.mlp)
-    for part in layer.modules():
-        if isinstance(part, RMSNorm):
-            part.rms_norm, part.add_rms_norm = norm.rms_norm_plain, norm.add_rms_norm_plain
-        if isinstance(part, GatedMLP):
-            part.activation = activation.PLAIN[cfg.activation]
-        if isinstance(part, RowParallelLinear):
-            part.tp = sums
-        if isinstance(part, Linear):
-            hide_kernel(part)
+    for module in layer.modules():
+        if isinstance(module, RMSNorm):
+            module.rms_norm, module.add_rms_norm = norm.rms_norm_plain, norm.add_rms_norm_plain
+        if isinstance(module, GatedMLP):
+            module.activation = activation.PLAIN[cfg.activation]
+        if isinstance(module, RowParallelLinear):
+            module.tp = sums
+        if isinstance(module, Linear):
+            hide_kernel(module)
 
 
-def hide_kernel(part: Linear) -> None:
-    outputs = sum(piece.shape[0] for piece in part.pieces.values())
-    if part.kernel is not None:
-        part.kernel = Hidden(part.kernel, outputs)
-    elif part.weight is not None and part.weight.is_mkldnn:
-        weight = part.weight
-        part.kernel = Hidden(lambda x, bias: linear.linear(x, weight, bias), outputs)
+def hide_kernel(linear_layer: Linear) -> None:
+    if linear_layer.kernel is not None:
+        linear_layer.kernel = Hidden(linear_layer.kernel, linear_layer.outputs)
+    elif linear_layer.weight is not None and linear_layer.weight.is_mkldnn:
+        weight = linear_layer.weight
+        linear_layer.kernel = Hidden(lambda x, bias: linear.linear(x, weight, bias), linear_layer.outputs)

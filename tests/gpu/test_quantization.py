@@ -55,7 +55,7 @@ WEIGHTS = {
 
 def kernel_for(name: str) -> tuple[QuantizedWeight, quantized_linear.Multiply]:
     weight = WEIGHTS[name]()
-    multiply = quantized_linear.choose(weight, torch.bfloat16)
+    multiply = quantized_linear.select(weight, torch.bfloat16)
     if name.endswith("FP8") and multiply is None:
         pytest.skip(f"no {name} on this GPU")
     assert type(multiply).__name__ == name.partition(" ")[0]
@@ -96,7 +96,7 @@ def test_fp8_is_as_close_to_bfloat16_as_its_three_bits_allow():
     """Side by side: the rounding of weights and inputs to FP8 is all that the fast product adds."""
     exact = randn(OUTPUTS, INPUTS)
     weight = QuantizedWeight(*quantize_rows(exact, FP8), None, 8, FP8)
-    multiply = quantized_linear.choose(weight, torch.bfloat16)
+    multiply = quantized_linear.select(weight, torch.bfloat16)
     if multiply is None:
         pytest.skip("no FP8 on this GPU")
     x = randn(64, INPUTS, seed=3).bfloat16()

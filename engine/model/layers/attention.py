@@ -24,7 +24,7 @@ class Attention(nn.Module):
         self.scale = cfg.attention_scale
         self.window = cfg.window[layer]
         self.table = layer_table(cfg, layer)
-        self.ops = attention.choose()
+        self.ops = attention.select()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         q = self.ops.rotate_and_write(q, k, v, self.table, batch, self.layer)

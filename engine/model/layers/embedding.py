@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from engine.distributed.tp_group import TPGroup
 from engine.model.layers.linear import packed
 from engine.model.ops import linear
-from engine.model.shard import Shard, Sharded
+from engine.model.shard import OUTPUTS, Shard, Sharded, Shards
 
 
 class VocabParallel(Sharded):
@@ -25,9 +25,9 @@ class VocabParallel(Sharded):
         self.stop = min(self.start + rows, vocab_size)
         self.weight = nn.Parameter(torch.empty(rows, hidden_size), requires_grad=False)
 
-    def shards(self) -> dict[str, Shard]:
+    def shards(self) -> Shards:
         rows = self.weight.data[: self.stop - self.start]
-        return {"weight": Shard(rows, (self.vocab_size, self.weight.shape[1]), start=self.start)}
+        return {"weight": (Shard((self.vocab_size, self.weight.shape[1]), OUTPUTS, self.start, len(rows)), rows)}
 
 
 class VocabEmbedding(VocabParallel):
@@ -75,5 +75,5 @@ class TiedLMHead(LMHead):
         self.start, self.stop = embedding.start, embedding.stop
         self.weight = embedding.weight
 
-    def shards(self) -> dict[str, Shard]:
+    def shards(self) -> Shards:
         return {}

@@ -6,22 +6,27 @@ from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
-from engine.model.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.model.ops import activation
+from engine.model.shard import Shard
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)): [tokens, hidden] -> [tokens, hidden]. where: in the checkpoint (`layers.0.mlp`)."""
+    """down(act(gate(x)) * up(x)): [tokens, hidden] -> [tokens, hidden].
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, where: str = ""):
+    prefix: the layer's name in the checkpoint (`layers.0.mlp`).
+    """
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str = ""):
         super().__init__()
-        part = Part.of_rank(cfg.intermediate_size, tp, "intermediate_size")
+        outputs = Shard.of_rank((cfg.intermediate_size,), 0, tp, "intermediate_size")
+        format = cfg.weight_format(prefix, "gate_proj", "up_proj")
         self.gate_up_proj = ColumnParallelLinear(
-            cfg.hidden_size, {"gate": part, "up": part}, cfg.mlp_bias, cfg.weight_format(where, "gate_proj", "up_proj")
+            cfg.hidden_size, {"gate": outputs, "up": outputs}, cfg.mlp_bias, format
         )
-        self.activation = activation.choose(cfg.activation)
+        self.activation = activation.select(cfg.activation)
         self.down_proj = RowParallelLinear(
-            cfg.intermediate_size, cfg.hidden_size, tp, cfg.mlp_bias, cfg.weight_format(where, "down_proj")
+            cfg.intermediate_size, cfg.hidden_size, tp, cfg.mlp_bias, cfg.weight_format(prefix, "down_proj")
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig, MoEConfig
-from engine.model.layers.linear import Part
 from engine.model.ops import activation as activations
 from engine.model.ops import moe as ops
-from engine.model.quantization.format import INPUTS, OUTPUTS, Piece, StoredWeight, WeightFormat
-from engine.model.shard import Shard, Sharded, replicated
+from engine.model.quantization.format import StoredWeight, WeightFormat
+from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards, replicated
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ class Router(Sharded):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return experts, weights.to(x.dtype)
 
-    def shards(self) -> dict[str, Shard]:
+    def shards(self) -> Shards:
         return {"weight": replicated(self.weight)}
 
 
@@ -51,38 +50,36 @@ class Experts(Sharded):
     ):
         super().__init__()
         self.tp = tp
-        self.part = Part.of_rank(moe.intermediate_size, tp, "moe_intermediate_size")
-        self.activation = activations.choose(activation)
-        self.mix = ops.choose(hidden_size, self.part.size)
-        total, start, size = self.part.total, self.part.start, self.part.size
-        rows = Piece(total, hidden_size, OUTPUTS, start, size)
-        columns = Piece(hidden_size, total, INPUTS, start, size)
-        self.pieces = {"gate_up_proj.gate": rows, "gate_up_proj.up": rows, "down_proj": columns}
+        rows = Shard.of_rank((moe.intermediate_size, hidden_size), OUTPUTS, tp, "moe_intermediate_size")
+        columns = Shard.of_rank((hidden_size, moe.intermediate_size), INPUTS, tp, "moe_intermediate_size")
+        self.weights = {"gate_up_proj.gate": rows, "gate_up_proj.up": rows, "down_proj": columns}
+        self.activation = activations.select(activation)
+        self.mix = ops.select(hidden_size, rows.size)
         self.dtype = torch.get_default_dtype()
         self.stored: list[list[StoredWeight]] = []
         self.gate_up: nn.Parameter | None = None
         self.down: nn.Parameter | None = None
         if format is not None:
-            groups = [dict(list(self.pieces.items())[:2]), {"down_proj": columns}]
-            self.stored = [[StoredWeight(group, format) for group in groups] for _ in range(moe.num_experts)]
+            merged = [{"gate_up_proj.gate": rows, "gate_up_proj.up": rows}, {"down_proj": columns}]
+            self.stored = [[StoredWeight(group, format) for group in merged] for _ in range(moe.num_experts)]
             self.quantized_parameters = sum(weight.numel for weights in self.stored for weight in weights)
         else:
-            self.gate_up = nn.Parameter(torch.empty(moe.num_experts, 2 * size, hidden_size), requires_grad=False)
-            self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, size), requires_grad=False)
+            self.gate_up = nn.Parameter(torch.empty(moe.num_experts, 2 * rows.size, hidden_size), requires_grad=False)
+            self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, rows.size), requires_grad=False)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         assert self.gate_up is not None and self.down is not None, "weights were loaded, but not packed"
         return self.tp.all_reduce(self.mix(x, self.gate_up, self.down, self.activation, experts, weights))
 
-    def shards(self) -> dict[str, Shard]:
-        shards: dict[str, Shard] = {}
-        for i, weights in enumerate(self.stored):
-            for weight in weights:
-                shards |= {f"{i}.{name}": shard for name, shard in weight.shards.items()}
+    def shards(self) -> Shards:
+        shards: Shards = {}
+        for i, merged in enumerate(self.stored):
+            for stored in merged:
+                shards |= {f"{i}.{name}": shard for name, shard in stored.shards.items()}
         if self.gate_up is not None and self.down is not None:
             for i, (gate_up, down) in enumerate(zip(self.gate_up.data, self.down.data, strict=True)):
-                for (name, piece), target in zip(self.pieces.items(), (*gate_up.chunk(2), down), strict=True):
-                    shards[f"{i}.{name}.weight"] = piece.shard(target)
+                for (name, weight), target in zip(self.weights.items(), (*gate_up.chunk(2), down), strict=True):
+                    shards[f"{i}.{name}.weight"] = weight, target
         return shards
 
     def pack(self) -> None:
@@ -98,12 +95,12 @@ class Experts(Sharded):
 class MixtureOfExperts(nn.Module):
     """[tokens, hidden] -> [tokens, hidden]. Sparse layers as in Qwen 3, arXiv:2505.09388: no shared expert."""
 
-    def __init__(self, cfg: ModelConfig, moe: MoEConfig, tp: TPGroup, where: str = ""):
+    def __init__(self, cfg: ModelConfig, moe: MoEConfig, tp: TPGroup, prefix: str = ""):
         super().__init__()
         self.gate = Router(cfg.hidden_size, moe)
         projections = ("gate_proj", "up_proj", "down_proj")
         names = [f"experts.{i}.{projection}" for i in range(moe.num_experts) for projection in projections]
-        self.experts = Experts(cfg.hidden_size, moe, cfg.activation, tp, cfg.weight_format(where, *names))
+        self.experts = Experts(cfg.hidden_size, moe, cfg.activation, tp, cfg.weight_format(prefix, *names))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.experts(x, *self.gate(x))

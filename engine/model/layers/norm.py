@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.ops import norm
-from engine.model.shard import Shard, Sharded, replicated
+from engine.model.shard import Sharded, Shards, replicated
 
 
 class RMSNorm(Sharded):
@@ -20,7 +20,7 @@ class RMSNorm(Sharded):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.rms_norm, self.add_rms_norm = norm.choose(), norm.choose_add()
+        self.rms_norm, self.add_rms_norm = norm.select(), norm.select_add()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rms_norm(x, self.weight, self.eps, self.shift)
@@ -29,5 +29,5 @@ class RMSNorm(Sharded):
         """(x + y, its norm), which a GPU computes at once."""
         return self.add_rms_norm(x, y, self.weight, self.eps, self.shift)
 
-    def shards(self) -> dict[str, Shard]:
+    def shards(self) -> Shards:
         return {"weight": replicated(self.weight)}

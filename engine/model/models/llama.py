@@ -30,11 +30,11 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
-        where = f"layers.{layer}.self_attn"
-        self.qkv_proj = QKVLinear(cfg, tp, where)
+        prefix = f"layers.{layer}.self_attn"
+        self.qkv_proj = QKVLinear(cfg, tp, prefix)
         self.attend = Attention(cfg, layer)
         self.o_proj = RowParallelLinear(
-            cfg.num_heads * cfg.head_dim, cfg.hidden_size, tp, cfg.output_bias, cfg.weight_format(where, "o_proj")
+            cfg.num_heads * cfg.head_dim, cfg.hidden_size, tp, cfg.output_bias, cfg.weight_format(prefix, "o_proj")
         )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,7 +23,7 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
 
 
-def choose(name: str) -> Callable[[Tensor], Tensor]:
+def select(name: str) -> Callable[[Tensor], Tensor]:
     """By the activation's name in config.json."""
     if name == "silu" and dispatch.cpu_kernels():
         from engine.model.ops.cpu import activation

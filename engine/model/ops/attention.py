@@ -26,7 +26,7 @@ from engine.model.ops import attention_plain, dispatch
 TRITON_BLOCK_SIZE = 64  # a head's K of a block is then one tile of the kernel, and one run of 16 KiB
 
 
-def choose() -> ModuleType:
+def select() -> ModuleType:
     """A module that has both ops."""
     if dispatch.cpu_kernels():
         from engine.model.ops.cpu import attention
@@ -35,7 +35,7 @@ def choose() -> ModuleType:
     if dispatch.gpu_kernels():
         from engine.model.ops.gpu import flash
 
-        flash.choose(torch.get_default_device())  # now, as the model is built, and not in its first step
+        flash.select(torch.get_default_device())  # now, as the model is built, and not in its first step
         return flash
     return attention_plain
 
@@ -47,7 +47,7 @@ def default_block_size(device: torch.device) -> int:
     if dispatch.triton_found():
         from engine.model.ops.gpu import flash
 
-        backend = flash.choose(device)
+        backend = flash.select(device)
         if backend is not None and backend.page > TRITON_BLOCK_SIZE:
             return backend.page
     return TRITON_BLOCK_SIZE

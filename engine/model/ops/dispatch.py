@@ -18,12 +18,12 @@ GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def cpu_kernels() -> bool:
-    """Whether engine/model/ops/cpu serves the device and dtype that the model under construction has set as defaults."""
+    """Whether ops/cpu serves the device and dtype that the model under construction has set as defaults."""
     return torch.get_default_device().type == "cpu" and torch.get_default_dtype() in CPU_DTYPES and numba_found()
 
 
 def gpu_kernels() -> bool:
-    """Whether engine/model/ops/gpu serves the device and dtype that the model under construction has set as defaults."""
+    """Whether ops/gpu serves the device and dtype that the model under construction has set as defaults."""
     return torch.get_default_device().type == "cuda" and torch.get_default_dtype() in GPU_DTYPES and triton_found()
 
 

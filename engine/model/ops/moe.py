@@ -20,7 +20,7 @@ Activation = Callable[[Tensor], Tensor]
 MixExperts = Callable[[Tensor, Tensor, Tensor, Activation, Tensor, Tensor], Tensor]
 
 
-def choose(hidden_size: int, slice_size: int) -> MixExperts:
+def select(hidden_size: int, slice_size: int) -> MixExperts:
     """slice_size: of each expert's intermediate values that this rank has."""
     dtype = torch.get_default_dtype()
     if torch.get_default_device().type == "cuda":

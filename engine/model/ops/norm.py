@@ -20,7 +20,7 @@ RMSNormOp = Callable[[Tensor, Tensor, float, float], Tensor]
 AddRMSNormOp = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
 
 
-def choose() -> RMSNormOp:
+def select() -> RMSNormOp:
     if dispatch.cpu_kernels():
         from engine.model.ops.cpu.norm import rms_norm
 
@@ -32,7 +32,7 @@ def choose() -> RMSNormOp:
     return rms_norm_plain
 
 
-def choose_add() -> AddRMSNormOp:
+def select_add() -> AddRMSNormOp:
     if dispatch.cpu_kernels():
         from engine.model.ops.cpu.norm import add_rms_norm
 

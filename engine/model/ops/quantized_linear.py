@@ -1,9 +1,9 @@
 """Products with weights of few bits.
 
-choose(weight, dtype) -> multiply(x, bias) -> [tokens, outputs]
+select(weight, dtype) -> multiply(x, bias) -> [tokens, outputs]
     x: [tokens, inputs] of `dtype`; the result too. `plain` is the oracle of every version.
 
-Where no version of a weight pays, or none exists, it is multiplied as an ordinary weight of `dtype`: `choose` is None.
+Where no version of a weight pays, or none exists, it is multiplied as an ordinary weight of `dtype`: `select` is None.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ class Multiply(Protocol):
     def __call__(self, x: Tensor, bias: Tensor | None, /) -> Tensor: ...
 
 
-def choose(weight: QuantizedWeight, dtype: torch.dtype) -> Multiply | None:
+def select(weight: QuantizedWeight, dtype: torch.dtype) -> Multiply | None:
     """The fast version for this weight on the device where it lies. One log line for each kind says what it becomes."""
     device = weight.values.device.type
     multiply: Multiply | None = None
     if device == "cpu" and dtype in CPU_DTYPES:
         from engine.model.ops.cpu import quantized_linear as cpu
 
-        multiply = cpu.choose(weight, dtype)
+        multiply = cpu.select(weight, dtype)
     elif device == "cuda":
         from engine.model.ops.gpu import quantized_linear as gpu
 
-        multiply = gpu.choose(weight, dtype)
+        multiply = gpu.select(weight, dtype)
     if multiply is None:
-        say(f"{kind(weight)}: no kernel on {device}, dequantized to {str(dtype).removeprefix('torch.')} at load")
+        log_once(f"{kind(weight)}: no kernel on {device}, dequantized to {str(dtype).removeprefix('torch.')} at load")
     else:
-        say(f"{kind(weight)}: multiplied as it is on {device} ({type(multiply).__name__})")
+        log_once(f"{kind(weight)}: multiplied as it is on {device} ({type(multiply).__name__})")
     return multiply
 
 
@@ -53,7 +53,7 @@ def kind(weight: QuantizedWeight) -> str:
 
 
 @cache
-def say(what: str) -> None:
+def log_once(what: str) -> None:
     """Once per process, not per layer."""
     logger.info("quantized linear layers of %s", what)
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.model.quantization.format import INPUTS, OUTPUTS, Axis, Field, Piece, per_group, per_row
+from engine.model.quantization.format import QuantAxis, StoredTensor, per_group, per_row
 from engine.model.quantization.weight import FP8, QuantizedWeight, quantize_rows
+from engine.model.shard import INPUTS, OUTPUTS, Shard
 
-WEIGHT_AXES = (Axis(OUTPUTS), Axis(INPUTS))
+WEIGHT_AXES = (QuantAxis(OUTPUTS), QuantAxis(INPUTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,34 +30,34 @@ class EightBit:
     zeros: bool
     activations: torch.dtype | None
 
-    def fields(self, piece: Piece) -> dict[str, Field]:
+    def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
         rows, columns = self.block
-        axes: tuple[Axis | int, ...] = (1,)
+        axes: tuple[QuantAxis | int, ...] = (1,)
         if rows is not None:
-            axes = (Axis(OUTPUTS, rows), 1 if columns is None else Axis(INPUTS, columns))
-        fields = {"weight": Field(self.dtype, WEIGHT_AXES), self.scale: Field(torch.float32, axes)}
-        return fields | ({"weight_zero_point": Field(torch.float32, axes)} if self.zeros else {})
+            axes = (QuantAxis(OUTPUTS, rows), 1 if columns is None else QuantAxis(INPUTS, columns))
+        tensors = {"weight": StoredTensor(self.dtype, WEIGHT_AXES), self.scale: StoredTensor(torch.float32, axes)}
+        return tensors | ({"weight_zero_point": StoredTensor(torch.float32, axes)} if self.zeros else {})
 
-    def decode(self, tensors: dict[str, Tensor], piece: Piece) -> QuantizedWeight:
-        zero = self._per_row(tensors["weight_zero_point"], piece) if self.zeros else None
-        scale = self._per_row(tensors[self.scale], piece)
+    def decode(self, tensors: dict[str, Tensor], weight: Shard) -> QuantizedWeight:
+        zero = self._per_row(tensors["weight_zero_point"], weight) if self.zeros else None
+        scale = self._per_row(tensors[self.scale], weight)
         return QuantizedWeight(tensors["weight"], scale, zero, 8, self.activations)
 
-    def _per_row(self, entries: Tensor, piece: Piece) -> Tensor:
+    def _per_row(self, entries: Tensor, weight: Shard) -> Tensor:
         rows, columns = self.block
         if rows is None:
-            return entries.expand(piece.shape[0], 1)
-        entries = per_row(entries, piece, rows)
-        return entries if columns is None else per_group(entries, piece, columns)
+            return entries.expand(weight.local_shape[0], 1)
+        entries = per_row(entries, weight, rows)
+        return entries if columns is None else per_group(entries, weight, columns)
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineFP8:
     """`weight` in the model's own dtype; rounded to FP8 when it is loaded, with a scale per output."""
 
-    def fields(self, piece: Piece) -> dict[str, Field]:
-        return {"weight": Field(torch.get_default_dtype(), WEIGHT_AXES)}
+    def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
+        return {"weight": StoredTensor(torch.get_default_dtype(), WEIGHT_AXES)}
 
-    def decode(self, tensors: dict[str, Tensor], piece: Piece) -> QuantizedWeight:
+    def decode(self, tensors: dict[str, Tensor], weight: Shard) -> QuantizedWeight:
         values, scale = quantize_rows(tensors["weight"], FP8)
         return QuantizedWeight(values, scale, None, 8, FP8)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.model.quantization.format import INPUTS, OUTPUTS, Axis, Field, Piece, cut, per_group
+from engine.model.quantization.format import QuantAxis, StoredTensor, per_group, trim
 from engine.model.quantization.packing import AWQ_NIBBLES, unpack
 from engine.model.quantization.weight import QuantizedWeight
+from engine.model.shard import INPUTS, OUTPUTS, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +28,26 @@ class PackedInt:
         """Values in one int32."""
         return 32 // self.bits
 
-    def group(self, piece: Piece) -> int:
-        return self.group_size or piece.inputs
+    def group(self, weight: Shard) -> int:
+        return self.group_size or weight.shape[INPUTS]
 
-    def groups(self, piece: Piece) -> Axis | int:
+    def groups(self, weight: Shard) -> QuantAxis | int:
         """The dimension of scales and zero points that runs along the inputs. With an order of their own, a rank's
         inputs may be of any group: it needs all."""
-        return -(-piece.inputs // self.group(piece)) if self.ordered else Axis(INPUTS, self.group(piece))
+        group = self.group(weight)
+        return -(-weight.shape[INPUTS] // group) if self.ordered else QuantAxis(INPUTS, group)
 
-    def weight(
-        self, values: Tensor, scale: Tensor, zero: Tensor | None, piece: Piece, order: Tensor | None = None
+    def quantized(
+        self, values: Tensor, scale: Tensor, zero: Tensor | None, weight: Shard, order: Tensor | None = None
     ) -> QuantizedWeight:
         """values [rows, columns] and zero [rows, entries]: unsigned; scale: [rows, entries]."""
         middle = 1 << self.bits - 1
         zeros = None if zero is None or bool((zero == middle).all()) else zero.float() - middle
-        group = self.group(piece)
+        group = self.group(weight)
         return QuantizedWeight(
             values=(values - middle).to(torch.int8).contiguous(),
-            scale=per_group(scale, piece, group, order).contiguous(),
-            zero=None if zeros is None else per_group(zeros, piece, group, order).contiguous(),
+            scale=per_group(scale, weight, group, order).contiguous(),
+            zero=None if zeros is None else per_group(zeros, weight, group, order).contiguous(),
             bits=self.bits,
             activations=None,
         )
@@ -56,20 +58,20 @@ class AWQ(PackedInt):
     """Activation-aware quantization, arXiv:2306.00978, as AutoAWQ writes it (version `gemm`): inputs as rows, and eight
     outputs in a word, in an order of its own."""
 
-    def fields(self, piece: Piece) -> dict[str, Field]:
-        outputs, groups = Axis(OUTPUTS, self.word), self.groups(piece)
+    def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
+        outputs, groups = QuantAxis(OUTPUTS, self.word), self.groups(weight)
         return {
-            "qweight": Field(torch.int32, (Axis(INPUTS), outputs)),
-            "qzeros": Field(torch.int32, (groups, outputs)),
-            "scales": Field(torch.float32, (groups, Axis(OUTPUTS))),
+            "qweight": StoredTensor(torch.int32, (QuantAxis(INPUTS), outputs)),
+            "qzeros": StoredTensor(torch.int32, (groups, outputs)),
+            "scales": StoredTensor(torch.float32, (groups, QuantAxis(OUTPUTS))),
         }
 
-    def decode(self, tensors: dict[str, Tensor], piece: Piece) -> QuantizedWeight:
+    def decode(self, tensors: dict[str, Tensor], weight: Shard) -> QuantizedWeight:
         values, zeros = (
-            cut(unpack(tensors[name], self.bits, 1, AWQ_NIBBLES), 1, piece, OUTPUTS, self.word)
+            trim(unpack(tensors[name], self.bits, 1, AWQ_NIBBLES), 1, weight, QuantAxis(OUTPUTS, self.word))
             for name in ("qweight", "qzeros")
         )
-        return self.weight(values.T, tensors["scales"].T, zeros.T, piece)
+        return self.quantized(values.T, tensors["scales"].T, zeros.T, weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +83,20 @@ class GPTQ(PackedInt):
 
     zero_offset: int = 1
 
-    def fields(self, piece: Piece) -> dict[str, Field]:
-        groups = self.groups(piece)
-        fields = {
-            "qweight": Field(torch.int32, (Axis(INPUTS, self.word), Axis(OUTPUTS))),
-            "qzeros": Field(torch.int32, (groups, Axis(OUTPUTS, self.word))),
-            "scales": Field(torch.float32, (groups, Axis(OUTPUTS))),
+    def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
+        groups = self.groups(weight)
+        tensors = {
+            "qweight": StoredTensor(torch.int32, (QuantAxis(INPUTS, self.word), QuantAxis(OUTPUTS))),
+            "qzeros": StoredTensor(torch.int32, (groups, QuantAxis(OUTPUTS, self.word))),
+            "scales": StoredTensor(torch.float32, (groups, QuantAxis(OUTPUTS))),
         }
-        return fields | ({"g_idx": Field(torch.int32, (Axis(INPUTS),))} if self.ordered else {})
+        return tensors | ({"g_idx": StoredTensor(torch.int32, (QuantAxis(INPUTS),))} if self.ordered else {})
 
-    def decode(self, tensors: dict[str, Tensor], piece: Piece) -> QuantizedWeight:
-        values = cut(unpack(tensors["qweight"], self.bits, 0), 0, piece, INPUTS, self.word)
-        zeros = cut(unpack(tensors["qzeros"], self.bits, 1), 1, piece, OUTPUTS, self.word) + self.zero_offset
-        return self.weight(values.T, tensors["scales"].T, zeros.T, piece, tensors.get("g_idx"))
+    def decode(self, tensors: dict[str, Tensor], weight: Shard) -> QuantizedWeight:
+        values = trim(unpack(tensors["qweight"], self.bits, 0), 0, weight, QuantAxis(INPUTS, self.word))
+        zeros = trim(unpack(tensors["qzeros"], self.bits, 1), 1, weight, QuantAxis(OUTPUTS, self.word))
+        zeros = zeros.T + self.zero_offset
+        return self.quantized(values.T, tensors["scales"].T, zeros, weight, tensors.get("g_idx"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +105,19 @@ class PackQuantized(PackedInt):
 
     zeros: bool = False
 
-    def fields(self, piece: Piece) -> dict[str, Field]:
-        groups = self.groups(piece)
-        fields = {
-            "weight_packed": Field(torch.int32, (Axis(OUTPUTS), Axis(INPUTS, self.word))),
-            "weight_scale": Field(torch.float32, (Axis(OUTPUTS), groups)),
+    def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
+        groups = self.groups(weight)
+        tensors = {
+            "weight_packed": StoredTensor(torch.int32, (QuantAxis(OUTPUTS), QuantAxis(INPUTS, self.word))),
+            "weight_scale": StoredTensor(torch.float32, (QuantAxis(OUTPUTS), groups)),
         }
         if self.zeros:
-            fields["weight_zero_point"] = Field(torch.int32, (Axis(OUTPUTS, self.word), groups))
-        return fields | ({"weight_g_idx": Field(torch.int32, (Axis(INPUTS),))} if self.ordered else {})
+            tensors["weight_zero_point"] = StoredTensor(torch.int32, (QuantAxis(OUTPUTS, self.word), groups))
+        return tensors | ({"weight_g_idx": StoredTensor(torch.int32, (QuantAxis(INPUTS),))} if self.ordered else {})
 
-    def decode(self, tensors: dict[str, Tensor], piece: Piece) -> QuantizedWeight:
-        values = cut(unpack(tensors["weight_packed"], self.bits, 1), 1, piece, INPUTS, self.word)
+    def decode(self, tensors: dict[str, Tensor], weight: Shard) -> QuantizedWeight:
+        values = trim(unpack(tensors["weight_packed"], self.bits, 1), 1, weight, QuantAxis(INPUTS, self.word))
         zeros = None
         if self.zeros:
-            zeros = cut(unpack(tensors["weight_zero_point"], self.bits, 0), 0, piece, OUTPUTS, self.word)
-        return self.weight(values, tensors["weight_scale"], zeros, piece, tensors.get("weight_g_idx"))
+            zeros = trim(unpack(tensors["weight_zero_point"], self.bits, 0), 0, weight, QuantAxis(OUTPUTS, self.word))
+        return self.quantized(values, tensors["weight_scale"], zeros, weight, tensors.get("weight_g_idx"))

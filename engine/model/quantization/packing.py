@@ -12,10 +12,10 @@ AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 def unpack(words: Tensor, bits: int, dim: int, nibbles: tuple[int, ...] | None = None) -> Tensor:
     """int32 words -> unsigned integers of `bits` (4 or 8) as int16, 32 / bits times as many along `dim`.
 
-    The first lies in the lowest bits, unless `nibbles` tells the place of each.
+    The first lies in the lowest bits, unless `nibbles` says which nibble holds each.
     """
-    places = torch.arange(32 // bits) if nibbles is None else torch.tensor(nibbles)
-    shifts = (places * bits).to(words.device, torch.int32)
+    positions = torch.arange(32 // bits) if nibbles is None else torch.tensor(nibbles)
+    shifts = (positions * bits).to(words.device, torch.int32)
     spread = words.movedim(dim, -1)[..., None] >> shifts & (1 << bits) - 1
     return spread.to(torch.int16).flatten(-2).movedim(-1, dim)
 

@@ -34,10 +34,10 @@ def assert_reads_each_head_once(kv_heads: int, source_size: int, shard: HeadShar
 def test_a_shard_holds_the_heads_whose_weights_the_layers_load(kv_heads: int, size: int) -> None:
     config = tiny_config(num_heads=8 * kv_heads, num_kv_heads=kv_heads)
     for rank in range(size):
-        weights = QKVLinear(config, TPGroup(rank, size)).shards()["k.weight"]
+        weight, _ = QKVLinear(config, TPGroup(rank, size)).shards()["k.weight"]
         shard = HeadShard(kv_heads, rank, size)
-        assert shard.start * config.head_dim == weights.start
-        assert (shard.stop - shard.start) * config.head_dim == weights.target.shape[0]
+        assert shard.start * config.head_dim == weight.start
+        assert (shard.stop - shard.start) * config.head_dim == weight.size
         assert shard.stop - shard.start == config.kv_heads_per_rank(size)
 
 

@@ -99,20 +99,20 @@ def attend_rows(cast: Any, args: Any) -> None:
     block. A `query` is one head of one row; those of an item that share a KV head find it in the core's cache."""
     q, cache, out, numbers = cast(args[1]), cast(args[2]), cast(args[3]), as_f32(args[4])
     tiles, kv_lens, tables = as_i64(args[5]), as_i32(args[6]), as_i32(args[7])
-    items, most_rows, table_stride, q_stride, out_stride = args[8], args[9], args[10], args[11], args[12]
+    items, max_rows, table_stride, q_stride, out_stride = args[8], args[9], args[10], args[11], args[12]
     kv_heads, span, group, block_size, head_dim, block_stride, window = (
         args[13], args[14], args[15], args[16], args[17], args[18], args[19],
     )  # fmt: skip
     head_stride = block_size * head_dim
     heads, ranges = span * group, kv_heads // span
-    most = most_rows * heads
+    max_queries = max_rows * heads
     step = max(args[20] // block_size, 1)  # blocks whose scores are known before the softmax moves on
-    room = (step * block_size + LANES - 1) // LANES * LANES + LANES
-    scratch = np.empty(2 * most * head_dim + room, np.float32)
-    tops, totals = np.empty(most, np.float32), np.empty(most, np.float32)
+    score_space = (step * block_size + LANES - 1) // LANES * LANES + LANES
+    scratch = np.empty(2 * max_queries * head_dim + score_space, np.float32)
+    tops, totals = np.empty(max_queries, np.float32), np.empty(max_queries, np.float32)
     queries = scratch.ctypes.data
-    sums = queries + 4 * most * head_dim
-    scores = sums + 4 * most * head_dim
+    sums = queries + 4 * max_queries * head_dim
+    scores = sums + 4 * max_queries * head_dim
     while True:
         item = take(args, 1)
         if item >= items:
@@ -194,14 +194,14 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: i
     out = torch.empty(q.shape, dtype=q.dtype)
     if batch.tiles is None:
         batch.tiles = row_tiles(batch)
-    tiles, most_rows = batch.tiles, TILE_ROWS if batch.chunks else 1
+    tiles, max_rows = batch.tiles, TILE_ROWS if batch.chunks else 1
     # all heads of a row at once, unless that leaves threads without work, or is too much for the core's cache
-    spread = most_rows > 1 or len(tiles) < ITEMS_PER_THREAD * torch.get_num_threads()
+    spread = max_rows > 1 or len(tiles) < ITEMS_PER_THREAD * torch.get_num_threads()
     span = 1 if spread else kv_heads
     items = len(tiles) * (kv_heads // span)
     ATTEND.launch(
         q.dtype, items, q, cache[0, layer], out, constants(scale), tiles, batch.kv_len, batch.block_table,
-        items, most_rows, batch.block_table.stride(0), q.stride(0), out.stride(0),
+        items, max_rows, batch.block_table.stride(0), q.stride(0), out.stride(0),
         kv_heads, span, q.shape[1] // kv_heads, block_size, head_dim, cache.stride(0), window or NO_WINDOW,
         CHUNK_TILE_TOKENS if batch.chunks else TILE_TOKENS,
     )  # fmt: skip

@@ -15,7 +15,7 @@ SLICE = 1024  # outputs that are dequantized at a time, so that they need little
 ZERO_POINT = 128  # of the inputs: oneDNN is fast for unsigned ones only
 
 
-def choose(weight: QuantizedWeight, dtype: torch.dtype) -> Int8 | Int4 | None:
+def select(weight: QuantizedWeight, dtype: torch.dtype) -> Int8 | Int4 | None:
     if weight.activations == torch.int8 and weight.scale.shape[1] == 1 and weight.zero is None and onednn_int8():
         return Int8(weight)
     if weight.bits == 4 and weight.group_size in INT4_GROUPS and weight.values.shape[0] % 16 == 0:

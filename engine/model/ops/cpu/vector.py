@@ -35,17 +35,17 @@ def constant(value: float) -> ir.Constant:
 
 def load16(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, dtype: Any) -> ir.Value:
     """Elements [index, index + 16) as float32, from a bfloat16 (uint16 to Numba) or float32 array."""
-    place = builder.gep(pointer, [index])
+    address = builder.gep(pointer, [index])
     if dtype == types.float32:
-        return builder.load(builder.bitcast(place, VF32.as_pointer()), align=4)
-    raw = builder.load(builder.bitcast(place, VI16.as_pointer()), align=2)
+        return builder.load(builder.bitcast(address, VF32.as_pointer()), align=4)
+    raw = builder.load(builder.bitcast(address, VI16.as_pointer()), align=2)
     shifted = builder.shl(builder.zext(raw, VI32), ir.Constant(VI32, [16] * LANES))
     return builder.bitcast(shifted, VF32)
 
 
 def store16(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, index: ir.Value) -> None:
-    place = builder.bitcast(builder.gep(pointer, [index]), VF32.as_pointer())
-    builder.store(value, place, align=4)
+    address = builder.bitcast(builder.gep(pointer, [index]), VF32.as_pointer())
+    builder.store(value, address, align=4)
 
 
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
@@ -68,7 +68,7 @@ def steps(builder: ir.IRBuilder, count: ir.Value) -> Any:
 def dot_rows(_: Any, out: Any, a: Any, rows: Any, start: Any, count: Any, size: Any) -> Any:
     """out[t] = sum over i of a[i] * rows[start + t * size + i], for t below `count`; `size` a multiple of 16.
 
-    Rows are taken four at a time, to have four independent sums; `out` needs room for `count` rounded up to that.
+    Rows are taken four at a time, for four independent sums; `out` needs space for `count` rounded up to that.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
@@ -77,20 +77,20 @@ def dot_rows(_: Any, out: Any, a: Any, rows: Any, start: Any, count: Any, size: 
         totals = [cgutils.alloca_once(builder, VF32) for _ in range(UNROLL)]
         four = ir.Constant(I64, UNROLL)
         with cgutils.for_range_slice(builder, ir.Constant(I64, 0), number, four, intp=I64) as (t, _count):
-            places = []
+            offsets = []
             for lane, total in enumerate(totals):
                 builder.store(constant(0.0), total)
                 row = builder.add(t, ir.Constant(I64, lane))
                 row = builder.select(builder.icmp_signed("<", row, last), row, last)  # the last row once more
-                places.append(builder.add(first, builder.mul(row, width)))
+                offsets.append(builder.add(first, builder.mul(row, width)))
             with steps(builder, width) as (i, _count):
                 x = load16(builder, left, i, types.float32)
-                for place, total in zip(places, totals, strict=True):
-                    y = load16(builder, right, builder.add(place, i), sig.args[2].dtype)
+                for offset, total in zip(offsets, totals, strict=True):
+                    y = load16(builder, right, builder.add(offset, i), sig.args[2].dtype)
                     builder.store(fma(builder, x, y, builder.load(total)), total)
             for lane, total in enumerate(totals):
-                place = builder.gep(target, [builder.add(t, ir.Constant(I64, lane))])
-                builder.store(reduce_add(builder, builder.load(total)), place)
+                address = builder.gep(target, [builder.add(t, ir.Constant(I64, lane))])
+                builder.store(reduce_add(builder, builder.load(total)), address)
         return context.get_dummy_value()
 
     return types.void(F32P, F32P, rows, types.int64, types.int64, types.int64), generate
@@ -109,17 +109,17 @@ def add_weighted(_: Any, out: Any, weights: Any, count: Any, rows: Any, start: A
         factors = splat(builder, factor)
 
         def columns(i: ir.Value, vectors: int) -> None:
-            places = [builder.add(i, ir.Constant(I64, LANES * lane)) for lane in range(vectors)]
-            for place, total in zip(places, totals, strict=False):
-                builder.store(builder.fmul(load16(builder, target, place, types.float32), factors, flags=FAST), total)
+            offsets = [builder.add(i, ir.Constant(I64, LANES * lane)) for lane in range(vectors)]
+            for offset, total in zip(offsets, totals, strict=False):
+                builder.store(builder.fmul(load16(builder, target, offset, types.float32), factors, flags=FAST), total)
             with cgutils.for_range(builder, number, intp=I64) as loop:
                 row = builder.add(first, builder.mul(loop.index, width))
                 weight = splat(builder, builder.load(builder.gep(scale, [loop.index])))
-                for place, total in zip(places, totals, strict=False):
-                    value = load16(builder, source, builder.add(row, place), sig.args[3].dtype)
+                for offset, total in zip(offsets, totals, strict=False):
+                    value = load16(builder, source, builder.add(row, offset), sig.args[3].dtype)
                     builder.store(fma(builder, weight, value, builder.load(total)), total)
-            for place, total in zip(places, totals, strict=False):
-                store16(builder, builder.load(total), target, place)
+            for offset, total in zip(offsets, totals, strict=False):
+                store16(builder, builder.load(total), target, offset)
 
         wide = ir.Constant(I64, LANES * UNROLL)
         whole = builder.mul(builder.sdiv(width, wide), wide)
@@ -195,8 +195,8 @@ def prefetch(_: Any, pointer: Any, index: Any, size: Any) -> Any:
         line = CACHE_LINE_BYTES * 8 // sig.args[0].dtype.bitwidth
         read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)
         with cgutils.for_range_slice(builder, ir.Constant(I64, 0), count, ir.Constant(I64, line), intp=I64) as (i, _n):
-            place = builder.bitcast(builder.gep(array, [builder.add(start, i)]), byte)
-            builder.call(function, [place, read, keep, data])
+            address = builder.bitcast(builder.gep(array, [builder.add(start, i)]), byte)
+            builder.call(function, [address, read, keep, data])
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64, types.int64), generate

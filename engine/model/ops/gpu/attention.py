@@ -3,13 +3,13 @@
 
 A program owns a tile of rows of one sequence, with all query heads that share one KV head, so that K and V are read
 once for all of them. It walks over the keys with a running softmax (FlashAttention-2, arXiv:2307.08691). Rows that
-decode are few and their sequences long, so the keys are also split over programs and the parts joined by a second
+decode are few and their sequences long, so the keys are also split over programs and the results combined by a second
 kernel (Flash-Decoding, https://pytorch.org/blog/flash-decoding, 2023).
 
 Fit for CUDA graphs: for sequences that decode, the grid and every argument follow from shapes alone, and lengths are
 read on the device. A sequence with kv_len 0 pads such a batch; its output is 0.
 
-Results depend on how many parts the keys are split into, and so, in the last bits, on the size of the batch.
+Results depend on how many programs the keys are split over, and so, in the last bits, on the size of the batch.
 
 Checked under Triton's interpreter and compiled for sm_90; has not run on a GPU yet, so the tile sizes are estimates.
 """
@@ -32,7 +32,7 @@ KEY_TILE_BYTES = 16 * 1024  # of K, and again of V, in each stage of a pipeline 
 NUM_STAGES = 5  # a block's id is loaded before its K and V, so that this keeps three tiles on their way, not five
 PROGRAMS_PER_PROCESSOR = 4  # that keep the memory busy
 MIN_SPLIT_TOKENS = 256  # fewer keys than these are not worth a program
-SPLITS = (1, 4, 16, 64)  # few values, since each is a kernel of its own
+SPLIT_COUNTS = (1, 4, 16, 64)  # few values, since each is a kernel of its own
 INTERPRETED_PROCESSORS = 8
 
 
@@ -78,15 +78,15 @@ def attend_kernel(
     q, cache, out, partial, partial_top, kv_scales, tiles, single, query_start, kv_len, block_table,
     scale, q_stride, out_stride, block_stride, table_stride,
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, DECODE: tl.constexpr,
-    PARTS: tl.constexpr, SLOTS: tl.constexpr, QUANTIZED: tl.constexpr, MIN_TOKENS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, SLOTS: tl.constexpr, QUANTIZED: tl.constexpr, MIN_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, kv_heads, PARTS). A tile is (sequence, first row, rows, rows of the sequence after these).
+    """Grid (tiles, kv_heads, NUM_SPLITS). A tile is (sequence, first row, rows, rows of the sequence after these).
 
-    WINDOW 0 means none. With PARTS > 1 each program leaves its part in `partial` [tiles, kv_heads, PARTS, SLOTS,
-    HEAD_DIM] and the logarithm (base 2) of its weights' sum in `partial_top` [tiles, kv_heads, PARTS, SLOTS].
+    WINDOW 0 means none. With NUM_SPLITS > 1 each program leaves its result in `partial` [tiles, kv_heads, NUM_SPLITS,
+    SLOTS, HEAD_DIM] and the logarithm (base 2) of its weights' sum in `partial_top`, without HEAD_DIM.
     """
-    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if DECODE:
         seq = tl.load(single + tile)
         row = tl.load(query_start + seq)
@@ -101,9 +101,9 @@ def attend_kernel(
     start = 0
     if WINDOW:
         start = tl.maximum(all_see - WINDOW, 0)
-    share = tl.cdiv(tl.maximum(tl.cdiv(stop - start, PARTS), MIN_TOKENS), BLOCK_N) * BLOCK_N
-    begin = start + part * share
-    end = tl.minimum(begin + share, stop)
+    split_tokens = tl.cdiv(tl.maximum(tl.cdiv(stop - start, NUM_SPLITS), MIN_TOKENS), BLOCK_N) * BLOCK_N
+    begin = start + split * split_tokens
+    end = tl.minimum(begin + split_tokens, stop)
 
     m = tl.arange(0, BLOCK_M)  # rows outside, heads inside
     d = tl.arange(0, HEAD_PAD)
@@ -139,23 +139,23 @@ def attend_kernel(
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     if QUANTIZED:
         acc *= tl.load(kv_scales + 1)
-    if PARTS == 1:
+    if NUM_SPLITS == 1:
         out += tl.cast(row, tl.int64) * out_stride
         target = out + (m // GROUP * out_stride + head * HEAD_DIM)[:, None] + d[None, :]
         tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
     else:
-        slot = ((tl.cast(tile, tl.int64) * tl.num_programs(1) + kv_head) * PARTS + part) * SLOTS + m
+        slot = ((tl.cast(tile, tl.int64) * tl.num_programs(1) + kv_head) * NUM_SPLITS + split) * SLOTS + m
         tl.store(partial + slot[:, None] * HEAD_DIM + d[None, :], acc, mask=inside & (total > 0.0)[:, None])
-        tl.store(partial_top + slot, top + tl.log2(total), mask=m < rows * GROUP)  # -inf for a part without keys
+        tl.store(partial_top + slot, top + tl.log2(total), mask=m < rows * GROUP)  # -inf for a split without keys
 
 
 @triton.jit
-def join_kernel(
+def combine_kernel(
     partial, partial_top, out, tiles, single, query_start, out_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DECODE: tl.constexpr,
-    PARTS: tl.constexpr, SLOTS: tl.constexpr, HEAD_PAD: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, SLOTS: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, kv_heads, SLOTS): the parts' outputs, weighted by their weights' sums."""
+    """Grid (tiles, kv_heads, SLOTS): the splits' outputs, weighted by their weights' sums."""
     tile, kv_head, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if DECODE:
         row = tl.load(query_start + tl.load(single + tile))
@@ -166,16 +166,16 @@ def join_kernel(
     if m >= rows * GROUP:
         return
     d = tl.arange(0, HEAD_PAD)
-    slot = (tl.cast(tile, tl.int64) * tl.num_programs(1) + kv_head) * PARTS + tl.arange(0, PARTS)
+    slot = (tl.cast(tile, tl.int64) * tl.num_programs(1) + kv_head) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
     slot = slot * SLOTS + m
     tops = tl.load(partial_top + slot)
     used = tops > float("-inf")
     highest = tl.max(tops, 0)
     weights = tl.where(used, tl.exp2(tops - tl.where(highest == float("-inf"), 0.0, highest)), 0.0)
     inside = used[:, None] & (d < HEAD_DIM)[None, :]
-    parts = tl.load(partial + slot[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+    outputs = tl.load(partial + slot[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
     total = tl.sum(weights, 0)
-    result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    result = tl.sum(outputs * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     target = out + tl.cast(row + m // GROUP, tl.int64) * out_stride + (kv_head * GROUP + m % GROUP) * HEAD_DIM + d
     tl.store(target, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
 
@@ -207,27 +207,27 @@ def launch(
     wide = q.dtype == torch.float32
     block_n = min(128, max(16, KEY_TILE_BYTES // (head_pad * q.element_size())))
     keys = min(longest, (window or longest) + block_m)
-    parts = num_parts(tiles * kv_heads, keys, processors(q.device), decode=decode)
+    splits = num_splits(tiles * kv_heads, keys, processors(q.device), decode=decode)
     slots = group if decode else block_m // group * group  # rows x heads of a full tile
     partial = partial_top = out  # not used
-    if parts > 1:
-        partial = torch.empty((tiles, kv_heads, parts, slots, head_dim), dtype=torch.float32, device=q.device)
-        partial_top = torch.empty((tiles, kv_heads, parts, slots), dtype=torch.float32, device=q.device)
+    if splits > 1:
+        partial = torch.empty((tiles, kv_heads, splits, slots, head_dim), dtype=torch.float32, device=q.device)
+        partial_top = torch.empty((tiles, kv_heads, splits, slots), dtype=torch.float32, device=q.device)
     row_tiles = batch.single if decode else batch.tiles
     kv_scales = kv_cache if batch.kv_scales is None else batch.kv_scales[layer]
-    attend_kernel[tiles, kv_heads, parts](
+    attend_kernel[tiles, kv_heads, splits](
         q, kv_cache[0, layer], out, partial, partial_top, kv_scales,
         row_tiles, batch.single, batch.query_start, batch.kv_len, batch.block_table,
         scale * LOG2_E, q.stride(0), out.stride(0), kv_cache.stride(0), batch.block_table.stride(0),
         GROUP=group, PAGE=page, HEAD_DIM=head_dim, WINDOW=window or 0, DECODE=decode,
-        PARTS=parts, SLOTS=slots, QUANTIZED=batch.kv_scales is not None, MIN_TOKENS=MIN_SPLIT_TOKENS,
+        NUM_SPLITS=splits, SLOTS=slots, QUANTIZED=batch.kv_scales is not None, MIN_TOKENS=MIN_SPLIT_TOKENS,
         BLOCK_M=block_m, BLOCK_N=block_n, HEAD_PAD=head_pad, PRECISION="ieee" if wide else "tf32",
         num_warps=8 if block_m >= CHUNK_ROWS else 4, num_stages=NUM_STAGES,
     )  # fmt: skip
-    if parts > 1:
-        join_kernel[tiles, kv_heads, slots](
+    if splits > 1:
+        combine_kernel[tiles, kv_heads, slots](
             partial, partial_top, out, row_tiles, batch.single, batch.query_start, out.stride(0),
-            GROUP=group, HEAD_DIM=head_dim, DECODE=decode, PARTS=parts, SLOTS=slots, HEAD_PAD=head_pad,
+            GROUP=group, HEAD_DIM=head_dim, DECODE=decode, NUM_SPLITS=splits, SLOTS=slots, HEAD_PAD=head_pad,
         )  # fmt: skip
 
 
@@ -254,7 +254,7 @@ def row_tiles(batch: Batch, rows: int) -> Tensor:
     return torch.tensor(tiles, dtype=torch.int32, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
 
 
-def num_parts(programs: int, longest: int, processors: int, *, decode: bool) -> int:
+def num_splits(programs: int, longest: int, processors: int, *, decode: bool) -> int:
     """How many programs share the keys of one tile: enough for the whole GPU, but none for a few keys.
 
     For rows that decode there are 4 at least where sequences may be long: a batch that fills the GPU with short
@@ -262,7 +262,7 @@ def num_parts(programs: int, longest: int, processors: int, *, decode: bool) -> 
     """
     wanted = max(4 if decode else 1, PROGRAMS_PER_PROCESSOR * processors // programs)
     fitting = min(wanted, longest // MIN_SPLIT_TOKENS)
-    return max([parts for parts in SPLITS if parts <= fitting], default=1)
+    return max([splits for splits in SPLIT_COUNTS if splits <= fitting], default=1)
 
 
 @cache

@@ -54,7 +54,7 @@ class Backend:
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None) -> Tensor:
-    backend = choose(q.device)
+    backend = select(q.device)
     if backend is None or not fits(backend, q.dtype, batch.kv_cache):
         return attention.paged_attention(q, batch, layer, scale, window)
     k, v = batch.kv_cache[:, layer].transpose(2, 3).unbind(1)
@@ -68,7 +68,7 @@ def fits(backend: Backend, dtype: torch.dtype, kv_cache: Tensor) -> bool:
 
 
 @cache
-def choose(device: torch.device) -> Backend | None:
+def select(device: torch.device) -> Backend | None:
     """The first library that is installed, made for this card and right; None for our own kernel. Logs why, once."""
     capability = torch.cuda.get_device_capability(device)
     reasons = []

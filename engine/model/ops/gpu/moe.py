@@ -21,12 +21,12 @@ FEW, MANY = 16, 64  # rows of a tile
 BLOCK_K_BYTES = 128
 
 
-@triton.jit(do_not_specialize=["num_tiles", "share"])  # both follow the number of tokens
+@triton.jit(do_not_specialize=["num_tiles", "pairs_per_row"])  # both follow the number of tokens
 def grouped_kernel(
-    x, weight, out, order, tiles, num_tiles, size_n, size_k, stride_x, share,
+    x, weight, out, order, tiles, num_tiles, size_n, size_k, stride_x, pairs_per_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, size_n / BLOCK_N): out[pair] = x[pair // share] @ weight[expert of the tile].T for a tile's pairs.
+    """Grid (tiles, size_n / BLOCK_N): for a tile's pairs, out[pair] = x[pair // pairs_per_row] @ weight[expert].T.
 
     Tiles of one expert are neighbours, so that what they read of its weight is read from memory once.
     """
@@ -38,7 +38,7 @@ def grouped_kernel(
     m = first + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     pair = tl.load(order + m, mask=m < end, other=0)
-    rows = x + (pair // share)[:, None] * stride_x
+    rows = x + (pair // pairs_per_row)[:, None] * stride_x
     columns = weight + expert * size_n * size_k + n[None, :] * size_k
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, size_k, BLOCK_K):
@@ -69,7 +69,7 @@ def grouped_linear(x: Tensor, weight: Tensor, order: Tensor, tiles: Tensor, tile
 
 
 def cut(experts: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Tensor]:
-    """order [pairs] int64: the entries of `experts`, sorted by expert. tiles [3, most tiles] int64: expert, and where
+    """order [pairs] int64: the entries of `experts`, sorted by expert. tiles [3, max_tiles] int64: expert, and where
     its rows in `order` begin and end; tiles that are not needed begin behind their end."""
     chosen, order = experts.flatten().sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(num_experts, device=experts.device), right=True)
@@ -78,8 +78,8 @@ def cut(experts: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Tens
     last = counts.cumsum(0)
     pairs = len(order)
     # each expert with a pair may need one tile that is not full
-    most = (pairs + min(pairs, num_experts) * (tile_rows - 1)) // tile_rows
-    tile = torch.arange(most, device=experts.device)
+    max_tiles = (pairs + min(pairs, num_experts) * (tile_rows - 1)) // tile_rows
+    tile = torch.arange(max_tiles, device=experts.device)
     expert = torch.searchsorted(last, tile, right=True).clamp(max=num_experts - 1)
     first = begins[expert] + (tile - (last - counts)[expert]) * tile_rows
     return order, torch.stack([expert, first, torch.minimum(first + tile_rows, ends[expert])])

@@ -23,7 +23,7 @@ INT8_ROWS = 32  # _int_mm takes no fewer than 17
 Quantize = Callable[..., tuple[Tensor, Tensor]]  # as quantize_rows in quantization/weight.py
 
 
-def choose(weight: QuantizedWeight, dtype: torch.dtype) -> RowFP8 | BlockFP8 | Int8 | Int4 | None:
+def select(weight: QuantizedWeight, dtype: torch.dtype) -> RowFP8 | BlockFP8 | Int8 | Int4 | None:
     capability = torch.cuda.get_device_capability(weight.values.device)
     outputs, inputs = weight.values.shape
     per_row = weight.scale.shape[1] == 1

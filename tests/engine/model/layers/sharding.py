@@ -26,15 +26,15 @@ class WholeTensor:
 
 
 def load(layer: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
-    """Fill `layer` from `tensors`, by the names that its parts ask for; everything else becomes NaN."""
+    """Fill `layer` from `tensors`, by the names that its layers ask for; everything else becomes NaN."""
     for parameter in layer.parameters():
         parameter.data.fill_(torch.nan)
     for path, module in layer.named_modules():
         if isinstance(module, Sharded):
-            for name, shard in module.shards().items():
+            for name, (shard, target) in module.shards().items():
                 tensor = tensors[f"{path}.{name}".lstrip(".")]
                 assert tuple(tensor.shape) == shard.shape
-                shard.load(WholeTensor(tensor))
+                shard.load(WholeTensor(tensor), target)
     return layer
 
 

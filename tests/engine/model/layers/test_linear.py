@@ -6,8 +6,9 @@ import torch.nn.functional as F
 
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
-from engine.model.layers.linear import ColumnParallelLinear, Part, QKVLinear, RowParallelLinear
+from engine.model.layers.linear import ColumnParallelLinear, QKVLinear, RowParallelLinear
 from engine.model.layers.mlp import GatedMLP
+from engine.model.shard import Shard
 from tests.engine.model.layers.sharding import random_tensors, run_sharded
 from tests.engine.model.model_configs import tiny_config
 
@@ -20,8 +21,8 @@ def test_ranks_of_a_merged_column_parallel_layer_hold_every_output_once(size):
     tensors = random_tensors({"a.weight": (8, HIDDEN), "a.bias": (8,), "b.weight": (4, HIDDEN), "b.bias": (4,)})
 
     def build(tp: TPGroup) -> ColumnParallelLinear:
-        parts = {"a": Part.of_rank(8, tp, "a"), "b": Part.of_rank(4, tp, "b")}
-        return ColumnParallelLinear(HIDDEN, parts, bias=True)
+        outputs = {"a": Shard.of_rank((8,), 0, tp, "a"), "b": Shard.of_rank((4,), 0, tp, "b")}
+        return ColumnParallelLinear(HIDDEN, outputs, bias=True)
 
     outputs = run_sharded(size, build, tensors, lambda rank: (X,))
     a = torch.cat([out[:, : 8 // size] for out in outputs], dim=-1)

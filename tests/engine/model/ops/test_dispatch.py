@@ -32,9 +32,9 @@ def without_triton(monkeypatch):
 
 def test_a_gpu_without_triton_gets_plain_torch_and_one_warning(on_cuda, without_triton, caplog):
     with caplog.at_level(logging.WARNING):
-        assert attention.choose() is attention_plain
-        assert norm.choose() is norm.rms_norm_plain
-        assert activation.choose("silu") is activation.silu_mul
+        assert attention.select() is attention_plain
+        assert norm.select() is norm.rms_norm_plain
+        assert activation.select("silu") is activation.silu_mul
         assert attention.default_block_size(torch.device("cuda")) == attention.TRITON_BLOCK_SIZE
     assert [record.message for record in caplog.records] == [
         "triton is not installed: plain torch runs in its place, many times slower on a GPU"
@@ -55,9 +55,9 @@ def test_a_numba_that_was_made_for_another_numpy_is_not_used_and_its_reason_is_t
 def test_a_gpu_gets_the_triton_kernels(on_cuda, monkeypatch):
     from engine.model.ops.gpu import flash
 
-    monkeypatch.setattr(flash, "choose", lambda device: None)
-    modules = {op.__module__ for op in (norm.choose(), activation.choose("silu"))}
-    modules |= {activation.choose("gelu_pytorch_tanh").__module__, attention.choose().__name__}
+    monkeypatch.setattr(flash, "select", lambda device: None)
+    modules = {op.__module__ for op in (norm.select(), activation.select("silu"))}
+    modules |= {activation.select("gelu_pytorch_tanh").__module__, attention.select().__name__}
     assert modules == {f"engine.model.ops.gpu.{name}" for name in ("norm", "activation", "flash")}
 
 
@@ -67,7 +67,7 @@ def test_blocks_are_as_large_as_the_attention_backend_of_the_gpu_wants_them(page
     from engine.model.ops.gpu import flash
 
     backend = None if page is None else flash.Backend("FlashAttention", page, lambda *_: None)
-    monkeypatch.setattr(flash, "choose", lambda device: backend)
+    monkeypatch.setattr(flash, "select", lambda device: backend)
     assert attention.default_block_size(torch.device("cuda")) == block_size
     assert BLOCK_SIZES["cuda"] % block_size == 0, "where that is not known beforehand, every backend takes the blocks"
 
@@ -75,5 +75,5 @@ def test_blocks_are_as_large_as_the_attention_backend_of_the_gpu_wants_them(page
 def test_a_cpu_gets_no_kernel_of_the_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     assert not dispatch.gpu_kernels()
-    assert attention.choose().__name__ != "engine.model.ops.gpu.flash"
+    assert attention.select().__name__ != "engine.model.ops.gpu.flash"
     assert attention.default_block_size(torch.device("cpu")) == 16

@@ -1,4 +1,4 @@
-"""Packing, and what a rank makes of its part of a stored weight."""
+"""Packing, and what a rank makes of its shard of a stored weight."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.model.quantization.eight_bit import EightBit
-from engine.model.quantization.format import INPUTS, OUTPUTS, Piece, StoredWeight, WeightFormat
+from engine.model.quantization.format import StoredWeight, WeightFormat
 from engine.model.quantization.packed_int import AWQ, GPTQ, PackQuantized
 from engine.model.quantization.packing import AWQ_NIBBLES, pack_nibbles, unpack
 from engine.model.quantization.weight import QuantizedWeight, quantize_rows
+from engine.model.shard import INPUTS, OUTPUTS, Shard
 from tests.engine.model.layers.sharding import WholeTensor
 from tests.engine.model.quantization import checkpoints
 from tests.engine.model.quantization.checkpoints import FP8
@@ -59,11 +60,11 @@ def test_nibbles_hold_the_even_columns_high():
     assert pack_nibbles(torch.tensor([[1, 2, 15, 0]])).tolist() == [[0x12, 0xF0]]
 
 
-def decode(format: WeightFormat, tensors: dict[str, Tensor], piece: Piece) -> QuantizedWeight:
-    stored = StoredWeight({"": piece}, format)
-    for name, shard in stored.shards.items():
+def decode(format: WeightFormat, tensors: dict[str, Tensor], weight: Shard) -> QuantizedWeight:
+    stored = StoredWeight({"": weight}, format)
+    for name, (shard, target) in stored.shards.items():
         assert (tuple(tensors[name].shape) or (1,)) == shard.shape
-        shard.load(WholeTensor(tensors[name]))
+        shard.load(WholeTensor(tensors[name]), target)
     return stored.decode()
 
 
@@ -76,24 +77,24 @@ def test_any_rows_or_columns_are_those_of_the_whole_weight(name, dim, start, siz
     weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(3))
     tensors, meant = quantize(weight)
     size = min(size, weight.shape[dim] - start)
-    part = decode(format, tensors, Piece(outputs, inputs, dim, start, size)).dequantize(torch.float32)
-    torch.testing.assert_close(part, meant.narrow(dim, start, size), atol=1e-6, rtol=1e-6)
+    own = decode(format, tensors, Shard((outputs, inputs), dim, start, size)).dequantize(torch.float32)
+    torch.testing.assert_close(own, meant.narrow(dim, start, size), atol=1e-6, rtol=1e-6)
 
 
 def test_groups_that_a_rank_holds_whole_stay_groups_and_others_become_single_columns():
     tensors, _ = checkpoints.awq(16)(torch.randn(8, 64))
     format = AWQ(4, 16)
-    assert decode(format, tensors, Piece(8, 64, INPUTS, 32, 32)).group_size == 16
-    assert decode(format, tensors, Piece(8, 64, INPUTS, 24, 8)).group_size == 8, "all of one group"
-    assert decode(format, tensors, Piece(8, 64, INPUTS, 24, 24)).group_size == 1
+    assert decode(format, tensors, Shard((8, 64), INPUTS, 32, 32)).group_size == 16
+    assert decode(format, tensors, Shard((8, 64), INPUTS, 24, 8)).group_size == 8, "all of one group"
+    assert decode(format, tensors, Shard((8, 64), INPUTS, 24, 24)).group_size == 1
 
 
 def test_a_symmetric_weight_has_no_zero_points():
     symmetric, _ = checkpoints.gptq(group=16)(torch.randn(8, 32))
     other, _ = checkpoints.gptq(group=16, symmetric=False)(torch.randn(8, 32))
-    piece = Piece(8, 32, OUTPUTS, 0, 8)
-    assert decode(GPTQ(4, 16), symmetric, piece).zero is None
-    assert decode(GPTQ(4, 16), other, piece).zero is not None
+    shard = Shard((8, 32), OUTPUTS, 0, 8)
+    assert decode(GPTQ(4, 16), symmetric, shard).zero is None
+    assert decode(GPTQ(4, 16), other, shard).zero is not None
 
 
 @PROFILE

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.layers.linear import ColumnParallelLinear, Part
+from engine.model.layers.linear import ColumnParallelLinear
 from engine.model.ops import quantized_linear
 from engine.model.ops.cpu.quantized_linear import MANY_ROWS, Int4, Int8, onednn_int8
 from engine.model.quantization.eight_bit import EightBit
 from engine.model.quantization.packed_int import AWQ
 from engine.model.quantization.weight import QuantizedWeight
+from engine.model.shard import Shard
 from tests.engine.model.layers.sharding import load
 from tests.engine.model.quantization import checkpoints
 from tests.engine.model.quantization.checkpoints import FP8
@@ -50,7 +51,7 @@ def weight(outputs: int, inputs: int, bits: int, groups: int, *, zeros: bool, ac
 )
 def test_int4_equals_plain(rows, outputs, groups, group_size, zeros, bias, dtype):
     w = weight(16 * outputs, groups * group_size, 4, groups, zeros=zeros)
-    multiply = quantized_linear.choose(w, dtype)
+    multiply = quantized_linear.select(w, dtype)
     assert isinstance(multiply, Int4)
     x, b = randn(rows, groups * group_size, dtype=dtype), randn(16 * outputs, dtype=dtype) if bias else None
     torch.testing.assert_close(multiply(x, b), quantized_linear.plain(x, w, b), **TOLERANCE[dtype])
@@ -67,7 +68,7 @@ def test_int4_equals_plain(rows, outputs, groups, group_size, zeros, bias, dtype
 )
 def test_int8_equals_plain(rows, outputs, inputs, bias, dtype):
     w = weight(outputs, inputs, 8, 1, zeros=False, activations=torch.int8)
-    multiply = quantized_linear.choose(w, dtype)
+    multiply = quantized_linear.select(w, dtype)
     assert isinstance(multiply, Int8)
     x, b = randn(rows, inputs, dtype=dtype), randn(outputs, dtype=dtype) if bias else None
     torch.testing.assert_close(multiply(x, b), quantized_linear.plain(x, w, b), **TOLERANCE[dtype])
@@ -75,7 +76,7 @@ def test_int8_equals_plain(rows, outputs, inputs, bias, dtype):
 
 @NEEDS_VNNI
 def test_each_row_has_its_own_scale_whatever_its_neighbours_are():
-    multiply = quantized_linear.choose(weight(32, 64, 8, 1, zeros=False, activations=torch.int8), torch.float32)
+    multiply = quantized_linear.select(weight(32, 64, 8, 1, zeros=False, activations=torch.int8), torch.float32)
     small, large = randn(1, 64), randn(1, 64) * 1e4
     together = multiply(torch.cat([small, large]), None)
     torch.testing.assert_close(together[:1], multiply(small, None), atol=0, rtol=0)
@@ -91,10 +92,10 @@ def test_each_row_has_its_own_scale_whatever_its_neighbours_are():
     ],
 )
 def test_one_log_line_says_what_a_kind_of_weight_becomes(caplog, w, said):
-    quantized_linear.say.cache_clear()
+    quantized_linear.log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="engine.model.ops.quantized_linear"):
-        quantized_linear.choose(w, torch.float32)
-        quantized_linear.choose(w, torch.float32)
+        quantized_linear.select(w, torch.float32)
+        quantized_linear.select(w, torch.float32)
     assert [record.getMessage().startswith(f"quantized linear layers of {said}") for record in caplog.records] == [True]
 
 
@@ -107,15 +108,15 @@ def test_one_log_line_says_what_a_kind_of_weight_becomes(caplog, w, said):
     ],
 )
 @torch.inference_mode()
-def test_parts_of_a_merged_layer_keep_their_own_scales(format, quantize):
+def test_weights_of_a_merged_layer_keep_their_own_scales(format, quantize):
     weights = {"a": randn(24, 64), "b": randn(8, 64) * 1000}
     tensors, meant = {}, []
-    for name, part in weights.items():
-        stored, dequantized = quantize(part)
+    for name, weight in weights.items():
+        stored, dequantized = quantize(weight)
         tensors |= {f"{name}.{ending}": tensor for ending, tensor in stored.items()}
         meant.append(dequantized)
-    parts = {name: Part(len(part), 0, len(part)) for name, part in weights.items()}
-    layer = load(ColumnParallelLinear(64, parts, format=format), tensors)
+    outputs = {name: Shard((len(weight),), 0, 0, len(weight)) for name, weight in weights.items()}
+    layer = load(ColumnParallelLinear(64, outputs, format=format), tensors)
     layer.pack()
     x = randn(3, 64)
     torch.testing.assert_close(layer(x), x @ torch.cat(meant).T, atol=1e-3, rtol=1e-4)

@@ -30,8 +30,8 @@ CASES = {
     "float32": MIXED.but(dtype=torch.float32),
     "float8 cache": MIXED.but(cache_dtype=FLOAT8),
     "padding among rows": Case([(20, 1), (0, 0), (40, 1), (0, 0)]),
-    "keys in four parts": Case([(2100, 1), (900, 1), (0, 0), (30, 1)], heads=2, kv_heads=1),
-    "keys of chunks in four parts": Case([(1300, 6), (30, 20)], heads=2, kv_heads=1),
+    "keys in four splits": Case([(2100, 1), (900, 1), (0, 0), (30, 1)], heads=2, kv_heads=1),
+    "keys of chunks in four splits": Case([(1300, 6), (30, 20)], heads=2, kv_heads=1),
 }
 MORE_CASES = {
     "one head each": MIXED.but(heads=2),
@@ -45,8 +45,8 @@ MORE_CASES = {
     "float16": MIXED.but(dtype=torch.float16),
     "float8 cache, float16": DECODE.but(cache_dtype=FLOAT8, dtype=torch.float16, head_dim=128),
     "padding only": Case([(0, 0), (0, 0)]),
-    "keys in four parts, a window": Case([(2100, 1), (1300, 1)], kv_heads=1, window=1100),
-    "float8 keys in four parts": Case([(2100, 1), (1300, 9)], kv_heads=1, cache_dtype=FLOAT8),
+    "keys in four splits, a window": Case([(2100, 1), (1300, 1)], kv_heads=1, window=1100),
+    "float8 keys in four splits": Case([(2100, 1), (1300, 9)], kv_heads=1, cache_dtype=FLOAT8),
 }
 
 
@@ -126,7 +126,7 @@ def test_offsets_in_a_cache_of_more_than_two_to_the_31_values_do_not_overflow():
 
 
 @pytest.mark.parametrize(
-    ("programs", "longest", "parts", "parts_of_chunks"),
+    ("programs", "longest", "splits", "splits_of_chunks"),
     [
         (8, 100, 1, 1),
         (8, 600, 1, 1),
@@ -137,6 +137,6 @@ def test_offsets_in_a_cache_of_more_than_two_to_the_31_values_do_not_overflow():
         (4096, 512, 1, 1),
     ],
 )
-def test_keys_are_split_where_they_are_many(programs, longest, parts, parts_of_chunks):
-    assert attention.num_parts(programs, longest, 132, decode=True) == parts
-    assert attention.num_parts(programs, longest, 132, decode=False) == parts_of_chunks
+def test_keys_are_split_where_they_are_many(programs, longest, splits, splits_of_chunks):
+    assert attention.num_splits(programs, longest, 132, decode=True) == splits
+    assert attention.num_splits(programs, longest, 132, decode=False) == splits_of_chunks

@@ -37,7 +37,7 @@ def test_kernels_of_common_models_compile_for_hopper_and_the_experts_kernel_for_
     kernels = compiled("rows", "chunk", "elementwise", "experts", "sm_80", "experts")
     expected = {
         "attend_kernel",
-        "join_kernel",
+        "combine_kernel",
         "rotate_and_write_kernel",
         "rms_norm_kernel",
         "gated_kernel",

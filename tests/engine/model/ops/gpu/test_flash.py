@@ -1,4 +1,4 @@
-"""Which library attends, and with what arguments. On a GPU the trial in `flash.choose` does so with the real ones."""
+"""Which library attends, and with what arguments. On a GPU the trial in `flash.select` does so with the real ones."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def install(monkeypatch):
         for name, fake in LIBRARIES.items():
             monkeypatch.setitem(sys.modules, name, fake() if name in names else None)
 
-    flash.choose.cache_clear()
+    flash.select.cache_clear()
     yield pretend
-    flash.choose.cache_clear()
+    flash.select.cache_clear()
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -51,7 +51,7 @@ def test_every_library_is_called_so_that_it_gives_what_plain_gives(install, libr
     q, k, v, batch = case.inputs()
     attention_plain.write_kv(k, v, batch, 1)
     batch.kv_cache.nan_to_num_()  # only our own kernel does without
-    assert flash.choose(q.device) is not None
+    assert flash.select(q.device) is not None
     expected = attention_plain.paged_attention(q, batch, 1, 0.1, case.window)
     torch.testing.assert_close(flash.paged_attention(q, batch, 1, 0.1, case.window), expected, atol=2e-2, rtol=2e-2)
 
@@ -69,7 +69,7 @@ def test_every_library_is_called_so_that_it_gives_what_plain_gives(install, libr
 def test_the_fastest_library_for_the_card_is_chosen_and_told_once(install, caplog, installed, capability, chosen):
     install(*installed, capability=capability)
     with caplog.at_level(logging.INFO):
-        backends = [flash.choose(torch.device("cpu")) for _ in range(2)]
+        backends = [flash.select(torch.device("cpu")) for _ in range(2)]
     assert [backend and backend.name for backend in backends] == [chosen] * 2
     (record,) = [record for record in caplog.records if "attention backend" in record.message]
     assert (chosen or "Triton (") in record.message
@@ -92,7 +92,7 @@ def test_a_library_that_fails_its_trial_is_not_used_and_the_reason_is_told(
     module.flash_attn_with_kvcache = function
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     with caplog.at_level(logging.INFO):
-        assert flash.choose(torch.device("cpu")) is None
+        assert flash.select(torch.device("cpu")) is None
     assert reason in caplog.text
 
 
@@ -102,7 +102,7 @@ def test_a_torch_without_block_tables_says_so(install, monkeypatch, caplog):
     module.varlen_attn = lambda query, key, value: query
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
     with caplog.at_level(logging.INFO):
-        assert flash.choose(torch.device("cpu")) is None
+        assert flash.select(torch.device("cpu")) is None
     assert "has no block tables, 2.12 has" in caplog.text
 
 

@@ -41,7 +41,7 @@ def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(config, monkeypa
     for parameter in plain.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda: True)
-    monkeypatch.setattr(flash, "choose", lambda device: None)
+    monkeypatch.setattr(flash, "select", lambda device: None)
     model = build_model(config, TPGroup.single(), torch.float32, torch.device("cpu"))
     model.load_state_dict(plain.state_dict())
 

@@ -84,8 +84,8 @@ def test_every_pair_is_in_one_tile_of_its_expert_however_they_are_spread(tokens,
 
 
 def test_a_model_gets_the_kernel_where_torch_has_none(monkeypatch):
-    assert ops.choose(32, 24) is ops.mix_experts_plain
+    assert ops.select(32, 24) is ops.mix_experts_plain
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda: True)
-    assert ops.choose(32, 24) is moe.mix_experts
+    assert ops.select(32, 24) is moe.mix_experts
     assert not grouped_mm.fits(32, 20, torch.bfloat16) and not grouped_mm.fits(36, 24, torch.bfloat16)
     assert not grouped_mm.fits(32, 24, torch.float16)
