@@ -26,13 +26,12 @@ from cluster.cli.bench.distribution import Distribution
 from cluster.cli.bench.progress import progress_bar
 from cluster.cli.bench.prompts import random_ids
 from cluster.cli.bench.tables import figure, make_table, show
-from engine.config import EngineConfig
+from engine.config import BLOCK_SIZES, EngineConfig
 from engine.core.engine import EngineCore
 from engine.device import open_device
 from engine.errors import EngineError, InvalidParameter
 from engine.model.config import ModelConfig
 from engine.model.folder import resolve
-from engine.model.ops.attention import default_block_size
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
@@ -220,7 +219,7 @@ def config_for(
     """An engine with room for one batch, until the last of its steps."""
     defaults = EngineConfig()
     budget = options.get("max_num_batched_tokens", defaults.max_num_batched_tokens)
-    block_size = options.get("block_size") or default_block_size(open_device(options.get("device", "auto")).place)
+    block_size = options.get("block_size") or BLOCK_SIZES[open_device(options.get("device", "auto")).place.type]
     # while the last prompts are computed, the first sequences decode; one token each is the prompt's, one to spare
     ahead = -(-batch_size * context_len // max(1, budget - batch_size)) + 1
     longest = context_len + ahead + UNMEASURED + steps + 2

@@ -9,8 +9,8 @@ from engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
-# tokens per KV block that every attention backend of the device supports, for callers that have no engine to ask
-BLOCK_SIZES = {"cpu": 16, "cuda": 256}
+# default tokens per KV block; on a GPU, 64 tokens of a head's K are one tile of our Triton kernel
+BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 # used when the configuration sets neither; the fields' own defaults suit a CPU, where such steps would take seconds
 GPU_DEFAULTS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
 
@@ -75,9 +75,7 @@ class EngineConfig:
         "auto", "`fp8` (the same as `fp8_e4m3`) stores each number of K and V in one byte; `auto` takes `dtype`."
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "`auto` takes a GPU if torch finds one.")
-    block_size: int | None = option(
-        None, "Tokens per KV block. Default: what the device's attention backend prefers, 16 on a CPU."
-    )
+    block_size: int | None = option(None, "Tokens per KV block. Default: 16 on a CPU, 64 on a GPU.")
     kv_cache_memory_gib: float | None = option(
         None,
         "Size of the KV cache. Default: 2 GiB on a CPU; on a GPU, what is left of `gpu_memory_utilization` after a "

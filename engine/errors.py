@@ -216,7 +216,7 @@ class ModelFolderError(StartupError):
 
 
 class UnsupportedArchitecture(StartupError):
-    """The model's architecture has no file in engine/model/models/."""
+    """The model's architecture is not in engine/model/models/registry.py."""
 
     def __init__(self, architecture: str, supported: list[str]):
         super().__init__(architecture, supported)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from engine.errors import ConfigError, ModelFolderError, UnsupportedArchitecture
+from engine.errors import ConfigError, ModelFolderError
 from engine.model.folder import eos_token_ids, read_json
+from engine.model.models.registry import find_family
 from engine.model.quantization.unsupported import UnsupportedScheme
 
 if TYPE_CHECKING:
@@ -22,25 +23,6 @@ if TYPE_CHECKING:
 Fields = dict[str, Any]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # with the bytes of a number
-
-# Supported families, each with what its config.json may leave unsaid (transformers' defaults, or part of the code).
-FAMILIES: dict[str, Fields] = {
-    "LlamaForCausalLM": {},
-    "MistralForCausalLM": {"sliding_window": 4096},
-    "Qwen2ForCausalLM": {"use_sliding_window": False, "max_window_layers": 28, "qkv_bias": True},
-    "Qwen3ForCausalLM": {"use_sliding_window": False, "max_window_layers": 28, "head_dim": 128},
-    "Qwen3MoeForCausalLM": {"use_sliding_window": False},
-    "Gemma3ForCausalLM": {
-        "tie_word_embeddings": True,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
-}
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 # Each changes the output when it is set.
 UNSUPPORTED = (
@@ -122,10 +104,9 @@ class ModelConfig:
         Raise UnsupportedArchitecture, ModelFolderError that names the field of config.json, or ConfigError."""
         raw = read_json(folder, "config.json")
         architecture = (raw.get("architectures") or ["none"])[0]
-        if architecture not in FAMILIES:
-            raise UnsupportedArchitecture(architecture, sorted(FAMILIES))
+        family = find_family(architecture)
         try:
-            cfg = _parse(architecture, FAMILIES[architecture] | raw, eos_token_ids(folder))
+            cfg = _parse(architecture, family.defaults | raw, eos_token_ids(folder))
         except KeyError as e:
             raise ModelFolderError(str(folder), f"config.json has no {e.args[0]!r}") from e
         except _Unsupported as e:

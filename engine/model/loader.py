@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ModelFolderError
 from engine.model.folder import read_json
-from engine.model.models.registry import Model
+from engine.model.models.llama import Model
 from engine.model.shard import Shard, Sharded, Shards, TensorSlice
 
 logger = logging.getLogger(__name__)

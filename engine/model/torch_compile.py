@@ -30,7 +30,7 @@ from engine.model.layers.linear import Linear, RowParallelLinear
 from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.moe import MixtureOfExperts
 from engine.model.layers.norm import RMSNorm
-from engine.model.models.registry import Model
+from engine.model.models.llama import Model
 from engine.model.ops import activation, linear, norm
 
 logger = logging.getLogger(__name__)

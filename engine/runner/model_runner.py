@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
+from engine.config import BLOCK_SIZES, EngineConfig
 from engine.device import DeviceEvent, open_device
 from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
-from engine.model.models.registry import Model, build_model
+from engine.model.models.llama import Model
+from engine.model.models.registry import build_model
 from engine.model.ops import dispatch
-from engine.model.ops.attention import default_block_size
 from engine.runner import kv_cache
 from engine.runner.cuda_graphs import DecodeGraphs, ladder
 from engine.runner.inputs import InputBuilder, PromptRows, StepInputs
@@ -83,8 +83,7 @@ class ModelRunner:
             share = max(1, cores // tp.local_size)
             torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), share))
         self.kv_dtype = kv_cache.cache_dtype(config, self.dtype, self.device)
-        # of what all ranks like, the largest is a multiple of the others
-        self.block_size = config.block_size or max(map(int, tp.exchange(str(default_block_size(self.device)))))
+        self.block_size = config.block_size or BLOCK_SIZES[self.device.type]
         self.kv_scales: Tensor | None = None
         if self.kv_dtype == torch.float8_e4m3fn:
             self.kv_scales = kv_cache.read_scales(folder, model_config.num_layers, self.device)

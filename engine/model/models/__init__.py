@@ -1,5 +1,1 @@
-"""One file per model family."""
-
-from engine.model.models.registry import build_model
-
-__all__ = ["build_model"]
+"""One file per model family that differs in code; registry.py lists them all."""

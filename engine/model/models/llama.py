@@ -104,3 +104,6 @@ class LlamaForCausalLM(nn.Module):
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[rows, hidden] -> the largest logit of each row, and its id."""
         return self.lm_head.best(hidden)
+
+
+Model = LlamaForCausalLM  # every family's class has its interface: packed, forward, logits and best

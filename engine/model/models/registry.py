@@ -1,44 +1,90 @@
-"""Architecture in config.json -> model."""
+"""The model families: an architecture in config.json -> its class, and what config.json may leave unsaid.
+
+Imports torch only to build a model, so that reading a configuration stays fast.
+"""
 
 from __future__ import annotations
 
-import torch
+import importlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from engine.distributed.tp_group import TPGroup
 from engine.errors import UnsupportedArchitecture
-from engine.model.config import ModelConfig
-from engine.model.models.gemma3 import Gemma3ForCausalLM
-from engine.model.models.llama import LlamaForCausalLM
-from engine.model.models.mistral import MistralForCausalLM
-from engine.model.models.qwen2 import Qwen2ForCausalLM
-from engine.model.models.qwen3 import Qwen3ForCausalLM
-from engine.model.models.qwen3_moe import Qwen3MoeForCausalLM
 
-Model = LlamaForCausalLM  # every family has its interface: packed, forward(input_ids, batch), logits and best(hidden)
-MODELS: dict[str, type[Model]] = {
-    cls.__name__: cls
-    for cls in (
-        LlamaForCausalLM,
-        MistralForCausalLM,
-        Qwen2ForCausalLM,
-        Qwen3ForCausalLM,
-        Qwen3MoeForCausalLM,
-        Gemma3ForCausalLM,
-    )
+if TYPE_CHECKING:
+    import torch
+
+    from engine.distributed.tp_group import TPGroup
+    from engine.model.config import ModelConfig
+    from engine.model.models.llama import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Where the class of a family is defined, and how its configuration differs from Llama's."""
+
+    module: str
+    """File in this folder."""
+    model: str
+    """Class in that file."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Fields of config.json that it may leave out: transformers' defaults, or part of the family's code."""
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama", "LlamaForCausalLM"),
+    # Mistral, arXiv:2310.06825: Llama with a sliding attention window
+    "MistralForCausalLM": Family("llama", "LlamaForCausalLM", {"sliding_window": 4096}),
+    # Qwen 2 and 2.5, arXiv:2407.10671: Llama with biases on Q, K and V
+    "Qwen2ForCausalLM": Family(
+        "llama", "LlamaForCausalLM", {"use_sliding_window": False, "max_window_layers": 28, "qkv_bias": True}
+    ),
+    "Qwen3ForCausalLM": Family(
+        "qwen3", "Qwen3ForCausalLM", {"use_sliding_window": False, "max_window_layers": 28, "head_dim": 128}
+    ),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", "Qwen3MoeForCausalLM", {"use_sliding_window": False}),
+    "Gemma3ForCausalLM": Family(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        {
+            "tie_word_embeddings": True,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+    ),
 }
 
 
+def find_family(architecture: str) -> Family:
+    """Raises UnsupportedArchitecture."""
+    if architecture not in FAMILIES:
+        raise UnsupportedArchitecture(architecture, sorted(FAMILIES))
+    return FAMILIES[architecture]
+
+
+def model_class(architecture: str) -> type[Model]:
+    """Every family's class has the interface of Llama's. Raises UnsupportedArchitecture."""
+    family = find_family(architecture)
+    cls: type[Model] = getattr(importlib.import_module(f"engine.model.models.{family.module}"), family.model)
+    return cls
+
+
 def build_model(cfg: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device | str) -> Model:
-    """This rank's part of the model, on `device`, its parameters allocated but not initialised.
+    """This rank's part of the model on `device`, its parameters allocated but not initialised.
 
     Raises UnsupportedArchitecture, or ConfigError where the model cannot be split over `tp.size` ranks.
     """
-    if cfg.architecture not in MODELS:
-        raise UnsupportedArchitecture(cfg.architecture, sorted(MODELS))
-    before = torch.get_default_dtype()
+    import torch
+
+    cls, before = model_class(cfg.architecture), torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return MODELS[cfg.architecture](cfg, tp).eval()
+            return cls(cfg, tp).eval()
     finally:
         torch.set_default_dtype(before)

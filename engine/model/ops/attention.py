@@ -20,10 +20,7 @@ from types import ModuleType
 
 import torch
 
-from engine.config import BLOCK_SIZES
 from engine.model.ops import attention_plain, dispatch
-
-TRITON_BLOCK_SIZE = 64  # a head's K of a block is then one tile of the kernel, and one run of 16 KiB
 
 
 def select() -> ModuleType:
@@ -38,16 +35,3 @@ def select() -> ModuleType:
         flash.select(torch.get_default_device())  # now, as the model is built, and not in its first step
         return flash
     return attention_plain
-
-
-def default_block_size(device: torch.device) -> int:
-    """Tokens per KV block, where nobody asked for a number: what the fastest attention on this device takes."""
-    if device.type == "cpu":
-        return BLOCK_SIZES["cpu"]
-    if dispatch.triton_found():
-        from engine.model.ops.gpu import flash
-
-        backend = flash.select(device)
-        if backend is not None and backend.page > TRITON_BLOCK_SIZE:
-            return backend.page
-    return TRITON_BLOCK_SIZE

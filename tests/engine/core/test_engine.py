@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import BLOCK_SIZES, EngineConfig, HandoffConfig
 from engine.core.engine import EngineCore
 from engine.core.scheduler import Event
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong
@@ -103,9 +103,9 @@ def engine(make_engine) -> Iterator[Engine]:
     return make_engine()
 
 
-def test_blocks_are_as_large_as_the_device_likes_where_nobody_says(make_engine, monkeypatch):
+def test_blocks_have_the_default_size_of_the_device_where_nobody_says(make_engine, monkeypatch):
     assert make_engine(block_size=None).core.stats().block_size == 16
-    monkeypatch.setattr("engine.runner.model_runner.default_block_size", lambda device: 64)
+    monkeypatch.setitem(BLOCK_SIZES, "cpu", 64)
     engine = make_engine(block_size=None)
     prompt = list(range(3, 90)) * 2
     engine.add("first", prompt)

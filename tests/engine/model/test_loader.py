@@ -15,8 +15,8 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import ModelFolderError
 from engine.model.config import ModelConfig
 from engine.model.loader import fill_with_noise, load_weights
-from engine.model.models import build_model
 from engine.model.models.llama import LlamaForCausalLM
+from engine.model.models.registry import build_model
 from tests.models import FAMILIES, make_model
 
 

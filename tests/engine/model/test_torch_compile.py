@@ -25,7 +25,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import StartupError
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights, pack_weights
-from engine.model.models import build_model
+from engine.model.models.registry import build_model
 from engine.model.ops import dispatch
 from engine.model.ops.cpu.quantized_linear import Int4
 from engine.model.torch_compile import compile_layers

@@ -1,20 +1,19 @@
-"""Paged attention by FlashAttention, behind the op's signature: the flash-attn packages, or torch's own copy.
+"""Paged attention by the flash-attn packages, behind the op's signature.
 
-The cache's layout has KV heads outside tokens; all of these take a strided view of it with tokens outside heads. What
-they do not take (a cache in float8, float32, block sizes that are no multiple of theirs) our Triton kernel computes.
+The cache has KV heads outside tokens; both packages take a strided view of it with tokens outside heads. What they do
+not take (a cache in float8, float32, other block sizes) our Triton kernel computes.
 
   FlashAttention-3, arXiv:2407.08608   module flash_attn_interface, Hopper only, any block size
-  FlashAttention-2, arXiv:2307.08691   package flash-attn, blocks of a multiple of 256 tokens
-  torch.nn.attention.varlen            the same kernels and the same rule, with block tables since torch 2.12
+  FlashAttention-2, arXiv:2307.08691   package flash-attn, only where `block_size` is set to a multiple of 256 tokens
 
 A library is used only after it has computed a small batch right (`works`), since none of this has run on a GPU yet and
-their signatures change between versions.
+their signatures change between versions. torch's own varlen attention is not among them: its split path leaves out
+rows (pytorch #194167).
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,7 +81,7 @@ def select(device: torch.device) -> Backend | None:
         except FAILURES as e:
             reasons.append(f"{name}: {e}")
             continue
-        logger.info("attention backend: %s for blocks of a multiple of %d tokens, else Triton", name, backend.page)
+        logger.info("attention backend: %s where block_size is a multiple of %d, else Triton", name, backend.page)
         return backend
     logger.info("attention backend: Triton (%s)", "; ".join(reasons))
     return None
@@ -164,23 +163,8 @@ def load_flash_attn_2() -> Backend:
     return Backend("FlashAttention-2", 256, attend)
 
 
-def load_torch_varlen() -> Backend:
-    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    if "block_table" not in inspect.signature(varlen_attn).parameters:
-        raise ValueError(f"torch {torch.__version__} has no block tables, 2.12 has")
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, window: tuple[int, int]) -> Tensor:
-        return varlen_attn(
-            q, k, v, batch.query_start, key_start(batch), longest_query(batch), longest_key(batch), scale=scale,
-            window_size=window, enable_gqa=True, seqused_k=batch.kv_len, block_table=batch.block_table,
-        )  # fmt: skip
-
-    return Backend("torch's FlashAttention-2", 256, attend)
-
-
 # the fastest first: name, least compute capability, loader
 LIBRARIES: tuple[tuple[str, tuple[int, int], Callable[[], Backend]], ...] = (
     ("FlashAttention-3", HOPPER, load_flash_attn_3),
     ("FlashAttention-2", AMPERE, load_flash_attn_2),
-    ("torch's FlashAttention-2", AMPERE, load_torch_varlen),
 )

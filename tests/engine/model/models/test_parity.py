@@ -13,7 +13,7 @@ import transformers
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights, pack_weights
-from engine.model.models import build_model
+from engine.model.models.registry import build_model
 from tests.batches import ByHand
 from tests.models import FAMILIES, make_model
 

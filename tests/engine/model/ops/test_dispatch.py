@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-from engine.config import BLOCK_SIZES
 from engine.model.ops import activation, attention, attention_plain, dispatch, norm
 
 
@@ -35,7 +34,6 @@ def test_a_gpu_without_triton_gets_plain_torch_and_one_warning(on_cuda, without_
         assert attention.select() is attention_plain
         assert norm.select() is norm.rms_norm_plain
         assert activation.select("silu") is activation.silu_mul
-        assert attention.default_block_size(torch.device("cuda")) == attention.TRITON_BLOCK_SIZE
     assert [record.message for record in caplog.records] == [
         "triton is not installed: plain torch runs in its place, many times slower on a GPU"
     ]
@@ -61,19 +59,7 @@ def test_a_gpu_gets_the_triton_kernels(on_cuda, monkeypatch):
     assert modules == {f"engine.model.ops.gpu.{name}" for name in ("norm", "activation", "flash")}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is made for Linux only")
-@pytest.mark.parametrize(("page", "block_size"), [(None, 64), (1, 64), (256, 256)])
-def test_blocks_are_as_large_as_the_attention_backend_of_the_gpu_wants_them(page, block_size, monkeypatch):
-    from engine.model.ops.gpu import flash
-
-    backend = None if page is None else flash.Backend("FlashAttention", page, lambda *_: None)
-    monkeypatch.setattr(flash, "select", lambda device: backend)
-    assert attention.default_block_size(torch.device("cuda")) == block_size
-    assert BLOCK_SIZES["cuda"] % block_size == 0, "where that is not known beforehand, every backend takes the blocks"
-
-
 def test_a_cpu_gets_no_kernel_of_the_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     assert not dispatch.gpu_kernels()
     assert attention.select().__name__ != "engine.model.ops.gpu.flash"
-    assert attention.default_block_size(torch.device("cpu")) == 16

@@ -17,7 +17,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, ModelFolderError
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights, pack_weights
-from engine.model.models import build_model
+from engine.model.models.registry import build_model
 from engine.model.ops.cpu.quantized_linear import onednn_int8
 from tests.batches import ByHand
 from tests.engine.model.quantization.checkpoints import (

@@ -17,7 +17,7 @@ from engine.errors import ConfigError, ModelFolderError
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.model.loader import load_weights
-from engine.model.models import build_model
+from engine.model.models.registry import build_model
 from engine.model.ops import attention_plain
 from engine.model.ops.cpu import attention as cpu_attention
 from engine.runner import kv_cache

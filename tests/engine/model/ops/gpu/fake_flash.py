@@ -1,4 +1,4 @@
-"""What the flash-attn packages and torch say of their functions, computed slowly; the kernels themselves need a GPU."""
+"""What the flash-attn packages say of their functions, computed slowly; the kernels themselves need a GPU."""
 
 from __future__ import annotations
 
@@ -87,24 +87,6 @@ def flash_attn_3() -> ModuleType:
         return attend_all(q, pages, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window)
 
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
-    return module
-
-
-def torch_varlen() -> ModuleType:
-    """torch.nn.attention.varlen of torch 2.12."""
-    module = ModuleType("torch.nn.attention.varlen")
-
-    def varlen_attn(
-        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
-        scale: float, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False, seqused_k: Tensor,
-        block_table: Tensor,
-    ) -> Tensor:  # fmt: skip
-        check(key, value, block_table, multiple=256)
-        assert enable_gqa and torch.equal(cu_seq_k.diff(), seqused_k)
-        assert max_q >= cu_seq_q.diff().max() and max_k >= seqused_k.max()
-        return attend_all(query, (key, value), cu_seq_q, seqused_k, block_table, scale, window_size)
-
-    module.varlen_attn = varlen_attn
     return module
 
 

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fakes compute
 LIBRARIES = {
     "flash_attn_interface": fake_flash.flash_attn_3,
     "flash_attn": fake_flash.flash_attn_2,
-    "torch.nn.attention.varlen": fake_flash.torch_varlen,
 }
 CASES = {
     "rows and chunks": Case([(300, 1), (0, 33), (50, 18)], block_size=256),
@@ -62,7 +61,7 @@ def test_every_library_is_called_so_that_it_gives_what_plain_gives(install, libr
         (LIBRARIES, (9, 0), "FlashAttention-3"),
         (LIBRARIES, (8, 0), "FlashAttention-2"),
         (LIBRARIES, (7, 5), None),
-        (["torch.nn.attention.varlen"], (9, 0), "torch's FlashAttention-2"),
+        (["flash_attn"], (9, 0), "FlashAttention-2"),
         ([], (9, 0), None),
     ],
 )
@@ -94,16 +93,6 @@ def test_a_library_that_fails_its_trial_is_not_used_and_the_reason_is_told(
     with caplog.at_level(logging.INFO):
         assert flash.select(torch.device("cpu")) is None
     assert reason in caplog.text
-
-
-def test_a_torch_without_block_tables_says_so(install, monkeypatch, caplog):
-    install()
-    module = ModuleType("torch.nn.attention.varlen")
-    module.varlen_attn = lambda query, key, value: query
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
-    with caplog.at_level(logging.INFO):
-        assert flash.select(torch.device("cpu")) is None
-    assert "has no block tables, 2.12 has" in caplog.text
 
 
 @pytest.mark.parametrize(

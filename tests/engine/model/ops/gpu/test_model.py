@@ -7,7 +7,7 @@ import torch
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import MoEConfig, RopeConfig
-from engine.model.models import build_model
+from engine.model.models.registry import build_model
 from engine.model.ops import dispatch
 from engine.model.ops.gpu import flash
 from tests.batches import ByHand
