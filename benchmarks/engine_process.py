@@ -77,8 +77,8 @@ def _serve(config: EngineConfig, name: str, cores: list[int], status_to: str, re
 
 
 class Engines:
-    """Some engines, and what their control actors would do: tickets of the one that has its prompts computed go to the
-    one that computes them. A context manager."""
+    """Some engines, and what their control actors would do: prefill requests of the one that has its prompts computed go
+    to the one that computes them. A context manager."""
 
     def __init__(self, parts: dict[str, tuple[EngineConfig, Sequence[int]]]):
         """parts: by name, an engine's configuration and its cores. Raises EngineUnavailable."""
@@ -134,8 +134,8 @@ class Engines:
                 self._statuses[engine.name] = notice
                 if engine is prefill:
                     self._engines["decode"].send(PrefillReplicas([PrefillReplica.of(notice)]))
-            case DispatchPrefill(ticket):
+            case DispatchPrefill(prefill_request):
                 assert prefill is not None, "only an engine with a prefill engine asks for one"
-                prefill.send(Prefill(ticket))
+                prefill.send(Prefill(prefill_request))
             case CancelDispatch(handoff_id) if prefill is not None:
                 prefill.send(CancelPrefill(handoff_id))

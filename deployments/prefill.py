@@ -18,7 +18,7 @@ class Prefill(EngineDeployment):
         async with self._starting():
             await self._start_engine(config, spec)
 
-    async def prefill(self, ticket: bytes, _: RoutingContext) -> None:
+    async def prefill(self, prefill_request: bytes, _: RoutingContext) -> None:
         """A msgpack RemotePrefillRequest, and what this deployment's router wants to know of it; open until the
         handoff is over, so that a replica that is to stop waits for it."""
-        await self._engine.prefill(msgspec.msgpack.decode(ticket, type=RemotePrefillRequest))
+        await self._engine.prefill(msgspec.msgpack.decode(prefill_request, type=RemotePrefillRequest))

@@ -45,9 +45,9 @@ class FakeEngine:
 
     script: the answer to a request, up to EOS or to whatever else is its last token; the default repeats the prompt.
     paused: set it, and no step is computed. silent: set it, and no status is sent.
-    refusal: if given, the answer to new requests. step_age_s, fingerprint, resting: what it reports of itself.
+    refusal: if given, the answer to new requests. step_age_s, fingerprint, quarantined: what it reports of itself.
     logprobs: of all tokens of a request, by where its prompt was to be computed.
-    tickets: that it was given, and ended unless paused. told: what became of those that it gave.
+    prefill_requests: that it was given, and ended unless paused. told: what became of those that it gave.
     """
 
     def __init__(self, status_to: str, script: Script | None = None):
@@ -58,9 +58,9 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.stopped: list[str] = []
         self.fingerprint = ""
-        self.resting: list[str] = []
+        self.quarantined: list[str] = []
         self.logprobs = {"auto": -0.5, "local": -0.5, "remote": -0.5}
-        self.tickets: list[RemotePrefillRequest] = []
+        self.prefill_requests: list[RemotePrefillRequest] = []
         self.cancelled: list[str] = []
         self.told: list[RemotePrefillFailed | PrefillReplicas] = []
         self._notices: queue.SimpleQueue[DispatchPrefill | CancelDispatch] = queue.SimpleQueue()
@@ -118,8 +118,8 @@ class FakeEngine:
             case GetRequestLog(question, request_ids):
                 lines = {name: [(time.time(), "asked")] for name in request_ids}
                 self._status.send(msgspec.msgpack.encode(EngineRequestLog("fake", question, lines)))
-            case Prefill(ticket):
-                self.tickets.append(ticket)
+            case Prefill(prefill_request):
+                self.prefill_requests.append(prefill_request)
             case CancelPrefill(handoff_id):
                 self.cancelled.append(handoff_id)
             case RemotePrefillFailed() | PrefillReplicas():
@@ -127,7 +127,7 @@ class FakeEngine:
 
     def _step(self) -> None:
         self._steps += 1
-        self._ended += [ticket.handoff_id for ticket in self.tickets]
+        self._ended += [prefill_request.handoff_id for prefill_request in self.prefill_requests]
         for request, answer in list(self._live.values()):
             token, first = answer.popleft(), request.params.max_tokens == len(answer) + 1
             logprob = None
@@ -171,7 +171,7 @@ class FakeEngine:
             ended=self._ended,
             stats=stats,
             last_step_age_s=self.step_age_s,
-            handoffs=HandoffStats(resting=self.resting),
+            handoffs=HandoffStats(quarantined=self.quarantined),
             fingerprint=self.fingerprint,
         )
         self._ended = []

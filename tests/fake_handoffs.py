@@ -15,9 +15,13 @@ from engine.wire.sampling_params import SamplingParams
 from tests.fake_runner import FakeGrammar, Harness, next_token
 
 
-def first_token(ticket: RemotePrefillRequest) -> int:
-    grammar = FakeGrammar(ticket.token_ids[ticket.num_prompt :]) if ticket.params.structured_outputs else None
-    return next_token(ticket.seed, ticket.token_ids, grammar.mask() if grammar else None)
+def first_token(prefill_request: RemotePrefillRequest) -> int:
+    grammar = (
+        FakeGrammar(prefill_request.token_ids[prefill_request.num_prompt :])
+        if prefill_request.params.structured_outputs
+        else None
+    )
+    return next_token(prefill_request.seed, prefill_request.token_ids, grammar.mask() if grammar else None)
 
 
 class DecodeHarness(Harness):
@@ -25,8 +29,8 @@ class DecodeHarness(Harness):
 
     def __init__(self, *, max_attempts: int = 3, **options):
         config = HandoffConfig(role="decode", policy="always", max_attempts=max_attempts)
-        self.placing = RemotePrefillPolicy(config, StepCost())
-        super().__init__(handoffs=HandoffManager(self.placing, Peer("decode", "", 1), "print"), **options)
+        self.policy = RemotePrefillPolicy(config, StepCost())
+        super().__init__(handoffs=HandoffManager(self.policy, Peer("decode", "", 1), "print"), **options)
         self.open: dict[str, Open] = {}
         self.cancelled: set[str] = set()
         self.forgotten: set[str] = set()
@@ -41,17 +45,17 @@ class DecodeHarness(Harness):
 
     def receive(self, handoff_id: str, cached: int = 0) -> None:
         handoff = self.open.pop(handoff_id)
-        tokens = handoff.ticket.token_ids
+        tokens = handoff.prefill_request.token_ids
         self._write(handoff, len(tokens))
-        token = first_token(handoff.ticket)
+        token = first_token(handoff.prefill_request)
         self.handle(Received(handoff_id, FirstToken(token, None, b"", cached)))
 
     def fail(self, handoff_id: str, verified_blocks: int = 0, retry: bool = True) -> None:
         """verified_blocks: of those that were to come; less if there are no so many whole ones."""
         handoff = self.open.pop(handoff_id)
-        verified = handoff.ticket.skip + verified_blocks * self.config.block_size
-        whole = len(handoff.ticket.token_ids) // self.config.block_size * self.config.block_size
-        verified = max(handoff.ticket.skip, min(verified, whole))
+        verified = handoff.prefill_request.skip + verified_blocks * self.config.block_size
+        whole = len(handoff.prefill_request.token_ids) // self.config.block_size * self.config.block_size
+        verified = max(handoff.prefill_request.skip, min(verified, whole))
         self._write(handoff, verified)
         self.handle(Failed(handoff_id, "link", verified, retry))
         assert handoff_id in self.forgotten
@@ -65,24 +69,24 @@ class DecodeHarness(Harness):
         self.receive(next(iter(self.open)))
 
     def _forward(self) -> None:
-        for action in self.scheduler.handoffs.outbox:
+        for action in self.scheduler.handoffs.actions:
             match action:
-                case Open(ticket, blocks):
-                    assert len(blocks) == self.pool.blocks_for(len(ticket.token_ids) - ticket.skip)
-                    self.open[ticket.handoff_id] = action
+                case Open(prefill_request, blocks):
+                    assert len(blocks) == self.pool.blocks_for(len(prefill_request.token_ids) - prefill_request.skip)
+                    self.open[prefill_request.handoff_id] = action
                 case Cancel(handoff_id):
                     self.cancelled.add(handoff_id)
                 case Forget(handoff_id):
                     self.forgotten.add(handoff_id)
                 case _:
                     raise AssertionError(action)
-        self.scheduler.handoffs.outbox.clear()
+        self.scheduler.handoffs.actions.clear()
 
     def _write(self, handoff: Open, right: int) -> None:
         """KV of tokens up to `right`, and nonsense behind them."""
-        tokens, size = handoff.ticket.token_ids, self.config.block_size
-        for position in range(handoff.ticket.skip, len(tokens)):
-            block = handoff.blocks[(position - handoff.ticket.skip) // size]
+        tokens, size = handoff.prefill_request.token_ids, self.config.block_size
+        for position in range(handoff.prefill_request.skip, len(tokens)):
+            block = handoff.blocks[(position - handoff.prefill_request.skip) // size]
             value = tuple(tokens[: position + 1]) if position < right else ("nonsense",)
             self.runner.kv[block * size + position % size] = value
 
@@ -92,14 +96,16 @@ class PrefillHarness(Harness):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.tickets: dict[str, RemotePrefillRequest] = {}  # those that are not closed
+        self.prefill_requests: dict[str, RemotePrefillRequest] = {}  # those that are not closed
         self.reports: dict[str, Report] = {}
         self.firsts: dict[str, FirstToken] = {}
         self.refused: dict[str, str] = {}
         self.ended: set[str] = set()
 
-    def ticket(self, name: str, prompt: list[int], *, skip: int = 0, seed: int = 1, timeout_s=None, **params) -> None:
-        ticket = RemotePrefillRequest(
+    def add_remote_prefill(
+        self, name: str, prompt: list[int], *, skip: int = 0, seed: int = 1, timeout_s=None, **params
+    ) -> None:
+        prefill_request = RemotePrefillRequest(
             handoff_id=name,
             request_id=f"request of {name}",
             attempt=1,
@@ -113,10 +119,10 @@ class PrefillHarness(Harness):
             decode=Peer("decode", "", 1),
             timeout_s=timeout_s,
         )
-        request = self.scheduler.add_ticket(ticket, now=0.0)
-        if ticket.params.structured_outputs is not None:
+        request = self.scheduler.add_remote_prefill(prefill_request, now=0.0)
+        if prefill_request.params.structured_outputs is not None:
             self.scheduler.compiled(request, FakeGrammar())
-        self.tickets[name] = ticket
+        self.prefill_requests[name] = prefill_request
 
     def commit(self) -> None:
         super().commit()
@@ -132,7 +138,7 @@ class PrefillHarness(Harness):
         self.read()
 
     def close(self, name: str, reason: str = "released") -> None:
-        del self.tickets[name]
+        del self.prefill_requests[name]
         (event,) = self.scheduler.handle(Closed(name, reason), now=0.0)
         assert event.delta.finish_reason == ("length" if reason == "released" else "abort")
         self.ended.add(event.delta.request_id)
@@ -142,25 +148,27 @@ class PrefillHarness(Harness):
         self.close(next(iter(self.scheduler.handoffs.leased)))
 
     def read(self) -> None:
-        for action in self.scheduler.handoffs.outbox:
+        for action in self.scheduler.handoffs.actions:
             match action:
                 case Report(handoff_id, upto, blocks):
                     before = self.reports.get(handoff_id)
                     assert before is None or (before.upto <= upto and before.blocks == blocks[: len(before.blocks)])
                     self.reports[handoff_id] = action
                 case Finish(handoff_id, first):
-                    ticket = self.tickets[handoff_id]
-                    assert first.token == first_token(ticket)
-                    assert self.reports[handoff_id].upto == len(ticket.token_ids)
+                    prefill_request = self.prefill_requests[handoff_id]
+                    assert first.token == first_token(prefill_request)
+                    assert self.reports[handoff_id].upto == len(prefill_request.token_ids)
                     self.firsts[handoff_id] = first
-                case Refuse(ticket, reason):
-                    self.refused[ticket.handoff_id] = reason
+                case Refuse(prefill_request, reason):
+                    self.refused[prefill_request.handoff_id] = reason
                 case _:
                     raise AssertionError(action)
-        self.scheduler.handoffs.outbox.clear()
+        self.scheduler.handoffs.actions.clear()
         size = self.config.block_size
-        for name in self.reports.keys() & self.tickets.keys():
-            report, ticket = self.reports[name], self.tickets[name]
-            for position in range(ticket.skip, report.upto):
-                place = report.blocks[(position - ticket.skip) // size] * size + position % size
-                assert self.runner.kv[place] == tuple(ticket.token_ids[: position + 1]), "other KV would be read"
+        for name in self.reports.keys() & self.prefill_requests.keys():
+            report, prefill_request = self.reports[name], self.prefill_requests[name]
+            for position in range(prefill_request.skip, report.upto):
+                place = report.blocks[(position - prefill_request.skip) // size] * size + position % size
+                assert self.runner.kv[place] == tuple(prefill_request.token_ids[: position + 1]), (
+                    "other KV would be read"
+                )

@@ -46,7 +46,7 @@ class Cluster:
             raise PromptTooLong(trace.longest, spec.max_model_len - 1)
         self.spec, self.trace, self.results = spec, trace, Results(trace)
         self._loop, self._fast_forward = EventLoop(), 0 if spec.contention else fast_forward
-        self._placings: list[RemotePrefillPolicy] = []
+        self._policies: list[RemotePrefillPolicy] = []
         self.pools: dict[Role, Pool] = {"decode": Pool("decode", spec.decode, self._decode_replica, spec.seed)}
         self.handoffs: HandoffTraffic | None = None
         if spec.prefill is not None:
@@ -141,10 +141,10 @@ class Cluster:
         if self.spec.prefill is None:
             return self._replica(name, "decode", self.spec.decode, None, StepTimes() if self.spec.scaling else None)
         times = StepTimes()
-        placing = RemotePrefillPolicy(HandoffConfig(role="decode", policy=self.spec.handoff), times.by_tokens)
-        self._placings.append(placing)
-        party = Peer(name, name, len(self._placings))
-        return self._replica(name, "decode", self.spec.decode, HandoffManager(placing, party), times)
+        policy = RemotePrefillPolicy(HandoffConfig(role="decode", policy=self.spec.handoff), times.by_tokens)
+        self._policies.append(policy)
+        peer = Peer(name, name, len(self._policies))
+        return self._replica(name, "decode", self.spec.decode, HandoffManager(policy, peer), times)
 
     def _prefill_replica(self, name: str) -> Replica:
         assert self.spec.prefill is not None
@@ -193,8 +193,8 @@ class Cluster:
             pool.forget_ended(now)
         if "prefill" in self.pools and self.spec.handoff == "auto":
             found = [self._prefill_state(replica) for replica in self.pools["prefill"].up.values()]
-            for placing in self._placings:
-                placing.replicas = found
+            for policy in self._policies:
+                policy.replicas = found
         if self.scaling is not None:
             self.scaling.poll(now)
             self._queue.window = self._decode.capacity

@@ -1,4 +1,4 @@
-"""KV on its way from prefill to decode replicas. The schedulers' ledgers say what is to be done; here it takes time.
+"""KV on its way from prefill to decode replicas: the schedulers say what is to be done, and here it takes time.
 
 Nothing is lost and nobody dies here, so leases and heartbeats (engine/kv_transfer/protocol/) are left out, but for the
 time that their messages take. Reading begins with the first chunk, while prefill computes the next, as it really does.
@@ -24,7 +24,7 @@ from engine.wire.remote_prefill import RemotePrefillRequest
 class _Handoff:
     """sent: tokens of the prompt whose KV is on its way or there; read_at: when the last of them is there."""
 
-    ticket: RemotePrefillRequest
+    prefill_request: RemotePrefillRequest
     decode: Replica
     prefill: Replica
     sent: int
@@ -32,7 +32,7 @@ class _Handoff:
 
 
 class HandoffTraffic:
-    """after: is told of a replica to which something has happened. on_way: tickets and last messages of handoffs."""
+    """after: is told of a replica to which something has happened. on_way: prefill requests and last messages."""
 
     def __init__(self, network: Network, kv_bytes: float, loop: EventLoop, prefill: Pool, after: Callable[..., None]):
         self._network, self._kv_bytes, self._loop, self._pool, self._after = network, kv_bytes, loop, prefill, after
@@ -45,9 +45,9 @@ class HandoffTraffic:
         """What the replica's scheduler wants done."""
         for action in actions:
             match action:
-                case Open(ticket):
+                case Open(prefill_request):
                     self.on_way += 1
-                    self._loop.at(now + self._network.call_s, self._bring, ticket, replica)
+                    self._loop.at(now + self._network.call_s, self._bring, prefill_request, replica)
                 case Report(handoff_id, upto):
                     self._send(self._live[handoff_id], upto, now)
                 case Finish(handoff_id):
@@ -61,17 +61,20 @@ class HandoffTraffic:
             count=self.count, gigabytes=self.bytes / 1e9, link_busy=self.link_s / (senders * max(duration_s, 1e-9))
         )
 
-    def _bring(self, ticket: RemotePrefillRequest, decode: Replica) -> None:
+    def _bring(self, prefill_request: RemotePrefillRequest, decode: Replica) -> None:
         self.on_way -= 1
-        prefill = self._pool.choose(ticket.handoff_id, ticket.token_ids)
+        prefill = self._pool.choose(prefill_request.handoff_id, prefill_request.token_ids)
         try:
             # before the prefill engine has it, since it may be started at once and be reported on
-            self._live[ticket.handoff_id] = _Handoff(ticket, decode, prefill, ticket.skip)
-            prefill.add_ticket(ticket, self._loop.now)
+            self._live[prefill_request.handoff_id] = _Handoff(prefill_request, decode, prefill, prefill_request.skip)
+            prefill.add_remote_prefill(prefill_request, self._loop.now)
         except ServingError as error:  # Overloaded: decode computes it itself
-            del self._live[ticket.handoff_id]
-            self._pool.ended(ticket.handoff_id)
-            decode.tell(Failed(ticket.handoff_id, "ticket_failed", ticket.skip, False, str(error)), self._loop.now)
+            del self._live[prefill_request.handoff_id]
+            self._pool.ended(prefill_request.handoff_id)
+            decode.tell(
+                Failed(prefill_request.handoff_id, "remote_prefill_failed", prefill_request.skip, False, str(error)),
+                self._loop.now,
+            )
             self._after(decode)
             return
         self.count += 1

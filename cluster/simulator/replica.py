@@ -81,10 +81,10 @@ class Replica:
         self._kv_events.admitted(message.request_id)
         self._came(now)
 
-    def add_ticket(self, ticket: RemotePrefillRequest, now: float) -> None:
+    def add_remote_prefill(self, prefill_request: RemotePrefillRequest, now: float) -> None:
         """Raises ServingError."""
-        self.scheduler.add_ticket(ticket, now)
-        self._kv_events.admitted(ticket.handoff_id)
+        self.scheduler.add_remote_prefill(prefill_request, now)
+        self._kv_events.admitted(prefill_request.handoff_id)
         self._came(now)
 
     def tell(self, event: HandoffEvent, now: float) -> None:
@@ -199,11 +199,11 @@ class Replica:
             self._kv_events.prefilled(event)
             if event.delta.finish_reason is not None:
                 self._kv_events.finished(event.request.request_id)
-                if event.request.ticket is None:
+                if event.request.prefill_request is None:
                     self.ended.append(event.request)
 
     def _act(self, now: float) -> None:
-        if (outbox := self.scheduler.handoffs.outbox) and self._forward is not None:
-            actions = list(outbox)
-            outbox.clear()
+        if (queue := self.scheduler.handoffs.actions) and self._forward is not None:
+            actions = list(queue)
+            queue.clear()
             self._forward(actions, now)

@@ -31,7 +31,7 @@ def handoff_metrics(engines: Sequence[tuple[list[str], EngineStatus]]) -> Iterat
     read = CounterMetricFamily("manta_handoff_bytes", "KV read from other engines.", labels=[*LABELS, "transport"])
     overlap = GaugeMetricFamily("manta_handoff_overlap_ratio", "Share of bytes read while computing.", labels=LABELS)
     live = GaugeMetricFamily("manta_handoffs_live", "Handoffs under way.", labels=LABELS)
-    resting = GaugeMetricFamily("manta_handoff_resting_peers", "Engines whose link has failed.", labels=LABELS)
+    quarantined = GaugeMetricFamily("manta_handoff_resting_peers", "Engines whose link has failed.", labels=LABELS)
     for labels, stats in handing:
         for result, reasons in stats.results.items():
             for reason, count in reasons.items():
@@ -43,8 +43,8 @@ def handoff_metrics(engines: Sequence[tuple[list[str], EngineStatus]]) -> Iterat
         if total := sum(stats.bytes_read.values()):
             overlap.add_metric(labels, stats.bytes_overlapped / total)
         live.add_metric(labels, stats.live)
-        resting.add_metric(labels, len(stats.resting))
-    yield from (results, phases, read, overlap, live, resting)
+        quarantined.add_metric(labels, len(stats.quarantined))
+    yield from (results, phases, read, overlap, live, quarantined)
     for name, (text, field) in COUNTERS.items():
         counter = CounterMetricFamily(name, text, labels=LABELS)
         for labels, stats in handing:

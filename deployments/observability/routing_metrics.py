@@ -17,7 +17,9 @@ TOKENS = {
 
 def routing_metrics(routers: Iterable[tuple[Mapping[str, str], RoutingStats]]) -> Iterator[Metric]:
     """routers: labels of each, and what it counted. The labels differ: some are in ingresses, others in replicas."""
-    routed = CounterMetricFamily("manta_routed_requests", "Sequences and tickets by why they went to their engine.")
+    routed = CounterMetricFamily(
+        "manta_routed_requests", "Sequences and prefill requests by why they went to their engine."
+    )
     tokens = {field: CounterMetricFamily(name, text) for name, (text, field) in TOKENS.items()}
     for labels, stats in routers:
         for reason, count in stats.routed.items():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from deployments.frontend.admission import Admission
     from engine.wire.messages import EngineStatus
 
-SPILLS = ("saturated", "no_prefill_replica", "resting")  # reasons of engine/core/remote_prefill_policy.py
+SPILLS = ("saturated", "no_prefill_replica", "quarantined")  # reasons of engine/core/remote_prefill_policy.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

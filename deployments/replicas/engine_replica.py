@@ -49,7 +49,7 @@ class EngineReplica:
         prefill: where the engine may have prompts computed.
         """
         self._stall_timeout_s = stall_timeout_s
-        self._tickets = None if prefill is None else PrefillDispatcher(prefill, self._send)
+        self._dispatcher = None if prefill is None else PrefillDispatcher(prefill, self._send)
         self._calls: dict[str, asyncio.Future[None]] = {}
         self._questions: dict[int, asyncio.Future[EngineRequestLog]] = {}
         self._num_questions = 0
@@ -70,14 +70,14 @@ class EngineReplica:
     async def run(self) -> None:
         """Take in statuses until cancelled, then close the sockets."""
         decode = msgspec.msgpack.Decoder(Notice).decode
-        if self._tickets is not None:
-            self._tickets.start(self.status)
+        if self._dispatcher is not None:
+            self._dispatcher.start(self.status)
         try:
             while True:
                 self._handle(decode(await self._statuses.recv()))
         finally:
-            if self._tickets is not None:
-                self._tickets.close()
+            if self._dispatcher is not None:
+                self._dispatcher.close()
             self._commands.close(linger=0)  # of a shadow context, which `destroy` does not know
             self._context.destroy(linger=0)
 
@@ -88,13 +88,13 @@ class EngineReplica:
         """
         await self._until_ended(request.request_id, Add(request), Abort(request.request_id), request.timeout_s)
 
-    async def prefill(self, ticket: RemotePrefillRequest) -> None:
+    async def prefill(self, prefill_request: RemotePrefillRequest) -> None:
         """Returns when the handoff is over in the engine, however it ended; the decode engine hears of it by itself.
 
-        When cancelled, the engine drops the ticket at once. Raises EngineUnavailable if the engine breaks.
+        When cancelled, the engine drops the prefill request at once. Raises EngineUnavailable if the engine breaks.
         """
-        name = ticket.handoff_id
-        await self._until_ended(name, Prefill(ticket), CancelPrefill(name), ticket.timeout_s)
+        name = prefill_request.handoff_id
+        await self._until_ended(name, Prefill(prefill_request), CancelPrefill(name), prefill_request.timeout_s)
 
     async def _until_ended(self, name: str, start: Command, end: Command, timeout_s: float | None) -> None:
         if self._broken is not None:
@@ -135,8 +135,8 @@ class EngineReplica:
     def fail(self, reason: str) -> None:
         """The engine is gone: end all open calls with EngineUnavailable, and refuse new ones."""
         self._broken = reason
-        if self._tickets is not None:
-            self._tickets.close()
+        if self._dispatcher is not None:
+            self._dispatcher.close()
         for ended in self._calls.values():
             if not ended.done():
                 ended.set_exception(EngineUnavailable(reason))
@@ -169,7 +169,7 @@ class EngineReplica:
         self.check_health()
         if self._status is None:
             raise EngineUnavailable("the engine has just started")
-        routing = None if self._tickets is None else self._tickets.taker.routing
+        routing = None if self._dispatcher is None else self._dispatcher.pool.routing
         return ReplicaStatus.of(self._status, routing)
 
     def _handle(self, notice: Notice) -> None:
@@ -180,12 +180,12 @@ class EngineReplica:
                 told = self._questions.get(question)
                 if told is not None and not told.done():  # it may have been given up
                     told.set_result(notice)
-            case DispatchPrefill(ticket):
-                assert self._tickets is not None, "the engine has no prefill pool"
-                self._tickets.bring(ticket)
+            case DispatchPrefill(prefill_request):
+                assert self._dispatcher is not None, "the engine has no prefill pool"
+                self._dispatcher.dispatch(prefill_request)
             case CancelDispatch(handoff_id):
-                assert self._tickets is not None, "the engine has no prefill pool"
-                self._tickets.drop(handoff_id)
+                assert self._dispatcher is not None, "the engine has no prefill pool"
+                self._dispatcher.cancel(handoff_id)
 
     def _update(self, status: EngineStatus) -> None:
         self._status, self._status_at = status, time.monotonic()

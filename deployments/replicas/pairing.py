@@ -18,7 +18,7 @@ from engine.wire.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.2
+POLL_INTERVAL_S = 0.2
 TEST_TOKENS = 4  # the first is sampled by prefill, all others need the KV
 TEST_TIMEOUT_S = 60.0
 TRIES = 3
@@ -51,7 +51,7 @@ async def _find(engine: EngineReplica, pool: PrefillPool) -> EngineStatus | None
         try:
             own = engine.status()
         except EngineUnavailable:  # it has just started
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             continue
         found = await pool.statuses()
         fitting = [status for status in found if status.fingerprint == own.fingerprint]
@@ -61,7 +61,7 @@ async def _find(engine: EngineReplica, pool: PrefillPool) -> EngineStatus | None
             raise StartupError(mismatch(own, found[0]))
         if not found and state == "down":
             return None
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
 
 
 def mismatch(decode: EngineStatus, prefill: EngineStatus) -> str:

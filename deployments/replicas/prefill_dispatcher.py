@@ -1,4 +1,4 @@
-"""Where a decode engine's prefill tickets go. Knows no Ray."""
+"""Where a decode engine's prefill requests go. Knows no Ray."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ logger = logging.getLogger(__name__)
 # deploying: replicas of the newest configuration are still to come; up: some replica runs
 PoolState = Literal["deploying", "up", "down"]
 
-LOOK_S = 1.0  # how often the prefill engines are asked how they are
+POLL_INTERVAL_S = 1.0  # how often the prefill engines are asked how they are
 
 
 class PrefillPool(Protocol):
     """The prefill replicas of one model.
 
-    routing: how tickets found their replicas.
+    routing: how prefill requests found their replicas.
     """
 
     routing: RoutingStats
 
-    async def prefill(self, ticket: RemotePrefillRequest, avoid: list[str]) -> None:
-        """Returns when the handoff is over in the engine that took it, however it ended. Cancelling it drops the ticket
+    async def prefill(self, prefill_request: RemotePrefillRequest, avoid: list[str]) -> None:
+        """Returns when the handoff is over in the engine that took it, however it ended. Cancelling it drops the prefill request
         there. avoid: ids of engines that should not get it, if there are others. Raises ServingError."""
 
     async def statuses(self) -> Sequence[EngineStatus]:
@@ -40,21 +40,21 @@ class PrefillPool(Protocol):
 
 
 class PrefillDispatcher:
-    """One call per ticket, open until its handoff is over: so a prefill replica that is to stop waits for it."""
+    """One call per prefill request, open until its handoff is over: so a prefill replica that is to stop waits for it."""
 
-    def __init__(self, taker: PrefillPool, send: Callable[[Command], None]):
+    def __init__(self, pool: PrefillPool, send: Callable[[Command], None]):
         """send: to the decode engine."""
-        self.taker = taker
+        self.pool = pool
         self._send = send
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._avoid: list[str] = []
         self._alive: list[str] = []
         self._watching: asyncio.Task[None] | None = None
 
-    def bring(self, ticket: RemotePrefillRequest) -> None:
-        self._calls[ticket.handoff_id] = asyncio.create_task(self._call(ticket))
+    def dispatch(self, prefill_request: RemotePrefillRequest) -> None:
+        self._calls[prefill_request.handoff_id] = asyncio.create_task(self._call(prefill_request))
 
-    def drop(self, handoff_id: str) -> None:
+    def cancel(self, handoff_id: str) -> None:
         """End the call, if it is still open."""
         if (call := self._calls.get(handoff_id)) is not None:
             call.cancel()
@@ -69,30 +69,30 @@ class PrefillDispatcher:
             if task is not None:
                 task.cancel()
 
-    async def _call(self, ticket: RemotePrefillRequest) -> None:
+    async def _call(self, prefill_request: RemotePrefillRequest) -> None:
         try:
-            await self.taker.prefill(ticket, self._avoid)
+            await self.pool.prefill(prefill_request, self._avoid)
         except ServingError as error:
-            logger.warning("prefill ticket failed handoff_id=%s request_id=%s attempt=%d: %s",
-                           ticket.handoff_id, ticket.request_id, ticket.attempt, error)  # fmt: skip
+            logger.warning("prefill request failed handoff_id=%s request_id=%s attempt=%d: %s",
+                           prefill_request.handoff_id, prefill_request.request_id, prefill_request.attempt, error)  # fmt: skip
             retry = error.retryable and not isinstance(error, Overloaded)  # then all replicas are full
-            self._send(RemotePrefillFailed(ticket.handoff_id, str(error), retry))
+            self._send(RemotePrefillFailed(prefill_request.handoff_id, str(error), retry))
         finally:
-            del self._calls[ticket.handoff_id]
+            del self._calls[prefill_request.handoff_id]
 
     async def _watch(self, own: Callable[[], EngineStatus]) -> None:
         while True:
-            await self._look(own)
-            await asyncio.sleep(LOOK_S)
+            await self._poll(own)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _look(self, own: Callable[[], EngineStatus]) -> None:
+    async def _poll(self, own: Callable[[], EngineStatus]) -> None:
         try:
             status = own()
         except EngineUnavailable:
             return  # it takes nothing in, and is about to be replaced
-        found = await self.taker.statuses()
+        found = await self.pool.statuses()
         others = [other.engine_id for other in found if other.fingerprint != status.fingerprint]
-        self._avoid = [*others, *(status.handoffs.resting if status.handoffs else [])]
+        self._avoid = [*others, *(status.handoffs.quarantined if status.handoffs else [])]
         fitting = [PrefillReplica.of(other) for other in found if other.engine_id not in others]
         self._send(PrefillReplicas(fitting))
         alive = sorted(replica.engine_id for replica in fitting)

@@ -11,7 +11,7 @@ from engine.wire.messages import EngineStatus
 class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__struct_config__.tag):
     """Its engine's newest status, and what the engine knows nothing of.
 
-    prefill_routing: how its prefill tickets found their engines; None if it sends none.
+    prefill_routing: how its prefill requests found their engines; None if it sends none.
 
     The tag is that of an EngineStatus, so that each of the two can be read as the other.
     """

@@ -80,14 +80,14 @@ class ServePrefillPool:
     """Replicas of a `Prefill` deployment; a PrefillPool."""
 
     def __init__(self, handle: DeploymentHandle, block_size: int | None = None):
-        """block_size: as for ServePool; needed to send tickets only."""
+        """block_size: as for ServePool; needed to send prefill requests only."""
         self.routing = RoutingStats()
         self.handle, self._prompts = handle, PromptDigester(block_size)
 
-    async def prefill(self, ticket: RemotePrefillRequest, avoid: list[str]) -> None:
-        prompt = self._prompts.digest(ticket.handoff_id, ticket.token_ids, ticket.cache_salt)
+    async def prefill(self, prefill_request: RemotePrefillRequest, avoid: list[str]) -> None:
+        prompt = self._prompts.digest(prefill_request.handoff_id, prefill_request.token_ids, prefill_request.cache_salt)
         call = RoutingContext(prompt, self.routing, avoid=avoid)
-        await _answer(self.handle.prefill.remote(msgspec.msgpack.encode(ticket), call), call)
+        await _answer(self.handle.prefill.remote(msgspec.msgpack.encode(prefill_request), call), call)
 
     async def statuses(self) -> list[ReplicaStatus]:
         return await _statuses(self.handle)

@@ -74,9 +74,9 @@ class EngineCore:
             self.model_config = ModelConfig.from_folder(folder, config.quantization)
             self.runner = ModelRunner(config, self.model_config, folder, self._group)
             if config.handoff is not None:
-                from engine.kv_transfer.transport.ranks import start_agent
+                from engine.kv_transfer.transport.ranks import start_kv_worker
 
-                agent, ranks = start_agent(
+                kv_worker, ranks = start_kv_worker(
                     config.handoff, self.runner.kv_cache, self.model_config.num_kv_heads, self._group, host
                 )
             self._lockstep: PlanBroadcaster | None = None
@@ -92,7 +92,7 @@ class EngineCore:
 
             self.handoffs = HandoffEndpoint(
                 config.handoff,
-                agent,
+                kv_worker,
                 ranks,
                 engine_id=engine_id,
                 host=host,
@@ -111,7 +111,7 @@ class EngineCore:
             max_model_len=self.max_model_len,
             vocab_size=self.model_config.vocab_size,
             eos_token_ids=frozenset(self.model_config.eos_token_ids),
-            handoffs=self.handoffs.ledger if self.handoffs else None,
+            handoffs=self.handoffs.manager if self.handoffs else None,
             journal=self.journal,
         )
         self._grammars = GrammarCompiler(folder, self.model_config.vocab_size, self.scheduler.eos_token_ids)
@@ -133,19 +133,19 @@ class EngineCore:
         now = time.monotonic()
         self._took(self.scheduler.add(message, now), now)
 
-    def prefill(self, ticket: RemotePrefillRequest) -> bool:
+    def prefill(self, prefill_request: RemotePrefillRequest) -> bool:
         """Compute a prompt for another engine. False if it is refused, which that engine is told."""
         assert self.handoffs is not None
-        if self.scheduler.is_live(ticket.handoff_id):
-            return True  # the ticket came twice
+        if self.scheduler.is_live(prefill_request.handoff_id):
+            return True  # the prefill request came twice
         now = time.monotonic()
         try:
-            self.handoffs.check(ticket)
-            request = self.scheduler.add_ticket(ticket, now)
+            self.handoffs.check(prefill_request)
+            request = self.scheduler.add_remote_prefill(prefill_request, now)
         except ServingError as error:
-            self.handoffs.refuse(ticket, str(error))
+            self.handoffs.refuse(prefill_request, str(error))
             return False
-        self.handoffs.accept(ticket)
+        self.handoffs.accept(prefill_request)
         self._took(request, now)
         return True
 
@@ -295,7 +295,9 @@ class EngineCore:
             if request.state not in (State.FINISHED, State.LEASED):
                 error = RequestTimeout(request.request_id, when - request.arrived_at)
                 event = self.scheduler.abort(request.request_id, now, error)
-                assert event is not None or request.ticket is not None, "a request that is not finished is live"
+                assert event is not None or request.prefill_request is not None, (
+                    "a request that is not finished is live"
+                )
                 events += [event] if event else []
         return events
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.core.remote_prefill_policy import Decision, Load, Prompt, RemotePrefillPolicy
+from engine.core.remote_prefill_policy import LocalLoad, PendingPrompt, PrefillDecision, RemotePrefillPolicy
 from engine.core.request import Request
 from engine.kv_transfer.protocol.events import Received
 from engine.kv_transfer.protocol.messages import FirstToken
@@ -14,9 +14,9 @@ from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """blocks: the KV of the ticket's tokens from `skip` on is to come there."""
+    """blocks: the KV of the prefill request's tokens from `skip` on is to come there."""
 
-    ticket: RemotePrefillRequest
+    prefill_request: RemotePrefillRequest
     blocks: list[int]
 
 
@@ -29,7 +29,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """It has failed: the call that carries its ticket need not go on."""
+    """It has failed: the call that carries its prefill request need not go on."""
 
     handoff_id: str
 
@@ -51,7 +51,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    ticket: RemotePrefillRequest
+    prefill_request: RemotePrefillRequest
     reason: str
 
 
@@ -66,15 +66,15 @@ class HandoffManager:
     receiving: by handoff id, requests whose KV another engine computes. Their blocks must not be touched until it is
         over, even if the request itself has ended.
     leased: by handoff id, prompts that were computed for others, and whose blocks may still be read.
-    outbox: what the channel has to do next, oldest first; the caller empties it.
+    actions: what the channel has to do next, oldest first; the caller empties it.
     """
 
-    def __init__(self, placing: RemotePrefillPolicy | None = None, party: Peer | None = None, fingerprint: str = ""):
-        """placing: of an engine that may have its prompts computed by others; `party` is then this engine."""
-        self._placing, self._party, self._fingerprint = placing, party, fingerprint
+    def __init__(self, policy: RemotePrefillPolicy | None = None, peer: Peer | None = None, fingerprint: str = ""):
+        """policy: of an engine that may have its prompts computed by others; `peer` is then this engine."""
+        self._policy, self._peer, self._fingerprint = policy, peer, fingerprint
         self.receiving: dict[str, Request] = {}
         self.leased: dict[str, Request] = {}
-        self.outbox: list[HandoffAction] = []
+        self.actions: list[HandoffAction] = []
         self._opened_at: dict[str, float] = {}
         self._count = 0
 
@@ -83,58 +83,58 @@ class HandoffManager:
     @property
     def decides(self) -> bool:
         """Whether there is a choice."""
-        return self._placing is not None
+        return self._policy is not None
 
-    def decide(self, request: Request, cached: int, running: list[Request]) -> Decision:
+    def decide(self, request: Request, cached: int, running: list[Request]) -> PrefillDecision:
         """Where the prompt of a waiting request should be computed. cached: leading tokens that are here."""
-        if self._placing is None or request.ticket is not None:
-            return Decision(False, "")
-        load = Load(
+        if self._policy is None or request.prefill_request is not None:
+            return PrefillDecision(False, "")
+        load = LocalLoad(
             queued=sum(r.queued_tokens for r in running),
             receiving=sum(len(r.tokens) for r in self.receiving.values()),
             decoding=sum(r.pending <= 1 for r in running),
         )
         local_only = self._local_only(request)
         if request.prefill == "remote" and not local_only:
-            return Decision(True, ASKED)
-        return self._placing.decide(Prompt(len(request.tokens), cached, local_only), load)
+            return PrefillDecision(True, ASKED)
+        return self._policy.decide(PendingPrompt(len(request.tokens), cached, local_only), load)
 
     def gives_up(self, request: Request) -> bool:
         """Whether a handoff of this request has failed for good, and its prompt must not be computed here."""
         return request.prefill == "remote" and bool(self._local_only(request))
 
     def _local_only(self, request: Request) -> str:
-        assert self._placing is not None
+        assert self._policy is not None
         if request.first_token_at is not None or request.num_preemptions:
             return RESUMED
         if request.prompt_logprobs is not None:
             return "prompt_logprobs"
         if request.prefill == "local":
             return ASKED
-        if request.handoffs >= self._placing.config.max_attempts:
+        if request.handoffs >= self._policy.config.max_attempts:
             return "attempts"
         return "failed" if request.stays else ""
 
-    def count(self, decision: Decision) -> None:
+    def count(self, decision: PrefillDecision) -> None:
         """It is carried out."""
-        if self._placing is not None and decision.reason not in ("", RESUMED):
-            self._placing.count(decision)
+        if self._policy is not None and decision.reason not in ("", RESUMED):
+            self._policy.count(decision)
 
     def decisions(self) -> dict[str, dict[str, int]]:
         """How often prompts were computed where, and why."""
         found: dict[str, dict[str, int]] = {}
-        if self._placing is not None:
-            for (where, reason), count in self._placing.decisions.items():
+        if self._policy is not None:
+            for (where, reason), count in self._policy.decisions.items():
                 found.setdefault(where, {})[reason] = count
         return found
 
     def open(self, request: Request, cached: int, now: float, block_size: int) -> None:
         """The request holds all blocks that its prompt needs; the first `cached` tokens are there already."""
-        assert self._party is not None
+        assert self._peer is not None
         self._count += 1
         request.handoffs += 1
-        ticket = RemotePrefillRequest(
-            handoff_id=f"{request.request_id}/{self._party.epoch:x}.{self._count}",
+        prefill_request = RemotePrefillRequest(
+            handoff_id=f"{request.request_id}/{self._peer.epoch:x}.{self._count}",
             request_id=request.request_id,
             attempt=request.handoffs,
             token_ids=list(request.tokens),
@@ -144,31 +144,31 @@ class HandoffManager:
             cache_salt=request.cache_salt,
             skip=cached,
             fingerprint=self._fingerprint,
-            decode=self._party,
+            decode=self._peer,
             timeout_s=None if request.deadline_at is None else max(0.0, request.deadline_at - now),
         )
-        request.handoff_id = ticket.handoff_id
-        self.receiving[ticket.handoff_id] = request
-        self._opened_at[ticket.handoff_id] = now
+        request.handoff_id = prefill_request.handoff_id
+        self.receiving[prefill_request.handoff_id] = request
+        self._opened_at[prefill_request.handoff_id] = now
         stop = -(-len(request.tokens) // block_size)
-        self.outbox.append(Open(ticket, request.blocks[cached // block_size : stop]))
+        self.actions.append(Open(prefill_request, request.blocks[cached // block_size : stop]))
 
     def cancel(self, request: Request) -> None:
         """The request has ended; it stays in `receiving` until nothing writes into its blocks any more."""
-        self.outbox.append(Cancel(request.handoff_id))
+        self.actions.append(Cancel(request.handoff_id))
 
     def received(self, event: Received, now: float) -> Request:
         request = self.receiving.pop(event.handoff_id)
-        assert self._placing is not None
-        prompt = Prompt(len(request.tokens), request.num_cached)
-        self._placing.received(prompt, event.first.cached, now - self._opened_at.pop(event.handoff_id))
+        assert self._policy is not None
+        prompt = PendingPrompt(len(request.tokens), request.num_cached)
+        self._policy.received(prompt, event.first.cached, now - self._opened_at.pop(event.handoff_id))
         return request
 
     def failed(self, handoff_id: str, retry: bool) -> Request:
         request = self.receiving.pop(handoff_id)
         del self._opened_at[handoff_id]
         request.stays = not retry
-        self.outbox.append(Forget(handoff_id))
+        self.actions.append(Forget(handoff_id))
         return request
 
     # -- the prompt of another engine, computed here -------------------------------------------------------
@@ -179,18 +179,18 @@ class HandoffManager:
         A block that is not full may still be exchanged for another of the same content when it is published, so only
         the one at the very end of the prompt, which never is, is told of.
         """
-        ticket = request.ticket
-        assert ticket is not None
+        prefill_request = request.prefill_request
+        assert prefill_request is not None
         upto = computed if computed == len(request.tokens) else computed // block_size * block_size
-        if upto > ticket.skip:
-            blocks = request.blocks[ticket.skip // block_size : -(-upto // block_size)]
-            self.outbox.append(Report(ticket.handoff_id, upto, blocks))
+        if upto > prefill_request.skip:
+            blocks = request.blocks[prefill_request.skip // block_size : -(-upto // block_size)]
+            self.actions.append(Report(prefill_request.handoff_id, upto, blocks))
 
     def finish(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> None:
-        assert request.ticket is not None
+        assert request.prefill_request is not None
         first = FirstToken(token, logprob, request.last_hash(block_size), request.num_cached)
-        self.outbox.append(Finish(request.ticket.handoff_id, first))
+        self.actions.append(Finish(request.prefill_request.handoff_id, first))
 
     def refuse(self, request: Request, reason: str) -> None:
-        assert request.ticket is not None
-        self.outbox.append(Refuse(request.ticket, reason))
+        assert request.prefill_request is not None
+        self.actions.append(Refuse(request.prefill_request, reason))

@@ -45,7 +45,7 @@ class KVEventPublisher:
         self._subscribers[command.address] = _Subscriber(now + SUBSCRIPTION_S, synced)
 
     def admitted(self, request_id: str) -> None:
-        """A request or a ticket has come; it may be refused yet."""
+        """A request or a prefill request has come; it may be refused yet."""
         if self._subscribers:
             self._admitted.append(request_id)
             self._prefilling.add(request_id)

@@ -18,13 +18,13 @@ SWITCH_GAIN = 0.1  # the other place has to be better by this share, or the choi
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class PrefillDecision:
     remote: bool
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PendingPrompt:
     """What is known of a prompt when it is its turn. cached: leading tokens that this engine has. local_only: why it
     can only be computed here; empty if it may go."""
 
@@ -34,7 +34,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LocalLoad:
     """Of this engine. queued: prompt tokens of others that come first. receiving: prompt tokens that other engines are
     computing for it. decoding: requests that a prompt computed here would hold up."""
 
@@ -50,36 +50,38 @@ class RemotePrefillPolicy:
     there: queue + compute + the transfer as far as it does not hide behind the computing (learned from every handoff)
     """
 
-    def __init__(self, config: HandoffConfig, step_cost: StepCost, resting: Callable[[], Collection[str]] = lambda: ()):
-        """resting: ids of engines that should get no tickets for now."""
+    def __init__(
+        self, config: HandoffConfig, step_cost: StepCost, quarantined: Callable[[], Collection[str]] = lambda: ()
+    ):
+        """quarantined: ids of engines that should get no prefill requests for now."""
         self.config = config
         self.step_cost = step_cost
-        self._resting = resting
+        self._quarantined = quarantined
         self.link_cost = LinearCost(LINK_MEMORY, LINK_PRIOR_S)
         self.replicas: list[PrefillReplica] | None = None  # None: nothing was heard yet
         self.decisions: Counter[tuple[str, str]] = Counter()
         self._last_remote = True
         self._hit_share = 0.0  # of a prompt's tokens, as far as prefill engines had them cached of late
 
-    def decide(self, prompt: Prompt, load: Load) -> Decision:
+    def decide(self, prompt: PendingPrompt, load: LocalLoad) -> PrefillDecision:
         """Has no effect; tell `count` when it is carried out."""
         if prompt.local_only:
-            return Decision(False, prompt.local_only)
+            return PrefillDecision(False, prompt.local_only)
         if self.config.policy == "never":
-            return Decision(False, "policy")
-        resting = self._resting()
-        there = None if self.replicas is None else [r for r in self.replicas if r.engine_id not in resting]
+            return PrefillDecision(False, "policy")
+        quarantined = self._quarantined()
+        there = None if self.replicas is None else [r for r in self.replicas if r.engine_id not in quarantined]
         if not there and (there is not None or self.config.policy != "always"):
-            return Decision(False, "resting" if self.replicas else "no_prefill_replica")
+            return PrefillDecision(False, "quarantined" if self.replicas else "no_prefill_replica")
         if self.config.policy == "always" or there is None:
-            return Decision(True, "policy")
+            return PrefillDecision(True, "policy")
         if prompt.tokens < MIN_TOKENS:
-            return Decision(False, "short_prompt")
+            return PrefillDecision(False, "short_prompt")
         if prompt.tokens - prompt.cached < MIN_TOKENS:
-            return Decision(False, "cached")
+            return PrefillDecision(False, "cached")
         return self._weigh(prompt, load, there)
 
-    def _weigh(self, prompt: Prompt, load: Load, there: list[PrefillReplica]) -> Decision:
+    def _weigh(self, prompt: PendingPrompt, load: LocalLoad, there: list[PrefillReplica]) -> PrefillDecision:
         missing = prompt.tokens - prompt.cached
         fixed, per_token = self.step_cost.parts
         here_s = fixed + per_token * (load.queued + missing * (1 + load.decoding))
@@ -88,21 +90,25 @@ class RemotePrefillPolicy:
         rate, start_s = sum(rates) / len(rates), max(r.seconds_per_step for r in there) or fixed
         queue_s = queued * rate
         if queue_s > here_s:
-            return Decision(False, "saturated")
+            return PrefillDecision(False, "saturated")
         compute_s = start_s + rate * prompt.tokens * (1 - self._hit_share)
         there_s = queue_s + compute_s + self.link_cost.of(missing)
         gain = 1 + SWITCH_GAIN if self._last_remote else 1 - SWITCH_GAIN
-        return Decision(True, "cheaper_remote") if there_s < here_s * gain else Decision(False, "cheaper_local")
+        return (
+            PrefillDecision(True, "cheaper_remote")
+            if there_s < here_s * gain
+            else PrefillDecision(False, "cheaper_local")
+        )
 
-    def count(self, decision: Decision) -> None:
+    def count(self, decision: PrefillDecision) -> None:
         self.decisions["remote" if decision.remote else "local", decision.reason] += 1
         if decision.reason in ("cheaper_remote", "cheaper_local"):
             self._last_remote = decision.remote
         if decision.reason == "cheaper_local":
             self.link_cost.forget(FORGET)
 
-    def received(self, prompt: Prompt, cached_there: int, seconds: float) -> None:
-        """A handoff took `seconds` from the ticket to the first token here."""
+    def received(self, prompt: PendingPrompt, cached_there: int, seconds: float) -> None:
+        """A handoff took `seconds` from the prefill request to the first token here."""
         self._hit_share += 0.1 * (cached_there / prompt.tokens - self._hit_share)
         rates = [r.seconds_per_token for r in self.replicas or [] if r.seconds_per_token]
         computed_s = (prompt.tokens - cached_there) * (min(rates) if rates else self.step_cost.parts[1])

@@ -58,7 +58,7 @@ class Request:
 
     prefill: where the client wants its prompt computed, as in GenerateRequest.
     handoff_id, handoffs: the newest handoff of its prompt to another engine, and how many there were; stays: no more.
-    ticket: what it is computed for, if that is another engine.
+    prefill_request: what it is computed for, if that is another engine.
     """
 
     request_id: str
@@ -91,7 +91,7 @@ class Request:
     handoff_id: str = ""
     handoffs: int = 0
     stays: bool = False
-    ticket: RemotePrefillRequest | None = None
+    prefill_request: RemotePrefillRequest | None = None
 
     @classmethod
     def create(cls, message: GenerateRequest, order: tuple[int, int], max_model_len: int, now: float) -> Request:
@@ -115,20 +115,20 @@ class Request:
         )
 
     @classmethod
-    def for_ticket(cls, ticket: RemotePrefillRequest, order: tuple[int, int], now: float) -> Request:
+    def for_remote_prefill(cls, prefill_request: RemotePrefillRequest, order: tuple[int, int], now: float) -> Request:
         """A prompt of another engine: one token is sampled, whatever it is."""
         return cls(
-            request_id=ticket.handoff_id,
-            tokens=list(ticket.token_ids),
-            num_prompt=ticket.num_prompt,
-            params=ticket.params,
-            max_tokens=len(ticket.token_ids) - ticket.num_prompt + 1,
-            seed=ticket.seed,
+            request_id=prefill_request.handoff_id,
+            tokens=list(prefill_request.token_ids),
+            num_prompt=prefill_request.num_prompt,
+            params=prefill_request.params,
+            max_tokens=len(prefill_request.token_ids) - prefill_request.num_prompt + 1,
+            seed=prefill_request.seed,
             order=order,
             arrived_at=now,
-            cache_salt=ticket.cache_salt,
-            deadline_at=None if ticket.timeout_s is None else now + ticket.timeout_s,
-            ticket=ticket,
+            cache_salt=prefill_request.cache_salt,
+            deadline_at=None if prefill_request.timeout_s is None else now + prefill_request.timeout_s,
+            prefill_request=prefill_request,
         )
 
     @property

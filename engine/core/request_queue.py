@@ -92,7 +92,7 @@ class Roster:
         del self._live[request.request_id]
         self.totals.finished[reason] += 1
         self.metrics.ended(request, reason, now)
-        if request.ticket is None:
+        if request.prefill_request is None:
             why = f" ({error})" if error else ""
             self._note(request, f"ended: {reason}{why}, {request.num_output} output tokens")
         logger.debug(
@@ -103,7 +103,9 @@ class Roster:
 
     def _note(self, request: Request, line: str) -> None:
         """For the journal, where what is computed for another engine stands under the request's id there."""
-        self._journal.add(request.request_id if request.ticket is None else request.ticket.request_id, line)
+        self._journal.add(
+            request.request_id if request.prefill_request is None else request.prefill_request.request_id, line
+        )
 
     def _count_scheduled(self, request: Request, cached: int, now: float) -> None:
         logger.debug("request scheduled request_id=%s cached_tokens=%d", request.request_id, cached)
@@ -127,7 +129,7 @@ class Roster:
 
     @property
     def live_ids(self) -> Iterable[str]:
-        """Of all requests and tickets that have not ended."""
+        """Of all requests and prefill requests that have not ended."""
         return self._live.keys()
 
     @property

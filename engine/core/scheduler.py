@@ -86,12 +86,12 @@ class Scheduler(Roster):
         priority = message.priority if self.config.scheduling_policy == "priority" else 0
         return self._take(Request.create(message, (priority, self._arrivals + 1), self.max_model_len, now))
 
-    def add_ticket(self, ticket: RemotePrefillRequest, now: float) -> Request:
+    def add_remote_prefill(self, prefill_request: RemotePrefillRequest, now: float) -> Request:
         """Take a prompt to be computed for another engine, or raise a ServingError and leave everything as it was."""
-        self._check_tokens(ticket.token_ids, ticket.num_prompt)
-        ticket.params.check_vocabulary(self.vocab_size)
+        self._check_tokens(prefill_request.token_ids, prefill_request.num_prompt)
+        prefill_request.params.check_vocabulary(self.vocab_size)
         self._check_room()
-        return self._take(Request.for_ticket(ticket, (0, self._arrivals + 1), now))
+        return self._take(Request.for_remote_prefill(prefill_request, (0, self._arrivals + 1), now))
 
     def _check_room(self) -> None:
         if self.num_waiting >= self.config.max_waiting:
@@ -144,7 +144,7 @@ class Scheduler(Roster):
         request = self._live.get(request_id)
         if request is None:
             return None
-        if request.ticket is not None:
+        if request.prefill_request is not None:
             if request.state is not State.LEASED:
                 self._retire(request)
             self.handoffs.refuse(request, "cancelled" if error is None else str(error))
@@ -225,7 +225,9 @@ class Scheduler(Roster):
             received = self.received
             # a spare block for everyone who will grow: to start a request only to preempt another would be work done
             # twice
-            growing = sum(r.ticket is None for r in self.running) + len(received) + len(self.handoffs.receiving)
+            growing = (
+                sum(r.prefill_request is None for r in self.running) + len(received) + len(self.handoffs.receiving)
+            )
             if self._tables.reserve(request, matched, tokens, spare=growing):
                 return True
             if not received or received[-1].order < request.order:
@@ -237,7 +239,7 @@ class Scheduler(Roster):
         self._run(request)
         self._draft.enter(request)
         self._tables.enter(request)
-        if request.ticket is not None:
+        if request.prefill_request is not None:
             self.handoffs.report(request, request.computed, self.pool.block_size)
 
     # -- blocks --------------------------------------------------------------------------------------------
@@ -255,7 +257,9 @@ class Scheduler(Roster):
         """Of the requests behind `request`, the cheapest to compute again, then the newest; rather one that only
         waits for a slot. Not one that is computed for another engine, which reads its blocks."""
         holders = [*self.running, *self.received]
-        behind = [r for r in holders if r.order > request.order and r.ticket is None and self.pool.private(r.blocks)]
+        behind = [
+            r for r in holders if r.order > request.order and r.prefill_request is None and self.pool.private(r.blocks)
+        ]
         waits = State.WAITING
         return max(behind, key=lambda r: (r.state is waits, -self.pool.private(r.blocks), r.order), default=request)
 
@@ -289,7 +293,7 @@ class Scheduler(Roster):
                 self._tables.publish(request, computed)
             self._collect_prompt_logprobs(request, plan.starts[i], result.prompt_logprobs[i])
             token = result.tokens[i]
-            if request.ticket is not None:
+            if request.prefill_request is not None:
                 self._report(request, computed, token, result.logprobs[i])
             elif token is not None:
                 events.append(self._append(request, token, result.logprobs[i], now))

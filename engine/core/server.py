@@ -47,8 +47,8 @@ class EngineServer:
     """Runs in the process of rank 0.
 
     Receives `Command`s on a PULL socket at `address`. Pushes one `TokenBatch` per step to each ingress that has
-    requests in it, and an `EngineStatus` to the control actor whenever requests ended, at least once a second; tickets
-    for other engines go there too. Routers that ask for them get `EngineUpdate`. While there is nothing to compute, the
+    requests in it, and an `EngineStatus` to the control actor whenever requests ended, at least once a second;
+    prefill requests for other engines go there too. Routers that ask for them get `EngineUpdate`. While there is nothing to compute, the
     loop waits for commands and for its handoffs.
     Sending never blocks the step loop: what a vanished peer does not take is dropped with its socket.
     """
@@ -170,21 +170,21 @@ class EngineServer:
             logger.error("dropped a %s: this engine hands no KV over", type(command).__name__)
             return
         match command:
-            case Prefill(ticket):
-                self._kv_events.admitted(ticket.handoff_id)
-                if not self._core.prefill(ticket):
-                    self._ended.append(ticket.handoff_id)
+            case Prefill(prefill_request):
+                self._kv_events.admitted(prefill_request.handoff_id)
+                if not self._core.prefill(prefill_request):
+                    self._ended.append(prefill_request.handoff_id)
             case CancelPrefill(handoff_id):
                 self._core.abort(handoff_id)
             case RemotePrefillFailed():
-                handoffs.ticket_failed(command.handoff_id, command.reason, command.retry)
+                handoffs.remote_prefill_failed(command.handoff_id, command.reason, command.retry)
             case PrefillReplicas(replicas):
                 handoffs.set_prefill_pool(replicas)
 
     def _send(self, events: list[Event], answers: dict[str, list[TokenDelta]]) -> None:
         for event in events:
             self._kv_events.prefilled(event)
-            if event.request.ticket is None:
+            if event.request.prefill_request is None:
                 answers.setdefault(event.request.reply_to, []).append(event.delta)
             else:  # a prompt for another engine, which has heard of its end
                 self._ended.append(event.delta.request_id)

@@ -44,27 +44,27 @@ class HandoffChannel:
         engine_id: str,
         host: str,
         fingerprint: str,
-        agent_addresses: list[str],
+        worker_addresses: list[str],
         ranks: list[dict[str, bytes]],
         block_size: int,
         wake: Callable[[], None],
         journal: RequestLog,
     ):
-        """agent_addresses, ranks: address and description of the KVTransferWorker of each rank, in rank order.
+        """worker_addresses, ranks: address and description of the KVTransferWorker of each rank, in rank order.
         wake: called from the channel's thread when `events` has something new; must not block.
         journal: where it is told how the handoffs of each request get on."""
         self.fingerprint = fingerprint
         self._wake = wake
         self._context = zmq.Context()
         self._inbox, address = self._bind(host)
-        self._answers, reply_to = self._bind(host)  # of the own agents
-        self.party = Peer(engine_id, address, random.SystemRandom().getrandbits(64))
+        self._answers, reply_to = self._bind(host)  # of the own workers
+        self.peer = Peer(engine_id, address, random.SystemRandom().getrandbits(64))
         self._peers = PushSockets(self._context, PING | {zmq.SNDHWM: QUEUED_MESSAGES})
-        self._agents, self._agent_addresses = PushSockets(self._context, PING), agent_addresses
+        self._workers, self._worker_addresses = PushSockets(self._context, PING), worker_addresses
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Envelope).decode
         self._decode_answer = msgspec.msgpack.Decoder(ReadEnded).decode
-        self._protocol = HandoffProtocol(config, self.party, ranks=ranks, block_size=block_size)
+        self._protocol = HandoffProtocol(config, self.peer, ranks=ranks, block_size=block_size)
         self._protocol.out.commands.append(Attach(reply_to))
         self._journal = journal
         self._lock = threading.Lock()  # around _protocol
@@ -78,14 +78,14 @@ class HandoffChannel:
 
     # -- decode --------------------------------------------------------------------------------------------
 
-    def open(self, ticket: RemotePrefillRequest, blocks: list[int]) -> None:
-        """Expect the KV of the ticket's tokens from `skip` on in these local blocks, which nobody else may touch until
-        Received or Failed. To be called before the ticket is sent."""
-        self._call(partial(self._protocol.open, ticket, blocks))
+    def open(self, prefill_request: RemotePrefillRequest, blocks: list[int]) -> None:
+        """Expect the KV of the prefill request's tokens from `skip` on in these local blocks, which nobody else may touch until
+        Received or Failed. To be called before the prefill request is sent."""
+        self._call(partial(self._protocol.open, prefill_request, blocks))
 
-    def ticket_failed(self, handoff_id: str, reason: str, retry: bool) -> None:
-        """The call that carried the ticket has failed or was refused. retry: another prefill engine may take it."""
-        self._call(partial(self._protocol.ticket_failed, handoff_id, reason, retry))
+    def remote_prefill_failed(self, handoff_id: str, reason: str, retry: bool) -> None:
+        """The call that carried the prefill request has failed or was refused. retry: another prefill engine may take it."""
+        self._call(partial(self._protocol.remote_prefill_failed, handoff_id, reason, retry))
 
     def cancel(self, handoff_id: str) -> None:
         """Nobody wants it any more. Failed follows once nothing is being read (reason `cancelled`, if it had not failed
@@ -94,10 +94,10 @@ class HandoffChannel:
 
     # -- prefill -------------------------------------------------------------------------------------------
 
-    def accept(self, ticket: RemotePrefillRequest) -> None:
-        """Take a ticket (not twice): Closed follows, at the latest one lease after decode's last sign of life.
+    def accept(self, prefill_request: RemotePrefillRequest) -> None:
+        """Take a prefill request (not twice): Closed follows, at the latest one lease after decode's last sign of life.
         Then the request, if it is still being computed, is wanted by nobody."""
-        self._call(partial(self._protocol.accept, ticket))
+        self._call(partial(self._protocol.accept, prefill_request))
 
     def progress(self, handoff_id: str, upto: int, blocks: list[int]) -> None:
         """blocks: all blocks from token `skip` on that hold KV up to token `upto`, which is complete and stays until
@@ -108,9 +108,9 @@ class HandoffChannel:
         """The whole prompt is computed; `progress` has named all of its blocks."""
         self._call(partial(self._protocol.finish, handoff_id, first))
 
-    def refuse(self, ticket: RemotePrefillRequest, reason: str) -> None:
+    def refuse(self, prefill_request: RemotePrefillRequest, reason: str) -> None:
         """It will not be computed. If it had been accepted, Closed still follows, as decode may be reading."""
-        self._call(partial(self._protocol.refuse, ticket, reason))
+        self._call(partial(self._protocol.refuse, prefill_request, reason))
 
     # -- both ----------------------------------------------------------------------------------------------
 
@@ -121,10 +121,10 @@ class HandoffChannel:
             raise EngineUnavailable(self._broken)
         return [self._events.popleft() for _ in range(len(self._events))]
 
-    def resting(self) -> list[str]:
-        """Ids of engines that should get no tickets for now."""
+    def quarantined(self) -> list[str]:
+        """Ids of engines that should get no prefill requests for now."""
         with self._lock:
-            return self._protocol.resting()
+            return self._protocol.quarantined()
 
     def snapshot(self) -> list[HandoffInfo]:
         with self._lock:
@@ -161,7 +161,7 @@ class HandoffChannel:
         for source in (self._inbox, self._answers, self._waker):
             poller.register(source, zmq.POLLIN)
         self._flush(time.monotonic())
-        while self._close_at is None or (self._protocol.inbound and time.monotonic() < self._close_at):
+        while self._close_at is None or (self._protocol.decode_handoffs and time.monotonic() < self._close_at):
             due = self._protocol.due
             wait_s = MAX_POLL_S if due is None else min(MAX_POLL_S, max(0.0, due - time.monotonic()))
             if self._close_at is not None:
@@ -181,7 +181,7 @@ class HandoffChannel:
         for message in _drain(self._answers):
             self._protocol.read_ended(self._decode_answer(message), now)
         for message in _drain(self._inbox):
-            self._make_calls(now)  # a handoff is opened before its ticket goes out, so before any answer came
+            self._make_calls(now)  # a handoff is opened before its prefill request goes out, so before any answer came
             try:
                 envelope = self._decode(message)
             except msgspec.MsgspecError as error:
@@ -203,10 +203,10 @@ class HandoffChannel:
         out = self._protocol.out
         for command in out.commands:
             data = self._encode(command)
-            for agent in self._agent_addresses:
-                self._agents.send(agent, data)
+            for worker in self._worker_addresses:
+                self._workers.send(worker, data)
         for to, message in out.messages:
-            self._send(to.address, self._encode(Envelope(self.party, to.epoch, message)))
+            self._send(to.address, self._encode(Envelope(self.peer, to.epoch, message)))
         for request_id, line in out.lines:
             self._journal.add(request_id, line)
         for event in out.events:

@@ -13,7 +13,7 @@ from engine.core.step_cost import StepCost
 from engine.errors import InvalidParameter
 from engine.kv_transfer.channel import HandoffChannel
 from engine.kv_transfer.protocol.events import HandoffEvent
-from engine.kv_transfer.transport.ranks import RankAgent
+from engine.kv_transfer.transport.ranks import KVWorkerInfo
 from engine.kv_transfer.transport.worker import KVTransferWorker
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.messages import CancelDispatch, DispatchPrefill, PrefillReplica
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 class HandoffEndpoint:
-    """Between the scheduler's ledger and the channel. Of the step loop's thread, but for the channel's own.
+    """Between the scheduler's manager and the channel. Of the step loop's thread, but for the channel's own.
 
-    ledger: for the scheduler. fingerprint: of what the KV depends on; engines whose fingerprints differ cannot use each
+    manager: for the scheduler. fingerprint: of what the KV depends on; engines whose fingerprints differ cannot use each
     other's.
     """
 
     def __init__(
         self,
         config: HandoffConfig,
-        agent: KVTransferWorker,
-        ranks: list[RankAgent],
+        worker: KVTransferWorker,
+        ranks: list[KVWorkerInfo],
         *,
         engine_id: str,
         host: str,
@@ -43,25 +43,25 @@ class HandoffEndpoint:
         wake: Callable[[], None],
         journal: RequestLog,
     ):
-        """agent: rank 0's; closed by `close`. ranks: as of start_agent. step_cost: of this engine, as learned by its
+        """worker: rank 0's; closed by `close`. ranks: as of start_agent. step_cost: of this engine, as learned by its
         owner. wake, journal: see HandoffChannel."""
         self.config, self.fingerprint = config, fingerprint
-        self._agent = agent
+        self._worker = worker
         self._channel = HandoffChannel(
             config,
             engine_id=engine_id,
             host=host,
             fingerprint=fingerprint,
-            agent_addresses=[rank.address for rank in ranks],
+            worker_addresses=[rank.address for rank in ranks],
             ranks=[rank.description for rank in ranks],
             block_size=block_size,
             wake=wake,
             journal=journal,
         )
-        self._placing = (
-            RemotePrefillPolicy(config, step_cost, self._channel.resting) if config.role == "decode" else None
+        self._policy = (
+            RemotePrefillPolicy(config, step_cost, self._channel.quarantined) if config.role == "decode" else None
         )
-        self.ledger = HandoffManager(self._placing, self._channel.party, fingerprint)
+        self.manager = HandoffManager(self._policy, self._channel.peer, fingerprint)
         self._notices: list[DispatchPrefill | CancelDispatch] = []
         self._closed = False
 
@@ -70,13 +70,13 @@ class HandoffEndpoint:
         return self._channel.events()
 
     def forward(self) -> None:
-        """Do what the ledger asks for."""
+        """Do what the manager asks for."""
         channel = self._channel
-        for action in self.ledger.outbox:
+        for action in self.manager.actions:
             match action:
-                case Open(ticket, blocks):
-                    channel.open(ticket, blocks)
-                    self._notices.append(DispatchPrefill(ticket))
+                case Open(prefill_request, blocks):
+                    channel.open(prefill_request, blocks)
+                    self._notices.append(DispatchPrefill(prefill_request))
                 case Cancel(handoff_id):
                     channel.cancel(handoff_id)
                     self._notices.append(CancelDispatch(handoff_id))
@@ -86,9 +86,9 @@ class HandoffEndpoint:
                     channel.progress(handoff_id, upto, blocks)
                 case Finish(handoff_id, first):
                     channel.finish(handoff_id, first)
-                case Refuse(ticket, reason):
-                    channel.refuse(ticket, reason)
-        self.ledger.outbox.clear()
+                case Refuse(prefill_request, reason):
+                    channel.refuse(prefill_request, reason)
+        self.manager.actions.clear()
 
     def notices(self) -> list[DispatchPrefill | CancelDispatch]:
         """For the control actor, since the last call."""
@@ -97,24 +97,26 @@ class HandoffEndpoint:
 
     # -- commands ------------------------------------------------------------------------------------------
 
-    def check(self, ticket: RemotePrefillRequest) -> None:
+    def check(self, prefill_request: RemotePrefillRequest) -> None:
         """Raise RequestError if what is computed here would be of no use there."""
-        if ticket.fingerprint != self.fingerprint:
-            raise InvalidParameter("fingerprint", ticket.fingerprint, f"that of this engine ({self.fingerprint})")
+        if prefill_request.fingerprint != self.fingerprint:
+            raise InvalidParameter(
+                "fingerprint", prefill_request.fingerprint, f"that of this engine ({self.fingerprint})"
+            )
 
-    def accept(self, ticket: RemotePrefillRequest) -> None:
-        self._channel.accept(ticket)
+    def accept(self, prefill_request: RemotePrefillRequest) -> None:
+        self._channel.accept(prefill_request)
 
-    def refuse(self, ticket: RemotePrefillRequest, reason: str) -> None:
-        logger.warning("refused a ticket handoff_id=%s reason=%s", ticket.handoff_id, reason)
-        self._channel.refuse(ticket, reason)
+    def refuse(self, prefill_request: RemotePrefillRequest, reason: str) -> None:
+        logger.warning("refused a prefill request handoff_id=%s reason=%s", prefill_request.handoff_id, reason)
+        self._channel.refuse(prefill_request, reason)
 
-    def ticket_failed(self, handoff_id: str, reason: str, retry: bool) -> None:
-        self._channel.ticket_failed(handoff_id, reason, retry)
+    def remote_prefill_failed(self, handoff_id: str, reason: str, retry: bool) -> None:
+        self._channel.remote_prefill_failed(handoff_id, reason, retry)
 
     def set_prefill_pool(self, replicas: list[PrefillReplica]) -> None:
-        if self._placing is not None:
-            self._placing.replicas = replicas
+        if self._policy is not None:
+            self._policy.replicas = replicas
 
     # -- state ---------------------------------------------------------------------------------------------
 
@@ -129,4 +131,4 @@ class HandoffEndpoint:
         if not self._closed:
             self._closed = True
             self._channel.close()
-            self._agent.close()
+            self._worker.close()

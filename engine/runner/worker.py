@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.distributed.plan_broadcast import PlanMessage, PlanReceiver, checksum
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable
-from engine.kv_transfer.transport.ranks import start_agent
+from engine.kv_transfer.transport.ranks import start_kv_worker
 from engine.kv_transfer.transport.worker import KVTransferWorker
 from engine.model.config import ModelConfig
 from engine.model.folder import resolve
@@ -39,7 +39,7 @@ class Worker:
             self._agent: KVTransferWorker | None = None
             if config.handoff is not None:
                 cache, heads = self._runner.kv_cache, model_config.num_kv_heads
-                self._agent, _ = start_agent(config.handoff, cache, heads, group, group.host)
+                self._agent, _ = start_kv_worker(config.handoff, cache, heads, group, group.host)
             self._follower = PlanReceiver(group)
         self._stopping = threading.Event()
 

@@ -32,14 +32,14 @@ class HandoffStats(msgspec.Struct, frozen=True, kw_only=True):
     """Totals since the start of one engine, and what is live now.
 
     results: handoffs that ended, by result (`received`, `failed`, `closed`) and reason.
-    phase_seconds: (how many, sum of seconds) by phase. Of decode: `accept` (ticket to first answer), `compute` (to the
+    phase_seconds: (how many, sum of seconds) by phase. Of decode: `accept` (prefill request to first answer), `compute` (to the
         first token), `exposed` (first token to all read: what the client waits for the transfer), `release`, `total`;
         and `read`, of each read of each rank.
         Of prefill: `held` (first token to the end of the lease).
     bytes_read: by transport. bytes_overlapped: of those, read before the first token was known.
     lease_expiries: handoffs of prefill whose decode engine fell silent.
     stale_messages: messages of or to a handoff or an engine that is no more. malformed_messages: not understood.
-    resting: engines that get no tickets for now, since the link to them failed.
+    quarantined: engines that get no prefill requests for now, since the link to them failed.
     """
 
     live: int = 0
@@ -50,7 +50,7 @@ class HandoffStats(msgspec.Struct, frozen=True, kw_only=True):
     lease_expiries: int = 0
     stale_messages: int = 0
     malformed_messages: int = 0
-    resting: list[str] = []
+    quarantined: list[str] = []
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Counters:
         if overlapped:
             self.bytes_overlapped += num_bytes
 
-    def stats(self, live: int, resting: list[str]) -> HandoffStats:
+    def stats(self, live: int, quarantined: list[str]) -> HandoffStats:
         return HandoffStats(
             live=live,
             results={result: dict(reasons) for result, reasons in self.results.items()},
@@ -89,5 +89,5 @@ class Counters:
             lease_expiries=self.lease_expiries,
             stale_messages=self.stale_messages,
             malformed_messages=self.malformed_messages,
-            resting=resting,
+            quarantined=quarantined,
         )

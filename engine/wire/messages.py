@@ -230,14 +230,14 @@ class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DispatchPrefill(msgspec.Struct, frozen=True, tag=True):
-    """To the control actor: have some prefill engine take this ticket (Prefill); tell RemotePrefillFailed if none does,
+    """To the control actor: have some prefill engine take this prefill request (Prefill); tell RemotePrefillFailed if none does,
     or if the call fails before the engine has taken it."""
 
-    ticket: RemotePrefillRequest
+    request: RemotePrefillRequest
 
 
 class CancelDispatch(msgspec.Struct, frozen=True, tag=True):
-    """To the control actor: the call that carries this ticket is of no use any more."""
+    """To the control actor: the call that carries this prefill request is of no use any more."""
 
     handoff_id: str
 
@@ -285,17 +285,17 @@ class Subscribe(msgspec.Struct, frozen=True, tag=True):
 class Prefill(msgspec.Struct, frozen=True, tag=True):
     """Compute a prompt for another engine. `EngineStatus.ended` names the handoff when it is over, however it ends."""
 
-    ticket: RemotePrefillRequest
+    request: RemotePrefillRequest
 
 
 class CancelPrefill(msgspec.Struct, frozen=True, tag=True):
-    """Whoever brought the ticket is gone."""
+    """The caller of the prefill request is gone."""
 
     handoff_id: str
 
 
 class RemotePrefillFailed(msgspec.Struct, frozen=True, tag=True):
-    """No prefill engine has the ticket. retry: another attempt may succeed."""
+    """No prefill engine has the prefill request. retry: another attempt may succeed."""
 
     handoff_id: str
     reason: str

@@ -81,10 +81,10 @@ class LocalPrefillPool:
         self._balancer = Balancer(RoutingConfig(), "prefill", BLOCK_SIZE)
         self._balancer.use_stats(self.routing)
 
-    async def prefill(self, ticket: RemotePrefillRequest, avoid: list[str]) -> None:
-        prompt = PromptDigest(ticket.handoff_id, len(ticket.token_ids), ())
+    async def prefill(self, prefill_request: RemotePrefillRequest, avoid: list[str]) -> None:
+        prompt = PromptDigest(prefill_request.handoff_id, len(prefill_request.token_ids), ())
         self._balancer.choose(prompt, [self._replica.status().engine_id])
-        await self._replica.prefill(ticket)
+        await self._replica.prefill(prefill_request)
 
     async def statuses(self) -> list[ReplicaStatus]:
         return [self._replica.status()]

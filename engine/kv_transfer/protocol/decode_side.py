@@ -35,20 +35,20 @@ LOST = ("unknown", "expired")  # reasons of Refused: the lease is over
 # Why a handoff fails, and whether another prefill engine may do better.
 FAILURES = {
     "cancelled": False,  # nobody wants it
-    "ticket_failed": True,  # the call with the ticket failed; whether to retry is the caller's word
+    "remote_prefill_failed": True,  # the call with the prefill request failed; whether to retry is the caller's word
     "not_accepted": True,  # no answer within accept_s
     "refused": True,  # prefill cannot or will not compute it
-    "resting": True,  # the ticket went to an engine to which the link has just failed
+    "quarantined": True,  # the prefill request went to an engine to which the link has just failed
     "silent": True,  # heartbeats or releases stay unanswered for progress_s
     "read": True,  # a rank could not read
     "lost_lease": True,  # prefill no longer holds the blocks
-    "chain": False,  # prefill computed another prompt
+    "prompt_hash": False,  # prefill computed another prompt
     "protocol": False,  # prefill contradicts itself
 }
-DOUBTFUL = ("lost_lease", "chain", "protocol")  # failures after which nothing that was read is kept
+DOUBTFUL = ("lost_lease", "prompt_hash", "protocol")  # failures after which nothing that was read is kept
 
 
-class State(Enum):
+class DecodeHandoffState(Enum):
     WAITING = "waiting"
     READING = "reading"
     RELEASING = "releasing"
@@ -72,19 +72,19 @@ class DecodeHandoff:
 
     def __init__(
         self,
-        ticket: RemotePrefillRequest,
+        prefill_request: RemotePrefillRequest,
         blocks: list[int],
         *,
         config: HandoffConfig,
         block_size: int,
         num_ranks: int,
         new_read_id: Callable[[], int],
-        is_resting: Callable[[str], bool],
+        is_quarantined: Callable[[str], bool],
         out: Effects,
         now: float,
     ):
-        self.ticket, self.landing = ticket, ReceiveState(ticket, blocks, block_size)
-        self.state = State.WAITING
+        self.prefill_request, self.receive_state = prefill_request, ReceiveState(prefill_request, blocks, block_size)
+        self.state = DecodeHandoffState.WAITING
         self.source: Peer | None = None
         self.opened_at = now
         self.failure: tuple[str, str, bool] | None = None  # reason, detail, retry
@@ -93,7 +93,7 @@ class DecodeHandoff:
         self.unstoppable = False  # a rank does not stop writing
         self.due = now + config.heartbeat_s  # of the next tick
         self._config, self._out = config, out
-        self._num_ranks, self._new_read_id, self._is_resting = num_ranks, new_read_id, is_resting
+        self._num_ranks, self._new_read_id, self._is_quarantined = num_ranks, new_read_id, is_quarantined
         self._missed = 0  # ticks since the last sign of life, or since the state was entered
         self.lease = 0  # at the source; as long as that is known
         self._sent = self._echo = 0  # numbers of heartbeats
@@ -103,14 +103,14 @@ class DecodeHandoff:
 
     def fail(self, reason: str, now: float, detail: str = "", retry: bool | None = None) -> None:
         """Only the first reason counts. Failed follows as soon as nothing is being read."""
-        if self.state in (State.STOPPING, State.OVER):
+        if self.state in (DecodeHandoffState.STOPPING, DecodeHandoffState.OVER):
             return
         self.failure = (reason, detail, FAILURES[reason] if retry is None else retry)
         self._note(f"fails: {reason} {detail}".rstrip())
         if self.reading is None:
             self._end(now)
         else:
-            self._enter(State.STOPPING, now)
+            self._enter(DecodeHandoffState.STOPPING, now)
             self._out.commands.append(StopRead(self.reading.read_id))
 
     # -- from prefill --------------------------------------------------------------------------------------
@@ -120,17 +120,17 @@ class DecodeHandoff:
             self._accepted(sender, message.lease, now)
         if self._echo < message.echo <= self._sent:
             self._echo, self._missed = message.echo, 0
-            self.landing.echoed(message.echo)
-        if self.state is not State.READING:
+            self.receive_state.echoed(message.echo)
+        if self.state is not DecodeHandoffState.READING:
             return
-        knew_first = self.landing.first is not None
-        if problem := self.landing.update(message):
+        knew_first = self.receive_state.first is not None
+        if problem := self.receive_state.update(message):
             self.fail("protocol", now, problem)
             return
-        if self.landing.first is not None and not knew_first:
+        if self.receive_state.first is not None and not knew_first:
             self._first_at = now
             self._out.counters.phase("compute", now - self._accepted_at)
-            self._note(f"first token known, {self.landing.read} of {len(self.landing.local)} blocks read")
+            self._note(f"first token known, {self.receive_state.read} of {len(self.receive_state.local)} blocks read")
         self._advance(now)
 
     def on_refused(self, sender: Peer, message: Refused, now: float) -> None:
@@ -139,20 +139,20 @@ class DecodeHandoff:
         self.fail("lost_lease" if message.reason in LOST else "refused", now, message.reason)
 
     def on_released(self, message: Released, now: float) -> None:
-        if self.state is not State.RELEASING:
+        if self.state is not DecodeHandoffState.RELEASING:
             return
         if not message.held:
             self.fail("lost_lease", now, "the blocks were given up before they were released")
             return
-        assert self.landing.first is not None
-        self.state = State.OVER
-        self._out.events.append(Received(self.ticket.handoff_id, self.landing.first))
+        assert self.receive_state.first is not None
+        self.state = DecodeHandoffState.OVER
+        self._out.events.append(Received(self.prefill_request.handoff_id, self.receive_state.first))
         self._out.counters.ended("received", "")
         self._out.counters.phase("release", now - self._released_at)
         self._out.counters.phase("total", now - self.opened_at)
         self._note(f"received, {self.num_bytes} bytes")
 
-    # -- from the own agents -------------------------------------------------------------------------------
+    # -- from the own workers -------------------------------------------------------------------------------
 
     def on_read_ended(self, message: ReadEnded, now: float) -> None:
         read = self.reading
@@ -162,27 +162,27 @@ class DecodeHandoff:
         read.waiting.remove(message.rank)
         self.num_bytes += message.num_bytes
         if message.num_bytes:
-            overlapped = self.landing.first is None
+            overlapped = self.receive_state.first is None
             self._out.counters.read(message.transport, message.num_bytes, message.seconds, overlapped)
         if message.error is not None:
             self.fail("read", now, f"rank {message.rank}: {message.error}")
         if read.waiting:
             return
         self.reading = None
-        if self.state is State.STOPPING:
+        if self.state is DecodeHandoffState.STOPPING:
             self._end(now)
             return
-        self.landing.ended(next_heartbeat=self._sent + 1)
-        self._note(f"{self.landing.read} of {len(self.landing.local)} blocks read")
+        self.receive_state.ended(next_heartbeat=self._sent + 1)
+        self._note(f"{self.receive_state.read} of {len(self.receive_state.local)} blocks read")
         self._advance(now)
-        if self.state is State.READING:
+        if self.state is DecodeHandoffState.READING:
             self._send_heartbeat()  # at once: its echo proves what has just been read
 
     # -- time ----------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Call at `due`, or later."""
-        if self.state is State.OVER or now < self.due:
+        if self.state is DecodeHandoffState.OVER or now < self.due:
             return
         self.due = now + self._config.heartbeat_s
         self._missed += 1
@@ -190,14 +190,14 @@ class DecodeHandoff:
             self.reading.ticks += 1
         if self._missed > self._patience():
             self._lose_patience(now)
-        elif self.state is State.READING:
+        elif self.state is DecodeHandoffState.READING:
             if self.reading is not None and self.reading.ticks > READ_LIMIT * self._ticks(self._config.progress_s):
                 self.fail("read", now, f"one read of {self.reading.num_blocks} blocks takes too long")
             else:
                 self._send_heartbeat()
-        elif self.state is State.RELEASING:
-            self._send(Release(self.ticket.handoff_id, self.lease))
-        elif self.state is State.STOPPING:
+        elif self.state is DecodeHandoffState.RELEASING:
+            self._send(Release(self.prefill_request.handoff_id, self.lease))
+        elif self.state is DecodeHandoffState.STOPPING:
             assert self.reading is not None
             self._out.commands.append(StopRead(self.reading.read_id))
 
@@ -206,16 +206,16 @@ class DecodeHandoff:
         return self.due - now + self._config.heartbeat_s * (self._patience() - self._missed)
 
     def _patience(self) -> int:
-        if self.state is State.WAITING:
+        if self.state is DecodeHandoffState.WAITING:
             return self._ticks(self._config.accept_s)
-        if self.state is State.STOPPING:
+        if self.state is DecodeHandoffState.STOPPING:
             return 2 * self._ticks(self._config.progress_s)  # a blocked read ends by itself after progress_s
         return self._ticks(self._config.progress_s)
 
     def _lose_patience(self, now: float) -> None:
-        if self.state is State.WAITING:
+        if self.state is DecodeHandoffState.WAITING:
             self.fail("not_accepted", now, f"no prefill engine has answered within {self._config.accept_s:g} s")
-        elif self.state is State.STOPPING:
+        elif self.state is DecodeHandoffState.STOPPING:
             self.unstoppable = True
         else:
             self.fail("silent", now, f"no answer for {self._config.progress_s:g} s")
@@ -230,38 +230,38 @@ class DecodeHandoff:
         self._accepted_at = now
         self._out.counters.phase("accept", now - self.opened_at)
         self._note(f"accepted by {sender.engine_id}")
-        if self._is_resting(sender.engine_id):
-            self.fail("resting", now, f"the link to {sender.engine_id} has just failed")
+        if self._is_quarantined(sender.engine_id):
+            self.fail("quarantined", now, f"the link to {sender.engine_id} has just failed")
         else:
-            self._enter(State.READING, now)
+            self._enter(DecodeHandoffState.READING, now)
             self._send_heartbeat()
 
     def _advance(self, now: float) -> None:
         """Read the next blocks, or release if there are none."""
-        if self.reading is not None or self.state is not State.READING:
+        if self.reading is not None or self.state is not DecodeHandoffState.READING:
             return
-        blocks = self.landing.start()
+        blocks = self.receive_state.start()
         if blocks is not None:
             self._read(*blocks)
-        elif self.landing.complete and not self.landing.is_asked_prompt:
-            self.fail("chain", now, "prefill computed another prompt")
-        elif self.landing.complete:
+        elif self.receive_state.complete and not self.receive_state.is_asked_prompt:
+            self.fail("prompt_hash", now, "prefill computed another prompt")
+        elif self.receive_state.complete:
             self._out.counters.phase("exposed", now - self._first_at)
             self._released_at = now
-            self._enter(State.RELEASING, now)
-            self._send(Release(self.ticket.handoff_id, self.lease))
+            self._enter(DecodeHandoffState.RELEASING, now)
+            self._send(Release(self.prefill_request.handoff_id, self.lease))
 
     def _read(self, start: int, stop: int) -> None:
         assert self.source is not None
-        landing = self.landing
+        receive_state = self.receive_state
         self.reading = RunningRead(self._new_read_id(), stop - start, set(range(self._num_ranks)))
         self._out.commands.append(
             Read(
                 read_id=self.reading.read_id,
                 source_epoch=self.source.epoch,
-                ranks=landing.ranks,
-                source_blocks=landing.remote[start:stop],
-                local_blocks=landing.local[start:stop],
+                ranks=receive_state.ranks,
+                source_blocks=receive_state.remote[start:stop],
+                local_blocks=receive_state.local[start:stop],
             )
         )
 
@@ -269,26 +269,26 @@ class DecodeHandoff:
         """Nothing is being read any more."""
         assert self.failure is not None
         reason, detail, retry = self.failure
-        self.state = State.OVER
+        self.state = DecodeHandoffState.OVER
         if self.source is not None:
-            self._send(Cancel(self.ticket.handoff_id, self.lease))
-        # proven or not: something may be wrong that is not understood
-        verified = self.ticket.skip if reason in DOUBTFUL else self.landing.verified
-        self._out.events.append(Failed(self.ticket.handoff_id, reason, verified, retry, detail))
+            self._send(Cancel(self.prefill_request.handoff_id, self.lease))
+        # validated or not: something may be wrong that is not understood
+        verified = self.prefill_request.skip if reason in DOUBTFUL else self.receive_state.verified
+        self._out.events.append(Failed(self.prefill_request.handoff_id, reason, verified, retry, detail))
         self._out.counters.ended("failed", reason)
         self._out.counters.phase("total", now - self.opened_at)
-        self._note(f"failed: {reason}, {verified - self.ticket.skip} tokens kept of what was read")
+        self._note(f"failed: {reason}, {verified - self.prefill_request.skip} tokens kept of what was read")
 
-    def _enter(self, state: State, now: float) -> None:
+    def _enter(self, state: DecodeHandoffState, now: float) -> None:
         self.state, self._missed, self.due = state, 0, now + self._config.heartbeat_s
 
     def _send_heartbeat(self) -> None:
         self._sent += 1
-        self._send(Heartbeat(self.ticket.handoff_id, self.lease, self._sent))
+        self._send(Heartbeat(self.prefill_request.handoff_id, self.lease, self._sent))
 
     def _send(self, message: Heartbeat | Release | Cancel) -> None:
         assert self.source is not None
         self._out.messages.append((self.source, message))
 
     def _note(self, line: str) -> None:
-        self._out.lines.append((self.ticket.request_id, f"{self.ticket.handoff_id} decode: {line}"))
+        self._out.lines.append((self.prefill_request.request_id, f"{self.prefill_request.handoff_id} decode: {line}"))

@@ -20,7 +20,7 @@ class Received:
 class Failed:
     """Decode: nothing writes into the reserved blocks any more. verified: leading tokens of the prompt, in whole blocks
     and including those skipped, whose KV there is right. retry: another prefill engine may do better.
-    reason: one of a few words, for metrics (see FAILURES in inbound.py). detail: for people."""
+    reason: one of a few words, for metrics (see FAILURES in decode_side.py). detail: for people."""
 
     handoff_id: str
     reason: str

@@ -1,6 +1,6 @@
 """What travels between a decode and a prefill engine (msgspec over ZMQ). See docs/handoff.md.
 
-The ticket goes as a Serve call; all else on the control channel of the engines, off their step loops, and may be lost,
+The prefill request goes as a Serve call; all else on the control channel of the engines, off their step loops, and may be lost,
 doubled or late: every message is either cumulative or answered, and repeated until it is.
 """
 
@@ -13,16 +13,16 @@ from engine.wire.remote_prefill import Peer
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    """What prefill sampled after the prompt. chain: hash of the prompt's last block, full or not, which names all
+    """What prefill sampled after the prompt. prompt_hash: hash of the prompt's last block, full or not, which names all
     tokens up to it. cached: prompt tokens that prefill had in its cache."""
 
     token: int
     logprob: TokenLogprob | None
-    chain: bytes
+    prompt_hash: bytes
     cached: int
 
 
-# In all messages, lease counts the tickets that prefill has accepted: one that comes twice gets other blocks.
+# In all messages, lease counts the prefill requests that prefill has accepted: one that comes twice gets other blocks.
 
 # -- prefill to decode -------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     message: Message
 
 
-# -- between the channel of an engine (rank 0) and the agents of its ranks ------------------------------------
+# -- between the channel of an engine (rank 0) and the workers of its ranks ------------------------------------
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
@@ -145,4 +145,4 @@ class ReadEnded(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None
 
 
-AgentCommand = Attach | Read | StopRead | DropSource
+KVWorkerCommand = Attach | Read | StopRead | DropSource

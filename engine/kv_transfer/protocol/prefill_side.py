@@ -11,13 +11,13 @@ from engine.kv_transfer.protocol.events import Closed
 from engine.kv_transfer.protocol.messages import FirstToken, Progress, Refused
 from engine.wire.remote_prefill import RemotePrefillRequest
 
-NUDGE = 1.5  # heartbeats without a word of decode: it may not know who computes for it, or has forgotten
+RESEND_HEARTBEATS = 1.5  # heartbeats without a word of decode: it may not know who computes for it, or has forgotten
 
 
 class PrefillHandoff:
     def __init__(
         self,
-        ticket: RemotePrefillRequest,
+        prefill_request: RemotePrefillRequest,
         ranks: list[dict[str, bytes]],
         lease: int,
         *,
@@ -25,17 +25,17 @@ class PrefillHandoff:
         out: Effects,
         now: float,
     ):
-        self.ticket, self.decode, self.lease = ticket, ticket.decode, lease
+        self.prefill_request, self.decode, self.lease = prefill_request, prefill_request.decode, lease
         self.accepted_at = now
         self.over = False
         self.lease_until = now + config.lease_s
         self._ranks, self._config, self._out = ranks, config, out
         self._blocks: list[int] = []
-        self._upto = ticket.skip
+        self._upto = prefill_request.skip
         self._first: FirstToken | None = None
         self._refused: str | None = None
         self._echo = 0
-        self._nudge_at = now
+        self._resend_at = now
         self._finished_at = now
         self._note("accepted")
         self._tell(now)
@@ -54,7 +54,7 @@ class PrefillHandoff:
         self._tell(now)
 
     def finish(self, first: FirstToken, now: float) -> None:
-        assert self._upto == len(self.ticket.token_ids), "finished before all blocks were named"
+        assert self._upto == len(self.prefill_request.token_ids), "finished before all blocks were named"
         self._first, self._finished_at = first, now
         self._note("first token computed")
         self._tell(now)
@@ -84,27 +84,27 @@ class PrefillHandoff:
 
     @property
     def due(self) -> float:
-        return min(self.lease_until, self._nudge_at)
+        return min(self.lease_until, self._resend_at)
 
     def tick(self, now: float) -> None:
         """Call at `due`, or later."""
         if now >= self.lease_until:
             self._out.counters.lease_expiries += 1
-            self._out.messages.append((self.decode, Refused(self.ticket.handoff_id, self.lease, "expired")))
+            self._out.messages.append((self.decode, Refused(self.prefill_request.handoff_id, self.lease, "expired")))
             self._close("expired", now)
-        elif now >= self._nudge_at:
+        elif now >= self._resend_at:
             self._tell(now)
 
     # -- parts ---------------------------------------------------------------------------------------------
 
     def _tell(self, now: float) -> None:
-        self._nudge_at = now + NUDGE * self._config.heartbeat_s
+        self._resend_at = now + RESEND_HEARTBEATS * self._config.heartbeat_s
         message: Progress | Refused
         if self._refused is not None:
-            message = Refused(self.ticket.handoff_id, self.lease, self._refused)
+            message = Refused(self.prefill_request.handoff_id, self.lease, self._refused)
         else:
             message = Progress(
-                handoff_id=self.ticket.handoff_id,
+                handoff_id=self.prefill_request.handoff_id,
                 lease=self.lease,
                 ranks=self._ranks,
                 blocks=self._blocks,
@@ -116,11 +116,11 @@ class PrefillHandoff:
 
     def _close(self, reason: str, now: float) -> None:
         self.over = True
-        self._out.events.append(Closed(self.ticket.handoff_id, reason))
+        self._out.events.append(Closed(self.prefill_request.handoff_id, reason))
         self._out.counters.ended("closed", reason)
         if self._first is not None:
             self._out.counters.phase("held", now - self._finished_at)
         self._note(f"closed: {reason}")
 
     def _note(self, line: str) -> None:
-        self._out.lines.append((self.ticket.request_id, f"{self.ticket.handoff_id} prefill: {line}"))
+        self._out.lines.append((self.prefill_request.request_id, f"{self.prefill_request.handoff_id} prefill: {line}"))

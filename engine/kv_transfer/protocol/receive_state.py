@@ -1,4 +1,4 @@
-"""Which blocks of one handoff may be read, have been read, and are proven right. Pure; see protocol.py."""
+"""Which blocks of one handoff may be read, have been read, and are validated right. Pure; see protocol.py."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ READ_TOKENS = 4096  # at most, in one read: what has been read in earlier ones s
 
 
 class ReceiveState:
-    """local: blocks here, from the ticket's token `skip` on. Counts are of these, from the first one on:
-    started, read, proven: that are being read or have been; that have been; that prefill held until after that."""
+    """local: blocks here, from the prefill request's token `skip` on. Counts are of these, from the first one on:
+    started, read, validated: that are being read or have been; that have been; that prefill held until after that."""
 
-    def __init__(self, ticket: RemotePrefillRequest, local: list[int], block_size: int):
-        self.local, self.started, self.read, self.proven = local, 0, 0, 0
+    def __init__(self, prefill_request: RemotePrefillRequest, local: list[int], block_size: int):
+        self.local, self.started, self.read, self.validated = local, 0, 0, 0
         self.remote: list[int] = []
         self.ranks: list[dict[str, bytes]] = []
         self.first: FirstToken | None = None
-        self._ticket, self._block_size = ticket, block_size
-        self._num_tokens, self._upto = len(ticket.token_ids), ticket.skip
-        self._proofs: deque[tuple[int, int]] = deque()  # (heartbeat, blocks that its echo proves)
+        self._prefill_request, self._block_size = prefill_request, block_size
+        self._num_tokens, self._upto = len(prefill_request.token_ids), prefill_request.skip
+        self._unvalidated: deque[tuple[int, int]] = deque()  # (heartbeat, blocks that its echo proves)
 
     def update(self, message: Progress) -> str | None:
         """Returns what is wrong with the message."""
@@ -38,7 +38,7 @@ class ReceiveState:
         """The next blocks to read, [start, stop)."""
         # before the end only full blocks: a later chunk writes the rest of a partial one
         whole = self._upto == self._num_tokens
-        readable = len(self.local) if whole else (self._upto - self._ticket.skip) // self._block_size
+        readable = len(self.local) if whole else (self._upto - self._prefill_request.skip) // self._block_size
         if readable == self.started:
             return None
         start = self.started
@@ -48,12 +48,12 @@ class ReceiveState:
     def ended(self, next_heartbeat: int) -> None:
         """All that was started has been read, and that was before this heartbeat is sent."""
         self.read = self.started
-        self._proofs.append((next_heartbeat, self.read))
+        self._unvalidated.append((next_heartbeat, self.read))
 
     def echoed(self, heartbeat: int) -> None:
         """Prefill held all blocks when it got this heartbeat."""
-        while self._proofs and self._proofs[0][0] <= heartbeat:
-            self.proven = self._proofs.popleft()[1]
+        while self._unvalidated and self._unvalidated[0][0] <= heartbeat:
+            self.validated = self._unvalidated.popleft()[1]
 
     @property
     def complete(self) -> bool:
@@ -62,16 +62,16 @@ class ReceiveState:
     @property
     def is_asked_prompt(self) -> bool:
         """Prefill computed the prompt that it was given."""
-        return self.first is not None and self.first.chain == chain_hash(self._ticket, self._block_size)
+        return self.first is not None and self.first.prompt_hash == hash_prompt(self._prefill_request, self._block_size)
 
     @property
     def verified(self) -> int:
         """Leading tokens of the prompt, in whole blocks, whose KV is here and right."""
-        verified = self._ticket.skip + self.proven * self._block_size
+        verified = self._prefill_request.skip + self.validated * self._block_size
         return min(verified, self._num_tokens // self._block_size * self._block_size)
 
     def _problem(self, message: Progress) -> str | None:
-        missing = message.upto - self._ticket.skip
+        missing = message.upto - self._prefill_request.skip
         if message.upto > self._num_tokens:
             return f"{message.upto} tokens computed of {self._num_tokens}"
         if len(message.blocks) < -(-missing // self._block_size):
@@ -83,9 +83,9 @@ class ReceiveState:
         return None
 
 
-def chain_hash(ticket: RemotePrefillRequest, block_size: int) -> bytes:
-    """Name of the last block of the ticket's tokens, full or not, as FirstToken.chain gives it."""
-    chain = root_hash((ticket.cache_salt,))
-    for start in range(0, len(ticket.token_ids), block_size):
-        chain = block_hash(chain, ticket.token_ids[start : start + block_size])
-    return chain
+def hash_prompt(prefill_request: RemotePrefillRequest, block_size: int) -> bytes:
+    """Name of the last block of the prefill request's tokens, full or not, as FirstToken.prompt_hash gives it."""
+    parent = root_hash((prefill_request.cache_salt,))
+    for start in range(0, len(prefill_request.token_ids), block_size):
+        parent = block_hash(parent, prefill_request.token_ids[start : start + block_size])
+    return parent

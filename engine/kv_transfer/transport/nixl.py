@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 1 << 20  # of one transfer: small enough that a slow link shows progress
 WINDOW = 4  # transfers under way at a time
 POLL_S = 0.0001
-LOOK_US = 10_000  # how often UCX is looked after even when it has not asked for it
+PROGRESS_US = 10_000  # how often UCX is looked after even when it has not asked for it
 
 
 class NixlDescription(msgspec.Struct, frozen=True, array_like=True):
@@ -210,7 +210,7 @@ def start_agent() -> Any:
         agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
         # nixl_agent has its thread poll without a pause, which took 22 % of a busy core from the model, all the time
         config = api.nixlBind.nixlAgentConfig()
-        config.useProgThread, config.pthrDelay = True, LOOK_US
+        config.useProgThread, config.pthrDelay = True, PROGRESS_US
         config.syncMode = api.nixlBind.NIXL_THREAD_SYNC_NONE
         agent.agent = api.nixlBind.nixlAgent(name, config)
         agent.create_backend("UCX")

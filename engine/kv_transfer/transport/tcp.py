@@ -125,13 +125,13 @@ class TcpTransport:
         if (got, num_bytes) != (number, size * len(blocks)):
             raise TransportError(f"checksum: frame {number} of {size * len(blocks)} bytes came as {got} of {num_bytes}")
         start, count = reads.part.local_start, reads.part.count
-        landing = None if self._memory.direct(count) else np.empty(num_bytes, np.uint8)
-        buffers = self._memory.views(blocks) if landing is None else [landing.data]
+        staging = None if self._memory.direct(count) else np.empty(num_bytes, np.uint8)
+        buffers = self._memory.views(blocks) if staging is None else [staging.data]
         receive(connection, buffers, progress)
         if digest(buffers, seed) != checksum:
             raise TransportError(f"checksum: frame {number} came with other bytes than were sent")
-        if landing is not None:
-            self._memory.scatter(blocks, start, count, landing)
+        if staging is not None:
+            self._memory.scatter(blocks, start, count, staging)
 
     def _connection(self, source: bytes, remote: TcpDescription, progress: Progress) -> socket.socket:
         while True:

@@ -13,7 +13,7 @@ import zmq
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.kv_transfer.protocol.messages import AgentCommand, Attach, DropSource, Read, ReadEnded
+from engine.kv_transfer.protocol.messages import Attach, DropSource, KVWorkerCommand, Read, ReadEnded
 from engine.kv_transfer.transport.base import STOPPED, BlockReads, KVTransport, TransportError
 from engine.kv_transfer.transport.head_map import HeadShard, parts
 from engine.kv_transfer.transport.memory import BlockMemory
@@ -21,14 +21,14 @@ from engine.kv_transfer.transport.tcp import TcpTransport
 
 logger = logging.getLogger(__name__)
 
-LOOK_MS = 200  # how soon `close` is noticed
+POLL_MS = 200  # how soon `close` is noticed
 
 
 @dataclass(slots=True, eq=False)
 class PeerState:
     """What is known of another engine, of one epoch.
 
-    waiting: follow the job that `thread` does. transport: the one in use, as the log says. failed: transports that are
+    waiting: follow the task that `thread` does. transport: the one in use, as the log says. failed: transports that are
     not tried again. descriptions: of its ranks, by transport, as far as they were used.
     """
 
@@ -43,15 +43,15 @@ class PeerState:
 @dataclass(slots=True, eq=False)
 class ReadTask:
     read: Read
-    source: PeerState
+    peer: PeerState
     stop: threading.Event = field(default_factory=threading.Event)
 
 
 class KVTransferWorker:
-    """Serves from the constructor on, with threads of its own. Commands (AgentCommand, msgpack) come to a ZMQ PULL
+    """Serves from the constructor on, with threads of its own. Commands (KVWorkerCommand, msgpack) come to a ZMQ PULL
     socket at `address`: Attach first, then Read, StopRead and DropSource. One ReadEnded answers every Read.
 
-    Reads from one source follow each other, those from different ones go side by side, so that a source that hangs
+    Reads from one peer follow each other, those from different ones go side by side, so that a peer that hangs
     holds up nothing else. `description`: transport -> how others reach this rank; goes into Progress.ranks.
     """
 
@@ -86,10 +86,10 @@ class KVTransferWorker:
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()  # of all below
         self._answers: zmq.Socket[bytes] | None = None
-        self._jobs: dict[int, ReadTask] = {}  # by read_id, until answered
-        self._sources: dict[int, PeerState] = {}  # by epoch
+        self._tasks: dict[int, ReadTask] = {}  # by read_id, until answered
+        self._peers: dict[int, PeerState] = {}  # by epoch
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kv agent", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv worker", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -97,9 +97,9 @@ class KVTransferWorker:
         self._closing.set()
         self._thread.join()
         with self._lock:
-            threads = {job.source.thread for job in self._jobs.values()}
-            for job in list(self._jobs.values()):
-                self._stop(job)
+            threads = {task.peer.thread for task in self._tasks.values()}
+            for task in list(self._tasks.values()):
+                self._stop(task)
         for thread in filter(None, threads):
             thread.join()
         for transport in self._transports.values():
@@ -107,21 +107,21 @@ class KVTransferWorker:
         self._context.destroy(linger=0)
 
     def _run(self) -> None:
-        decode = msgspec.msgpack.Decoder(AgentCommand).decode
+        decode = msgspec.msgpack.Decoder(KVWorkerCommand).decode
         while not self._closing.is_set():
-            if not self._commands.poll(LOOK_MS):
+            if not self._commands.poll(POLL_MS):
                 continue
             try:
                 command = decode(self._commands.recv())
             except msgspec.MsgspecError as error:
-                logger.error("dropped a malformed command to the KV agent: %s", error)
+                logger.error("dropped a malformed command to the KV worker: %s", error)
                 continue
             try:
                 self._do(command)
             except Exception:
-                logger.exception("the KV agent could not do %s", type(command).__name__)
+                logger.exception("the KV worker could not do %s", type(command).__name__)
 
-    def _do(self, command: AgentCommand) -> None:
+    def _do(self, command: KVWorkerCommand) -> None:
         dropped: set[tuple[str, bytes]] = set()
         with self._lock:
             if isinstance(command, Attach):
@@ -130,47 +130,47 @@ class KVTransferWorker:
                 self._start(command)
             elif isinstance(command, DropSource):
                 dropped = self._drop(command.source_epoch)
-            elif command.read_id in self._jobs:  # else it has just ended
-                self._stop(self._jobs[command.read_id])
+            elif command.read_id in self._tasks:  # else it has just ended
+                self._stop(self._tasks[command.read_id])
         for name, description in dropped:
             self._transports[name].drop(description)
 
-    def _work(self, source: PeerState) -> None:
-        """A thread: one job after the other, until there are none."""
+    def _work(self, peer: PeerState) -> None:
+        """A thread: one task after the other, until there are none."""
         while True:
             with self._lock:
-                if not source.waiting:
-                    source.thread = None
+                if not peer.waiting:
+                    peer.thread = None
                     return
-                job = source.waiting.popleft()
-            ended = self._read(job)
+                task = peer.waiting.popleft()
+            ended = self._read(task)
             with self._lock:
-                self._end(job, ended)
+                self._end(task, ended)
 
-    def _read(self, job: ReadTask) -> ReadEnded:
-        read, source, started = job.read, job.source, time.monotonic()
+    def _read(self, task: ReadTask) -> ReadEnded:
+        read, peer, started = task.read, task.peer, time.monotonic()
         num_bytes, error, name = 0, None, ""
         try:
-            name = self._choose(source, read.ranks)
+            name = self._choose(peer, read.ranks)
             for part in parts(self._shard, len(read.ranks)):
                 description = read.ranks[part.source_rank][name]
-                with self._lock:  # so that no job of a source that was dropped makes it known again
-                    if job.stop.is_set():
+                with self._lock:  # so that no task of a peer that was dropped makes it known again
+                    if task.stop.is_set():
                         raise TransportError(STOPPED)
-                    source.descriptions.add((name, description))
+                    peer.descriptions.add((name, description))
                 reads = BlockReads(read.source_blocks, read.local_blocks, part)
-                num_bytes += self._transports[name].read(description, reads, job.stop)
+                num_bytes += self._transports[name].read(description, reads, task.stop)
         except (TransportError, ValueError, msgspec.MsgspecError) as problem:  # the latter: what was told is wrong
-            error = STOPPED if job.stop.is_set() else str(problem)
+            error = STOPPED if task.stop.is_set() else str(problem)
             logger.info("kv read ended read_id=%d transport=%s: %s", read.read_id, name, error)
         except Exception as problem:
             logger.exception("kv read failed read_id=%d", read.read_id)
             error = f"internal error: {problem!r}"
         if name and error not in (None, STOPPED):
-            source.failed.add(name)
+            peer.failed.add(name)
         return ReadEnded(read.read_id, self._shard.rank, name, num_bytes, time.monotonic() - started, error)
 
-    def _choose(self, source: PeerState, ranks: list[dict[str, bytes]]) -> str:
+    def _choose(self, peer: PeerState, ranks: list[dict[str, bytes]]) -> str:
         """The best transport that both sides have. Where there are two, one that has failed is left for the other."""
         if not ranks:
             raise TransportError("a source has at least one rank")
@@ -180,13 +180,13 @@ class KVTransferWorker:
             raise TransportError(
                 f"no transport in common: {', '.join(self._transports)} here, {', '.join(theirs)} there"
             )
-        name = next((name for name in common if name not in source.failed), common[-1])
-        if name != source.transport:
+        name = next((name for name in common if name not in peer.failed), common[-1])
+        if name != peer.transport:
             why = "both have it" if name == next(iter(self._transports)) else "the other side has no other"
-            if source.transport is not None:
-                why = f"{source.transport} has failed"
-            logger.info("kv from epoch %x travels over %s: %s", source.epoch, name, why)
-            source.transport = name
+            if peer.transport is not None:
+                why = f"{peer.transport} has failed"
+            logger.info("kv from epoch %x travels over %s: %s", peer.epoch, name, why)
+            peer.transport = name
         return name
 
     # -- with the lock -------------------------------------------------------------------------------------
@@ -201,35 +201,35 @@ class KVTransferWorker:
         self._answers.connect(reply_to)
 
     def _start(self, read: Read) -> None:
-        if read.read_id in self._jobs:
+        if read.read_id in self._tasks:
             return
-        source = self._sources.setdefault(read.source_epoch, PeerState(read.source_epoch))
-        job = self._jobs[read.read_id] = ReadTask(read, source)
-        source.waiting.append(job)
-        if source.thread is None:
-            source.thread = threading.Thread(target=self._work, args=(source,), name="kv read", daemon=True)
-            source.thread.start()
+        peer = self._peers.setdefault(read.source_epoch, PeerState(read.source_epoch))
+        task = self._tasks[read.read_id] = ReadTask(read, peer)
+        peer.waiting.append(task)
+        if peer.thread is None:
+            peer.thread = threading.Thread(target=self._work, args=(peer,), name="kv read", daemon=True)
+            peer.thread.start()
 
-    def _stop(self, job: ReadTask) -> None:
-        job.stop.set()
-        if job in job.source.waiting:
-            job.source.waiting.remove(job)
-            self._end(job, ReadEnded(job.read.read_id, self._shard.rank, "", 0, 0.0, STOPPED))
+    def _stop(self, task: ReadTask) -> None:
+        task.stop.set()
+        if task in task.peer.waiting:
+            task.peer.waiting.remove(task)
+            self._end(task, ReadEnded(task.read.read_id, self._shard.rank, "", 0, 0.0, STOPPED))
 
     def _drop(self, epoch: int) -> set[tuple[str, bytes]]:
         """Returns what transports are to forget, by name."""
-        source = self._sources.pop(epoch, None)
-        if source is None:
+        peer = self._peers.pop(epoch, None)
+        if peer is None:
             return set()
-        for job in list(self._jobs.values()):
-            if job.source is source:
-                self._stop(job)
-        return set(source.descriptions)
+        for task in list(self._tasks.values()):
+            if task.peer is peer:
+                self._stop(task)
+        return set(peer.descriptions)
 
-    def _end(self, job: ReadTask, ended: ReadEnded) -> None:
-        del self._jobs[job.read.read_id]
+    def _end(self, task: ReadTask, ended: ReadEnded) -> None:
+        del self._tasks[task.read.read_id]
         if self._answers is None:
-            logger.error("nobody has attached to the KV agent, so nobody hears of %s", ended)
+            logger.error("nobody has attached to the KV worker, so nobody hears of %s", ended)
         else:
             self._answers.send(self._encode(ended))
 

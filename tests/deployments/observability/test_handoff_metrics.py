@@ -22,7 +22,7 @@ STATS = HandoffStats(
     bytes_read={"tcp": 300, "nixl": 100},
     bytes_overlapped=100,
     lease_expiries=1,
-    resting=["prefill-m-2"],
+    quarantined=["prefill-m-2"],
 )
 
 

@@ -27,16 +27,16 @@ class FakePrefillPool:
         self.avoided: dict[str, list[str]] = {}
         self.cancelled: list[str] = []
 
-    async def prefill(self, ticket: RemotePrefillRequest, avoid: list[str]) -> None:
-        self.avoided[ticket.handoff_id] = avoid
-        call = self.open[ticket.handoff_id] = asyncio.get_running_loop().create_future()
+    async def prefill(self, prefill_request: RemotePrefillRequest, avoid: list[str]) -> None:
+        self.avoided[prefill_request.handoff_id] = avoid
+        call = self.open[prefill_request.handoff_id] = asyncio.get_running_loop().create_future()
         try:
             await call
         except asyncio.CancelledError:
-            self.cancelled.append(ticket.handoff_id)
+            self.cancelled.append(prefill_request.handoff_id)
             raise
         finally:
-            del self.open[ticket.handoff_id]
+            del self.open[prefill_request.handoff_id]
 
     async def statuses(self) -> list[EngineStatus]:
         return self.found
@@ -51,7 +51,7 @@ class FakePrefillPool:
         self.open[handoff_id].set_exception(error)
 
 
-def ticket(handoff_id: str = "h1") -> RemotePrefillRequest:
+def make_prefill_request(handoff_id: str = "h1") -> RemotePrefillRequest:
     return RemotePrefillRequest(
         handoff_id=handoff_id,
         request_id="r",

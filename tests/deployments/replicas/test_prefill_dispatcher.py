@@ -1,4 +1,4 @@
-"""What becomes of a decode engine's tickets, without Ray."""
+"""What becomes of a decode engine's prefill requests, without Ray."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from deployments.replicas import prefill_dispatcher as tickets
+from deployments.replicas import prefill_dispatcher
 from deployments.replicas.engine_replica import EngineReplica
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.wire.messages import CancelDispatch, DispatchPrefill, PrefillReplicas, RemotePrefillFailed
 from tests.deployments.fake_api import until
-from tests.deployments.replicas.fake_prefill import FakePrefillPool, status, ticket
+from tests.deployments.replicas.fake_prefill import FakePrefillPool, make_prefill_request, status
 from tests.deployments.replicas.test_engine_replica import run
 from tests.fake_engine import FakeEngine
 
@@ -41,12 +41,12 @@ def pools(engine: FakeEngine) -> list[PrefillReplicas]:
     return [told for told in engine.told if isinstance(told, PrefillReplicas)]
 
 
-def test_ticket_is_one_call_until_its_handoff_is_over():
+def test_prefill_request_is_one_call_until_its_handoff_is_over():
     async def scenario() -> None:
         pool = FakePrefillPool(status("p1"))
         async with decode_with(pool) as (_, engine):
-            engine.notify(DispatchPrefill(ticket("h1")))
-            engine.notify(DispatchPrefill(ticket("h2")))
+            engine.notify(DispatchPrefill(make_prefill_request("h1")))
+            engine.notify(DispatchPrefill(make_prefill_request("h2")))
             await until(lambda: set(pool.open) == {"h1", "h2"})
             pool.end("h1")
             await until(lambda: set(pool.open) == {"h2"})
@@ -65,7 +65,7 @@ def test_engine_hears_of_a_call_that_failed_and_whether_another_may_do_better(er
     async def scenario() -> None:
         pool = FakePrefillPool(status("p1"))
         async with decode_with(pool) as (_, engine):
-            engine.notify(DispatchPrefill(ticket()))
+            engine.notify(DispatchPrefill(make_prefill_request()))
             await until(lambda: pool.open)
             pool.fail("h1", error)
             await until(lambda: failures(engine))
@@ -75,7 +75,7 @@ def test_engine_hears_of_a_call_that_failed_and_whether_another_may_do_better(er
 
 
 def test_engine_is_told_of_all_prefill_engines_that_fit_it(monkeypatch):
-    monkeypatch.setattr(tickets, "LOOK_S", 0.01)
+    monkeypatch.setattr(prefill_dispatcher, "POLL_INTERVAL_S", 0.01)
 
     async def scenario() -> None:
         pool = FakePrefillPool(status("p1", queued_tokens=70), status("p2", fingerprint="another model"))
@@ -89,18 +89,18 @@ def test_engine_is_told_of_all_prefill_engines_that_fit_it(monkeypatch):
     run(scenario())
 
 
-def test_ticket_asks_to_avoid_engines_that_do_not_fit_or_whose_link_has_failed(monkeypatch):
-    monkeypatch.setattr(tickets, "LOOK_S", 0.01)
+def test_prefill_request_asks_to_avoid_engines_that_do_not_fit_or_whose_link_has_failed(monkeypatch):
+    monkeypatch.setattr(prefill_dispatcher, "POLL_INTERVAL_S", 0.01)
 
     async def scenario() -> None:
         pool = FakePrefillPool(status("p1"), status("p2"), status("p3", fingerprint="another model"))
         async with decode_with(pool) as (_, engine):
-            engine.resting = ["p1"]
+            engine.quarantined = ["p1"]
             looks = iter(range(1, 100))
 
             def avoided() -> bool:
                 name = f"h{next(looks)}"
-                engine.notify(DispatchPrefill(ticket(name)))
+                engine.notify(DispatchPrefill(make_prefill_request(name)))
                 return ["p3", "p1"] in pool.avoided.values()
 
             await until(avoided)
@@ -112,7 +112,7 @@ def test_loss_of_the_decode_engine_ends_its_calls_at_prefill():
     async def scenario() -> None:
         pool = FakePrefillPool(status("p1"))
         async with decode_with(pool) as (replica, engine):
-            engine.notify(DispatchPrefill(ticket()))
+            engine.notify(DispatchPrefill(make_prefill_request()))
             await until(lambda: pool.open)
             replica.fail("rank 0 died")
             await until(lambda: pool.cancelled == ["h1"])
@@ -124,8 +124,8 @@ def test_call_at_prefill_is_open_until_the_engine_says_that_the_handoff_is_over(
     async def scenario() -> None:
         async with decode_with(FakePrefillPool()) as (replica, engine):
             engine.paused.set()
-            calls = {name: asyncio.create_task(replica.prefill(ticket(name))) for name in ("h1", "h2")}
-            await until(lambda: len(engine.tickets) == 2)
+            calls = {name: asyncio.create_task(replica.prefill(make_prefill_request(name))) for name in ("h1", "h2")}
+            await until(lambda: len(engine.prefill_requests) == 2)
             calls["h1"].cancel()
             await until(lambda: engine.cancelled == ["h1"])
             assert not calls["h2"].done()

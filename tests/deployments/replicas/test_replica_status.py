@@ -10,7 +10,7 @@ from engine.wire.messages import Notice
 from tests.deployments.replicas.fake_prefill import status
 
 
-def test_status_of_an_engine_is_kept_and_read_back_with_what_tickets_count():
+def test_status_of_an_engine_is_kept_and_read_back_with_what_prefill_requests_count():
     engine = status("decode-m-1", queued_tokens=3)
     routing = RoutingStats(policy="round_robin", cached_tokens=5)
     found = ReplicaStatus.of(engine, routing)

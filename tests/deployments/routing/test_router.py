@@ -139,7 +139,7 @@ def test_a_full_pool_is_asked_with_pauses():
     asyncio.run(scenario())
 
 
-def test_a_ticket_goes_to_any_replica_but_those_to_avoid():
+def test_a_prefill_request_goes_to_any_replica_but_those_to_avoid():
     async def scenario() -> None:
         async with router(FakeReplica("a1"), FakeReplica("b2"), FakeReplica("c3"), policy="round_robin") as r:
             assert {await route(r, plain(number)) for number in range(6)} == {"a1", "b2", "c3"}
@@ -148,7 +148,7 @@ def test_a_ticket_goes_to_any_replica_but_those_to_avoid():
     asyncio.run(scenario())
 
 
-def test_a_ticket_goes_to_a_replica_to_avoid_where_there_is_no_other():
+def test_a_prefill_request_goes_to_a_replica_to_avoid_where_there_is_no_other():
     async def scenario() -> None:
         async with router(FakeReplica("a1")) as r:
             assert await route(r, plain(1, ["decode-m-a1"])) == "a1"

@@ -330,14 +330,14 @@ def decode_engine(make_engine, **options) -> tuple[Engine, threading.Event]:
     return make_engine(handoff=handoff, wake=woken.set, **options), woken
 
 
-def ticket_of(engine: Engine) -> RemotePrefillRequest:
+def prefill_request_of(engine: Engine) -> RemotePrefillRequest:
     (notice,) = engine.core.handoffs.notices()
     assert isinstance(notice, DispatchPrefill)
-    return notice.ticket
+    return notice.request
 
 
 def fail(engine: Engine, woken: threading.Event, handoff_id: str) -> None:
-    engine.core.handoffs.ticket_failed(handoff_id, "nobody there", False)
+    engine.core.handoffs.remote_prefill_failed(handoff_id, "nobody there", False)
     assert woken.wait(10)
     woken.clear()
 
@@ -354,7 +354,7 @@ def test_while_all_kv_is_on_its_way_the_engine_is_idle_and_no_step_is_late(make_
     assert engine.core.last_step_age_s == 0.0
     stats = engine.core.stats()
     assert (stats.receiving, stats.blocks_reserved, stats.running, stats.waiting) == (1, 2, 0, 0)
-    fail(engine, woken, ticket_of(engine).handoff_id)
+    fail(engine, woken, prefill_request_of(engine).handoff_id)
     engine.step()
     assert not engine.core.idle and engine.core.stats().receiving == 0
     engine.go()
@@ -364,8 +364,8 @@ def test_a_deadline_ends_a_request_whose_kv_is_on_its_way(make_engine):
     engine, woken = decode_engine(make_engine)
     engine.add("a", timeout_s=2.0)
     engine.step()
-    ticket = ticket_of(engine)
-    assert ticket.timeout_s == 2.0
+    prefill_request = prefill_request_of(engine)
+    assert prefill_request.timeout_s == 2.0
     engine.clock.now += 2.0
     engine.step()
     assert engine.last("a").error.code == "request_timeout"
@@ -374,27 +374,27 @@ def test_a_deadline_ends_a_request_whose_kv_is_on_its_way(make_engine):
     while engine.core.has_work:
         engine.step()
     assert engine.core.stats().blocks_used == 0
-    assert engine.core.handoffs.notices()[0] == CancelDispatch(ticket.handoff_id)
+    assert engine.core.handoffs.notices()[0] == CancelDispatch(prefill_request.handoff_id)
 
 
 def test_an_abort_of_a_request_whose_kv_is_on_its_way_leaves_the_others_as_they_were(make_engine):
     engine, woken = decode_engine(make_engine)
     engine.add("a")
     engine.step()
-    first = ticket_of(engine).handoff_id
+    first = prefill_request_of(engine).handoff_id
     engine.add("b")
     engine.step()
     engine.abort("a")
     assert engine.last("a").finish_reason == "abort"
     engine.step()
-    tickets = [n.ticket.handoff_id for n in engine.core.handoffs.notices() if isinstance(n, DispatchPrefill)]
-    assert first not in tickets
-    fail(engine, woken, tickets[0])
+    prefill_requests = [n.request.handoff_id for n in engine.core.handoffs.notices() if isinstance(n, DispatchPrefill)]
+    assert first not in prefill_requests
+    fail(engine, woken, prefill_requests[0])
     engine.go()
     assert len(engine.tokens("b")) == 10 and not engine.tokens("a")
 
 
-def make_ticket(engine: Engine, **change) -> RemotePrefillRequest:
+def make_prefill_request(engine: Engine, **change) -> RemotePrefillRequest:
     """Of a decode engine that is not there."""
     fields = {
         "handoff_id": "h",
@@ -412,14 +412,14 @@ def make_ticket(engine: Engine, **change) -> RemotePrefillRequest:
     return RemotePrefillRequest(**{**fields, **change})
 
 
-def test_a_prefill_engine_computes_a_ticket_and_holds_its_blocks(make_engine):
+def test_a_prefill_engine_computes_a_prefill_request_and_holds_its_blocks(make_engine):
     woken = threading.Event()
     handoff = HandoffConfig(role="prefill", transport="tcp", lease_s=2.0, heartbeat_s=0.5)
     engine = make_engine(handoff=handoff, wake=woken.set)
-    ticket = make_ticket(engine)
+    prefill_request = make_prefill_request(engine)
     engine.deltas["h"] = []
-    assert engine.core.prefill(ticket)
-    assert engine.core.prefill(ticket), "a ticket that comes twice is one"
+    assert engine.core.prefill(prefill_request)
+    assert engine.core.prefill(prefill_request), "a prefill request that comes twice is one"
     while not engine.core.idle:
         engine.step()
     stats = engine.core.stats()
@@ -438,9 +438,9 @@ def test_a_prefill_engine_computes_a_ticket_and_holds_its_blocks(make_engine):
         ({"token_ids": [], "num_prompt": 0}, "prompt must be at least one token"),
     ],
 )
-def test_a_ticket_that_cannot_be_served_is_refused(make_engine, caplog, change, reason):
+def test_a_prefill_request_that_cannot_be_served_is_refused(make_engine, caplog, change, reason):
     engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"))
-    assert not engine.core.prefill(make_ticket(engine, **change))
+    assert not engine.core.prefill(make_prefill_request(engine, **change))
     assert reason in caplog.text
     assert not engine.core.has_work
 

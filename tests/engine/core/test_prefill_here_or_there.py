@@ -19,7 +19,7 @@ def test_local_keeps_a_prompt_here_that_would_go_elsewhere():
 
 def test_remote_sends_a_prompt_away_that_would_stay_here():
     h = DecodeHarness(num_blocks=16, max_model_len=64)
-    h.placing.replicas = []
+    h.policy.replicas = []
     h.add("a", ids(3), prefill="remote")
     h.step()
     h.receive(only_open(h))

@@ -34,8 +34,13 @@ def test_a_received_prompt_goes_on_as_if_it_had_been_computed_here(length, depth
     h = DecodeHarness(num_blocks=16, max_model_len=64, depth=depth)
     h.add("a", ids(length), max_tokens=9)
     assert h.step() is None, "nothing is computed here"
-    ticket = h.open[only_open(h)].ticket
-    assert (ticket.token_ids, ticket.skip, ticket.seed, ticket.attempt) == (ids(length), 0, 1, 1)
+    prefill_request = h.open[only_open(h)].prefill_request
+    assert (prefill_request.token_ids, prefill_request.skip, prefill_request.seed, prefill_request.attempt) == (
+        ids(length),
+        0,
+        1,
+        1,
+    )
     h.receive(only_open(h), cached=2)
     assert len(h.outputs["a"]) == 1, "the first token comes before there was any step"
     h.run()
@@ -51,7 +56,7 @@ def test_only_what_is_missing_is_asked_for(depth):
     h.add("b", ids(13), max_tokens=2)
     h.step()
     handoff = h.open[only_open(h)]
-    assert handoff.ticket.skip == 12 and len(handoff.blocks) == 1
+    assert handoff.prefill_request.skip == 12 and len(handoff.blocks) == 1
     h.run()
     assert h.finished["b"].request.num_cached == 12
 
@@ -61,7 +66,7 @@ def test_a_received_prompt_is_in_the_prefix_cache(depth):
     h.add("a", ids(12), max_tokens=1)
     h.run()
     assert h.finished["a"].delta.finish_reason == "length" and not h.plans, "one token: nothing is computed at all"
-    h.placing.replicas = []
+    h.policy.replicas = []
     h.add("b", [*ids(12), 7], max_tokens=3)
     h.run()
     assert h.finished["b"].request.num_cached == 12
@@ -83,7 +88,7 @@ def test_a_failed_handoff_keeps_the_verified_blocks_and_asks_for_the_rest(depth)
     h.fail(first, verified_blocks=2)
     assert h.pool.num_used == 0 and h.pool.num_cached == 2
     h.step()
-    second = h.open[only_open(h)].ticket
+    second = h.open[only_open(h)].prefill_request
     assert (second.skip, second.attempt) == (8, 2) and second.handoff_id != first
     h.run()
     assert h.scheduler.totals.recomputed_tokens == 0
@@ -143,13 +148,13 @@ def test_a_timeout_while_receiving_ends_the_request_with_its_error():
     h.scheduler.check()
 
 
-def test_the_ticket_says_how_much_time_is_left():
+def test_the_prefill_request_says_how_much_time_is_left():
     h = DecodeHarness(num_blocks=16, max_model_len=64)
     h.add("a", ids(5))
     h.scheduler.waiting[0].deadline_at = 7.0
     h.scheduler.schedule(now=4.5)
     h._forward()
-    assert h.open[only_open(h)].ticket.timeout_s == 2.5
+    assert h.open[only_open(h)].prefill_request.timeout_s == 2.5
 
 
 def test_receiving_takes_neither_slot_nor_budget_and_received_ones_wait_for_a_slot_in_order(depth):
@@ -206,7 +211,7 @@ def test_a_spare_block_is_kept_for_everyone_who_will_grow():
 
 def test_a_request_that_must_be_computed_elsewhere_fails_where_it_cannot_be():
     h = DecodeHarness(num_blocks=8, max_model_len=32, max_attempts=2)
-    h.placing.replicas = []
+    h.policy.replicas = []
     h.add("a", ids(12), prefill="remote")
     for _ in range(2):
         h.step()
@@ -254,7 +259,7 @@ def test_a_prompt_for_another_engine_is_computed_reported_and_held_until_it_is_r
     h = PrefillHarness(
         num_blocks=16, max_model_len=64, depth=depth, max_num_batched_tokens=10, enable_prefix_caching=caching
     )
-    h.ticket("t", ids(length))
+    h.add_remote_prefill("t", ids(length))
     while "t" not in h.firsts:
         h.step()
     assert h.reports["t"].upto == length
@@ -267,7 +272,7 @@ def test_a_prompt_for_another_engine_is_computed_reported_and_held_until_it_is_r
 
 def test_every_chunk_is_reported_in_full_blocks(depth):
     h = PrefillHarness(num_blocks=16, max_model_len=64, depth=depth, max_num_batched_tokens=10)
-    h.ticket("t", ids(27), skip=4)
+    h.add_remote_prefill("t", ids(27), skip=4)
     seen = []
     while "t" not in h.firsts:
         h.step()
@@ -279,9 +284,9 @@ def test_every_chunk_is_reported_in_full_blocks(depth):
 
 def test_what_prefill_has_cached_is_reported_before_anything_is_computed():
     h = PrefillHarness(num_blocks=16, max_model_len=64)
-    h.ticket("one", ids(14))
+    h.add_remote_prefill("one", ids(14))
     h.run()
-    h.ticket("two", ids(14))
+    h.add_remote_prefill("two", ids(14))
     h.plan()
     assert h.reports["two"].upto == 12
     h.commit()
@@ -291,8 +296,8 @@ def test_what_prefill_has_cached_is_reported_before_anything_is_computed():
 
 def test_two_prompts_with_one_prefix_share_blocks_and_each_reports_those_that_stay(depth):
     h = PrefillHarness(num_blocks=16, max_model_len=64, depth=depth, max_num_batched_tokens=9)
-    h.ticket("one", [*ids(14), 40])
-    h.ticket("two", [*ids(14), 41])
+    h.add_remote_prefill("one", [*ids(14), 40])
+    h.add_remote_prefill("two", [*ids(14), 41])
     while len(h.firsts) < 2:
         h.step()
     assert h.reports["one"].blocks[:3] == h.reports["two"].blocks[:3]
@@ -302,7 +307,7 @@ def test_two_prompts_with_one_prefix_share_blocks_and_each_reports_those_that_st
 def test_computed_prompts_hold_no_slot_but_their_blocks_and_others_wait_for_them():
     h = PrefillHarness(num_blocks=8, max_model_len=32, max_num_seqs=1)
     for i in range(4):
-        h.ticket(f"t{i}", ids(12, 9 * i))
+        h.add_remote_prefill(f"t{i}", ids(12, 9 * i))
     h.step()
     h.step()
     assert set(h.firsts) == {"t0", "t1"} and h.step() is None
@@ -315,8 +320,8 @@ def test_computed_prompts_hold_no_slot_but_their_blocks_and_others_wait_for_them
 @pytest.mark.parametrize("when", ["waiting", "half computed", "computed"])
 def test_a_prompt_that_is_given_up_keeps_its_blocks_until_they_are_surely_not_read(when, depth):
     h = PrefillHarness(num_blocks=8, max_model_len=32, depth=depth, max_num_batched_tokens=8)
-    h.ticket("other", ids(4, 30))
-    h.ticket("t", ids(20))
+    h.add_remote_prefill("other", ids(4, 30))
+    h.add_remote_prefill("t", ids(20))
     if when == "half computed":
         while "t" not in h.reports:
             h.step()
@@ -336,22 +341,22 @@ def test_a_prompt_that_is_given_up_keeps_its_blocks_until_they_are_surely_not_re
 
 def test_closing_a_prompt_that_is_being_computed_ends_it(depth):
     h = PrefillHarness(num_blocks=8, max_model_len=32, depth=depth, max_num_batched_tokens=8)
-    h.ticket("t", ids(20))
+    h.add_remote_prefill("t", ids(20))
     h.step()
     h.close("t", "expired")
     h.run()
     assert not h.firsts
 
 
-def test_a_ticket_that_cannot_be_served_leaves_no_trace():
+def test_a_prefill_request_that_cannot_be_served_leaves_no_trace():
     h = PrefillHarness(num_blocks=8, max_model_len=32, max_waiting=1)
     with pytest.raises(PromptTooLong):
-        h.ticket("long", ids(40))
+        h.add_remote_prefill("long", ids(40))
     with pytest.raises(InvalidParameter, match="stop_token_ids"):
-        h.ticket("unknown token", ids(4), stop_token_ids=[99])
-    h.ticket("a", ids(4))
+        h.add_remote_prefill("unknown token", ids(4), stop_token_ids=[99])
+    h.add_remote_prefill("a", ids(4))
     with pytest.raises(Overloaded):
-        h.ticket("b", ids(4))
+        h.add_remote_prefill("b", ids(4))
     h.run()
 
 
@@ -360,7 +365,7 @@ def test_a_prompt_for_another_engine_is_never_preempted(depth):
     h.add("own", ids(4), max_tokens=28)
     while not h.outputs["own"]:
         h.step()
-    h.ticket("t", ids(20, 7))
+    h.add_remote_prefill("t", ids(20, 7))
     h.run()
     assert h.firsts
     assert h.finished["own"].delta.num_preemptions > 0, "it goes itself, since nobody else can"
@@ -368,7 +373,7 @@ def test_a_prompt_for_another_engine_is_never_preempted(depth):
 
 def test_nothing_is_reported_of_a_prompt_that_was_given_up_during_its_last_step():
     h = PrefillHarness(num_blocks=8, max_model_len=32)
-    h.ticket("t", ids(20))
+    h.add_remote_prefill("t", ids(20))
     h.plan()
     h.abort("t")
     h.commit()
@@ -396,8 +401,8 @@ def test_a_replay_may_be_computed_elsewhere():
     given = expected_output(ids(6), PARAMS, 64)[:4]
     h.replay("a", ids(6), given, max_tokens=6)
     h.step()
-    ticket = h.open[only_open(h)].ticket
-    assert (ticket.token_ids, ticket.num_prompt) == (ids(6) + given, 6)
+    prefill_request = h.open[only_open(h)].prefill_request
+    assert (prefill_request.token_ids, prefill_request.num_prompt) == (ids(6) + given, 6)
     h.receive(only_open(h))
     while h.scheduler.has_work:
         h.step()

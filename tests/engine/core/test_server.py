@@ -258,8 +258,8 @@ def test_an_engine_that_waits_for_kv_sleeps_until_its_handoffs_wake_it(folder, c
     while len(attempts) < 2:
         notice = control.receive()
         if isinstance(notice, DispatchPrefill):
-            attempts.append(notice.ticket.attempt)
-            ingress.send(RemotePrefillFailed(notice.ticket.handoff_id, "nobody there", True))
+            attempts.append(notice.request.attempt)
+            ingress.send(RemotePrefillFailed(notice.request.handoff_id, "nobody there", True))
     assert attempts == [1, 2]
     assert len(ingress.tokens("a")) == 8
     server.stop()
@@ -277,7 +277,7 @@ def test_a_prefill_engine_names_handoffs_among_what_has_ended(folder, context):
     ingress = Ingress(context, thread.server)
     fingerprint = control.receive().fingerprint
     for name, tokens in [("taken", [5, 6, 7]), ("cancelled", [5, 6, 7]), ("too long", [5] * 300)]:
-        ticket = RemotePrefillRequest(
+        prefill_request = RemotePrefillRequest(
             handoff_id=name,
             request_id=name,
             attempt=1,
@@ -290,7 +290,7 @@ def test_a_prefill_engine_names_handoffs_among_what_has_ended(folder, context):
             fingerprint=fingerprint,
             decode=Peer("decode", "tcp://127.0.0.1:9", 1),
         )
-        ingress.send(Prefill(ticket))
+        ingress.send(Prefill(prefill_request))
     ingress.send(CancelPrefill("cancelled"))
     ended: list[str] = []
     while len(ended) < 3:

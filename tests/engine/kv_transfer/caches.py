@@ -53,10 +53,10 @@ class SourceProcess:
 def serve(transport: str, num_blocks: int, seed: int) -> None:
     from engine.kv_transfer.transport.worker import KVTransferWorker
 
-    agent = KVTransferWorker(full_cache(num_blocks, 2, seed=seed), shard=HeadShard(2, 0, 1), transport=transport)
-    print(json.dumps({name: value.hex() for name, value in agent.description.items()}), flush=True)
+    worker = KVTransferWorker(full_cache(num_blocks, 2, seed=seed), shard=HeadShard(2, 0, 1), transport=transport)
+    print(json.dumps({name: value.hex() for name, value in worker.description.items()}), flush=True)
     sys.stdin.read()  # until the parent ends, however it does
-    agent.close()
+    worker.close()
 
 
 if __name__ == "__main__":

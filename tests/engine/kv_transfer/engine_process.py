@@ -15,7 +15,7 @@ import engine.core.server
 from engine.config import EngineConfig
 from engine.core.server import EngineServer
 from engine.kv_transfer import channel
-from engine.kv_transfer.transport import worker as agent
+from engine.kv_transfer.transport import worker as kv_worker
 from engine.kv_transfer.transport.tcp import TcpTransport
 from engine.runner.model_runner import ModelRunner
 from engine.wire.remote_prefill import Peer
@@ -120,11 +120,11 @@ def be_reached_over_links(pipe: Connection) -> None:
             described: bytes = ask("data", super().describe())
             return described
 
-    def linked_party(engine_id: str, address: str, epoch: int) -> Peer:
+    def linked_peer(engine_id: str, address: str, epoch: int) -> Peer:
         return Peer(engine_id, ask("control", address), epoch)
 
-    agent.TcpTransport = LinkedTransport  # type: ignore[misc]
-    channel.Peer = linked_party  # type: ignore[assignment,misc]
+    kv_worker.TcpTransport = LinkedTransport  # type: ignore[misc]
+    channel.Peer = linked_peer  # type: ignore[assignment,misc]
 
 
 def obey(pipe: Connection, gate: Gate, server: EngineServer) -> None:

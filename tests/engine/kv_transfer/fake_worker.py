@@ -9,13 +9,13 @@ from typing import ClassVar
 import msgspec
 import zmq
 
-from engine.kv_transfer.protocol.messages import AgentCommand, Attach, Read, ReadEnded, StopRead
+from engine.kv_transfer.protocol.messages import Attach, KVWorkerCommand, Read, ReadEnded, StopRead
 
 
-class FakeAgent:
+class FakeKVWorker:
     """rank: of its engine. holding: start no reads. mute: never say that a read has stopped."""
 
-    everyone: ClassVar[dict[bytes, FakeAgent]] = {}  # by description
+    everyone: ClassVar[dict[bytes, FakeKVWorker]] = {}  # by description
 
     def __init__(self, rank: int = 0, holding: bool = False, mute: bool = False):
         self.rank, self.mute = rank, mute
@@ -42,7 +42,7 @@ class FakeAgent:
         del self.everyone[self.address.encode()]
 
     def _run(self) -> None:
-        decode = msgspec.msgpack.Decoder(AgentCommand).decode
+        decode = msgspec.msgpack.Decoder(KVWorkerCommand).decode
         while not self._closing.is_set():
             if self._commands.poll(10):
                 command = decode(self._commands.recv())

@@ -1,5 +1,5 @@
 """A prefill and a decode engine in processes that may die, over links that may fail. The test plays those around them:
-the control actors, which carry tickets and notice that a process is gone, and an ingress, which replays."""
+the control actors, which carry prefill requests and notice that a process is gone, and an ingress, which replays."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class FaultyPair:
         self.members: dict[str, Member] = {}
         self.asked: dict[str, Asked] = {}
         self.is_settled = True
-        self._open: set[str] = set()  # handoffs whose tickets prefill has
+        self._open: set[str] = set()  # handoffs whose prefill requests prefill has
         self._looks = 0
         self._spares = [EngineProcess(), EngineProcess()]
         for name in self._configs:
@@ -244,12 +244,14 @@ class FaultyPair:
                 member.ended |= set(notice.ended)
                 if member.name == "prefill":
                     self._open -= member.ended
-            case DispatchPrefill(ticket):
+            case DispatchPrefill(prefill_request):
                 if "prefill" in self.members and self.prefill.is_ready:
-                    self._open.add(ticket.handoff_id)
-                    self.prefill.send(Prefill(ticket))
+                    self._open.add(prefill_request.handoff_id)
+                    self.prefill.send(Prefill(prefill_request))
                 else:
-                    self.decode.send(RemotePrefillFailed(ticket.handoff_id, "there is no prefill replica", True))
+                    self.decode.send(
+                        RemotePrefillFailed(prefill_request.handoff_id, "there is no prefill replica", True)
+                    )
             case CancelDispatch(handoff_id):
                 if handoff_id in self._open:
                     self.prefill.send(CancelPrefill(handoff_id))

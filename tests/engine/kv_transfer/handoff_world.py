@@ -23,7 +23,7 @@ from engine.kv_transfer.protocol.messages import (
     StopRead,
 )
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
-from engine.kv_transfer.protocol.receive_state import chain_hash
+from engine.kv_transfer.protocol.receive_state import hash_prompt
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
 
@@ -53,7 +53,7 @@ class Flight:
 class Job:
     """What a prefill engine computes."""
 
-    ticket: RemotePrefillRequest
+    prefill_request: RemotePrefillRequest
     blocks: list[int]
     computed: int
 
@@ -71,14 +71,14 @@ class Engine:
     paused: bool = False
     dead: bool = False
     reads: list[RunningRead] = field(default_factory=list)
-    answers: deque[ReadEnded] = field(default_factory=deque)  # of the own agents, not yet handled
+    answers: deque[ReadEnded] = field(default_factory=deque)  # of the own workers, not yet handled
     jobs: dict[str, Job] = field(default_factory=dict)
     opened: dict[str, tuple[RemotePrefillRequest, list[int]]] = field(default_factory=dict)
     results: dict[str, HandoffEvent] = field(default_factory=dict)
 
     def __post_init__(self):
-        self.party = Peer(self.name, f"tcp://{self.name}", next(self.world.epochs))
-        self.protocol = HandoffProtocol(CONFIG, self.party, ranks=[{"fake": b""}] * self.num_ranks, block_size=BLOCK)
+        self.peer = Peer(self.name, f"tcp://{self.name}", next(self.world.epochs))
+        self.protocol = HandoffProtocol(CONFIG, self.peer, ranks=[{"fake": b""}] * self.num_ranks, block_size=BLOCK)
         self.free = set(range(self.num_blocks))
         self.memory: dict[tuple[int, int], object] = {}  # (rank, block) -> tokens up to its end
 
@@ -87,9 +87,9 @@ class Engine:
         return self.offset + self.drift * self.world.now
 
     def check(self) -> None:
-        """Every block is free or belongs to one handoff, and what counts as proven is right at any time."""
-        for handoff_id, inbound in self.protocol.inbound.items():
-            self._check_tokens(*self.opened[handoff_id], inbound.landing.verified)
+        """Every block is free or belongs to one handoff, and what counts as validated is right at any time."""
+        for handoff_id, handoff in self.protocol.decode_handoffs.items():
+            self._check_tokens(*self.opened[handoff_id], handoff.receive_state.verified)
         used = [block for job in self.jobs.values() for block in job.blocks]
         used += [block for _, blocks in self.opened.values() for block in blocks]
         assert sorted([*self.free, *used]) == list(range(self.num_blocks))
@@ -98,7 +98,7 @@ class Engine:
         """Do what the protocol wants done."""
         out = self.protocol.out
         for to, message in out.messages:
-            self.world.network.append(Flight(to.address, Envelope(self.party, to.epoch, message)))
+            self.world.network.append(Flight(to.address, Envelope(self.peer, to.epoch, message)))
             self.world.sent[type(message).__name__] += 1
         for command in out.commands:
             if isinstance(command, Read):
@@ -124,7 +124,7 @@ class Engine:
     # -- decode ------------------------------------------------------------------------------------------------
 
     def open(self, tokens: list[int], skip: int = 0, **more) -> RemotePrefillRequest:
-        ticket = RemotePrefillRequest(
+        prefill_request = RemotePrefillRequest(
             **{
                 "handoff_id": f"h{next(self.world.ids)}",
                 "request_id": "r",
@@ -136,23 +136,23 @@ class Engine:
                 "cache_salt": "",
                 "skip": skip,
                 "fingerprint": "f",
-                "decode": self.party,
+                "decode": self.peer,
             }
             | more
         )
         blocks = self._take(-(-(len(tokens) - skip) // BLOCK))
         assert blocks is not None
-        self.opened[ticket.handoff_id] = ticket, blocks
-        self.protocol.open(ticket, blocks, self.now)
+        self.opened[prefill_request.handoff_id] = prefill_request, blocks
+        self.protocol.open(prefill_request, blocks, self.now)
         self.flush()
-        return ticket
+        return prefill_request
 
     def cancel(self, handoff_id: str) -> None:
         self.protocol.cancel(handoff_id, self.now)
         self.flush()
 
-    def ticket_failed(self, handoff_id: str, reason: str = "died", retry: bool = True) -> None:
-        self.protocol.ticket_failed(handoff_id, reason, retry, self.now)
+    def remote_prefill_failed(self, handoff_id: str, reason: str = "died", retry: bool = True) -> None:
+        self.protocol.remote_prefill_failed(handoff_id, reason, retry, self.now)
         self.flush()
 
     def read_step(self, read: RunningRead, error: str | None = None) -> None:
@@ -172,40 +172,40 @@ class Engine:
         self.reads.remove(read)
         self.answers.append(ReadEnded(command.read_id, read.rank, "fake", read.done, 0.0, error))
 
-    def hear_agent(self) -> None:
+    def hear_worker(self) -> None:
         self.protocol.read_ended(self.answers.popleft(), self.now)
         self.flush()
 
     # -- prefill -----------------------------------------------------------------------------------------------
 
-    def accept(self, ticket: RemotePrefillRequest) -> None:
-        blocks = self._take(-(-(len(ticket.token_ids) - ticket.skip) // BLOCK))
+    def accept(self, prefill_request: RemotePrefillRequest) -> None:
+        blocks = self._take(-(-(len(prefill_request.token_ids) - prefill_request.skip) // BLOCK))
         if blocks is None:
-            self.protocol.refuse(ticket, "no room", self.now)
+            self.protocol.refuse(prefill_request, "no room", self.now)
         else:
-            assert ticket.handoff_id not in self.jobs
-            self.results.pop(ticket.handoff_id, None)  # a ticket may come again after its lease
-            self.jobs[ticket.handoff_id] = Job(ticket, blocks, ticket.skip)
-            self.protocol.accept(ticket, self.now)
+            assert prefill_request.handoff_id not in self.jobs
+            self.results.pop(prefill_request.handoff_id, None)  # a prefill request may come again after its lease
+            self.jobs[prefill_request.handoff_id] = Job(prefill_request, blocks, prefill_request.skip)
+            self.protocol.accept(prefill_request, self.now)
         self.flush()
 
-    def compute(self, handoff_id: str, num_tokens: int, wrong_chain: bool = False) -> None:
+    def compute(self, handoff_id: str, num_tokens: int, wrong_prompt_hash: bool = False) -> None:
         job = self.jobs.get(handoff_id)
-        if job is None or job.computed == len(job.ticket.token_ids):
+        if job is None or job.computed == len(job.prefill_request.token_ids):
             return
-        tokens, skip = job.ticket.token_ids, job.ticket.skip
+        tokens, skip = job.prefill_request.token_ids, job.prefill_request.skip
         job.computed = min(len(tokens), job.computed + num_tokens)
         for i, block in enumerate(job.blocks):
             self.memory[0, block] = tuple(tokens[: min(job.computed, skip + (i + 1) * BLOCK)])
         named = job.blocks[: -(-(job.computed - skip) // BLOCK)]
         self.protocol.progress(handoff_id, job.computed, named, self.now)
         if job.computed == len(tokens):
-            chain = b"wrong" if wrong_chain else chain_hash(job.ticket, BLOCK)
-            self.protocol.finish(handoff_id, FirstToken(sum(tokens), None, chain, 0), self.now)
+            prompt_hash = b"wrong" if wrong_prompt_hash else hash_prompt(job.prefill_request, BLOCK)
+            self.protocol.finish(handoff_id, FirstToken(sum(tokens), None, prompt_hash, 0), self.now)
         self.flush()
 
     def refuse(self, handoff_id: str, reason: str = "failed") -> None:
-        self.protocol.refuse(self.jobs[handoff_id].ticket, reason, self.now)
+        self.protocol.refuse(self.jobs[handoff_id].prefill_request, reason, self.now)
         self.flush()
 
     # -- parts -------------------------------------------------------------------------------------------------
@@ -222,10 +222,10 @@ class Engine:
             for block in blocks:
                 self.memory[rank, block] = object()  # somebody else's KV
 
-    def _check_tokens(self, ticket: RemotePrefillRequest, blocks: list[int], verified: int) -> None:
-        tokens = ticket.token_ids
+    def _check_tokens(self, prefill_request: RemotePrefillRequest, blocks: list[int], verified: int) -> None:
+        tokens = prefill_request.token_ids
         for i, block in enumerate(blocks):
-            end = min(len(tokens), ticket.skip + (i + 1) * BLOCK)
+            end = min(len(tokens), prefill_request.skip + (i + 1) * BLOCK)
             for rank in range(self.num_ranks):
                 if end <= verified:
                     assert self.memory[rank, block] == tuple(tokens[:end]), "wrong KV counted as right"
@@ -237,16 +237,16 @@ class Engine:
         if isinstance(event, Closed):
             self._give_back(self.jobs.pop(event.handoff_id).blocks)
             return
-        ticket, blocks = self.opened.pop(event.handoff_id)
-        tokens = ticket.token_ids
+        prefill_request, blocks = self.opened.pop(event.handoff_id)
+        tokens = prefill_request.token_ids
         if isinstance(event, Received):
             assert event.first.token == sum(tokens)
             verified = len(tokens)
         else:
             assert isinstance(event, Failed)
             verified = event.verified
-            assert verified % BLOCK == 0 and ticket.skip <= verified <= len(tokens)
-        self._check_tokens(ticket, blocks, verified)
+            assert verified % BLOCK == 0 and prefill_request.skip <= verified <= len(tokens)
+        self._check_tokens(prefill_request, blocks, verified)
         reading = [read.command.local_blocks for read in self.reads]
         assert not any(set(blocks) & set(local) for local in reading), "told before all reads had ended"
         self._give_back(blocks)
@@ -285,10 +285,10 @@ class World:
         return self.engines["p0"]
 
     def by_epoch(self, epoch: int) -> Engine | None:
-        return next((e for e in self.engines.values() if e.party.epoch == epoch and not e.dead), None)
+        return next((e for e in self.engines.values() if e.peer.epoch == epoch and not e.dead), None)
 
     def by_address(self, address: str) -> Engine | None:
-        return next((e for e in self.engines.values() if e.party.address == address and not e.dead), None)
+        return next((e for e in self.engines.values() if e.peer.address == address and not e.dead), None)
 
     def running(self) -> list[Engine]:
         return [engine for engine in self.engines.values() if not engine.paused and not engine.dead]
@@ -321,7 +321,7 @@ class World:
                     engine.read_step(read)
             for engine in answers:
                 if engine.answers:
-                    engine.hear_agent()
+                    engine.hear_worker()
 
     def advance(self, seconds: float, settle: bool = True, reads: bool = True) -> None:
         until = self.now + seconds

@@ -69,7 +69,7 @@ class Engine:
 
 
 class Pair:
-    """forwards: whether tickets are taken to prefill at once; else they are kept in `held`. fails: tickets fail."""
+    """forwards: whether prefill requests are taken to prefill at once; else they are kept in `held`. fails: none is taken."""
 
     def __init__(self, decode: EngineConfig, prefill: EngineConfig, ranks: tuple[RankPool, RankPool]):
         self._context = zmq.Context()
@@ -78,7 +78,7 @@ class Pair:
         self.ingress = Ingress(self._context, self.decode.server)
         self.forwards, self.fails = True, False
         self.held: list[RemotePrefillRequest] = []
-        self.tickets: list[RemotePrefillRequest] = []
+        self.prefill_requests: list[RemotePrefillRequest] = []
         self.dropped: set[str] = set()
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -111,11 +111,11 @@ class Pair:
             if engine.thread.is_alive():
                 engine.scheduler.check()
 
-    def release_tickets(self) -> None:
+    def release_prefill_requests(self) -> None:
         with self._changed:
             self.forwards = True
-            for ticket in self.held:
-                self._forward(ticket)
+            for prefill_request in self.held:
+                self._forward(prefill_request)
             self.held.clear()
 
     def forget(self) -> None:
@@ -144,20 +144,20 @@ class Pair:
             case EngineStatus():
                 engine.status = notice
                 engine.ended |= set(notice.ended)
-            case DispatchPrefill(ticket):
-                self.tickets.append(ticket)
+            case DispatchPrefill(prefill_request):
+                self.prefill_requests.append(prefill_request)
                 if self.fails:
-                    self.decode.send(RemotePrefillFailed(ticket.handoff_id, "nobody there", True))
+                    self.decode.send(RemotePrefillFailed(prefill_request.handoff_id, "nobody there", True))
                 elif self.forwards:
-                    self._forward(ticket)
+                    self._forward(prefill_request)
                 else:
-                    self.held.append(ticket)
+                    self.held.append(prefill_request)
             case CancelDispatch(handoff_id):
                 self.dropped.add(handoff_id)
                 self.prefill.send(CancelPrefill(handoff_id))
 
-    def _forward(self, ticket: RemotePrefillRequest) -> None:
-        self.prefill.send(Prefill(ticket))
+    def _forward(self, prefill_request: RemotePrefillRequest) -> None:
+        self.prefill.send(Prefill(prefill_request))
 
 
 def is_empty(status: EngineStatus | None) -> bool:

@@ -1,4 +1,4 @@
-"""Two real channels that speak over ZMQ, with agents that are modelled or real. Nothing here depends on time but the
+"""Two real channels that speak over ZMQ, with workers that are modelled or real. Nothing here depends on time but the
 deadline of a test that fails."""
 
 import threading
@@ -15,12 +15,12 @@ from engine.errors import EngineUnavailable
 from engine.kv_transfer.channel import HandoffChannel
 from engine.kv_transfer.protocol.events import Closed, Failed, Received
 from engine.kv_transfer.protocol.messages import Envelope, FirstToken, Released
-from engine.kv_transfer.protocol.receive_state import chain_hash
+from engine.kv_transfer.protocol.receive_state import hash_prompt
 from engine.kv_transfer.transport.head_map import HeadShard
 from engine.kv_transfer.transport.worker import KVTransferWorker
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
-from tests.engine.kv_transfer.fake_worker import FakeAgent
+from tests.engine.kv_transfer.fake_worker import FakeKVWorker
 
 WAIT_S = 20.0
 BLOCK = 4
@@ -30,18 +30,18 @@ HASTY = HandoffConfig(role="decode", heartbeat_s=0.02, lease_s=0.2, progress_s=0
 
 
 class Engine:
-    """A channel, its agents, and what a step loop does with them."""
+    """A channel, its workers, and what a step loop does with them."""
 
-    def __init__(self, name, agents, config=CONFIG):
-        self.agents, self.told = agents, []
+    def __init__(self, name, workers, config=CONFIG):
+        self.workers, self.told = workers, []
         self.woken, self.journal = threading.Event(), RequestLog()
         self.channel = HandoffChannel(
             config,
             engine_id=name,
             host="127.0.0.1",
             fingerprint="f",
-            agent_addresses=[agent.address for agent in agents],
-            ranks=[agent.description for agent in agents],
+            worker_addresses=[worker.address for worker in workers],
+            ranks=[worker.description for worker in workers],
             block_size=BLOCK,
             wake=self.woken.set,
             journal=self.journal,
@@ -73,8 +73,8 @@ class Engine:
 
     def close(self):
         self.channel.close()
-        for agent in self.agents:
-            agent.close()
+        for worker in self.workers:
+            worker.close()
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def engines():
     """Makes engines that are closed at the end."""
     made = []
 
-    def make(name, agents=None, config=CONFIG):
-        made.append(Engine(name, [FakeAgent()] if agents is None else agents, config))
+    def make(name, workers=None, config=CONFIG):
+        made.append(Engine(name, [FakeKVWorker()] if workers is None else workers, config))
         return made[-1]
 
     yield make
@@ -91,8 +91,8 @@ def engines():
         engine.close()
 
 
-def ticket_for(decode, handoff_id="h", address=None):
-    party = decode.channel.party
+def prefill_request_for(decode, handoff_id="h", address=None):
+    peer = decode.channel.peer
     return RemotePrefillRequest(
         handoff_id=handoff_id,
         request_id="r",
@@ -104,31 +104,31 @@ def ticket_for(decode, handoff_id="h", address=None):
         cache_salt="",
         skip=0,
         fingerprint="f",
-        decode=party if address is None else Peer(party.engine_id, address, party.epoch),
+        decode=peer if address is None else Peer(peer.engine_id, address, peer.epoch),
     )
 
 
-def first_of(ticket):
-    return FirstToken(7, None, chain_hash(ticket, BLOCK), 0)
+def first_of(prefill_request):
+    return FirstToken(7, None, hash_prompt(prefill_request, BLOCK), 0)
 
 
 def test_kv_travels_between_two_engines_while_prefill_computes(engines):
-    decode, prefill = engines("d", [FakeAgent(rank) for rank in range(2)]), engines("p")
-    ticket = ticket_for(decode)
-    decode.channel.open(ticket, [20, 21, 22, 23])
-    prefill.channel.accept(ticket)
-    source = prefill.agents[0].memory
+    decode, prefill = engines("d", [FakeKVWorker(rank) for rank in range(2)]), engines("p")
+    prefill_request = prefill_request_for(decode)
+    decode.channel.open(prefill_request, [20, 21, 22, 23])
+    prefill.channel.accept(prefill_request)
+    source = prefill.workers[0].memory
     source.update({5: "one", 6: "two"})
     prefill.channel.progress("h", 8, [5, 6])
-    for agent in decode.agents:
-        assert agent.has_read.wait(WAIT_S)
+    for worker in decode.workers:
+        assert worker.has_read.wait(WAIT_S)
     source.update({7: "three", 8: "four"})
     prefill.channel.progress("h", 14, [5, 6, 7, 8])
-    prefill.channel.finish("h", first_of(ticket))
-    assert decode.wait_for_event() == Received("h", first_of(ticket))
+    prefill.channel.finish("h", first_of(prefill_request))
+    assert decode.wait_for_event() == Received("h", first_of(prefill_request))
     assert prefill.wait_for_event() == Closed("h", "released")
-    for agent in decode.agents:
-        assert agent.memory == {20: "one", 21: "two", 22: "three", 23: "four"}
+    for worker in decode.workers:
+        assert worker.memory == {20: "one", 21: "two", 22: "three", 23: "four"}
     stats = decode.channel.stats()
     assert stats.results == {"received": {"": 1}}
     assert stats.bytes_read == {"fake": 8}
@@ -138,10 +138,10 @@ def test_kv_travels_between_two_engines_while_prefill_computes(engines):
 
 def test_the_journals_of_both_sides_tell_the_story_of_a_request(engines):
     decode, prefill = engines("d"), engines("p")
-    ticket = ticket_for(decode)
-    decode.channel.open(ticket, [20, 21, 22, 23])
-    prefill.channel.accept(ticket)
-    prefill.channel.refuse(ticket, "out of luck")
+    prefill_request = prefill_request_for(decode)
+    decode.channel.open(prefill_request, [20, 21, 22, 23])
+    prefill.channel.accept(prefill_request)
+    prefill.channel.refuse(prefill_request, "out of luck")
     decode.wait_for_event()
     prefill.wait_for_event()
     lines = [line for engine in (decode, prefill) for _, line in engine.journal.of(["r"])["r"]]
@@ -152,70 +152,70 @@ def test_the_journals_of_both_sides_tell_the_story_of_a_request(engines):
 
 
 def test_a_cancelled_handoff_stops_its_reads_before_prefill_gives_up_its_blocks(engines):
-    decode, prefill = engines("d", [FakeAgent(holding=True)]), engines("p")
-    ticket = ticket_for(decode)
-    decode.channel.open(ticket, [20, 21, 22, 23])
-    prefill.channel.accept(ticket)
+    decode, prefill = engines("d", [FakeKVWorker(holding=True)]), engines("p")
+    prefill_request = prefill_request_for(decode)
+    decode.channel.open(prefill_request, [20, 21, 22, 23])
+    prefill.channel.accept(prefill_request)
     prefill.channel.progress("h", 8, [5, 6])
-    assert decode.agents[0].has_read.wait(WAIT_S)
+    assert decode.workers[0].has_read.wait(WAIT_S)
     (info,) = decode.channel.snapshot()
     assert (info.handoff_id, info.request_id, info.peer, info.state) == ("h", "r", "p", "reading")
     decode.channel.cancel("h")
     assert decode.wait_for_event() == Failed("h", "cancelled", 0, False)
     assert prefill.wait_for_event() == Closed("h", "cancelled")
-    assert decode.agents[0].memory == {}
+    assert decode.workers[0].memory == {}
 
 
 def test_a_failed_read_lets_the_pair_rest(engines):
-    gone = FakeAgent()
+    gone = FakeKVWorker()
     decode, prefill = engines("d"), engines("p", [gone])
-    ticket = ticket_for(decode)
-    del FakeAgent.everyone[gone.address.encode()]
-    decode.channel.open(ticket, [20, 21, 22, 23])
-    prefill.channel.accept(ticket)
+    prefill_request = prefill_request_for(decode)
+    del FakeKVWorker.everyone[gone.address.encode()]
+    decode.channel.open(prefill_request, [20, 21, 22, 23])
+    prefill.channel.accept(prefill_request)
     prefill.channel.progress("h", 8, [5, 6])
     assert decode.wait_for_event() == Failed("h", "read", 0, True, "rank 0: connection lost")
-    assert decode.channel.resting() == decode.channel.stats().resting == ["p"]
-    FakeAgent.everyone[gone.address.encode()] = gone
+    assert decode.channel.quarantined() == decode.channel.stats().quarantined == ["p"]
+    FakeKVWorker.everyone[gone.address.encode()] = gone
 
 
 def test_an_engine_whose_agent_does_not_stop_must_end(engines):
-    decode, prefill = engines("d", [FakeAgent(holding=True, mute=True)], HASTY), engines("p")
-    ticket = ticket_for(decode)
-    decode.channel.open(ticket, [20, 21, 22, 23])
-    prefill.channel.accept(ticket)
+    decode, prefill = engines("d", [FakeKVWorker(holding=True, mute=True)], HASTY), engines("p")
+    prefill_request = prefill_request_for(decode)
+    decode.channel.open(prefill_request, [20, 21, 22, 23])
+    prefill.channel.accept(prefill_request)
     prefill.channel.progress("h", 8, [5, 6])
-    assert decode.agents[0].has_read.wait(WAIT_S)
+    assert decode.workers[0].has_read.wait(WAIT_S)
     decode.channel.cancel("h")
     assert decode.wait_until_broken() == "rank 0 does not stop reading for handoff h"
 
 
 def test_a_decode_engine_that_is_gone_loses_its_lease(engines):
     decode, prefill = engines("d"), engines("p", config=HASTY)
-    ticket = ticket_for(decode)
+    prefill_request = prefill_request_for(decode)
     decode.channel.close()
-    prefill.channel.accept(ticket)
+    prefill.channel.accept(prefill_request)
     assert prefill.wait_for_event() == Closed("h", "expired")
     assert prefill.channel.stats().lease_expiries == 1
 
 
 def test_a_prefill_engine_that_ends_says_so(engines):
     decode, prefill = engines("d"), engines("p")
-    ticket = ticket_for(decode)
-    decode.channel.open(ticket, [20, 21, 22, 23])
-    prefill.channel.accept(ticket)
+    prefill_request = prefill_request_for(decode)
+    decode.channel.open(prefill_request, [20, 21, 22, 23])
+    prefill.channel.accept(prefill_request)
     decode.wait_for_stats(lambda stats: "accept" in stats.phase_seconds)
     prefill.channel.close()
     assert decode.wait_for_event() == Failed("h", "refused", 0, True, "the engine ends")
 
 
 def test_a_channel_closes_though_an_agent_does_not_answer(engines):
-    decode, prefill = engines("d", [FakeAgent(holding=True, mute=True)]), engines("p")
-    ticket = ticket_for(decode)
-    decode.channel.open(ticket, [20, 21, 22, 23])
-    prefill.channel.accept(ticket)
+    decode, prefill = engines("d", [FakeKVWorker(holding=True, mute=True)]), engines("p")
+    prefill_request = prefill_request_for(decode)
+    decode.channel.open(prefill_request, [20, 21, 22, 23])
+    prefill.channel.accept(prefill_request)
     prefill.channel.progress("h", 8, [5, 6])
-    assert decode.agents[0].has_read.wait(WAIT_S)
+    assert decode.workers[0].has_read.wait(WAIT_S)
     decode.channel.close()
     assert "handoff-channel d" not in [thread.name for thread in threading.enumerate()]
 
@@ -223,33 +223,33 @@ def test_a_channel_closes_though_an_agent_does_not_answer(engines):
 def test_nonsense_from_the_network_is_counted_and_harms_nobody(engines):
     decode, prefill = engines("d"), engines("p")
     with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
-        stranger.connect(decode.channel.party.address)
+        stranger.connect(decode.channel.peer.address)
         stranger.send(b"nonsense")
-        stranger.send(msgspec.msgpack.encode(Envelope(prefill.channel.party, 1, Released("h", 1, True))))  # not for us
+        stranger.send(msgspec.msgpack.encode(Envelope(prefill.channel.peer, 1, Released("h", 1, True))))  # not for us
         decode.wait_for_stats(lambda stats: stats.malformed_messages == stats.stale_messages == 1)
-    ticket = ticket_for(decode)
-    decode.channel.open(ticket, [20, 21, 22, 23])
-    prefill.channel.refuse(ticket, "no room")
+    prefill_request = prefill_request_for(decode)
+    decode.channel.open(prefill_request, [20, 21, 22, 23])
+    prefill.channel.refuse(prefill_request, "no room")
     assert decode.wait_for_event() == Failed("h", "refused", 0, True, "no room")
 
 
-def test_a_ticket_with_an_impossible_address_harms_nobody_else(engines):
+def test_a_prefill_request_with_an_impossible_address_harms_nobody_else(engines):
     decode, prefill = engines("d"), engines("p", config=HASTY)
-    prefill.channel.accept(ticket_for(decode, "bad", address="nowhere"))
+    prefill.channel.accept(prefill_request_for(decode, "bad", address="nowhere"))
     assert prefill.wait_for_event() == Closed("bad", "expired")
     assert prefill.channel.stats().malformed_messages >= 1
-    ticket = ticket_for(decode)
-    decode.channel.open(ticket, [20, 21, 22, 23])
-    prefill.channel.refuse(ticket, "no room")
+    prefill_request = prefill_request_for(decode)
+    decode.channel.open(prefill_request, [20, 21, 22, 23])
+    prefill.channel.refuse(prefill_request, "no room")
     assert decode.wait_for_event().reason == "refused"
 
 
 def test_a_channel_whose_thread_has_died_ends_its_engine(engines):
     engine = engines("d")
-    ticket = ticket_for(engine)
-    engine.channel.accept(ticket)
-    engine.channel.accept(ticket)  # forbidden
-    assert "a ticket is accepted once" in engine.wait_until_broken()
+    prefill_request = prefill_request_for(engine)
+    engine.channel.accept(prefill_request)
+    engine.channel.accept(prefill_request)  # forbidden
+    assert "a prefill request is accepted once" in engine.wait_until_broken()
 
 
 @pytest.mark.parametrize(("decode_ranks", "prefill_ranks"), [(1, 1), (2, 1), (1, 2)])
@@ -257,21 +257,21 @@ def test_real_agents_bring_the_heads_of_every_rank(engines, decode_ranks, prefil
     heads = 4
     whole = torch.arange(16 * 2 * 2 * heads * BLOCK * 8, dtype=torch.float32).reshape(16, 2, 2, heads, BLOCK, 8)
 
-    def agents(cache, size):
+    def workers(cache, size):
         shards = [HeadShard(heads, rank, size) for rank in range(size)]
         caches = [cache[:, :, :, shard.start : shard.stop].clone() for shard in shards]
         made = [KVTransferWorker(c, shard=s, transport="tcp") for c, s in zip(caches, shards, strict=True)]
         return made, caches
 
-    local_agents, local = agents(torch.zeros_like(whole), decode_ranks)
-    remote_agents, _ = agents(whole, prefill_ranks)
-    decode, prefill = engines("d", local_agents), engines("p", remote_agents)
-    ticket = ticket_for(decode)
-    decode.channel.open(ticket, [3, 2, 1, 0])
-    prefill.channel.accept(ticket)
+    local_workers, local = workers(torch.zeros_like(whole), decode_ranks)
+    remote_workers, _ = workers(whole, prefill_ranks)
+    decode, prefill = engines("d", local_workers), engines("p", remote_workers)
+    prefill_request = prefill_request_for(decode)
+    decode.channel.open(prefill_request, [3, 2, 1, 0])
+    prefill.channel.accept(prefill_request)
     prefill.channel.progress("h", 8, [5, 9])
     prefill.channel.progress("h", 14, [5, 9, 12, 13])
-    prefill.channel.finish("h", first_of(ticket))
+    prefill.channel.finish("h", first_of(prefill_request))
     assert isinstance(decode.wait_for_event(), Received)
     assert prefill.wait_for_event() == Closed("h", "released")
     received = torch.cat(local, dim=3)

@@ -143,7 +143,7 @@ class Case:
             self.pair.members[engine].process.pace(steps)
 
     def _queued(self) -> None:
-        """Prefill has accepted the ticket, and computes something else."""
+        """Prefill has accepted the prefill request, and computes something else."""
         pair = self.pair
         before = pair.ask(f"before {self.name}", prompt("before", 20), to="prefill", max_tokens=2000)
         pair.until(lambda: bool(before.tokens), "prefill is busy")
@@ -244,7 +244,7 @@ def works_again(case: Case, alone: Callable[[Asked], list[int]]) -> None:
     pair, name = case.pair, f"after {case.name}"
     pair.settle()
     show(case, time.monotonic())
-    pair.until(lambda: not stats(pair.decode).resting, "the pair has rested")
+    pair.until(lambda: not stats(pair.decode).quarantined, "the pair has rested")
     before = results(stats(pair.decode), "received")
     fresh = pair.ask(name, prompt(name, 100))
     pair.end_of(name)

@@ -26,10 +26,10 @@ PROMPT = list(range(1, 31))  # 7 blocks and a half
 def started(prompt=PROMPT, skip=0, **world):
     """A handoff that prefill has accepted, and decode knows it."""
     w = World(**world)
-    ticket = w.decode.open(prompt, skip)
-    w.prefill.accept(ticket)
+    prefill_request = w.decode.open(prompt, skip)
+    w.prefill.accept(prefill_request)
     w.settle()
-    return w, ticket.handoff_id
+    return w, prefill_request.handoff_id
 
 
 def all_free(w):
@@ -114,16 +114,16 @@ def test_both_sides_show_a_live_handoff():
 @pytest.mark.parametrize("chunk", [7, 30])
 def test_no_single_lost_message_matters(lost, chunk):
     w = World()
-    ticket = w.decode.open(PROMPT)
-    w.prefill.accept(ticket)
+    prefill_request = w.decode.open(PROMPT)
+    w.prefill.accept(prefill_request)
     for _ in range(40):
-        w.prefill.compute(ticket.handoff_id, chunk)
+        w.prefill.compute(prefill_request.handoff_id, chunk)
         for flight in list(w.network):
             if isinstance(flight.envelope.message, lost) and lost is not None:
                 w.network.remove(flight)
                 lost = ()
         w.advance(0.25)
-    assert isinstance(w.decode.results[ticket.handoff_id], Received)
+    assert isinstance(w.decode.results[prefill_request.handoff_id], Received)
     assert all_free(w)
 
 
@@ -132,15 +132,15 @@ def test_a_repeated_release_gets_the_same_answer():
     w.prefill.compute(h, 30)
     w.settle()
     assert isinstance(w.decode.results[h], Received)
-    w.prefill.protocol.receive(Envelope(w.decode.party, w.prefill.party.epoch, Release(h, 1)), w.prefill.now)
+    w.prefill.protocol.receive(Envelope(w.decode.peer, w.prefill.peer.epoch, Release(h, 1)), w.prefill.now)
     assert [message for _, message in w.prefill.protocol.out.messages] == [Released(h, 1, held=True)]
 
 
 def test_nobody_but_the_decode_engine_itself_can_release_its_handoff():
     w, h = started(prefills=2)
-    other = msgspec.structs.replace(w.decode.party, epoch=999)
+    other = msgspec.structs.replace(w.decode.peer, epoch=999)
     for message in (Release(h, 1), Cancel(h, 1), Heartbeat(h, 1, 1)):
-        w.prefill.protocol.receive(Envelope(other, w.prefill.party.epoch, message), w.prefill.now)
+        w.prefill.protocol.receive(Envelope(other, w.prefill.peer.epoch, message), w.prefill.now)
     answers = [message for to, message in w.prefill.protocol.out.messages if to == other]
     assert answers == [Released(h, 1, held=False), Refused(h, 1, "unknown")]
     assert h in w.prefill.jobs
@@ -152,13 +152,13 @@ def test_a_late_heartbeat_of_a_released_handoff_does_not_spoil_its_release():
     while not w.messages(Release):
         w.deliver(w.network.pop(0)) if w.network else w.decode.read_step(w.decode.reads[0])
         if w.decode.answers:
-            w.decode.hear_agent()
+            w.decode.hear_worker()
     release = next(f for f in w.network if isinstance(f.envelope.message, Release))
     w.network.remove(release)
     w.deliver(release)
     released = next(f for f in w.network if isinstance(f.envelope.message, Released))
     w.network.remove(released)
-    w.prefill.protocol.receive(Envelope(w.decode.party, w.prefill.party.epoch, Heartbeat(h, 1, 99)), w.prefill.now)
+    w.prefill.protocol.receive(Envelope(w.decode.peer, w.prefill.peer.epoch, Heartbeat(h, 1, 99)), w.prefill.now)
     w.prefill.flush()
     w.settle()
     w.deliver(released)
@@ -181,7 +181,7 @@ def test_an_older_progress_that_comes_late_changes_nothing():
 def test_progress_of_an_older_attempt_is_answered_by_cancel_and_counted():
     w = World(prefills=2)
     first = w.decode.open(PROMPT, attempt=1)
-    w.decode.ticket_failed(first.handoff_id)
+    w.decode.remote_prefill_failed(first.handoff_id)
     second = w.decode.open(PROMPT, attempt=2)
     w.engines["p0"].accept(first)  # the call had failed, but arrived
     w.engines["p1"].accept(second)
@@ -193,29 +193,29 @@ def test_progress_of_an_older_attempt_is_answered_by_cancel_and_counted():
     assert isinstance(w.decode.results[second.handoff_id], Received)
 
 
-def test_of_two_engines_that_got_the_same_ticket_the_second_is_told_to_cancel():
+def test_of_two_engines_that_got_the_same_prefill_request_the_second_is_told_to_cancel():
     w = World(prefills=2)
-    ticket = w.decode.open(PROMPT)
-    w.engines["p0"].accept(ticket)
+    prefill_request = w.decode.open(PROMPT)
+    w.engines["p0"].accept(prefill_request)
     w.settle()
-    w.engines["p1"].accept(ticket)
+    w.engines["p1"].accept(prefill_request)
     w.settle()
-    assert w.engines["p1"].results[ticket.handoff_id].reason == "cancelled"
-    w.engines["p0"].compute(ticket.handoff_id, 30)
+    assert w.engines["p1"].results[prefill_request.handoff_id].reason == "cancelled"
+    w.engines["p0"].compute(prefill_request.handoff_id, 30)
     w.settle()
-    assert isinstance(w.decode.results[ticket.handoff_id], Received)
+    assert isinstance(w.decode.results[prefill_request.handoff_id], Received)
 
 
-def test_a_ticket_that_comes_again_after_its_lease_proves_nothing_that_was_read_before():
+def test_a_prefill_request_that_comes_again_after_its_lease_proves_nothing_that_was_read_before():
     w, h = started()
-    ticket = w.prefill.jobs[h].ticket
+    prefill_request = w.prefill.jobs[h].prefill_request
     w.prefill.compute(h, 12)
     w.settle(reads=False)
     w.decode.paused = True
     w.advance(30.0, reads=False)
     w.decode.read_step(w.decode.reads[0])
     assert w.prefill.results[h].reason == "expired"
-    w.prefill.accept(ticket)
+    w.prefill.accept(prefill_request)
     w.prefill.compute(h, 12)
     w.network = [f for f in w.network if not isinstance(f.envelope.message, Refused)]
     w.decode.paused = False
@@ -226,7 +226,7 @@ def test_a_ticket_that_comes_again_after_its_lease_proves_nothing_that_was_read_
 
 def test_a_message_for_the_engine_that_was_here_before_is_dropped_and_counted():
     w, h = started()
-    envelope = Envelope(w.decode.party, w.prefill.party.epoch + 1000, Cancel(h, 1))
+    envelope = Envelope(w.decode.peer, w.prefill.peer.epoch + 1000, Cancel(h, 1))
     w.prefill.protocol.receive(envelope, w.prefill.now)
     assert h in w.prefill.jobs
     assert w.prefill.protocol.stats().stale_messages == 1
@@ -237,23 +237,23 @@ def test_a_message_for_the_engine_that_was_here_before_is_dropped_and_counted():
 
 def test_prefill_that_dies_before_it_has_answered_costs_one_attempt():
     w = World()
-    ticket = w.decode.open(PROMPT, skip=8)
+    prefill_request = w.decode.open(PROMPT, skip=8)
     w.crash("p0")
-    w.decode.ticket_failed(ticket.handoff_id, "replica died", retry=True)
-    assert w.decode.results[ticket.handoff_id] == Failed(
-        ticket.handoff_id, "ticket_failed", verified=8, retry=True, detail="replica died"
+    w.decode.remote_prefill_failed(prefill_request.handoff_id, "replica died", retry=True)
+    assert w.decode.results[prefill_request.handoff_id] == Failed(
+        prefill_request.handoff_id, "remote_prefill_failed", verified=8, retry=True, detail="replica died"
     )
     assert all_free(w)
 
 
-def test_a_ticket_that_nobody_answers_is_given_up_after_accept_s():
+def test_a_prefill_request_that_nobody_answers_is_given_up_after_accept_s():
     w = World()
-    ticket = w.decode.open(PROMPT)
+    prefill_request = w.decode.open(PROMPT)
     w.advance(CONFIG.accept_s)
     assert not w.decode.results
     w.advance(CONFIG.heartbeat_s)
-    assert w.decode.results[ticket.handoff_id].reason == "not_accepted"
-    assert w.decode.results[ticket.handoff_id].retry
+    assert w.decode.results[prefill_request.handoff_id].reason == "not_accepted"
+    assert w.decode.results[prefill_request.handoff_id].retry
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -264,8 +264,8 @@ def test_prefill_that_dies_during_the_transfer_leaves_decode_the_verified_chunks
     w.prefill.compute(h, 4)
     w.settle(reads=False)
     w.crash("p0")
-    if told:  # the ticket's call has failed
-        w.decode.ticket_failed(h)
+    if told:  # the prefill request's call has failed
+        w.decode.remote_prefill_failed(h)
         w.settle()
     else:
         w.advance(CONFIG.progress_s + 2 * CONFIG.heartbeat_s)
@@ -303,9 +303,9 @@ def test_an_echo_of_a_heartbeat_that_was_sent_before_a_read_ended_does_not_prove
     w.decode.paused = False
     while w.decode.reads:
         w.decode.read_step(w.decode.reads[0])
-    w.decode.hear_agent()
+    w.decode.hear_worker()
     w.deliver(echo)
-    w.decode.ticket_failed(h)
+    w.decode.remote_prefill_failed(h)
     assert w.decode.results[h].verified == 0
 
 
@@ -314,12 +314,12 @@ def test_an_echo_of_a_heartbeat_that_was_never_sent_proves_nothing():
     w.prefill.compute(h, 12)
     progress = w.messages(Progress)[-1]
     w.settle(reads=False)
-    envelope = Envelope(w.prefill.party, w.decode.party.epoch, msgspec.structs.replace(progress, echo=1000))
+    envelope = Envelope(w.prefill.peer, w.decode.peer.epoch, msgspec.structs.replace(progress, echo=1000))
     w.decode.read_step(w.decode.reads[0])
     w.lossy = True
     w.settle()
     w.decode.protocol.receive(envelope, w.decode.now)
-    w.decode.ticket_failed(h)
+    w.decode.remote_prefill_failed(h)
     assert w.decode.results[h].verified == 0
 
 
@@ -341,7 +341,7 @@ def test_prefill_that_dies_before_it_confirms_the_release_leaves_what_is_proven(
     while not w.messages(Release):
         w.deliver(w.network.pop(0)) if w.network else w.decode.read_step(w.decode.reads[0])
         if w.decode.answers:
-            w.decode.hear_agent()
+            w.decode.hear_worker()
     w.crash("p0")
     w.advance(20.0)
     assert w.decode.results[h].reason == "silent"
@@ -390,12 +390,12 @@ def test_a_cancelled_handoff_fails_only_when_every_rank_has_stopped_reading():
     w.decode.cancel(h)
     first, second = w.decode.reads
     w.decode.read_step(first)
-    w.decode.hear_agent()
+    w.decode.hear_worker()
     w.settle(reads=False)
     assert not w.decode.results
     assert h in w.prefill.jobs  # not told to give the blocks up while they are read
     w.decode.read_step(second)
-    w.decode.hear_agent()
+    w.decode.hear_worker()
     assert w.decode.results[h].reason == "cancelled"
 
 
@@ -409,12 +409,12 @@ def test_a_lost_cancel_is_said_again_when_prefill_asks():
 
 def test_a_cancel_before_prefill_has_answered_reaches_it_when_it_does():
     w = World()
-    ticket = w.decode.open(PROMPT)
-    w.decode.cancel(ticket.handoff_id)
-    assert w.decode.results[ticket.handoff_id].reason == "cancelled"
-    w.prefill.accept(ticket)
+    prefill_request = w.decode.open(PROMPT)
+    w.decode.cancel(prefill_request.handoff_id)
+    assert w.decode.results[prefill_request.handoff_id].reason == "cancelled"
+    w.prefill.accept(prefill_request)
     w.settle()
-    assert w.prefill.results[ticket.handoff_id].reason == "cancelled"
+    assert w.prefill.results[prefill_request.handoff_id].reason == "cancelled"
 
 
 # -- the link --------------------------------------------------------------------------------------------------
@@ -429,22 +429,22 @@ def test_a_cut_link_ends_the_handoff_on_both_sides_and_the_pair_rests(tokens):
     w.advance(CONFIG.progress_s + 2 * CONFIG.heartbeat_s)
     assert w.decode.results[h].reason == "silent"
     assert w.decode.results[h].retry
-    assert w.decode.protocol.resting() == ["p0"]
+    assert w.decode.protocol.quarantined() == ["p0"]
     w.advance(CONFIG.lease_s)
     assert w.prefill.results[h].reason == "expired"
     assert all_free(w)
     w.lossy = False
     w.advance(CONFIG.quarantine_s)
-    assert w.decode.protocol.resting() == []
+    assert w.decode.protocol.quarantined() == []
 
 
 def test_a_link_that_is_cut_in_one_direction_ends_the_handoff_too():
     w, h = started()
     for _ in range(60):
-        w.network = [f for f in w.network if f.address != w.prefill.party.address]
+        w.network = [f for f in w.network if f.address != w.prefill.peer.address]
         w.advance(0.25, settle=False)
         for flight in w.network:
-            if flight.address == w.decode.party.address:
+            if flight.address == w.decode.peer.address:
                 w.deliver(flight)
         w.network.clear()
     assert w.decode.results[h].reason == "silent"
@@ -458,26 +458,26 @@ def test_a_read_that_fails_stops_the_other_ranks_and_keeps_what_was_proven():
     w.prefill.compute(h, 12)
     w.settle(reads=False)
     w.decode.read_step(w.decode.reads[0], error="checksum")
-    w.decode.hear_agent()
+    w.decode.hear_worker()
     assert [read.stopping for read in w.decode.reads] == [True]
     w.settle()
     assert w.decode.results[h] == Failed(h, "read", 12, True, "rank 0: checksum")
     assert w.prefill.results[h].reason == "cancelled"
-    assert w.decode.protocol.resting() == ["p0"]
+    assert w.decode.protocol.quarantined() == ["p0"]
 
 
-def test_a_ticket_that_reaches_a_resting_engine_is_not_read_from_it():
+def test_a_prefill_request_that_reaches_a_quarantined_engine_is_not_read_from_it():
     w, h = started()
     w.prefill.compute(h, 12)
     w.settle(reads=False)
     w.decode.read_step(w.decode.reads[0], error="no progress")
     w.settle()
-    ticket = w.decode.open(PROMPT)
-    w.prefill.accept(ticket)
+    prefill_request = w.decode.open(PROMPT)
+    w.prefill.accept(prefill_request)
     w.settle()
-    assert w.decode.results[ticket.handoff_id].reason == "resting"
-    assert w.decode.results[ticket.handoff_id].retry
-    assert w.prefill.results[ticket.handoff_id].reason == "cancelled"
+    assert w.decode.results[prefill_request.handoff_id].reason == "quarantined"
+    assert w.decode.results[prefill_request.handoff_id].retry
+    assert w.prefill.results[prefill_request.handoff_id].reason == "cancelled"
 
 
 def test_after_a_failed_link_its_connections_are_dropped_unless_another_handoff_uses_them():
@@ -491,12 +491,12 @@ def test_after_a_failed_link_its_connections_are_dropped_unless_another_handoff_
     commands = []
     w.decode.protocol.out.commands = commands_seen = CopyingList(commands)
     w.decode.read_step(w.decode.reads[0], error="no progress")
-    w.decode.hear_agent()
+    w.decode.hear_worker()
     assert not [c for c in commands if isinstance(c, DropSource)]
     w.decode.read_step(w.decode.reads[0], error="no progress")
-    w.decode.hear_agent()
+    w.decode.hear_worker()
     assert commands_seen is w.decode.protocol.out.commands
-    assert [c for c in commands if isinstance(c, DropSource)] == [DropSource(w.prefill.party.epoch)]
+    assert [c for c in commands if isinstance(c, DropSource)] == [DropSource(w.prefill.peer.epoch)]
 
 
 def test_connections_to_an_engine_that_is_not_used_are_dropped_after_a_while():
@@ -506,7 +506,7 @@ def test_connections_to_an_engine_that_is_not_used_are_dropped_after_a_while():
     commands = []
     w.decode.protocol.out.commands = CopyingList(commands)
     w.advance(120.0)
-    assert commands == [DropSource(w.prefill.party.epoch)]
+    assert commands == [DropSource(w.prefill.peer.epoch)]
 
 
 def test_a_read_that_crawls_is_ended():
@@ -604,11 +604,13 @@ def test_decode_that_was_paused_for_less_than_the_lease_goes_on():
 def test_prefill_without_room_refuses_at_once():
     w = World()
     w.prefill.free.clear()
-    ticket = w.decode.open(PROMPT, skip=4)
+    prefill_request = w.decode.open(PROMPT, skip=4)
     w.prefill.check = lambda: None
-    w.prefill.accept(ticket)
+    w.prefill.accept(prefill_request)
     w.settle()
-    assert w.decode.results[ticket.handoff_id] == Failed(ticket.handoff_id, "refused", 4, True, "no room")
+    assert w.decode.results[prefill_request.handoff_id] == Failed(
+        prefill_request.handoff_id, "refused", 4, True, "no room"
+    )
 
 
 def test_a_handoff_that_prefill_gives_up_keeps_its_blocks_until_decode_has_stopped_reading():
@@ -630,7 +632,7 @@ def test_heartbeats_do_not_extend_the_lease_of_a_handoff_that_was_given_up():
     w.prefill.refuse(h)
     w.network.clear()
     for number in range(100, 130):
-        envelope = Envelope(w.decode.party, w.prefill.party.epoch, Heartbeat(h, 1, number))
+        envelope = Envelope(w.decode.peer, w.prefill.peer.epoch, Heartbeat(h, 1, number))
         w.prefill.protocol.receive(envelope, w.prefill.now)
         w.advance(0.5, settle=False)
     assert w.prefill.results[h].reason == "expired"
@@ -640,9 +642,9 @@ def test_another_prompt_than_asked_for_is_not_received():
     w, h = started(skip=4)
     w.prefill.compute(h, 12)
     w.settle()
-    w.prefill.compute(h, 100, wrong_chain=True)
+    w.prefill.compute(h, 100, wrong_prompt_hash=True)
     w.settle()
-    assert w.decode.results[h] == Failed(h, "chain", 4, False, "prefill computed another prompt")
+    assert w.decode.results[h] == Failed(h, "prompt_hash", 4, False, "prefill computed another prompt")
     assert all_free(w)
 
 
@@ -660,7 +662,7 @@ def test_an_engine_that_contradicts_itself_is_not_believed(change, problem):
     w.prefill.compute(h, 12)
     progress = w.messages(Progress)[-1]
     w.settle()
-    envelope = Envelope(w.prefill.party, w.decode.party.epoch, msgspec.structs.replace(progress, **change))
+    envelope = Envelope(w.prefill.peer, w.decode.peer.epoch, msgspec.structs.replace(progress, **change))
     w.decode.protocol.receive(envelope, w.decode.now)
     w.decode.flush()
     assert w.decode.results[h] == Failed(h, "protocol", 0, False, problem)
@@ -690,7 +692,7 @@ def test_a_read_is_the_same_command_for_every_rank():
     w.settle()
     (read,) = commands
     assert isinstance(read, Read)
-    assert read.source_epoch == w.prefill.party.epoch
+    assert read.source_epoch == w.prefill.peer.epoch
     assert len(read.source_blocks) == len(read.local_blocks) == 8 // BLOCK
 
 
@@ -700,7 +702,7 @@ def test_an_answer_for_a_read_that_is_over_is_dropped_and_counted():
     w.settle(reads=False)
     w.decode.read_step(w.decode.reads[0], error="no progress")
     answer = w.decode.answers[0]
-    w.decode.hear_agent()
+    w.decode.hear_worker()
     w.decode.protocol.read_ended(answer, w.decode.now)
     assert w.decode.protocol.stats().stale_messages == 1
 

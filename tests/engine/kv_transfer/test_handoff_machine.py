@@ -27,7 +27,7 @@ class HandoffMachine(RuleBasedStateMachine):
             self.w.start(
                 name, num_ranks=self.w.engines[name].num_ranks, num_blocks=num_blocks, drift=drift, offset=offset
             )
-        self.tickets = []  # under way, as calls
+        self.prefill_requests = []  # under way, as calls
         self.count = 0
 
     # -- what engines do -----------------------------------------------------------------------------------
@@ -40,26 +40,26 @@ class HandoffMachine(RuleBasedStateMachine):
         num_tokens=st.sampled_from([12, 40, 7, 0]),
     )
     def open(self, length, skip, copies, prefill, num_tokens):
-        """copies: of the ticket that may arrive later, too."""
+        """copies: of the prefill request that may arrive later, too."""
         decode = self.w.decode
         skip = min(skip, (length - 1) // BLOCK) * BLOCK
         if decode.paused or -(-(length - skip) // BLOCK) > len(decode.free):
             return
         self.count += 1
-        ticket = decode.open([1000 * self.count + i for i in range(length)], skip)
-        self.tickets += [ticket] * copies
+        prefill_request = decode.open([1000 * self.count + i for i in range(length)], skip)
+        self.prefill_requests += [prefill_request] * copies
         if copies < 2:
-            self.arrive(ticket, prefill)
+            self.arrive(prefill_request, prefill)
             self.compute(0, num_tokens)
 
-    @precondition(lambda self: self.tickets)
+    @precondition(lambda self: self.prefill_requests)
     @rule(choice=st.integers(0, 9), prefill=st.sampled_from(["p0", "p1", None]))
-    def ticket_arrives_or_fails(self, choice, prefill):
-        ticket = self.tickets.pop(choice % len(self.tickets))
+    def prefill_request_arrives_or_fails(self, choice, prefill):
+        prefill_request = self.prefill_requests.pop(choice % len(self.prefill_requests))
         if prefill is not None:
-            self.arrive(ticket, prefill)
+            self.arrive(prefill_request, prefill)
         elif not self.w.decode.paused:
-            self.w.decode.ticket_failed(ticket.handoff_id)
+            self.w.decode.remote_prefill_failed(prefill_request.handoff_id)
 
     @rule(choice=st.integers(0, 9), num_tokens=st.integers(1, 40))
     def compute(self, choice, num_tokens):
@@ -128,7 +128,7 @@ class HandoffMachine(RuleBasedStateMachine):
         while decode.reads:
             decode.read_step(decode.reads[0])
         while hear and decode.answers:
-            decode.hear_agent()
+            decode.hear_worker()
 
     @precondition(lambda self: any(engine.paused for engine in self.w.engines.values()))
     @rule()
@@ -149,18 +149,18 @@ class HandoffMachine(RuleBasedStateMachine):
         if hasattr(self, "w"):
             for result in self.w.decode.results.values():
                 if isinstance(result, Failed):
-                    assert result.reason not in ("chain", "protocol"), result  # nobody lies in this world
+                    assert result.reason not in ("prompt_hash", "protocol"), result  # nobody lies in this world
 
-    def arrive(self, ticket, name):
+    def arrive(self, prefill_request, name):
         engine = self.w.engines[name]
-        if not engine.paused and ticket.handoff_id not in engine.jobs:
-            engine.accept(ticket)
+        if not engine.paused and prefill_request.handoff_id not in engine.jobs:
+            engine.accept(prefill_request)
 
     def one_thing_happens(self, choice):
         w, decode = self.w, self.w.decode
         things = [(w.deliver_now, flight) for flight in w.network if not w.held_back(flight)]
         things += [(decode.read_step, read) for read in decode.reads]
-        things += [(lambda _: decode.hear_agent(), None)] * bool(decode.answers and not decode.paused)
+        things += [(lambda _: decode.hear_worker(), None)] * bool(decode.answers and not decode.paused)
         if things:
             do, what = things[choice % len(things)]
             do(what)
@@ -183,8 +183,8 @@ class HandoffMachine(RuleBasedStateMachine):
             self.w.advance((CONFIG.lease_s + CONFIG.accept_s + 2.0) / slowest)
         for engine in self.w.engines.values():
             assert not engine.protocol.broken
-            assert not engine.protocol.inbound
-            assert not engine.protocol.outbound
+            assert not engine.protocol.decode_handoffs
+            assert not engine.protocol.prefill_handoffs
             assert len(engine.free) == engine.num_blocks
         for outcome in self.w.outcomes:
             event(outcome)  # shown by --hypothesis-show-statistics

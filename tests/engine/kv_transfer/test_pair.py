@@ -83,7 +83,7 @@ def pair(request, ranks) -> Iterator[Pair]:
 def fresh(pair) -> Pair:
     """With empty caches."""
     pair.forget()
-    pair.tickets.clear()
+    pair.prefill_requests.clear()
     return pair
 
 
@@ -104,7 +104,7 @@ def test_a_prompt_computed_elsewhere_gives_the_same_tokens(fresh, alone, length)
     assert fresh.ingress.tokens(f"random {length}") == alone(prompt(length, 1), **RANDOM)
     fresh.settle()
     assert results(fresh) == before + 2, "both came from the other engine"
-    assert fresh.prefill.ended >= {ticket.handoff_id for ticket in fresh.tickets}
+    assert fresh.prefill.ended >= {prefill_request.handoff_id for prefill_request in fresh.prefill_requests}
 
 
 def test_the_kv_travels_while_the_rest_is_computed(fresh, alone, monkeypatch):
@@ -136,11 +136,11 @@ def test_what_decode_has_cached_does_not_travel(fresh, alone):
     for name in ("first", "again"):
         fresh.ingress.add(name, tokens)
         assert fresh.ingress.tokens(name) == alone(tokens)
-    assert [ticket.skip for ticket in fresh.tickets] == [0, 96]
+    assert [prefill_request.skip for prefill_request in fresh.prefill_requests] == [0, 96]
     assert fresh.ingress.deltas["again"][0].num_cached_tokens == 96
     fresh.ingress.add("partly", tokens[:50] + prompt(40, 5))
     assert fresh.ingress.tokens("partly") == alone(tokens[:50] + prompt(40, 5))
-    assert fresh.tickets[-1].skip == 48
+    assert fresh.prefill_requests[-1].skip == 48
 
 
 def test_what_prefill_has_cached_is_not_computed_again(fresh, alone):
@@ -152,7 +152,7 @@ def test_what_prefill_has_cached_is_not_computed_again(fresh, alone):
     hits = fresh.prefill.status.stats.prefix_hit_tokens
     fresh.ingress.add("two", tokens)
     assert fresh.ingress.tokens("two") == alone(tokens)
-    assert fresh.tickets[-1].skip == 0
+    assert fresh.prefill_requests[-1].skip == 0
     assert fresh.ingress.deltas["two"][0].num_cached_tokens == 96
     fresh.settle()
     assert fresh.prefill.status.stats.prefix_hit_tokens == hits + 96
@@ -166,7 +166,7 @@ def test_what_only_decode_has_cached_is_computed_again_by_prefill_and_does_not_t
     fresh.prefill.forget()
     fresh.ingress.add("after", tokens)
     assert fresh.ingress.tokens("after") == alone(tokens)
-    assert fresh.tickets[-1].skip == 96
+    assert fresh.prefill_requests[-1].skip == 96
 
 
 def test_one_token_is_all_that_is_wanted(fresh, alone):
@@ -201,14 +201,14 @@ def test_many_prompts_at_once(fresh, alone):
 # -- ends --------------------------------------------------------------------------------------------------
 
 
-def test_an_abort_before_the_ticket_is_taken_ends_the_request_at_once(fresh, alone):
+def test_an_abort_before_the_prefill_request_is_taken_ends_the_request_at_once(fresh, alone):
     fresh.forwards = False
     fresh.ingress.add("gone", prompt(60))
     fresh.wait_for(lambda: bool(fresh.held))
     fresh.ingress.send(Abort("gone"))
     assert fresh.ingress.last("gone").finish_reason == "abort"
     fresh.wait_for(lambda: fresh.held[0].handoff_id in fresh.dropped)
-    fresh.release_tickets()  # it comes late, and is not wanted
+    fresh.release_prefill_requests()  # it comes late, and is not wanted
     fresh.ingress.add("next", prompt(60))
     assert fresh.ingress.tokens("next") == alone(prompt(60))
     fresh.settle()
@@ -217,9 +217,9 @@ def test_an_abort_before_the_ticket_is_taken_ends_the_request_at_once(fresh, alo
 @pytest.mark.parametrize("after_batches", [0, 1, 2, 3])
 def test_an_abort_at_any_later_step_frees_both_engines(fresh, alone, after_batches):
     name = f"aborted after {after_batches}"
-    tickets = len(fresh.tickets)
+    prefill_requests = len(fresh.prefill_requests)
     fresh.ingress.add(name, prompt(500), max_tokens=200)
-    fresh.wait_for(lambda: len(fresh.tickets) > tickets)
+    fresh.wait_for(lambda: len(fresh.prefill_requests) > prefill_requests)
     for _ in range(after_batches):
         fresh.ingress.gather()
     fresh.ingress.send(Abort(name))
@@ -229,22 +229,22 @@ def test_an_abort_at_any_later_step_frees_both_engines(fresh, alone, after_batch
     fresh.settle()
 
 
-def test_a_deadline_passes_while_the_ticket_is_not_taken(fresh):
+def test_a_deadline_passes_while_the_prefill_request_is_not_taken(fresh):
     fresh.forwards = False
     fresh.ingress.add("late", prompt(60), timeout_s=0.2)
     assert fresh.ingress.last("late").error.code == "request_timeout"
     assert 0.0 < fresh.held[0].timeout_s <= 0.2
-    fresh.release_tickets()
+    fresh.release_prefill_requests()
     fresh.settle()
 
 
-def test_a_ticket_that_nobody_takes_is_computed_here_in_the_end(fresh, alone):
+def test_a_prefill_request_that_nobody_takes_is_computed_here_in_the_end(fresh, alone):
     fresh.fails = True
     fresh.ingress.add("nobody", prompt(60))
     assert fresh.ingress.tokens("nobody") == alone(prompt(60))
     fresh.fails = False
-    assert [ticket.attempt for ticket in fresh.tickets] == [1, 2, 3]
-    assert len({ticket.handoff_id for ticket in fresh.tickets}) == 3
+    assert [prefill_request.attempt for prefill_request in fresh.prefill_requests] == [1, 2, 3]
+    assert len({prefill_request.handoff_id for prefill_request in fresh.prefill_requests}) == 3
     fresh.settle()
     assert fresh.decode.status.stats.prefill_decisions["local"]["attempts"] == 1
 
@@ -253,11 +253,11 @@ def test_without_prefill_engines_prompts_are_computed_here(fresh, alone):
     fresh.ingress.send(PrefillReplicas([]))
     fresh.ingress.add("local", prompt(60))
     assert fresh.ingress.tokens("local") == alone(prompt(60))
-    assert not fresh.tickets
+    assert not fresh.prefill_requests
     fresh.ingress.send(PrefillReplicas([PrefillReplica(engine_id="prefill")]))
     fresh.ingress.add("remote", prompt(60, 1))
     assert fresh.ingress.tokens("remote") == alone(prompt(60, 1))
-    assert len(fresh.tickets) == 1
+    assert len(fresh.prefill_requests) == 1
 
 
 # -- other pairs -------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_when_prefill_ends_decode_goes_on_alone(ranks, alone):
         assert pair.ingress.tokens("before") == alone(prompt(100))
         for i in range(4):
             pair.ingress.add(f"r{i}", prompt(1000, i))
-        pair.wait_for(lambda: len(pair.tickets) == 5)
+        pair.wait_for(lambda: len(pair.prefill_requests) == 5)
         pair.fails = True
         pair.prefill.stop()
         for i in range(4):
@@ -329,5 +329,5 @@ def test_another_model_is_refused_and_the_prompt_computed_here(ranks, alone):
         pair.ingress.add("a", prompt(100))
         assert pair.ingress.tokens("a") == alone(prompt(100))
         pair.settle()
-        assert results(pair, "failed") == len(pair.tickets) == 3
-        assert pair.prefill.ended == {ticket.handoff_id for ticket in pair.tickets}
+        assert results(pair, "failed") == len(pair.prefill_requests) == 3
+        assert pair.prefill.ended == {prefill_request.handoff_id for prefill_request in pair.prefill_requests}

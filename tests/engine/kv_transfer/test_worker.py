@@ -11,7 +11,7 @@ import zmq
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.kv_transfer.protocol.messages import AgentCommand, Attach, DropSource, Read, ReadEnded, StopRead
+from engine.kv_transfer.protocol.messages import Attach, DropSource, KVWorkerCommand, Read, ReadEnded, StopRead
 from engine.kv_transfer.transport import tcp
 from engine.kv_transfer.transport.head_map import HeadShard
 from engine.kv_transfer.transport.worker import KVTransferWorker
@@ -24,23 +24,23 @@ ONE = HeadShard(2, 0, 1)
 
 
 class Channel:
-    """Commands agents, and hears of what they have read."""
+    """Commands workers, and hears of what they have read."""
 
-    def __init__(self, *agents: KVTransferWorker):
+    def __init__(self, *workers: KVTransferWorker):
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         port = self._inbox.bind_to_random_port("tcp://127.0.0.1")
-        self._agents = [self._context.socket(zmq.PUSH) for _ in agents]
-        for socket, agent in zip(self._agents, agents, strict=True):
-            socket.connect(agent.address)
+        self._workers = [self._context.socket(zmq.PUSH) for _ in workers]
+        for socket, worker in zip(self._workers, workers, strict=True):
+            socket.connect(worker.address)
         self._ids = count(1)
         self.send(Attach(f"tcp://127.0.0.1:{port}"))
 
-    def send(self, command: AgentCommand) -> None:
+    def send(self, command: KVWorkerCommand) -> None:
         self.send_bytes(msgspec.msgpack.encode(command))
 
     def send_bytes(self, message: bytes) -> None:
-        for socket in self._agents:
+        for socket in self._workers:
             socket.send(message)
 
     def start(self, epoch: int, ranks: list[dict[str, bytes]], remote: list[int], local: list[int]) -> int:
@@ -53,9 +53,9 @@ class Channel:
         return msgspec.msgpack.decode(self._inbox.recv(), type=ReadEnded)
 
     def read(self, epoch: int, ranks: list[dict[str, bytes]], remote: list[int], local: list[int]) -> list[ReadEnded]:
-        """From every agent, by rank."""
+        """From every worker, by rank."""
         read_id = self.start(epoch, ranks, remote, local)
-        answers = sorted((self.ended() for _ in self._agents), key=lambda ended: ended.rank)
+        answers = sorted((self.ended() for _ in self._workers), key=lambda ended: ended.rank)
         assert {ended.read_id for ended in answers} == {read_id}
         return answers
 
@@ -67,12 +67,12 @@ class Channel:
 
 
 class World:
-    """Makes agents and channels, and closes them."""
+    """Makes workers and channels, and closes them."""
 
     def __init__(self) -> None:
         self._open: list[KVTransferWorker | Channel | Link] = []
 
-    def agent(
+    def worker(
         self, cache: Tensor, shard: HeadShard = ONE, transport: str = "tcp", progress_s: float = 20.0
     ) -> KVTransferWorker:
         self._open.append(KVTransferWorker(cache, shard=shard, transport=transport, progress_s=progress_s))
@@ -80,10 +80,10 @@ class World:
 
     def engine(self, full: Tensor, size: int, transport: str = "tcp") -> list[KVTransferWorker]:
         shards = [HeadShard(full.shape[3], rank, size) for rank in range(size)]
-        return [self.agent(shard_cache(full, shard), shard, transport) for shard in shards]
+        return [self.worker(shard_cache(full, shard), shard, transport) for shard in shards]
 
-    def channel(self, *agents: KVTransferWorker) -> Channel:
-        self._open.append(Channel(*agents))
+    def channel(self, *workers: KVTransferWorker) -> Channel:
+        self._open.append(Channel(*workers))
         return self._open[-1]
 
     def link(self, source: KVTransferWorker) -> tuple[Link, dict[str, bytes]]:
@@ -111,9 +111,9 @@ def test_every_rank_reads_its_heads_and_says_so(world: World, transport: str, so
     sources = world.engine(full, source, transport)
     shards = [HeadShard(2, rank, reader) for rank in range(reader)]
     caches = [torch.zeros_like(shard_cache(full, shard)) for shard in shards]
-    agents = [world.agent(cache, shard, transport) for cache, shard in zip(caches, shards, strict=True)]
-    channel = world.channel(*agents)
-    ranks = [agent.description for agent in sources]
+    workers = [world.worker(cache, shard, transport) for cache, shard in zip(caches, shards, strict=True)]
+    channel = world.channel(*workers)
+    ranks = [worker.description for worker in sources]
     for remote, local in (([4, 5, 9], [1, 0, 2]), ([0], [3])):
         for rank, ended in enumerate(channel.read(7, ranks, remote, local)):
             assert (ended.rank, ended.error) == (rank, None)
@@ -130,13 +130,13 @@ def big_cache(frames: int = 3) -> Tensor:
 def test_a_source_that_hangs_does_not_hold_up_another(world: World) -> None:
     there = big_cache()
     here = torch.zeros_like(torch.cat([there, there[:1]]))
-    link, hanging = world.link(world.agent(there))
-    channel = world.channel(world.agent(here))
+    link, hanging = world.link(world.worker(there))
+    channel = world.channel(world.worker(here))
     link.hold(after=100_000)
     ids = list(range(len(there)))
     first = channel.start(1, [hanging], ids, ids)
     link.wait_held()
-    (ended,) = channel.read(2, [world.agent(there).description], [0], [len(there)])
+    (ended,) = channel.read(2, [world.worker(there).description], [0], [len(there)])
     assert (ended.read_id, ended.error) == (first + 1, None)
     assert channel.silent()
     link.release()
@@ -146,8 +146,8 @@ def test_a_source_that_hangs_does_not_hold_up_another(world: World) -> None:
 
 def test_a_stopped_read_answers_once_and_its_blocks_stay_as_they_are(world: World) -> None:
     there, here = big_cache(), torch.zeros_like(big_cache())
-    link, source = world.link(world.agent(there))
-    channel = world.channel(world.agent(here))
+    link, source = world.link(world.worker(there))
+    channel = world.channel(world.worker(here))
     ids = list(range(len(there)))
     link.hold(after=1_500_000)
     first = channel.start(1, [source], ids, ids)
@@ -171,8 +171,8 @@ def test_a_stopped_read_answers_once_and_its_blocks_stay_as_they_are(world: Worl
 
 def test_a_dropped_source_ends_its_reads_and_another_epoch_is_read(world: World) -> None:
     there, here = big_cache(), torch.zeros_like(big_cache())
-    link, source = world.link(world.agent(there))
-    channel = world.channel(world.agent(here))
+    link, source = world.link(world.worker(there))
+    channel = world.channel(world.worker(here))
     ids = list(range(len(there)))
     link.hold(after=1_500_000)
     started = {channel.start(1, [source], ids, ids) for _ in range(3)}
@@ -184,15 +184,15 @@ def test_a_dropped_source_ends_its_reads_and_another_epoch_is_read(world: World)
     assert {ended.error for ended in answers} == {"stopped"}
     before = here.clone()
     link.release()
-    (ended,) = channel.read(2, [world.agent(there).description], [0], [0])
+    (ended,) = channel.read(2, [world.worker(there).description], [0], [0])
     assert ended.error is None
     assert torch.equal(here[1:], before[1:])
 
 
 def test_a_link_on_which_nothing_comes_fails_the_read(world: World) -> None:
     there, here = big_cache(), torch.zeros_like(big_cache())
-    link, source = world.link(world.agent(there))
-    channel = world.channel(world.agent(here, progress_s=0.3))
+    link, source = world.link(world.worker(there))
+    channel = world.channel(world.worker(here, progress_s=0.3))
     ids = list(range(len(there)))
     link.hold(after=1_500_000)
     (ended,) = channel.read(1, [source], ids, ids)
@@ -201,8 +201,8 @@ def test_a_link_on_which_nothing_comes_fails_the_read(world: World) -> None:
 
 def test_a_corrupt_frame_fails_the_read(world: World) -> None:
     there, here = big_cache(), torch.zeros_like(big_cache())
-    link, source = world.link(world.agent(there))
-    channel = world.channel(world.agent(here))
+    link, source = world.link(world.worker(there))
+    channel = world.channel(world.worker(here))
     ids = list(range(len(there)))
     link.corrupt(after=2_000_000)
     (ended,) = channel.read(1, [source], ids, ids)
@@ -213,7 +213,7 @@ def test_a_corrupt_frame_fails_the_read(world: World) -> None:
 def test_a_killed_source_fails_its_reads_and_its_successor_is_read(world: World, transport: str) -> None:
     old, new = SourceProcess(transport, 8), SourceProcess(transport, 8, seed=1)
     here = torch.zeros_like(full_cache(8, 2))
-    channel = world.channel(world.agent(here, transport=transport, progress_s=2.0))
+    channel = world.channel(world.worker(here, transport=transport, progress_s=2.0))
     assert channel.read(1, [old.description], [0], [0])[0].error is None
     old.kill()
     assert channel.read(1, [old.description], [1], [1])[0].error is not None
@@ -237,8 +237,8 @@ def test_a_read_that_makes_no_sense_is_answered_and_harms_nothing(
     world: World, ranks: int, remote: list[int], local: list[int], error: str
 ) -> None:
     there, here = full_cache(10, 2), full_cache(10, 2, seed=1)
-    source = world.agent(there).description
-    channel = world.channel(world.agent(here))
+    source = world.worker(there).description
+    channel = world.channel(world.worker(here))
     (ended,) = channel.read(1, [source] * ranks, remote, local)
     assert ended.error is not None and error in ended.error
     assert channel.read(1, [source], [4], [4])[0].error is None
@@ -247,16 +247,16 @@ def test_a_read_that_makes_no_sense_is_answered_and_harms_nothing(
 
 def test_a_malformed_command_is_dropped(world: World) -> None:
     there, here = full_cache(10, 2), full_cache(10, 2, seed=1)
-    channel = world.channel(world.agent(here))
+    channel = world.channel(world.worker(here))
     channel.send_bytes(b"nonsense")
     channel.send_bytes(msgspec.msgpack.encode({"type": "Read"}))
-    assert channel.read(1, [world.agent(there).description], [4], [4])[0].error is None
+    assert channel.read(1, [world.worker(there).description], [4], [4])[0].error is None
 
 
 def test_engines_without_a_common_transport_say_so(world: World) -> None:
     there, here = full_cache(10, 2), full_cache(10, 2, seed=1)
-    channel = world.channel(world.agent(here, transport="nccl"))
-    (ended,) = channel.read(1, [world.agent(there).description], [4], [4])
+    channel = world.channel(world.worker(here, transport="nccl"))
+    (ended,) = channel.read(1, [world.worker(there).description], [4], [4])
     assert ended.error == "no transport in common: nccl here, tcp there"
 
 
@@ -265,8 +265,8 @@ def test_auto_takes_tcp_where_nixl_cannot_be_imported(
 ) -> None:
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     with caplog.at_level("INFO"):
-        agent = world.agent(full_cache(4, 2), transport="auto")
-    assert list(agent.description) == ["tcp"]
+        worker = world.worker(full_cache(4, 2), transport="auto")
+    assert list(worker.description) == ["tcp"]
     assert "kv travels over tcp, since nixl cannot be had" in caplog.text
 
 
@@ -275,7 +275,7 @@ def test_nixl_that_was_asked_for_and_cannot_be_imported_is_a_startup_error(
 ) -> None:
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     with pytest.raises(StartupError, match="is nixl, which cannot be had"):
-        world.agent(full_cache(4, 2), transport="nixl")
+        world.worker(full_cache(4, 2), transport="nixl")
 
 
 def test_an_address_of_another_host_is_a_startup_error() -> None:
@@ -288,8 +288,8 @@ def test_auto_goes_on_over_tcp_when_nixl_has_failed_with_a_source(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     there, here = full_cache(10, 2), full_cache(10, 2, seed=1)
-    source = {**world.agent(there, transport="auto").description, "nixl": b"spoilt"}
-    channel = world.channel(world.agent(here, transport="auto"))
+    source = {**world.worker(there, transport="auto").description, "nixl": b"spoilt"}
+    channel = world.channel(world.worker(here, transport="auto"))
     with caplog.at_level("INFO"):
         (failed,) = channel.read(1, [source], [4], [4])
         (ended,) = channel.read(1, [source], [4], [4])
@@ -302,14 +302,14 @@ def test_auto_goes_on_over_tcp_when_nixl_has_failed_with_a_source(
 
 def test_an_agent_that_closes_stops_its_reads(world: World) -> None:
     there, here = big_cache(), torch.zeros_like(big_cache())
-    link, source = world.link(world.agent(there))
-    agent = world.agent(here)
-    channel = world.channel(agent)
+    link, source = world.link(world.worker(there))
+    worker = world.worker(here)
+    channel = world.channel(worker)
     ids = list(range(len(there)))
     link.hold(after=1_500_000)
     channel.start(1, [source], ids, ids)
     link.wait_held()
-    agent.close()
+    worker.close()
     before = here.clone()
     link.release()
     assert torch.equal(here, before)
