@@ -178,12 +178,11 @@ def configuration(model: str, given: dict[str, Any], http: dict[str, Any]) -> di
 def check(serve_config: dict[str, Any], address: str | None) -> None:
     """Raises StartupError for whatever can be seen before anything starts. address: of the Ray cluster that is there
     already, and so has its ports."""
-    from cluster.cli.check.machine import check_ports
-    from cluster.cli.check.serve_config import check_serve_config  # `manta --help` does without
+    from cluster.cli.check.serve_config import address_of, check_serve_config  # `manta --help` does without
+    from cluster.cli.ports import check_ports
 
     check_serve_config(serve_config)
-    http = serve_config.get("http_options") or {}
-    problems = [f for f in check_ports(http.get("host", HOST), http.get("port", PORT)) if f.level == "problem"]
+    problems = [finding for finding in check_ports(*address_of(serve_config)) if finding.level == "problem"]
     if problems and address is None and not _joins_a_cluster():
         raise StartupError(f"port {problems[0].told}. {problems[0].advice}")
 

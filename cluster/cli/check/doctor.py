@@ -1,25 +1,32 @@
-"""All checks in turn."""
+"""`manta doctor`: what this machine and its Ray cluster can run, and what is missing."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
 
-import yaml
+import ray
+import torch
+from packaging.requirements import Requirement
 
 from cluster.cli.check.finding import Finding
-from cluster.cli.check.gpu import check_gpus
-from cluster.cli.check.machine import check_machine, check_ports
 from cluster.cli.check.model_fit import check_models
-from cluster.cli.check.packages import check_packages
-from cluster.cli.check.ray_cluster import check_nodes, find_nodes, this_machine
-from cluster.cli.check.serve_config import check, read
-from cluster.config import HOST, PORT
+from cluster.cli.check.serve_config import address_of, check_serve_config, load, ours
+from cluster.cli.ports import check_ports
+from cluster.config import HOST, PORT, AppConfig
+from deployments import ray_compat
 from engine.errors import StartupError
-from placement.capacity import Node
+from placement.capacity import Node, can_grow, cluster_nodes
+
+DISTRIBUTION = "manta-serve"
+EXTRAS = {"gpu": "FlashAttention on GPUs", "nixl": "KV between pools over RDMA", "otel": "traces"}
+GPU_QUERY = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
 
 
 def examine(config: Path | None, address: str | None) -> Iterator[Finding]:
@@ -29,31 +36,117 @@ def examine(config: Path | None, address: str | None) -> Iterator[Finding]:
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     yield from check_packages()
-    yield from check_machine()
     yield from check_gpus()
-    nodes = find_nodes(address)
-    yield from check_nodes(nodes)
-    if nodes is None:  # or else the cluster has its ports already
-        yield from check_ports(*_listens_at(config))
+    found = find_nodes(address)
+    nodes = found or [this_machine()]
+    yield from check_nodes(nodes, "Ray cluster" if found else "this machine")
+    host, port = HOST, PORT
     if config is not None:
-        here = nodes is None or (address is None and len(nodes) == 1)
-        yield from _check_config(config, nodes or [this_machine()], here)
+        try:
+            serve_config = load(config)
+            host, port = address_of(serve_config)
+            names = check_serve_config(serve_config)
+            yield Finding("ok", "configuration", f"{config} is fine; models: {', '.join(names)}")
+            here = found is None or (address is None and len(found) == 1)
+            for _, application in ours(serve_config):
+                yield from check_models(AppConfig.of(application), nodes, here=here)
+        except StartupError as error:
+            yield Finding("problem", "configuration", str(error))
+    if found is None:  # or else the cluster has its ports already
+        yield from check_ports(host, port)
 
 
-def _check_config(config: Path, nodes: Sequence[Node], here: bool) -> Iterator[Finding]:
+def check_packages() -> Iterator[Finding]:
+    wanted = [Requirement(line) for line in requires(DISTRIBUTION) or []]
+    yield check_needed([r for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})])
+    for extra, use in EXTRAS.items():
+        yield check_extra(extra, use, [r for r in wanted if r.marker and r.marker.evaluate({"extra": extra})])
+    if sys.platform == "linux":
+        try:
+            yield Finding("ok", "HAProxy", ray_compat.haproxy_binary())
+        except FileNotFoundError as error:
+            advice = "Or serve through Serve's slower proxy, with RAY_SERVE_ENABLE_HA_PROXY=0 in the environment"
+            yield Finding("problem", "HAProxy", str(error), advice)
+
+
+def check_needed(needed: Iterable[Requirement]) -> Finding:
+    if wrong := [told for told in map(mismatch, needed) if told]:
+        return Finding("problem", "packages", "; ".join(wrong), f"Install again: pip install {DISTRIBUTION}")
+    found = f"Python {sys.version.split()[0]}, torch {version('torch')}, ray {version('ray')}, and all others needed"
+    return Finding("ok", "packages", found)
+
+
+def check_extra(extra: str, use: str, needed: Iterable[Requirement]) -> Finding:
+    if wrong := [told for told in map(mismatch, needed) if told]:
+        advice = f"Only for {use}: pip install '{DISTRIBUTION}[{extra}]'"
+        return Finding("ok", f"extra {extra}", "; ".join(wrong), advice)
+    return Finding("ok", f"extra {extra}", f"installed ({use})")
+
+
+def mismatch(needed: Requirement) -> str | None:
+    """What is wrong with an installed package; None if nothing is."""
     try:
-        names = check(config)
-        yield Finding("ok", "configuration", f"{config} is fine; models: {', '.join(names)}")
-        for application in read(config):
-            yield from check_models(application, nodes, here=here)
-    except StartupError as error:
-        yield Finding("problem", "configuration", str(error))
+        found = version(needed.name)
+    except PackageNotFoundError:
+        return f"{needed.name} is not installed"
+    if not needed.specifier.contains(found, prereleases=True):
+        return f"{needed.name} is {found}, {needed.specifier} is needed"
+    return None
 
 
-def _listens_at(config: Path | None) -> tuple[str, int]:
-    """A file that cannot be read is a matter for others."""
-    options: dict[str, Any] = {}
-    if config is not None:
-        with suppress(OSError, yaml.YAMLError, AttributeError):
-            options = yaml.safe_load(config.read_text()).get("http_options") or {}
-    return str(options.get("host", HOST)), int(options.get("port", PORT))
+def check_gpus() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield gpus_without_torch(gpus_of_driver())
+    for number in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(number)
+        told = f"{number}: {card.name}, {card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+        yield Finding("ok", "GPU", told)
+
+
+def gpus_of_driver() -> list[str]:
+    """Lines like `NVIDIA L4, 550.54.15, 23034 MiB`; none without a driver."""
+    if shutil.which(GPU_QUERY[0]) is None:
+        return []
+    done = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=20, check=False)
+    return [] if done.returncode else done.stdout.strip().splitlines()
+
+
+def gpus_without_torch(driver: list[str]) -> Finding:
+    if not driver:
+        return Finding("ok", "GPU", "none; models run on the CPU")
+    build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for CPUs"
+    advice = "Install a build for the driver's CUDA: https://pytorch.org/get-started/locally"
+    return Finding("problem", "GPU", f"torch {torch.__version__} {build} and cannot use {'; '.join(driver)}", advice)
+
+
+def find_nodes(address: str | None) -> list[Node] | None:
+    """Return the nodes of the cluster at `address`; None if none was named and none is found.
+
+    Raises StartupError if there is none at `address`.
+    """
+    try:
+        ray.init(address=address or "auto", logging_level=logging.ERROR, log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        if address is None and not os.environ.get("RAY_ADDRESS"):
+            return None
+        shown = " ".join(str(error).split())
+        raise StartupError(f"no Ray cluster answers at {address or os.environ['RAY_ADDRESS']}: {shown}") from None
+    try:
+        return cluster_nodes()
+    finally:
+        ray.shutdown()
+
+
+def this_machine() -> Node:
+    """This machine as the node of a cluster that `manta serve` would start."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Node({"CPU": float(cores), "GPU": float(torch.cuda.device_count())}, {})
+
+
+def check_nodes(nodes: Sequence[Node], topic: str) -> Iterator[Finding]:
+    for node in nodes:
+        shown = [f"{node.resources.get(name, 0.0):g} {name}" for name in ("CPU", "GPU")]
+        shown += [f"{key}={value}" for key, value in node.labels.items() if not key.startswith("ray.io/")]
+        yield Finding("ok", topic, f"a node with {', '.join(shown)}")
+    if can_grow(nodes):
+        yield Finding("ok", topic, "an autoscaler may add nodes")

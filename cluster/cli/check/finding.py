@@ -1,4 +1,4 @@
-"""What `manta doctor` found, and how it is shown."""
+"""A finding of `manta doctor`, and how findings are shown."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ STYLES: dict[Level, str] = {"ok": "green", "warning": "yellow", "problem": "bold
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """told: what there is. advice: what to do about it, where it is not ok.
-
-    `warning`: Manta runs, but slower or with less than it could. `problem`: what was asked for will not run.
-    """
-
     level: Level
+    """`warning`: Manta runs, but slower or with less than it could. `problem`: what was asked for will not run."""
     topic: str
     told: str
     advice: str = ""

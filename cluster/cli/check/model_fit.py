@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from cluster.cli.check.finding import Finding
-from cluster.cli.check.machine import cpu_flags, has_bfloat16
+from cluster.cli.check.placement import Deployment, deployments_of, place
 from cluster.config import AppConfig, ModelSection
 from deployments.routing.config import Role
 from engine.config import EngineConfig
@@ -20,51 +19,42 @@ from engine.model import folder as model_folder
 from engine.model.config import ModelConfig
 from engine.model.loader import tensors_by_file
 from engine.runner import kv_cache
-from placement import capacity
-from placement.capacity import Node
+from placement.capacity import Node, can_grow, missing
 
 GIB = 2**30
-STORED = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # bytes of what is turned into the model's dtype as it is loaded
+CONVERTED = {"F64", "F32", "BF16", "F16"}  # dtypes in files that are turned into the model's as it is loaded
 
 
 def check_models(config: AppConfig, nodes: Sequence[Node], *, here: bool) -> Iterator[Finding]:
-    """nodes: of the cluster. here: they are this very machine, so what it has is what the engines get."""
+    """here: the nodes are this very machine, so what it has is what the engines get."""
     for model in config.models:
         for role in model.pools:
             yield check_placement(model, role, nodes)
-            yield from check_engine(model, role, here=here)
-    yield check_together(config, nodes)
+            yield from check_memory(model, role, here=here)
+    yield check_together(deployments_of(config), nodes)
 
 
 def check_placement(model: ModelSection, role: Role, nodes: Sequence[Node]) -> Finding:
-    topic = f"{role} of {model.name}"
-    problem = capacity.missing(model.group_spec(role), nodes)
+    topic, problem = f"{role} of {model.name}", missing(model.group_spec(role), nodes)
     if problem is None:
         return Finding("ok", topic, "a replica fits the cluster")
-    if capacity.can_grow(nodes):
+    if can_grow(nodes):
         return Finding("warning", topic, problem, "It will wait for the autoscaler to add a node")
     return Finding("problem", topic, problem, f"Lower num_cpus, num_gpus or tensor_parallel of `{role}`, or add a node")
 
 
-def check_together(config: AppConfig, nodes: Sequence[Node]) -> Finding:
+def check_together(deployments: Sequence[Deployment], nodes: Sequence[Node]) -> Finding:
     """All replicas that there are at least, against the whole cluster."""
-    need: Counter[str] = Counter({"CPU": config.ingress.num_replicas * config.ingress.num_cpus})
-    for model in config.models:
-        for role, pool in model.pools.items():
-            for bundle in model.group_spec(role).bundles * pool.bounds[0]:
-                need.update({name: amount for name, amount in bundle.items() if name in ("CPU", "GPU")})
-    have: Counter[str] = Counter()
-    for node in nodes:
-        have.update({name: node.resources.get(name, 0.0) for name in need})
-    told = " and ".join(f"{need[name]:g} of {have[name]:g} {name}" for name in need if need[name])
-    if all(need[name] <= have[name] + capacity.EPSILON for name in need):
-        return Finding("ok", "all replicas", f"take {told}")
-    if capacity.can_grow(nodes):
-        return Finding("warning", "all replicas", f"would take {told}", "Some wait for the autoscaler to add nodes")
-    return Finding("problem", "all replicas", f"would take {told}", "Use fewer replicas, or less for each")
+    wanted = {deployment.name: deployment.min_replicas for deployment in deployments}
+    placed = place(wanted, deployments, nodes)
+    told = ", ".join(f"{name} {placed[name]} of {count}" for name, count in wanted.items())
+    if placed == wanted:
+        return Finding("ok", "all replicas", f"fit together: {told}")
+    advice = "Some wait for the autoscaler to add nodes" if can_grow(nodes) else "Use fewer replicas, or less for each"
+    return Finding("warning" if can_grow(nodes) else "problem", "all replicas", f"do not fit together: {told}", advice)
 
 
-def check_engine(model: ModelSection, role: Role, *, here: bool) -> Iterator[Finding]:
+def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Finding]:
     topic, pool, engine = f"{role} of {model.name}", model.pools[role], model.engine_config(role)
     folder = model_folder.resolve(model.model)
     shape = ModelConfig.from_folder(folder)
@@ -72,19 +62,15 @@ def check_engine(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
     on_gpu = pool.num_gpus > 0 and engine.device != "cpu"
     weights = weight_bytes(folder, dtype) // engine.tensor_parallel
     quantized = " before they are quantized" if engine.quantization is not None else ""
-    yield Finding("ok", topic, f"about {weights / GIB:.2f} GiB of weights per rank, in {_name(dtype)}{quantized}")
-    if not here:
-        return
-    yield check_dtype(topic, dtype, on_gpu)
-    if on_gpu and not torch.cuda.is_available():
-        return  # check_placement has said so
-    yield check_kv_cache(topic, engine, shape, dtype, weights, on_gpu=on_gpu)
+    yield Finding("ok", topic, f"about {weights / GIB:.2f} GiB of weights per rank, in {str(dtype)[6:]}{quantized}")
+    if here and (torch.cuda.is_available() or not on_gpu):
+        yield check_kv_cache(topic, engine, shape, dtype, weights, on_gpu=on_gpu)
 
 
 def check_kv_cache(
     topic: str, engine: EngineConfig, shape: ModelConfig, dtype: torch.dtype, weights: int, *, on_gpu: bool
 ) -> Finding:
-    """As a rank decides at its start, on this machine with nothing else on it. weights: bytes per rank."""
+    """Decide as a rank does at its start, on this machine with nothing else on it. weights: bytes per rank."""
     if on_gpu:
         _, total = torch.cuda.mem_get_info()
         free, less = int(total * engine.gpu_memory_utilization) - weights, ", less what a step's activations take"
@@ -107,31 +93,12 @@ def check_kv_cache(
     return Finding("ok", topic, told)
 
 
-def check_dtype(topic: str, dtype: torch.dtype, on_gpu: bool) -> Finding:
-    """Whether this machine computes in it without detours."""
-    name = _name(dtype)
-    if on_gpu:
-        if dtype is torch.bfloat16 and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False):
-            return Finding("warning", topic, f"this GPU emulates {name}", "Use --dtype float16")
-    elif dtype is torch.float16:
-        return Finding("warning", topic, f"CPUs compute slowly in {name}", "Use --dtype bfloat16 or float32")
-    elif dtype is torch.bfloat16 and not has_bfloat16(cpu_flags(Path("/proc/cpuinfo"))):
-        advice = "--dtype float32 may be faster, and takes twice the memory"
-        return Finding("warning", topic, f"this CPU emulates {name}", advice)
-    return Finding("ok", topic, f"computes in {name}")
-
-
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Of the whole model, read off the headers of its files. dtype: that it is loaded in; quantized tensors stay so."""
+    """Bytes of the whole model once it is loaded in `dtype`, read off the headers of its files."""
     total = 0
     for file, names in tensors_by_file(folder).items():
         with safe_open(file, framework="pt") as tensors:
-            for name in names:
-                part = tensors.get_slice(name)
+            for part in (tensors.get_slice(name) for name in names):
                 count = torch.Size(part.get_shape()).numel()
-                total += count * (dtype.itemsize if part.get_dtype() in STORED else 1)
+                total += count * (dtype.itemsize if part.get_dtype() in CONVERTED else 1)
     return total
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -28,25 +28,19 @@ APPLICATION_KEYS = frozenset({
 
 
 def check(path: Path) -> list[str]:
-    """Names of the models that a Serve configuration file would serve.
+    """Return the names of the models that a Serve configuration file would serve.
 
-    Raises StartupError for whatever can be seen without loading weights or starting Ray.
+    Raises StartupError for any mistake that can be seen without loading weights or starting Ray.
     """
     return check_serve_config(load(path))
 
 
 def check_serve_config(serve_config: dict[str, Any]) -> list[str]:
-    """As `check`, of what is in the file."""
+    """Check the content of such a file."""
     _check_keys(serve_config, TOP_KEYS, "")
-    http = _section(serve_config, "http_options", "")
-    _check_keys(http, HTTP_KEYS, "http_options.")
-    host, port = http.get("host", HOST), http.get("port", PORT)
-    if not isinstance(host, str):
-        raise ConfigError("http_options.host", host, "a text, as 127.0.0.1")
-    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
-        raise ConfigError("http_options.port", port, "a port between 1 and 65535")
+    address_of(serve_config)
     names = []
-    for i, application in _ours(serve_config):
+    for i, application in ours(serve_config):
         _check_keys(application, APPLICATION_KEYS, f"applications[{i}].")
         config = AppConfig.of(application)
         config.ingress.auth()
@@ -55,27 +49,45 @@ def check_serve_config(serve_config: dict[str, Any]) -> list[str]:
     return names
 
 
-def read(path: Path) -> list[AppConfig]:
-    """Manta's applications in a Serve configuration file. Raises StartupError."""
-    return [AppConfig.of(application) for _, application in _ours(load(path))]
+def address_of(serve_config: Mapping[str, Any]) -> tuple[str, int]:
+    """Return host and port of the API. Raises ConfigError."""
+    http = _section(serve_config, "http_options", "")
+    _check_keys(http, HTTP_KEYS, "http_options.")
+    host, port = http.get("host", HOST), http.get("port", PORT)
+    if not isinstance(host, str):
+        raise ConfigError("http_options.host", host, "a text, as 127.0.0.1")
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+        raise ConfigError("http_options.port", port, "a port between 1 and 65535")
+    return host, port
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A Serve configuration file with at least one application of Manta's. Raises ConfigError with one line."""
+    """Read a Serve configuration file. Raises ConfigError."""
     try:
-        found = yaml.safe_load(path.read_text())
+        text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), type(error).__name__, "a text file that can be read") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, name: str) -> dict[str, Any]:
+    """Return a Serve configuration with at least one application of Manta's. Raises ConfigError, with one line.
+
+    name: of what the text was read from.
+    """
+    try:
+        found = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(str(path), " ".join(str(error).split()), "YAML") from None
+        raise ConfigError(name, " ".join(str(error).split()), "YAML") from None
     if not isinstance(found, dict) or not isinstance(found.get("applications"), list):
-        raise ConfigError(str(path), type(found).__name__, "a mapping with a list `applications`, as for Serve")
-    if not any(_ours(found)):
-        raise ConfigError(str(path), None, f"given an application whose import_path is {BUILDER}")
+        raise ConfigError(name, type(found).__name__, "a mapping with a list `applications`, as for Serve")
+    if not any(ours(found)):
+        raise ConfigError(name, None, f"given an application whose import_path is {BUILDER}")
     return found
 
 
-def _ours(serve_config: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+def ours(serve_config: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Manta's applications, and their numbers in the list."""
     for i, application in enumerate(serve_config["applications"]):
         if not isinstance(application, dict) or "import_path" not in application:
             raise ConfigError(f"applications[{i}].import_path", None, "given")

@@ -1,1 +1,1 @@
-"""`manta k8s lint`: what is wrong with manifests although their schema is right and the API server takes them."""
+"""`manta k8s lint`: what is wrong with manifests that follow their schemas, and that the API server would take."""

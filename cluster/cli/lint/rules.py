@@ -1,28 +1,23 @@
-"""All rules, and those about how the Serve configuration, the pods and KubeRay's own settings agree.
-
-A rule is a function from what is deployed to complaints.
-"""
+"""The rules of `manta k8s lint`, which no schema knows: each takes a RayService and yields findings."""
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from cluster import haproxy
-from cluster.cli.lint import network, pods
-from cluster.cli.lint.manifests import Manifest, Service, read, services, workloads
-from cluster.cli.lint.placement import bundles_that_fit_no_pod, more_replicas_than_pods_can_hold
+from cluster.cli.check.placement import deployments_of, place
+from cluster.cli.lint.manifests import Group, Manifest, Service, read
 from engine.errors import StartupError
+from placement.capacity import missing
 
-RAY_DRAIN_S = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-HARD_STOP_S = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
-UPGRADES = ("NewCluster", "NewClusterWithIncrementalUpgrade", "None")
-DEFAULT_GRACE_S, DEFAULT_RAY_DRAIN_S, DEFAULT_HARD_STOP_S, DEFAULT_DELETION_DELAY_S = 30.0, 30.0, 120.0, 60.0
-
-Complaints = Iterator[tuple[str, str]]  # where, what
+GRACE, RAY_DRAIN = "terminationGracePeriodSeconds", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+HARD_STOP, DELETION_DELAY = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", "rayClusterDeletionDelaySeconds"
+DEFAULTS_S = {GRACE: 30.0, RAY_DRAIN: 30.0, HARD_STOP: 120.0, DELETION_DELAY: 60.0}
+STATS_PORT, METRICS_PORT = haproxy.OWN_PORTS.values()
+CLOSED = {6379: "Ray's GCS", 10001: "Ray's client", STATS_PORT: "HAProxy's stats", METRICS_PORT: "HAProxy's metrics"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,175 +33,115 @@ class Finding:
 def lint(path: Path) -> list[Finding]:
     """path: a YAML file or a folder for kustomize. Raises StartupError if it cannot be read or has no RayService."""
     manifests = read(path)
-    if not services(manifests):
+    if not any(manifest["kind"] == "RayService" for manifest in manifests):
         raise StartupError(f"{path} has no RayService")
     return findings(manifests)
 
 
 def findings(manifests: Sequence[Manifest]) -> list[Finding]:
     found = []
-    for service in services(manifests):
+    for service in [Service(manifest, manifests) for manifest in manifests if manifest["kind"] == "RayService"]:
         try:
             _ = service.apps
         except StartupError as error:  # the other rules would all stumble over it
             found.append(Finding("broken-serve-config", service.name, str(error)))
             continue
-        for name, rule in SERVICE_RULES.items():
-            found += [Finding(name, *complaint) for complaint in rule(service)]
-        for name, network_rule in network.RULES.items():
-            found += [Finding(name, *complaint) for complaint in network_rule(service, manifests)]
-    for workload in workloads(manifests):
-        for name, pod_rule in pods.RULES.items():
-            found += [Finding(name, workload.where, problem) for problem in pod_rule(workload)]
+        for rule in (serve_port, deadlines, placement, open_ports):
+            found += rule(service)
     return found
 
 
-def longest_request_s(service: Service) -> float:
-    return max(config.ingress.request_timeout_s for _, config in service.apps)
-
-
-def longest_drain_s(service: Service) -> float:
-    drains = [config.ingress.drain_s for _, config in service.apps]
-    return max(drains + [p.drain_s for _, c in service.apps for model in c.models for p in model.pools.values()])
-
-
-def loopback_host(service: Service) -> Complaints:
-    host = (service.serve.get("http_options") or {}).get("host", "0.0.0.0")
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if loopback:
-        yield service.name, f"http_options.host {host} is heard by nobody outside the pod; give 0.0.0.0"
-
-
-def serve_port(service: Service) -> Complaints:
+def serve_port(service: Service) -> Iterator[Finding]:
     for group in service.groups:
-        port = group.ports.get("serve")
-        if port != service.port:
-            yield group.where, f"container port `serve` must be http_options.port ({service.port}), got {port}"
+        opened = {entry.get("name"): entry["containerPort"] for entry in group.main.get("ports") or []}.get("serve")
+        if opened != service.port:
+            told = f"container port `serve` must be http_options.port ({service.port}), got {opened}"
+            yield Finding("serve-port", group.where, told)
 
 
-def drain_longer_than_grace(service: Service) -> Complaints:
-    drain_s = longest_drain_s(service)
+def deadlines(service: Service) -> Iterator[Finding]:
+    """Whatever ends, ends after the requests that it has accepted."""
+    drains_s = {f"{m.name}.{role}": p.drain_s for _, c in service.apps for m in c.models for role, p in m.pools.items()}
+    drains_s |= {"ingress": max(config.ingress.drain_s for _, config in service.apps)}
+    request_s, drain_s = max(config.ingress.request_timeout_s for _, config in service.apps), max(drains_s.values())
+    request = f"request_timeout_s ({request_s:g})"
+    for name, own_s in drains_s.items():
+        if own_s < request_s:
+            told = f"{name} drain_s must be at least ingress.{request}, got {own_s:g}"
+            yield Finding("drain-requests", service.name, told)
+    if (delay_s := _seconds(service.spec, DELETION_DELAY)) < request_s:
+        told = f"{DELETION_DELAY} must be at least {request}, got {delay_s:g}"
+        yield Finding("upgrade-cuts-requests", service.name, told)
     for group in service.groups:
-        grace_s = float(group.spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S))
-        ray_s = _seconds(group.env, RAY_DRAIN_S, DEFAULT_RAY_DRAIN_S)
+        grace_s, ray_s, stop_s = (
+            _seconds(group.pod, GRACE), _seconds(group.env, RAY_DRAIN), _seconds(group.env, HARD_STOP)
+        )  # fmt: skip
         if grace_s < drain_s:
-            limit = f"at least the longest drain_s ({drain_s:g})"
-            yield group.where, f"terminationGracePeriodSeconds must be {limit}, got {grace_s:g}"
+            told = f"{GRACE} must be at least the longest drain_s ({drain_s:g}), got {grace_s:g}"
+            yield Finding("drain-grace", group.where, told)
         if not drain_s <= ray_s <= grace_s:
-            limit = f"between the longest drain_s ({drain_s:g}) and terminationGracePeriodSeconds ({grace_s:g})"
-            yield group.where, f"{RAY_DRAIN_S} must be {limit}, got {ray_s:g}"
+            told = f"{RAY_DRAIN} must be between the longest drain_s ({drain_s:g}) and {GRACE} ({grace_s:g})"
+            yield Finding("drain-grace", group.where, f"{told}, got {ray_s:g}")
+        if stop_s < request_s:
+            yield Finding("haproxy-env", group.where, f"{HARD_STOP} must be at least {request}, got {stop_s:g}")
 
 
-def drain_shorter_than_requests(service: Service) -> Complaints:
-    for app, config in service.apps:
-        pools = {f"{m.name}.{role}": pool.drain_s for m in config.models for role, pool in m.pools.items()}
-        for name, drain_s in {"ingress": config.ingress.drain_s, **pools}.items():
-            if drain_s < config.ingress.request_timeout_s:
-                limit = f"at least ingress.request_timeout_s ({config.ingress.request_timeout_s:g})"
-                yield f"{service.name}, application {app['name']}", f"{name} drain_s must be {limit}, got {drain_s:g}"
+def placement(service: Service) -> Iterator[Finding]:
+    """Serve would wait for ever for a pod that does not come."""
+    deployments = [d for app, config in service.apps for d in deployments_of(config, app.get("deployments") or [])]
+    wanted = {deployment.name: deployment.max_replicas for deployment in deployments}
+    for deployment in deployments:
+        if (problem := missing(deployment.spec, service.nodes)) is not None:
+            del wanted[deployment.name]
+            yield Finding("bundles-fit", service.name, f"{deployment.name}: {problem}")
+    for name, placed in place(wanted, deployments, service.nodes).items():
+        if placed < wanted[name]:
+            told = f"{name} may grow to {wanted[name]} replicas, but the pods hold {placed} of them"
+            yield Finding("capacity", service.name, told)
 
 
-def haproxy_environment(service: Service) -> Complaints:
-    longest_s = longest_request_s(service)
+def open_ports(service: Service) -> Iterator[Finding]:
+    """Ray's and HAProxy's ports are for the pods of the cluster only: anything can be run there."""
     for group in service.groups:
-        for name, value in haproxy.FRONT.items():
-            if group.env.get(name) != value:
-                yield group.where, f"{name} must be {value} on every node, got {group.env.get(name)}"
-        stop_s = _seconds(group.env, HARD_STOP_S, DEFAULT_HARD_STOP_S)
-        if stop_s < longest_s:
-            yield group.where, f"{HARD_STOP_S} must be at least request_timeout_s ({longest_s:g}), got {stop_s:g}"
+        policies = [policy for policy in service.policies if _selects(policy, group)]
+        if not policies:
+            told = "no NetworkPolicy selects these pods, so all their ports are open to the whole cluster"
+            yield Finding("open-ports", group.where, told)
+        for policy in policies:
+            for rule in policy["spec"].get("ingress") or []:
+                ports = [] if all(_is_own(peer, service) for peer in rule.get("from") or [{}]) else _closed_ports(rule)
+                if ports:
+                    opened = ", ".join(f"{port} ({CLOSED[port]})" for port in ports)
+                    told = f"NetworkPolicy {policy['metadata']['name']} opens {opened} to pods of others"
+                    yield Finding("open-ports", group.where, told)
 
 
-def upgrade_cuts_requests(service: Service) -> Complaints:
-    longest_s = longest_request_s(service)
-    delay_s = float(service.spec.get("rayClusterDeletionDelaySeconds", DEFAULT_DELETION_DELAY_S))
-    if delay_s < longest_s:
-        limit = f"at least request_timeout_s ({longest_s:g})"
-        yield service.name, f"rayClusterDeletionDelaySeconds must be {limit}, got {delay_s:g}"
+def _selects(policy: Manifest, group: Group) -> bool:
+    kinds = policy["spec"].get("policyTypes") or ["Ingress"]
+    return "Ingress" in kinds and _labels(policy["spec"].get("podSelector")) <= group.labels.items()
 
 
-def upgrade_strategy(service: Service) -> Complaints:
-    strategy = service.spec.get("upgradeStrategy") or {}
-    kind, options = strategy.get("type", UPGRADES[0]), strategy.get("clusterUpgradeOptions") or {}
-    if kind not in UPGRADES:
-        yield service.name, f"upgradeStrategy.type must be one of {', '.join(UPGRADES)}, got {kind!r}"
-    elif kind == UPGRADES[1]:
-        for key in ("gatewayClassName", "stepSizePercent", "intervalSeconds"):
-            if key not in options:
-                yield service.name, f"upgradeStrategy.clusterUpgradeOptions.{key} must be given for {kind}"
-        if not service.scales:
-            yield service.name, f"enableInTreeAutoscaling must be true for {kind}"
-        step, surge = options.get("stepSizePercent", 0), options.get("maxSurgePercent", 100)
-        if step > surge:
-            yield service.name, f"stepSizePercent must be at most maxSurgePercent ({surge}), got {step}"
+def _is_own(peer: Manifest, service: Service) -> bool:
+    """Whether a peer of a policy stands for pods of this namespace with the labels of all groups."""
+    shared = set.intersection(*(set(group.labels.items()) for group in service.groups))
+    labels = _labels(peer.get("podSelector"))
+    return "namespaceSelector" not in peer and bool(labels) and labels <= shared
 
 
-def token_auth(service: Service) -> Complaints:
-    mode = (service.cluster.get("authOptions") or {}).get("mode")
-    if mode != "token":
-        yield service.name, f"authOptions.mode must be token: whoever reaches Ray's ports may run anything, got {mode}"
+def _labels(selector: Manifest | None) -> Any:
+    return ((selector or {}).get("matchLabels") or {}).items()
 
 
-def ray_version(service: Service) -> Complaints:
-    wanted, got = version("ray"), service.cluster.get("rayVersion")
-    if got != wanted:
-        yield service.name, f"rayVersion must be that of the image ({wanted}), got {got}"
-    images = {group.main.get("image") for group in service.groups}
-    if len(images) > 1:
-        yield service.name, f"all Ray pods need one image, got {', '.join(map(str, sorted(images, key=str)))}"
+def _closed_ports(rule: Manifest) -> list[int]:
+    """Ports that a rule opens and should not. A port that is given by name counts as all."""
+    given = rule.get("ports") or [{}]
+    if not all(isinstance(entry.get("port"), int) for entry in given):
+        return sorted(CLOSED)
+    return [port for port in CLOSED if any(e["port"] <= port <= e.get("endPort", e["port"]) for e in given)]
 
 
-def group_sizes(service: Service) -> Complaints:
-    for group in service.workers:
-        low, high = group.spec_.get("minReplicas", 0), group.spec_.get("maxReplicas")
-        if high is None:
-            yield group.where, "maxReplicas must be given; a patch that replaces the list of groups loses it"
-        elif not low <= group.spec_.get("replicas", low) <= high:
-            got = group.spec_.get("replicas")
-            yield group.where, f"replicas must be between minReplicas ({low}) and maxReplicas ({high}), got {got}"
-    cpus = service.head.node.resources["CPU"]
-    if cpus:
-        yield (
-            service.head.where,
-            f"num-cpus must be 0, so that no replica lives beside Ray's own services, got {cpus:g}",
-        )
-
-
-def missing_mounts(service: Service) -> Complaints:
-    """Model folders and the file of API keys must be in every pod: the head builds the application."""
-    for _, config in service.apps:
-        paths = {f"model of {m.name}": m.model for m in config.models if m.model.startswith("/")}
-        if config.ingress.api_keys_file:
-            paths["api_keys_file"] = config.ingress.api_keys_file
-        for group in service.groups:
-            mounts = [Path(mount["mountPath"]) for mount in group.main.get("volumeMounts") or []]
-            for what, path in paths.items():
-                if not any(mount in (Path(path), *Path(path).parents) for mount in mounts):
-                    yield group.where, f"no volume is mounted where {what} is ({path})"
-
-
-def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+def _seconds(section: Any, name: str) -> float:
     try:
-        return float(env.get(name, default))
+        return float(section.get(name, DEFAULTS_S[name]))
     except ValueError:
         return 0.0  # less than anything asks for
-
-
-SERVICE_RULES: dict[str, Callable[[Service], Complaints]] = {
-    "loopback-host": loopback_host,
-    "serve-port": serve_port,
-    "bundles-fit": bundles_that_fit_no_pod,
-    "capacity": more_replicas_than_pods_can_hold,
-    "drain-grace": drain_longer_than_grace,
-    "drain-requests": drain_shorter_than_requests,
-    "haproxy-env": haproxy_environment,
-    "upgrade-cuts-requests": upgrade_cuts_requests,
-    "upgrade-strategy": upgrade_strategy,
-    "token-auth": token_auth,
-    "ray-version": ray_version,
-    "group-sizes": group_sizes,
-    "missing-mounts": missing_mounts,
-}

@@ -1,0 +1,68 @@
+"""Whether nodes, or pods that will be nodes, can hold the replicas of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.config import AppConfig
+from deployments.ray_compat import INGRESS
+from placement.capacity import EPSILON, Node, matches, missing
+from placement.spec import GroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    name: str
+    spec: GroupSpec
+    """Resources of one replica."""
+    min_replicas: int
+    max_replicas: int
+
+
+def deployments_of(config: AppConfig, overrides: Sequence[Mapping[str, Any]] = ()) -> list[Deployment]:
+    """All deployments of an application. overrides: its section `deployments`."""
+    given = (override.get("ray_actor_options") for override in overrides if override.get("name") == INGRESS)
+    options, count = next(given, None) or {}, config.ingress.num_replicas
+    cpus, labels = float(options.get("num_cpus", config.ingress.num_cpus)), options.get("label_selector") or {}
+    found = [Deployment(INGRESS, GroupSpec(num_cpus=cpus, control_cpus=0.0, label_selector=labels), count, count)]
+    for model in config.models:
+        for role, pool in model.pools.items():
+            found.append(Deployment(f"{role}-{model.name}", model.group_spec(role), *pool.bounds))
+    return found
+
+
+@dataclass(slots=True)
+class Free:
+    """Resources of a node that no replica has taken."""
+
+    resources: dict[str, float]
+    labels: Mapping[str, str]
+
+    def take(self, bundle: Mapping[str, float], selector: Mapping[str, str]) -> bool:
+        """Reserve a bundle, if it fits here."""
+        fits = all(self.resources.get(name, 0.0) + EPSILON >= amount for name, amount in bundle.items())
+        if not fits or not matches(self.labels, selector):
+            return False
+        for name, amount in bundle.items():
+            self.resources[name] -= amount
+        return True
+
+
+def place(wanted: Mapping[str, int], deployments: Sequence[Deployment], nodes: Sequence[Node]) -> dict[str, int]:
+    """Number of replicas, out of those wanted of each deployment, that the nodes hold all together.
+
+    The largest replicas are placed first, each of their bundles on the first node with enough left.
+    """
+    # nodes without GPUs first, so that bundles without any leave the others alone
+    free = sorted((Free(dict(n.resources), n.labels) for n in nodes), key=lambda node: node.resources.get("GPU", 0))
+    placed = dict.fromkeys(wanted, 0)
+    for deployment in sorted(deployments, key=lambda d: (d.spec.num_gpus, d.spec.num_cpus), reverse=True):
+        name, spec = deployment.name, deployment.spec
+        if missing(spec, nodes) is None:  # else not even one by itself
+            while placed[name] < wanted[name] and all(
+                any(node.take(bundle, spec.label_selector) for node in free) for bundle in spec.bundles
+            ):
+                placed[name] += 1
+    return placed

@@ -1,0 +1,30 @@
+"""Ports that a server on this machine needs."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+
+from cluster import haproxy
+from cluster.cli.check.finding import Finding
+
+
+def check_ports(host: str, port: int) -> Iterator[Finding]:
+    """host, port: address of the API. Raises ConfigError."""
+    yield check_port(host, port, "the API", "Stop what listens there, or choose another with --port")
+    if sys.platform == "linux":
+        for name, number in haproxy.own_ports().items():
+            advice = f"Stop what listens there, often another Manta, or set {name}"
+            yield check_port("0.0.0.0", number, "HAProxy itself", advice)
+
+
+def check_port(host: str, port: int, use: str, advice: str) -> Finding:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            return Finding("problem", "port", f"{port}, for {use}, cannot be had on {host}: {error.strerror}", advice)
+    return Finding("ok", "port", f"{port}, for {use}, is free")
