@@ -78,12 +78,12 @@ class FastForwardScheduler(Scheduler):
             tokens = request.tokens
             request.computed = computed = request.computed + steps
             if computed > len(request.blocks) * size:
-                taken = self.pool.take(-(-computed // size) - len(request.blocks))
+                taken = self.pool.allocate(-(-computed // size) - len(request.blocks))
                 assert taken is not None, "a fast-forward is only as long as blocks suffice"
                 request.blocks += taken
             tokens += tokens[-1:] * (steps - 1)
-            if computed // size > request.published:
-                self._tables.publish(request, computed)
+            if computed // size > request.num_cached_blocks:
+                self._tables.cache_blocks(request, computed)
             if len(tokens) - request.num_prompt + 1 == request.max_tokens:
                 ended.append(request)  # its last token comes below
             else:

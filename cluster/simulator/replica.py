@@ -120,7 +120,7 @@ class Replica:
         stats = self.scheduler.stats()
         if self.times is None:
             return stats
-        per_step, per_token = self.times.by_tokens.parts
+        per_step, per_token = self.times.by_tokens.coefficients
         return msgspec.structs.replace(stats, seconds_per_step=per_step, seconds_per_token=per_token)
 
     def _came(self, now: float) -> None:

@@ -107,7 +107,7 @@ class Scaling:
         first, seconds = counters[0], max(now - counters[0].at, 1e-9)
         scheduler, times = replica.scheduler, replica.times
         assert times is not None
-        step_s, sequence_s = times.by_sequences.parts
+        step_s, sequence_s = times.by_sequences.coefficients
         output_per_s = (last.output_tokens - first.output_tokens) / seconds
         load, running = scheduler.load(), len(scheduler.running)
         return ReplicaLoad(

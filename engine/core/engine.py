@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # both need pyzmq, which an engine of one rank without handof
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 0.005  # between looks whether something can be computed now
-LOOK_S = 1.0  # how often a step that takes long is asked whether all ranks are there
+GRAMMAR_POLL_S = 0.005  # between looks whether something can be computed now
+POLL_INTERVAL_S = 1.0  # how often a step that takes long is asked whether all ranks are there
 
 
 class EngineCore:
@@ -79,11 +79,11 @@ class EngineCore:
                 kv_worker, ranks = start_kv_worker(
                     config.handoff, self.runner.kv_cache, self.model_config.num_kv_heads, self._group, host
                 )
-            self._lockstep: PlanBroadcaster | None = None
+            self._plan_broadcaster: PlanBroadcaster | None = None
             if self._group.size > 1:
                 from engine.distributed.plan_broadcast import PlanBroadcaster
 
-                self._lockstep = PlanBroadcaster(self._group)
+                self._plan_broadcaster = PlanBroadcaster(self._group)
         self.journal = RequestLog()
         self.step_times = StepTimes()
         self.handoffs: HandoffEndpoint | None = None
@@ -116,12 +116,12 @@ class EngineCore:
         )
         self._grammars = GrammarCompiler(folder, self.model_config.vocab_size, self.scheduler.eos_token_ids)
         self._compiling: dict[Request, Compilation] = {}
-        self._doorbell = threading.Event()  # rung when a grammar is compiled
+        self._grammar_compiled = threading.Event()  # rung when a grammar is compiled
         self._in_flight: deque[Future[Launched]] = deque()
         self._submitted: deque[tuple[float, StepWork]] = deque()  # of each of them: when, and what it computes
         # with other ranks also without overlap, so that one that hangs can be noticed while a step waits for it; what
         # returns before it has computed needs no thread
-        threaded = self._lockstep is not None or (self.runner.overlap and not self.runner.on.asynchronous)
+        threaded = self._plan_broadcaster is not None or (self.runner.overlap and not self.runner.on.asynchronous)
         self._executor = ThreadPoolExecutor(1, "model", self.runner.on.bind) if threaded else None
         self._deadlines: list[tuple[float, int, Request]] = []  # heap of (when, number of arrival, request)
         self.last_step_at = time.monotonic()
@@ -179,8 +179,8 @@ class EngineCore:
             raise
 
     def _step(self) -> list[Event]:
-        if self._lockstep:
-            self._lockstep.check()
+        if self._plan_broadcaster:
+            self._plan_broadcaster.check()
         self.idle = False
         events = self._expire() + self._take_compiled() + self._take_handoffs()
         plan = self.scheduler.schedule(time.monotonic())
@@ -197,8 +197,8 @@ class EngineCore:
             self._measure()
             events += self.scheduler.commit(result, self.last_step_at)
             self._forward()
-            if self._lockstep:
-                self._lockstep.committed(result)
+            if self._plan_broadcaster:
+                self._plan_broadcaster.committed(result)
         elif not events:
             self._idle()
         return events
@@ -206,8 +206,8 @@ class EngineCore:
     def _idle(self) -> None:
         """All that is left waits for its grammar, or for what that allows next, or for another engine."""
         if self._compiling or any(r.grammar for r in [*self.scheduler.running, *self.scheduler.waiting]):
-            self._doorbell.wait(IDLE_S)
-            self._doorbell.clear()
+            self._grammar_compiled.wait(GRAMMAR_POLL_S)
+            self._grammar_compiled.clear()
         else:
             self.idle = True
         self.last_step_at = time.monotonic()  # no step is late
@@ -237,7 +237,7 @@ class EngineCore:
         if request.params.structured_outputs is not None:
             output = request.tokens[request.num_prompt :]
             compilation = self._grammars.start(request.params.structured_outputs, output, now)
-            compilation.prototype.add_done_callback(lambda _: self._doorbell.set())
+            compilation.prototype.add_done_callback(lambda _: self._grammar_compiled.set())
             self._compiling[request] = compilation
 
     def _take_compiled(self) -> list[Event]:
@@ -245,7 +245,7 @@ class EngineCore:
         now = time.monotonic()
         events = []
         for request, compilation in list(self._compiling.items()):
-            ended = request.state is not State.COMPILING
+            ended = request.state is not State.WAITING_FOR_GRAMMAR
             if not ended and not compilation.finished(now):
                 continue
             del self._compiling[request]
@@ -260,17 +260,17 @@ class EngineCore:
 
     def _collect(self, step: Future[Launched]) -> StepResult:
         """Raises EngineUnavailable if a rank dies meanwhile, or falls silent."""
-        while self._lockstep and not wait([step], LOOK_S).done:
-            self._lockstep.check()
+        while self._plan_broadcaster and not wait([step], POLL_INTERVAL_S).done:
+            self._plan_broadcaster.check()
         launched = step.result()
-        while self._lockstep and not launched.ready(LOOK_S):
-            self._lockstep.check()
+        while self._plan_broadcaster and not launched.ready(POLL_INTERVAL_S):
+            self._plan_broadcaster.check()
         return self.runner.collect(launched)
 
     def _submit(self, plan: StepPlan) -> None:
         self._submitted.append((time.monotonic(), StepWork.of(plan)))
-        if self._lockstep:
-            self._lockstep.send(plan)
+        if self._plan_broadcaster:
+            self._plan_broadcaster.send(plan)
         inputs = self.runner.prepare(plan)
         if self._executor:
             self._in_flight.append(self._executor.submit(self.runner.launch, inputs))
@@ -303,8 +303,8 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         times = self.step_times
-        per_step, per_token = times.by_tokens.parts
-        decode_per_step, decode_per_sequence = times.by_sequences.parts
+        per_step, per_token = times.by_tokens.coefficients
+        decode_per_step, decode_per_sequence = times.by_sequences.coefficients
         return msgspec.structs.replace(
             self.scheduler.stats(),
             seconds_per_step=per_step,
@@ -328,6 +328,6 @@ class EngineCore:
             self._executor.shutdown(wait=True, cancel_futures=True)
         if self.handoffs is not None:  # while the other ranks are there, which may be reading
             self.handoffs.close()
-        if self._lockstep:
-            self._lockstep.close()
+        if self._plan_broadcaster:
+            self._plan_broadcaster.close()
         self._group.close()

@@ -111,9 +111,9 @@ class HandoffManager:
             return "prompt_logprobs"
         if request.prefill == "local":
             return ASKED
-        if request.handoffs >= self._policy.config.max_attempts:
+        if request.num_remote_attempts >= self._policy.config.max_attempts:
             return "attempts"
-        return "failed" if request.stays else ""
+        return "failed" if request.local_prefill_only else ""
 
     def count(self, decision: PrefillDecision) -> None:
         """It is carried out."""
@@ -132,11 +132,11 @@ class HandoffManager:
         """The request holds all blocks that its prompt needs; the first `cached` tokens are there already."""
         assert self._peer is not None
         self._count += 1
-        request.handoffs += 1
+        request.num_remote_attempts += 1
         prefill_request = RemotePrefillRequest(
             handoff_id=f"{request.request_id}/{self._peer.epoch:x}.{self._count}",
             request_id=request.request_id,
-            attempt=request.handoffs,
+            attempt=request.num_remote_attempts,
             token_ids=list(request.tokens),
             num_prompt=request.num_prompt,
             params=request.params,
@@ -154,7 +154,7 @@ class HandoffManager:
         self.actions.append(Open(prefill_request, request.blocks[cached // block_size : stop]))
 
     def cancel(self, request: Request) -> None:
-        """The request has ended; it stays in `receiving` until nothing writes into its blocks any more."""
+        """The request has ended; it local_prefill_only in `receiving` until nothing writes into its blocks any more."""
         self.actions.append(Cancel(request.handoff_id))
 
     def received(self, event: Received, now: float) -> Request:
@@ -167,7 +167,7 @@ class HandoffManager:
     def failed(self, handoff_id: str, retry: bool) -> Request:
         request = self.receiving.pop(handoff_id)
         del self._opened_at[handoff_id]
-        request.stays = not retry
+        request.local_prefill_only = not retry
         self.actions.append(Forget(handoff_id))
         return request
 

@@ -24,13 +24,13 @@ class KVCacheManager:
         full = (len(request.tokens) - 1) // self._pool.block_size
         return self._pool.match(request.hashes(full, self._pool.block_size))
 
-    def reserve(self, request: Request, matched: list[int], tokens: int, spare: int) -> bool:
+    def reserve(self, request: Request, matched: list[int], tokens: int, watermark: int) -> bool:
         """Give the request the matched blocks, and new ones for the rest of `tokens` tokens. False, and nothing has
-        changed, if there are not that many and `spare` more."""
-        blocks = self._pool.reserve(matched, self._pool.blocks_for(tokens) - len(matched), spare=spare)
+        changed, if there are not that many and `watermark` more."""
+        blocks = self._pool.reserve(matched, self._pool.blocks_for(tokens) - len(matched), watermark=watermark)
         if blocks is None:
             return False
-        request.blocks, request.published = blocks, len(matched)
+        request.blocks, request.num_cached_blocks = blocks, len(matched)
         return True
 
     def enter(self, request: Request) -> None:
@@ -42,34 +42,34 @@ class KVCacheManager:
         need = self._pool.blocks_for(tokens) - len(request.blocks)
         if need <= 0:
             return True
-        taken = self._pool.take(need)
+        taken = self._pool.allocate(need)
         if taken is None:
             return False
         self._changes.append(BlockChange(request.slot, len(request.blocks), taken))
         request.blocks += taken
         return True
 
-    def publish(self, request: Request, computed: int) -> None:
+    def cache_blocks(self, request: Request, computed: int) -> None:
         """Put the blocks that a finished step has filled into the prefix cache."""
         if not self._prefix_caching:
             return
         full = computed // self._pool.block_size
-        if full <= request.published:
+        if full <= request.num_cached_blocks:
             return
         names = request.hashes(full, self._pool.block_size)
-        for index in range(request.published, full):
+        for index in range(request.num_cached_blocks, full):
             own = request.blocks[index]
-            block = self._pool.publish(own, names[index])
+            block = self._pool.cache_block(own, names[index])
             if block != own:  # another request computed the same prefix: share its copy
                 request.blocks[index] = block
                 if request.slot >= 0:
                     self._changes.append(BlockChange(request.slot, index, [block]))
-        request.published = full
+        request.num_cached_blocks = full
 
     def release(self, request: Request) -> None:
         self._pool.release(request.blocks)
         request.blocks = []
-        request.computed = request.published = 0
+        request.computed = request.num_cached_blocks = 0
 
     def take_changes(self) -> list[BlockChange]:
         """Since the last call, oldest first."""

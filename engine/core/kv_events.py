@@ -100,7 +100,7 @@ class KVEventPublisher:
 
     def _snapshot(self, load: EngineLoad) -> EngineUpdate:
         """As of now. What has changed since the message of this number comes with the next one again, harmlessly."""
-        return self._update(load, True, self._pool.names(), [], list(self._scheduler.live_ids), [])
+        return self._update(load, True, self._pool.block_hashes(), [], list(self._scheduler.live_ids), [])
 
     def _update(
         self,

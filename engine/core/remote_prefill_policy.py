@@ -83,7 +83,7 @@ class RemotePrefillPolicy:
 
     def _weigh(self, prompt: PendingPrompt, load: LocalLoad, there: list[PrefillReplica]) -> PrefillDecision:
         missing = prompt.tokens - prompt.cached
-        fixed, per_token = self.step_cost.parts
+        fixed, per_token = self.step_cost.coefficients
         here_s = fixed + per_token * (load.queued + missing * (1 + load.decoding))
         queued = max(min(r.queued_tokens for r in there), load.receiving / len(there))
         rates = [r.seconds_per_token or per_token for r in there]
@@ -111,5 +111,5 @@ class RemotePrefillPolicy:
         """A handoff took `seconds` from the prefill request to the first token here."""
         self._hit_share += 0.1 * (cached_there / prompt.tokens - self._hit_share)
         rates = [r.seconds_per_token for r in self.replicas or [] if r.seconds_per_token]
-        computed_s = (prompt.tokens - cached_there) * (min(rates) if rates else self.step_cost.parts[1])
+        computed_s = (prompt.tokens - cached_there) * (min(rates) if rates else self.step_cost.coefficients[1])
         self.link_cost.observe(prompt.tokens - prompt.cached, max(0.0, seconds - computed_s))

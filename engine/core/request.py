@@ -33,9 +33,9 @@ class Grammar(Protocol):
 
 
 class State(Enum):
-    COMPILING = "compiling"  # its grammar is on the way
+    WAITING_FOR_GRAMMAR = "waiting for grammar"  # its grammar is on the way
     WAITING = "waiting"
-    RECEIVING = "receiving"  # its KV comes from another engine
+    WAITING_FOR_REMOTE_KV = "waiting for remote KV"  # its KV comes from another engine
     RUNNING = "running"
     LEASED = "leased"  # was computed for another engine, which may still read the blocks
     FINISHED = "finished"
@@ -50,14 +50,14 @@ class Request:
         before the one ahead of it has ended, so this runs ahead of the model by at most one step.
     in_flight: output tokens that planned steps will bring, not known yet.
     blocks: KV block ids in token order. A waiting request has some if its KV has come from another engine.
-    published: leading blocks that are in the prefix cache.
+    num_cached_blocks: leading blocks that are in the prefix cache.
     slot: row of the runner's per-sequence state; -1 unless running.
     order: (priority, number of arrival); requests are served in this order, smallest first.
     grammar: of a structured output, once it is compiled.
     *_at: seconds on the caller's clock.
 
     prefill: where the client wants its prompt computed, as in GenerateRequest.
-    handoff_id, handoffs: the newest handoff of its prompt to another engine, and how many there were; stays: no more.
+    handoff_id, num_remote_attempts: newest handoff of its prompt, and how many there were; local_prefill_only: no more.
     prefill_request: what it is computed for, if that is another engine.
     """
 
@@ -75,7 +75,7 @@ class Request:
     computed: int = 0
     in_flight: int = 0
     blocks: list[int] = field(default_factory=list)
-    published: int = 0
+    num_cached_blocks: int = 0
     slot: int = -1
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached: int = 0
@@ -89,8 +89,8 @@ class Request:
     deadline_at: float | None = None
     prefill: Literal["auto", "local", "remote"] = "auto"
     handoff_id: str = ""
-    handoffs: int = 0
-    stays: bool = False
+    num_remote_attempts: int = 0
+    local_prefill_only: bool = False
     prefill_request: RemotePrefillRequest | None = None
 
     @classmethod
@@ -145,7 +145,7 @@ class Request:
         return max(0, self.pending - 1)
 
     @property
-    def held_back(self) -> bool:
+    def waiting_for_grammar(self) -> bool:
         """It cannot be planned yet: what may come next depends on a token in flight, or is still being worked out."""
         return self.grammar is not None and (self.in_flight > 0 or not self.grammar.ready())
 

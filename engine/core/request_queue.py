@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Totals:
+class SchedulerStats:
     """Counts since the start."""
 
     steps: int = 0
@@ -34,7 +34,7 @@ class Totals:
     finished: Counter[str] = field(default_factory=Counter)
 
 
-class Roster:
+class RequestQueue:
     """A live request is in exactly one place, which its state names: `compiling`, `waiting`, `running`, or what
     `handoffs` has as receiving or leased. Whoever runs has a slot.
 
@@ -46,7 +46,7 @@ class Roster:
         self.compiling: set[Request] = set()
         self.waiting: list[Request] = []  # in order
         self.running: list[Request] = []  # in order
-        self.totals = Totals()
+        self.totals = SchedulerStats()
         self.metrics = RequestMetrics()
         self._journal = journal
         self._live: dict[str, Request] = {}
@@ -63,7 +63,7 @@ class Roster:
         self._note(request, f"queued behind {self.num_waiting} others, with {request.num_prompt} prompt tokens{given}")
 
     def _compile(self, request: Request) -> None:
-        request.state = State.COMPILING
+        request.state = State.WAITING_FOR_GRAMMAR
         self.compiling.add(request)
 
     def _wait(self, request: Request) -> None:
@@ -79,7 +79,7 @@ class Roster:
         """Out of the place that it is in, if that is here; it keeps its blocks."""
         if request.state is State.WAITING:
             self.waiting.remove(request)
-        elif request.state is State.COMPILING:
+        elif request.state is State.WAITING_FOR_GRAMMAR:
             self.compiling.remove(request)
         elif request.state is State.RUNNING:
             self.running.remove(request)
@@ -169,8 +169,8 @@ class Roster:
             prefix_hit_tokens=totals.prefix_hit_tokens,
             finished=dict(totals.finished),
             histograms=self.metrics.histograms,
-            blocks_reserved=pool.exclusive(r.blocks for r in reserved),
-            blocks_leased=pool.exclusive(r.blocks for r in self.handoffs.leased.values()),
+            blocks_reserved=pool.num_unshared(*[r.blocks for r in reserved]),
+            blocks_leased=pool.num_unshared(*[r.blocks for r in self.handoffs.leased.values()]),
             receiving=len(self.handoffs.receiving),
             leased=len(self.handoffs.leased),
             queued_tokens=sum(r.queued_tokens for r in [*self.waiting, *self.running]),
@@ -183,13 +183,13 @@ class Roster:
         handoffs = self.handoffs
         holders = [*self.running, *self.received, *handoffs.receiving.values(), *handoffs.leased.values()]
         held = Counter(block for request in holders for block in request.blocks)
-        assert held == Counter({b: n for b, n in enumerate(self.pool.refs()) if n}), "blocks held by nobody"
+        assert held == Counter({b: n for b, n in enumerate(self.pool.ref_counts()) if n}), "blocks held by nobody"
         receiving = [r for r in handoffs.receiving.values() if r.state is not State.FINISHED]
         live = {
             State.RUNNING: self.running,
             State.WAITING: self.waiting,
-            State.COMPILING: list(self.compiling),
-            State.RECEIVING: receiving,
+            State.WAITING_FOR_GRAMMAR: list(self.compiling),
+            State.WAITING_FOR_REMOTE_KV: receiving,
             State.LEASED: list(handoffs.leased.values()),
         }
         assert len(self._live) == sum(map(len, live.values())), "a request is lost"

@@ -14,7 +14,7 @@ from engine.core.handoffs import HandoffManager
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Grammar, Request, State
 from engine.core.request_log import RequestLog
-from engine.core.request_queue import Roster
+from engine.core.request_queue import RequestQueue
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import EngineError, EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong, ServingError
 from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Received
@@ -35,7 +35,7 @@ class Event:
     delta: TokenDelta
 
 
-class Scheduler(Roster):
+class Scheduler(RequestQueue):
     """Continuous batching without phases: every request has tokens that it wants computed and tokens that are
     computed, and a step narrows the gap, under one token budget for all.
 
@@ -71,7 +71,7 @@ class Scheduler(Roster):
         self._arrivals = 0
         self._tables = KVCacheManager(pool, config.enable_prefix_caching)
         self._planned: deque[tuple[StepPlan, list[Request]]] = deque()
-        self._draft = StepPlanBuilder()
+        self._builder = StepPlanBuilder()
 
     @property
     def has_work(self) -> bool:
@@ -159,13 +159,13 @@ class Scheduler(Roster):
         budget = self._plan_running()
         if self.totals.preemptions == before:  # none are started while blocks run out
             self._admit(budget, now)
-        if not self._draft.requests:
+        if not self._builder.requests:
             return None
         self.totals.steps += 1
-        plan, requests = self._draft.plan(self.totals.steps, self._tables.take_changes()), self._draft.requests
+        plan, requests = self._builder.plan(self.totals.steps, self._tables.take_changes()), self._builder.requests
         self.metrics.step(plan.num_tokens)
         self._planned.append((plan, requests))
-        self._draft = StepPlanBuilder()
+        self._builder = StepPlanBuilder()
         return plan
 
     def _plan_running(self) -> int:
@@ -175,11 +175,11 @@ class Scheduler(Roster):
         for behind, request in zip(range(len(queue) - 1, -1, -1), queue, strict=True):
             if request.state is not State.RUNNING:
                 continue  # preempted by one before it
-            if request.held_back:
+            if request.waiting_for_grammar:
                 continue
             count = min(request.pending, budget - behind)
             if count > 0 and self._grow(request, request.computed + count):
-                self._draft.compute(request, count)
+                self._builder.compute(request, count)
                 budget -= count
         return budget
 
@@ -188,7 +188,7 @@ class Scheduler(Roster):
         for request in list(self.waiting):
             if request.in_flight:
                 return  # it was preempted, and its last token has not arrived yet
-            if request.held_back:
+            if request.waiting_for_grammar:
                 continue  # what may come next is still being worked out, which may take long
             startable = budget > 0 and bool(self._slots)
             if not request.blocks:
@@ -204,17 +204,17 @@ class Scheduler(Roster):
                 self._note(request, f"to be computed {where}{why}; {cached} of {len(request.tokens)} tokens are cached")
                 if place.remote:
                     self.waiting.remove(request)
-                    request.state = State.RECEIVING
+                    request.state = State.WAITING_FOR_REMOTE_KV
                     request.handoff_at = (now, now)
                     self.handoffs.open(request, cached, now, self.pool.block_size)
                     continue
-                request.published, request.computed = len(matched), cached
+                request.num_cached_blocks, request.computed = len(matched), cached
             if not startable:
                 continue  # its KV has come from elsewhere; others may be sent to be computed there meanwhile
             self.waiting.remove(request)
             self._start(request)
             count = min(request.pending, budget)
-            self._draft.compute(request, count)
+            self._builder.compute(request, count)
             budget -= count
 
     def _reserve(self, request: Request, matched: list[int], remote: bool) -> bool:
@@ -223,12 +223,12 @@ class Scheduler(Roster):
         tokens = len(request.tokens) + remote
         while True:
             received = self.received
-            # a spare block for everyone who will grow: to start a request only to preempt another would be work done
+            # a block to spare for everyone who will grow: to start a request only to preempt another would be work done
             # twice
             growing = (
                 sum(r.prefill_request is None for r in self.running) + len(received) + len(self.handoffs.receiving)
             )
-            if self._tables.reserve(request, matched, tokens, spare=growing):
+            if self._tables.reserve(request, matched, tokens, watermark=growing):
                 return True
             if not received or received[-1].order < request.order:
                 return False
@@ -237,7 +237,7 @@ class Scheduler(Roster):
     def _start(self, request: Request) -> None:
         """Give the request, which holds its blocks, a slot."""
         self._run(request)
-        self._draft.enter(request)
+        self._builder.enter(request)
         self._tables.enter(request)
         if request.prefill_request is not None:
             self.handoffs.report(request, request.computed, self.pool.block_size)
@@ -258,17 +258,21 @@ class Scheduler(Roster):
         waits for a slot. Not one that is computed for another engine, which reads its blocks."""
         holders = [*self.running, *self.received]
         behind = [
-            r for r in holders if r.order > request.order and r.prefill_request is None and self.pool.private(r.blocks)
+            r
+            for r in holders
+            if r.order > request.order and r.prefill_request is None and self.pool.num_unshared(r.blocks)
         ]
         waits = State.WAITING
-        return max(behind, key=lambda r: (r.state is waits, -self.pool.private(r.blocks), r.order), default=request)
+        return max(
+            behind, key=lambda r: (r.state is waits, -self.pool.num_unshared(r.blocks), r.order), default=request
+        )
 
     def _preempt(self, request: Request) -> None:
         logger.info(
-            "preempted request_id=%s computed_tokens=%d private_blocks=%d times=%d",
+            "preempted request_id=%s computed_tokens=%d unshared_blocks=%d times=%d",
             request.request_id,
             request.computed,
-            self.pool.private(request.blocks),
+            self.pool.num_unshared(request.blocks),
             request.num_preemptions + 1,
         )
         self._note(request, f"preempted, since blocks ran out; {request.computed} computed tokens are given up")
@@ -290,7 +294,7 @@ class Scheduler(Roster):
                 continue  # ended after this step was planned
             computed = plan.starts[i] + plan.counts[i]
             if request.state is State.RUNNING:
-                self._tables.publish(request, computed)
+                self._tables.cache_blocks(request, computed)
             self._collect_prompt_logprobs(request, plan.starts[i], result.prompt_logprobs[i])
             token = result.tokens[i]
             if request.prefill_request is not None:
@@ -352,7 +356,7 @@ class Scheduler(Roster):
         error: ServingError | None = None,
     ) -> Event:
         self._leave(request)
-        if request.state is State.RECEIVING:
+        if request.state is State.WAITING_FOR_REMOTE_KV:
             self.handoffs.cancel(request)
         else:
             self._tables.release(request)
@@ -383,7 +387,7 @@ class Scheduler(Roster):
                 request = self.handoffs.failed(event.handoff_id, event.retry)
                 verified = event.verified
         request.handoff_at = request.handoff_at and (request.handoff_at[0], now)
-        self._tables.publish(request, verified)
+        self._tables.cache_blocks(request, verified)
         if request.state is State.FINISHED:
             self._tables.release(request)
             return []

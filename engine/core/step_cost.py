@@ -34,7 +34,7 @@ class LinearCost:
         self._fade(1.0 - share)
 
     @property
-    def parts(self) -> tuple[float, float]:
+    def coefficients(self) -> tuple[float, float]:
         """(fixed, slope)"""
         if self._n < 0.5:
             return self._prior_s, 0.0
@@ -48,7 +48,7 @@ class LinearCost:
         return mean_y - slope * mean_x, slope
 
     def of(self, units: float) -> float:
-        fixed, slope = self.parts
+        fixed, slope = self.coefficients
         return fixed + slope * units
 
     def _fade(self, factor: float) -> None:
@@ -96,7 +96,7 @@ class DecodeCost:
         self._buckets.setdefault(sequences.bit_length(), _Bucket()).add(sequences, seconds)
 
     @property
-    def parts(self) -> tuple[float, float]:
+    def coefficients(self) -> tuple[float, float]:
         """(seconds of any step, seconds more per sequence); zeros while nothing is known.
 
         With one size known, half of its time is taken to be due to its sequences.
@@ -107,7 +107,7 @@ class DecodeCost:
         line = LinearCost(memory=math.inf)
         for bucket in self._buckets.values():
             line.observe(bucket.sequences, bucket.seconds, weight=bucket.count)
-        return line.parts
+        return line.coefficients
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class StepTimes:
         if not work.prefill_tokens:
             self.by_sequences.stepped(work.decodes, seconds)
             return
-        per_step, per_sequence = self.by_sequences.parts if work.decodes else (0.0, 0.0)
+        per_step, per_sequence = self.by_sequences.coefficients if work.decodes else (0.0, 0.0)
         fade = math.exp(-work.prefill_tokens / PROMPT_MEMORY)
         self._prompt_s = self._prompt_s * fade + max(0.0, seconds - per_step - per_sequence * work.decodes)
         self._prompt_tokens = self._prompt_tokens * fade + work.prefill_tokens

@@ -91,7 +91,7 @@ class PoolEngine:
             number=self.number,
             snapshot=True,
             load=self.load(),
-            stored=b"".join(self.pool.names()),
+            stored=b"".join(self.pool.block_hashes()),
             removed=b"",
             admitted=[*self.held, *self.queued],
             prefilled=[],

@@ -100,7 +100,7 @@ class RoutingMachine(RuleBasedStateMachine):
 
     def check_truth(self, engine: PoolEngine) -> None:
         """Just after its report."""
-        assert self.router.index.stored(engine.name) == set(block_keys(b"".join(engine.pool.names())))
+        assert self.router.index.stored(engine.name) == set(block_keys(b"".join(engine.pool.block_hashes())))
         sent = [name for name, (where, _) in self.on_way.items() if where == engine.name]
         assert sorted(self.router.loads.pending(engine.name)) == sorted(sent)
         load, truth = self.router.loads.load(engine.name), engine.load()

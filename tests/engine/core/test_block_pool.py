@@ -5,18 +5,18 @@ from engine.wire.block_hash import block_hash, root_hash
 
 
 def chain(*blocks: list[int], keys: tuple[str, ...] = ("",)) -> list[bytes]:
-    names = [root_hash(keys)]
+    hashes = [root_hash(keys)]
     for tokens in blocks:
-        names.append(block_hash(names[-1], tokens))
-    return names[1:]
+        hashes.append(block_hash(hashes[-1], tokens))
+    return hashes[1:]
 
 
-def cache(pool: BlockPool, names: list[bytes]) -> list[int]:
+def cache(pool: BlockPool, hashes: list[bytes]) -> list[int]:
     """A sequence of full blocks that was computed and has ended."""
-    blocks = pool.take(len(names))
+    blocks = pool.allocate(len(hashes))
     assert blocks is not None
-    for block, name in zip(blocks, names, strict=True):
-        assert pool.publish(block, name) == block
+    for block, hash in zip(blocks, hashes, strict=True):
+        assert pool.cache_block(block, hash) == block
     pool.release(blocks)
     pool.check()
     return blocks
@@ -24,8 +24,8 @@ def cache(pool: BlockPool, names: list[bytes]) -> list[int]:
 
 def test_taking_more_than_there_is_changes_nothing():
     pool = BlockPool(4, 16)
-    held = pool.take(3)
-    assert pool.take(2) is None
+    held = pool.allocate(3)
+    assert pool.allocate(2) is None
     assert (pool.num_free, pool.num_used) == (1, 3)
     pool.release(held)
     assert pool.num_free == 4
@@ -34,9 +34,9 @@ def test_taking_more_than_there_is_changes_nothing():
 
 def test_released_blocks_with_a_name_can_be_matched_again():
     pool = BlockPool(4, 2)
-    names = chain([1, 2], [3, 4])
-    blocks = cache(pool, names)
-    assert pool.match(names) == blocks
+    hashes = chain([1, 2], [3, 4])
+    blocks = cache(pool, hashes)
+    assert pool.match(hashes) == blocks
     assert pool.match(chain([1, 2], [9, 9])) == blocks[:1]
     assert pool.match(chain([9, 9], [3, 4])) == []
 
@@ -49,10 +49,10 @@ def test_a_block_is_named_by_all_tokens_before_it():
 
 def test_eviction_eats_a_chain_from_its_tail():
     pool = BlockPool(4, 2)
-    names = chain([1, 2], [3, 4], [5, 6])
-    blocks = cache(pool, names)
-    assert pool.take(2) is not None  # one free block, then the tail
-    assert pool.match(names) == blocks[:2]
+    hashes = chain([1, 2], [3, 4], [5, 6])
+    blocks = cache(pool, hashes)
+    assert pool.allocate(2) is not None  # one free block, then the tail
+    assert pool.match(hashes) == blocks[:2]
     pool.check()
 
 
@@ -63,18 +63,18 @@ def test_the_least_recently_used_chain_is_evicted_first():
     cache(pool, new)
     held = pool.reserve(pool.match(old), 0)  # used again
     pool.release(held)
-    pool.take(2)
+    pool.allocate(2)
     assert len(pool.match(old)) == 2
     assert pool.match(new) == []
 
 
 def test_reserving_never_evicts_what_was_just_matched():
     pool = BlockPool(3, 2)
-    names = chain([1, 2], [3, 4])
-    blocks = cache(pool, names)
-    matched = pool.match(names)
+    hashes = chain([1, 2], [3, 4])
+    blocks = cache(pool, hashes)
+    matched = pool.match(hashes)
     assert pool.reserve(matched, 2) is None  # only one block is left beside the matched two
-    assert pool.match(names) == blocks
+    assert pool.match(hashes) == blocks
     held = pool.reserve(matched, 1)
     assert held[:2] == blocks and len(set(held)) == 3
     pool.check()
@@ -82,16 +82,16 @@ def test_reserving_never_evicts_what_was_just_matched():
 
 def test_reserving_leaves_the_spare_blocks_asked_for():
     pool = BlockPool(4, 2)
-    assert pool.reserve([], 3, spare=2) is None
-    assert pool.reserve([], 3, spare=1) is not None
+    assert pool.reserve([], 3, watermark=2) is None
+    assert pool.reserve([], 3, watermark=1) is not None
 
 
 def test_a_duplicate_prefix_is_given_up_for_the_first_copy():
     pool = BlockPool(4, 2)
-    (name,) = chain([1, 2])
-    first, second = pool.take(1) + pool.take(1)
-    assert pool.publish(first, name) == first
-    assert pool.publish(second, name) == first
+    (hash,) = chain([1, 2])
+    first, second = pool.allocate(1) + pool.allocate(1)
+    assert pool.cache_block(first, hash) == first
+    assert pool.cache_block(second, hash) == first
     assert (pool.num_used, pool.num_free) == (1, 3)
     pool.release([first])
     pool.check()
@@ -102,35 +102,35 @@ def test_a_duplicate_prefix_is_given_up_for_the_first_copy():
 
 def test_a_duplicate_of_an_idle_cached_block_takes_it_back_into_use():
     pool = BlockPool(4, 2)
-    names = chain([1, 2])
-    (old,) = cache(pool, names)
-    (own,) = pool.take(1)
-    assert pool.publish(own, names[0]) == old
+    hashes = chain([1, 2])
+    (old,) = cache(pool, hashes)
+    (own,) = pool.allocate(1)
+    assert pool.cache_block(own, hashes[0]) == old
     assert (pool.num_used, pool.num_cached) == (1, 0)
     pool.check()
 
 
 def test_without_prefix_caching_nothing_is_kept():
     pool = BlockPool(4, 2, enable_prefix_caching=False)
-    blocks = pool.take(2)
-    pool.publish(blocks[0], chain([1, 2])[0])
+    blocks = pool.allocate(2)
+    pool.cache_block(blocks[0], chain([1, 2])[0])
     pool.release(blocks)
     assert (pool.num_free, pool.num_cached) == (4, 0)
 
 
 def test_clearing_the_cache_keeps_blocks_in_use():
     pool = BlockPool(4, 2)
-    names = chain([1, 2], [3, 4])
-    cache(pool, names)
-    held = pool.reserve(pool.match(names[:1]), 0)
+    hashes = chain([1, 2], [3, 4])
+    cache(pool, hashes)
+    held = pool.reserve(pool.match(hashes[:1]), 0)
     assert pool.clear_cache() == 1
     pool.check()
-    assert pool.match(names) == held
+    assert pool.match(hashes) == held
 
 
 def test_releasing_twice_is_our_own_error():
     pool = BlockPool(2, 2)
-    blocks = pool.take(1)
+    blocks = pool.allocate(1)
     pool.release(blocks)
     with pytest.raises(AssertionError, match="released more often"):
         pool.release(blocks)
@@ -150,4 +150,4 @@ def test_changes_are_names_that_came_and_went_since_they_were_asked_for():
     stored, removed = pool.take_changes()
     assert (stored, sorted(removed)) == ([], sorted([first, second, third])), "what came and went is gone"
     assert not pool.has_changes
-    assert pool.names() == []
+    assert pool.block_hashes() == []

@@ -112,12 +112,12 @@ class KVEventsMachine(DecodeMachine):
         for request in [*self.h.scheduler.running, *self.h.scheduler.waiting]:
             chain = request.block_hashes
             self.parents.update(zip(chain[1:], chain, strict=False))
-        hashes = set(self.h.pool.names())
+        hashes = set(self.h.pool.block_hashes())
         missing = [child for child in hashes if child in self.parents and self.parents[child] not in hashes]
         assert not missing, "a block is there without the one before it: routers search by halves"
 
     def check(self, reader: Reader) -> None:
-        assert reader.hashes == set(self.h.pool.names())
+        assert reader.hashes == set(self.h.pool.block_hashes())
         assert reader.last_update is not None and reader.last_update.load == self.h.scheduler.load()
         assert reader.prefilling <= set(self.h.scheduler.live_ids)
 
@@ -164,7 +164,7 @@ def test_a_block_that_comes_and_goes_between_two_messages_is_not_there():
     harness.add("b", [11, 12, 13, 14, 15, 16, 17, 18, 19], max_tokens=1)
     harness.run()
     harness.send(reader)
-    assert reader.hashes == set(harness.pool.names())
+    assert reader.hashes == set(harness.pool.block_hashes())
 
 
 def test_updates_come_at_most_every_tenth_of_a_second_and_at_least_every_second():
@@ -193,7 +193,7 @@ def test_without_subscribers_nothing_is_recorded():
     assert harness.kv_events.wait_s(harness.now) is None
     harness.kv_events.subscribe(Subscribe("a"), harness.now)
     (update,) = harness.send(reader)
-    assert update.snapshot and reader.hashes == set(harness.pool.names())
+    assert update.snapshot and reader.hashes == set(harness.pool.block_hashes())
     assert not update.prefilled, "what was before it subscribed is over"
 
 

@@ -97,7 +97,7 @@ def test_a_request_keeps_its_place_in_the_order_while_its_grammar_is_compiled():
     first = waiting_for_its_grammar(h, "first")
     h.add("second", [1], max_tokens=2)
     h.add("third", [1], max_tokens=2)
-    assert (first.state, h.scheduler.stats().waiting) == (State.COMPILING, 3)
+    assert (first.state, h.scheduler.stats().waiting) == (State.WAITING_FOR_GRAMMAR, 3)
     h.step()
     h.scheduler.compiled(first, FakeGrammar())
     h.outputs["first"] = []

@@ -8,7 +8,7 @@ def test_a_line_is_found_from_its_points():
     cost = LinearCost(memory=1000.0)
     for x in (1, 10, 100):
         cost.observe(x, 0.5 + 0.25 * x)
-    assert cost.parts == pytest.approx((0.5, 0.25))
+    assert cost.coefficients == pytest.approx((0.5, 0.25))
     assert cost.of(40) == pytest.approx(10.5)
 
 
@@ -16,17 +16,17 @@ def test_points_of_one_size_say_nothing_of_the_slope():
     cost = LinearCost(memory=1000.0)
     for seconds in (2.0, 4.0):
         cost.observe(7, seconds)
-    assert cost.parts == pytest.approx((3.0, 0.0), rel=1e-3)
+    assert cost.coefficients == pytest.approx((3.0, 0.0), rel=1e-3)
 
 
 def test_neither_part_is_ever_negative():
     falling, steep = LinearCost(memory=1000.0), LinearCost(memory=1000.0)
     falling.observe(1, 5.0)
     falling.observe(10, 1.0)
-    assert falling.parts[1] == 0.0
+    assert falling.coefficients[1] == 0.0
     steep.observe(10, 1.0)
     steep.observe(20, 10.0)
-    assert steep.parts[0] == 0.0 and steep.parts[1] > 0.0
+    assert steep.coefficients[0] == 0.0 and steep.coefficients[1] > 0.0
 
 
 def test_what_was_measured_long_ago_fades():
@@ -42,7 +42,7 @@ def test_many_decode_steps_do_not_wash_out_what_a_prompt_has_shown():
     cost.stepped(2000, 2.0)
     for _ in range(500):
         cost.stepped(4, 0.03)
-    assert cost.parts[1] == pytest.approx(0.001, rel=0.05)
+    assert cost.coefficients[1] == pytest.approx(0.001, rel=0.05)
 
 
 def test_without_observations_the_prior_holds_and_it_returns_when_all_is_forgotten():
@@ -59,7 +59,7 @@ def test_decode_steps_of_two_sizes_give_the_cost_of_a_sequence():
     cost = DecodeCost()
     for sequences in (1, 4, 30):
         cost.stepped(sequences, 0.01 + 0.002 * sequences)
-    assert cost.parts == pytest.approx((0.01, 0.002))
+    assert cost.coefficients == pytest.approx((0.01, 0.002))
 
 
 def test_a_load_that_never_changes_does_not_wash_out_what_other_loads_cost():
@@ -68,15 +68,15 @@ def test_a_load_that_never_changes_does_not_wash_out_what_other_loads_cost():
         cost.stepped(sequences, 0.01 + 0.002 * sequences)
     for i in range(100_000):
         cost.stepped(16, 0.042 + 1e-4 * (-1) ** i)
-    assert cost.parts == pytest.approx((0.01, 0.002), rel=0.02)
+    assert cost.coefficients == pytest.approx((0.01, 0.002), rel=0.02)
 
 
 def test_with_one_size_known_half_of_a_decode_step_is_due_to_its_sequences():
     cost = DecodeCost()
-    assert cost.parts == (0.0, 0.0)
+    assert cost.coefficients == (0.0, 0.0)
     cost.stepped(8, 0.016)
     cost.stepped(8, 0.024)
-    assert cost.parts == pytest.approx((0.010, 0.00125))
+    assert cost.coefficients == pytest.approx((0.010, 0.00125))
 
 
 def plan(counts: list[int], samples: list[bool]) -> StepPlan:
@@ -93,14 +93,14 @@ def test_prompt_tokens_count_from_the_first_step_and_times_only_after_warming_up
     for _ in range(WARM_UP_STEPS):
         times.stepped(StepWork(2, 10, 1), 5.0)
     assert (times.prefill_tokens, times.prefills) == (10 * WARM_UP_STEPS, WARM_UP_STEPS)
-    assert times.by_tokens.parts == (0.0, 0.0)
+    assert times.by_tokens.coefficients == (0.0, 0.0)
     for tokens in (10, 100):
         times.stepped(StepWork(2, tokens, 1), 0.01 + 0.001 * (tokens + 2))
-    assert times.by_tokens.parts == pytest.approx((0.01, 0.001), rel=0.01)
-    assert times.by_sequences.parts == (0.0, 0.0), "none of these steps only decoded"
+    assert times.by_tokens.coefficients == pytest.approx((0.01, 0.001), rel=0.01)
+    assert times.by_sequences.coefficients == (0.0, 0.0), "none of these steps only decoded"
     assert times.prompt_token_s == pytest.approx(0.00122, rel=0.01)
     times.stepped(StepWork(4, 0, 0), 0.02)
-    assert times.by_sequences.parts == pytest.approx((0.01, 0.0025))
+    assert times.by_sequences.coefficients == pytest.approx((0.01, 0.0025))
 
 
 def test_a_prompt_token_costs_what_a_step_takes_longer_than_its_decoding_alone():

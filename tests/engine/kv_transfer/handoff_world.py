@@ -307,12 +307,12 @@ class World:
     def settle(self, reads: bool = True) -> None:
         """Let everything happen that needs no time."""
         while True:
-            flights = [f for f in self.network if not self.held_back(f)]
+            flights = [f for f in self.network if not self.waiting_for_grammar(f)]
             steps = [(e, read) for e in self.engines.values() if reads and not e.dead for read in e.reads]
             answers = [e for e in self.running() if e.answers]
             if not flights and not steps and not answers:
                 return
-            self.network = [f for f in self.network if self.held_back(f)]
+            self.network = [f for f in self.network if self.waiting_for_grammar(f)]
             for flight in flights:
                 if not self.lossy:
                     self.deliver(flight)
@@ -337,6 +337,6 @@ class World:
     def messages(self, kind: type[Message]) -> list[Message]:
         return [f.envelope.message for f in self.network if isinstance(f.envelope.message, kind)]
 
-    def held_back(self, flight: Flight) -> bool:
+    def waiting_for_grammar(self, flight: Flight) -> bool:
         engine = self.by_address(flight.address)
         return engine is not None and engine.paused

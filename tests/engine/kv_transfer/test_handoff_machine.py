@@ -158,7 +158,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
     def one_thing_happens(self, choice):
         w, decode = self.w, self.w.decode
-        things = [(w.deliver_now, flight) for flight in w.network if not w.held_back(flight)]
+        things = [(w.deliver_now, flight) for flight in w.network if not w.waiting_for_grammar(flight)]
         things += [(decode.read_step, read) for read in decode.reads]
         things += [(lambda _: decode.hear_worker(), None)] * bool(decode.answers and not decode.paused)
         if things:
