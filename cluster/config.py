@@ -13,7 +13,7 @@ from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, Slo
 from deployments.frontend.api_keys import ApiKeys
 from deployments.observability.tracing import TracingConfig
 from deployments.openai.middleware import AuthConfig
-from deployments.openai.parsers.names import ReasoningParserName, ToolCallParserName
+from deployments.openai.parsers import ReasoningParserName, ToolCallParserName
 from deployments.routing.config import Role, RoutingConfig
 from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig, HandoffConfig
 from engine.errors import ConfigError

@@ -1,0 +1,1 @@
+"""The OpenAI API: from HTTP requests to generations, and from their text back to responses."""

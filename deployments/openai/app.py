@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,24 +17,24 @@ from deployments.observability.prometheus import CONTENT_TYPE, render_metrics
 from deployments.observability.telemetry import MetricsMiddleware, Telemetry
 from deployments.openai.chat import ChatResponse
 from deployments.openai.completion import CompletionResponse
-from deployments.openai.connection import run_while_connected
 from deployments.openai.context import RequestContext
-from deployments.openai.debug import request_timeline
+from deployments.openai.debug import VERSION, ServerLoad, Version, live_handoffs, request_timeline
 from deployments.openai.errors import error_response
-from deployments.openai.live_handoffs import live_handoffs
 from deployments.openai.middleware import AuthConfig, AuthMiddleware
 from deployments.openai.openapi import openapi_document
-from deployments.openai.requests import ChatBody, CompletionBody, GenerationBody, parse
-from deployments.openai.response_meta import ResponseMeta
+from deployments.openai.requests import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    parse,
+)
 from deployments.openai.responses import ModelCard, ModelList
 from deployments.openai.served_model import ServedModel
-from deployments.openai.status import VERSION, ServerLoad, Version
-from deployments.openai.streaming import stream
-from deployments.openai.tokenize import DetokenizeBody, TokenizeBody
+from deployments.openai.streaming import run_while_connected, stream
 from deployments.replicas.engine_pool import EnginePool
-from engine.errors import InvalidParameter, ModelNotFound, RequestError, ServingError, UnsupportedMediaType
-
-MAX_REQUEST_ID = 128
+from engine.errors import ModelNotFound, RequestError, ServingError, UnsupportedMediaType
 
 
 def openai_app(
@@ -56,15 +55,13 @@ def openai_app(
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = parse(ChatBody, await read_json(request))
-        model = find(body.model)
-        response = await model.chat(body, meta(request, body, "chatcmpl", model), RequestContext.of(request, body))
+        response = await find(body.model).chat(body, RequestContext.of(request, body, "chatcmpl"))
         return await _respond(request, body, response)
 
     @app.post("/v1/completions")
     async def completion(request: Request) -> Response:
         body = parse(CompletionBody, await read_json(request))
-        model = find(body.model)
-        response = await model.completion(body, meta(request, body, "cmpl", model), RequestContext.of(request, body))
+        response = await find(body.model).completion(body, RequestContext.of(request, body, "cmpl"))
         return await _respond(request, body, response)
 
     @app.post("/tokenize")
@@ -134,14 +131,6 @@ def openai_app(
         if name not in models:
             raise ModelNotFound(name, list(models))
         return models[name]
-
-    def meta(request: Request, body: GenerationBody, prefix: str, model: ServedModel) -> ResponseMeta:
-        """Serve sends the request's id back as X-Request-Id, and makes one up if the client does not."""
-        field = "X-Request-Id" if body.request_id is None else "request_id"
-        given = body.request_id or request.headers.get("x-request-id", "")
-        if len(given) > MAX_REQUEST_ID or not (given.isascii() and given.isprintable()):
-            raise InvalidParameter(field, given, f"at most {MAX_REQUEST_ID} printable ASCII characters")
-        return ResponseMeta(f"{prefix}-{given or uuid.uuid4().hex}", int(time.time()), model.info.name)
 
     def card(model: ServedModel) -> ModelCard:
         return ModelCard(model.info.name, started, model.info.root, model.info.max_model_len)

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
 from deployments.frontend.generation import Generation
+from deployments.openai.context import RequestContext
 from deployments.openai.parsers.choice_parser import ChoiceParser, OutputFormat
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, OutputEvent, Reasoning
 from deployments.openai.requests import ChatBody
-from deployments.openai.response_meta import ResponseMeta, usage_body
 from deployments.openai.responses import (
     CalledFunction,
     CalledFunctionDelta,
@@ -32,24 +32,27 @@ from engine.text.tokenizer import Tokenizer
 
 
 class ChatResponse:
+    """Runs the generation once, through either `full` or `chunks`."""
+
     def __init__(
         self,
-        meta: ResponseMeta,
         body: ChatBody,
+        context: RequestContext,
+        model: str,
         generation: Generation,
         tokenizer: Tokenizer,
         output_format: OutputFormat,
     ):
-        self._meta, self._body, self._generation, self._tokenizer = meta, body, generation, tokenizer
-        self._output_format = output_format
-        self._parsers: list[ChoiceParser] = []
+        self._body, self._context, self._model = body, context, model
+        self._generation, self._tokenizer, self._output_format = generation, tokenizer, output_format
+        self._parsers = [ChoiceParser(output_format, streaming=body.stream) for _ in range(body.n)]
 
     async def full(self) -> ChatCompletion:
-        self._parsers = [ChoiceParser(self._output_format, streaming=False) for _ in range(self._body.n)]
         choices = [ChatChoice(i, ChatMessage(), None, None, None) for i in range(self._body.n)]
-        async with aclosing(self._generation.chunks()) as parts:
-            async for part in parts:
-                choice, chunk, parser = choices[part.index], part.chunk, self._parsers[part.index]
+        async with aclosing(self._generation.chunks()) as sequence_chunks:
+            async for sequence_chunk in sequence_chunks:
+                index, chunk = sequence_chunk.index, sequence_chunk.chunk
+                choice, parser = choices[index], self._parsers[index]
                 _extend(choice.message, parser.add(chunk))
                 choice.finish_reason, choice.stop_reason = parser.finish_reason(chunk), chunk.stop_reason
                 if (logprobs := self._logprobs(chunk)) is not None:
@@ -58,38 +61,38 @@ class ChatResponse:
         for choice in choices:
             if choice.message.content is None and not choice.message.tool_calls and not choice.message.reasoning:
                 choice.message.content = ""
-        return ChatCompletion(self._meta.id, self._meta.created, self._meta.model, choices, self._usage())
+        return ChatCompletion(self._context.response_id, self._context.created, self._model, choices, self._usage())
 
     async def chunks(self) -> AsyncGenerator[ChatChunk]:
-        """The first chunk of each choice carries the role."""
-        self._parsers = [ChoiceParser(self._output_format, streaming=True) for _ in range(self._body.n)]
+        """Yield chunks of all choices; the first of each carries the role."""
         options = self._body.stream_options
         started: set[int] = set()
-        async with aclosing(self._generation.chunks()) as parts:
-            async for part in parts:
-                index, chunk, parser = part.index, part.chunk, self._parsers[part.index]
+        async with aclosing(self._generation.chunks()) as sequence_chunks:
+            async for sequence_chunk in sequence_chunks:
+                index, chunk = sequence_chunk.index, sequence_chunk.chunk
+                parser = self._parsers[index]
                 if index not in started:
                     started.add(index)
-                    yield self._chunk(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
+                    yield self._chunk([ChatChunkChoice(index, ChatDelta(role="assistant", content=""))])
                 logprobs, num_tool_calls = self._logprobs(chunk), parser.num_tool_calls
                 events = parser.add(chunk)
                 if events or logprobs or chunk.finish_reason:
                     reason = parser.finish_reason(chunk)
                     delta = _delta(events, num_tool_calls)
-                    yield self._chunk(ChatChunkChoice(index, delta, logprobs, reason, chunk.stop_reason))
+                    yield self._chunk([ChatChunkChoice(index, delta, logprobs, reason, chunk.stop_reason)])
         if options and options.include_usage:
-            yield self._chunk(with_usage=True)
+            yield self._chunk([], with_usage=True)
 
-    def _chunk(self, *choices: ChatChunkChoice, with_usage: bool = False) -> ChatChunk:
-        options = self._body.stream_options
-        chunk = ChatChunk(self._meta.id, self._meta.created, self._meta.model, list(choices), "chat.completion.chunk")
+    def _chunk(self, choices: list[ChatChunkChoice], *, with_usage: bool = False) -> ChatChunk:
+        context, options = self._context, self._body.stream_options
+        chunk = ChatChunk(context.response_id, context.created, self._model, choices, "chat.completion.chunk")
         if with_usage or (options and options.continuous_usage_stats):
             chunk.usage = self._usage()
         return chunk
 
     def _usage(self) -> UsageBody:
-        counts = [parser.reasoning_tokens for parser in self._parsers]
-        return usage_body(self._generation.usage, sum(counts) if self._output_format.reasoning else None)
+        reasoning_tokens = sum(parser.reasoning_tokens for parser in self._parsers)
+        return UsageBody.of(self._generation.usage, reasoning_tokens if self._output_format.reasoning else None)
 
     def _logprobs(self, chunk: TextChunk) -> ChatLogprobs | None:
         if not chunk.logprobs:
@@ -121,7 +124,7 @@ def _extend(message: ChatMessage, events: Iterable[OutputEvent]) -> None:
 
 
 def _delta(events: Iterable[OutputEvent], num_tool_calls: int) -> ChatDelta:
-    """num_tool_calls: of the choice, before these events."""
+    """num_tool_calls: how many the choice had before these events."""
     delta, calls = ChatDelta(), []
     for event in events:
         match event:

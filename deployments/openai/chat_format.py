@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.openai.parsers import hermes, reasoning
+from deployments.openai.conversation import NamedToolChoice
+from deployments.openai.parsers import ReasoningParserName, ToolCallParserName, hermes, reasoning
 from deployments.openai.parsers.choice_parser import OutputFormat
-from deployments.openai.parsers.names import ReasoningParserName, ToolCallParserName
 from deployments.openai.requests import ChatBody
 from deployments.openai.tool_grammar import Thinking, ToolGrammar
-from deployments.openai.tools import NamedToolChoice
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from engine.wire.structured_outputs import StructuredOutputsParams

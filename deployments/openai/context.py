@@ -1,7 +1,9 @@
-"""Who asks, and how long they are willing to wait."""
+"""Facts about a request beside its body: who sent it, its id, and how long it may take."""
 
 from __future__ import annotations
 
+import time
+import uuid
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -10,41 +12,61 @@ from deployments.openai.requests import GenerationBody
 from engine.errors import InvalidParameter
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
-SESSION_HEADER = "x-session-id"  # as Serve's HAProxy, which then also chooses the same ingress
+SESSION_HEADER = "x-session-id"  # the header of Serve's HAProxy, which then also chooses the same ingress
 MAX_SESSION_ID = 256
+MAX_REQUEST_ID = 128
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """client: whose fair share a request counts to. timeout_s: None leaves the limit to the server. session_id: of
-    requests that should meet in one engine, where what they have in common is cached; empty for none."""
+    """The context of one HTTP request."""
 
+    response_id: str
+    """`id` of the response and of all its chunks."""
+    created: int
+    """Seconds since 1970."""
     client: str
+    """Client whose fair share the request counts to."""
     timeout_s: float | None = None
+    """Time limit that the client asks for; None leaves it to the server."""
     session_id: str = ""
+    """Requests with the same id should meet in one engine, which caches what they share; empty for none."""
 
     @classmethod
-    def of(cls, request: Request, body: GenerationBody) -> RequestContext:
-        """The API key's name; without keys, what the body says of its user; else the client's address.
+    def of(cls, request: Request, body: GenerationBody, id_prefix: str) -> RequestContext:
+        """Read the headers. Raises InvalidParameter for a bad request id, session id or timeout."""
+        headers = request.headers
+        id_field = "X-Request-Id" if body.request_id is None else "request_id"
+        # Serve makes an id up if the client sends none, and sends it back as X-Request-Id
+        request_id = body.request_id or headers.get("x-request-id", "")
+        _check_id(id_field, request_id, MAX_REQUEST_ID)
+        session_id = headers.get(SESSION_HEADER, "")
+        _check_id(SESSION_HEADER, session_id, MAX_SESSION_ID)
+        return cls(
+            response_id=f"{id_prefix}-{request_id or uuid.uuid4().hex}",
+            created=int(time.time()),
+            client=_client(request, body),
+            timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
+            session_id=session_id,
+        )
 
-        With keys the body's word does not count, or one client could take the shares of many.
-        Raises InvalidParameter for a bad timeout or session id.
-        """
-        name: str | None = getattr(request.state, "api_key_name", None)
-        if name is not None:
-            client = f"key:{name}"
-        elif user := body.user or body.safety_identifier:
-            client = f"user:{user}"
-        else:
-            client = f"address:{request.client.host if request.client else ''}"
-        session_id = _session_id(request.headers.get(SESSION_HEADER, ""))
-        return cls(client, _timeout_s(request.headers.get(TIMEOUT_HEADER)), session_id)
+
+def _client(request: Request, body: GenerationBody) -> str:
+    """Return the API key's name; without keys, the user that the body names; else the client's address.
+
+    With keys the body is not trusted, or one client could take the shares of many.
+    """
+    name: str | None = getattr(request.state, "api_key_name", None)
+    if name is not None:
+        return f"key:{name}"
+    if user := body.user or body.safety_identifier:
+        return f"user:{user}"
+    return f"address:{request.client.host if request.client else ''}"
 
 
-def _session_id(header: str) -> str:
-    if len(header) > MAX_SESSION_ID or not (header.isascii() and header.isprintable()):
-        raise InvalidParameter(SESSION_HEADER, header, f"at most {MAX_SESSION_ID} printable ASCII characters")
-    return header
+def _check_id(field: str, value: str, max_length: int) -> None:
+    if len(value) > max_length or not (value.isascii() and value.isprintable()):
+        raise InvalidParameter(field, value, f"at most {max_length} printable ASCII characters")
 
 
 def _timeout_s(header: str | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Every error, as OpenAI's error body and an HTTP status."""
+"""Errors as HTTP responses, with OpenAI's error body."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from engine.errors import Overloaded, ServingError
 logger = logging.getLogger(__name__)
 
 
-def describe(error: Exception) -> tuple[int, ErrorBody]:
-    """HTTP status and body. An error that is none of ours is our bug: it is logged, and its text is kept inside."""
+def error_body(error: Exception) -> tuple[int, ErrorBody]:
+    """Return the HTTP status and body. An unexpected error is our bug: it is logged, and its text is not shown."""
     match error:
         case ReportedError(info=info):
             return info.status, _body(info.message, info.type, info.param, info.code)
@@ -39,7 +39,7 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
 
 
 def error_response(error: Exception) -> Response:
-    status, body = describe(error)
+    status, body = error_body(error)
     headers = {}
     if status in (429, 503):
         retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0

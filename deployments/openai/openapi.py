@@ -9,11 +9,17 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from deployments.observability.timeline import RequestTimeline
-from deployments.openai.live_handoffs import LiveHandoffs
-from deployments.openai.requests import ChatBody, CompletionBody
-from deployments.openai.responses import ChatCompletion, Completion, ErrorBody, ModelCard, ModelList
-from deployments.openai.status import ServerLoad, Version
-from deployments.openai.tokenize import DetokenizeBody, DetokenizedText, TokenizeBody, Tokens
+from deployments.openai.debug import LiveHandoffs, ServerLoad, Version
+from deployments.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from deployments.openai.responses import (
+    ChatCompletion,
+    Completion,
+    DetokenizedText,
+    ErrorBody,
+    ModelCard,
+    ModelList,
+    Tokens,
+)
 
 REF = "#/components/schemas/{}"
 POSTS: dict[str, tuple[str, type[BaseModel], type[msgspec.Struct]]] = {

@@ -1,25 +1,23 @@
-"""Bodies of requests, with OpenAI's field names and vLLM's additions.
+"""Request bodies, with OpenAI's field names and vLLM's additions.
 
-A field that would change the answer and is not supported is refused, never ignored.
+A field that would change the response and is not supported is refused, never ignored.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from deployments.openai.problems import validation_error
-from deployments.openai.response_format import ResponseFormat, StructuredOutputs, structured_outputs
-from deployments.openai.tools import Tool, ToolCall, ToolChoice, check_tools
-from deployments.openai.unsupported import has_no_effect
+from deployments.openai.conversation import Message, StrictModel, Tool, ToolChoice, check_tools
+from deployments.openai.validation import has_no_effect, validation_error
 from engine.errors import InvalidParameter, RequestError
 from engine.wire.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine.wire.structured_outputs import StructuredOutputsParams
 
 INT32 = 2**31 - 1
-# What a chat template gets from elsewhere; `chat_template` itself would be code from outside.
+# Variables that a chat template gets from elsewhere; `chat_template` itself would be code from outside.
 TEMPLATE_RESERVED = {
     "self",
     "messages",
@@ -33,18 +31,41 @@ TEMPLATE_RESERVED = {
 }
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class StreamOptions(StrictModel):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
-    include_obfuscation: Literal[False] | None = False  # padding of chunks, which is not done here
+    include_obfuscation: Literal[False] | None = False
+    """Padding of chunks, which this server does not do."""
+
+
+class JsonSchema(StrictModel):
+    name: str
+    content: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+    """Makes no difference: a response always follows its schema."""
+
+
+class ResponseFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    """Given with the type `json_schema`, and only then."""
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's alternative to `response_format`, which can do more; see StructuredOutputsParams."""
+
+    schema_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class RequestBody(BaseModel):
     """A JSON object. null means the same as absent: the default of the model or server."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     model: str | None = None
 
@@ -54,16 +75,11 @@ class RequestBody(BaseModel):
         return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
 
     def check(self) -> None:
-        """Raise RequestError for fields that do not go together."""
+        """Raise RequestError for fields that contradict each other."""
 
 
 class GenerationBody(RequestBody):
-    """What chat and text completions have in common.
-
-    user, safety_identifier: whose fair share of the server a request counts to, where there are no API keys.
-    request_id: part of the answer's id, in place of the header X-Request-Id, which Serve gives every request.
-    priority: smaller runs first, if the engine's `scheduling_policy` is `priority`.
-    """
+    """Fields that chat and text completions have in common."""
 
     n: int = 1
     stream: bool = False
@@ -90,29 +106,13 @@ class GenerationBody(RequestBody):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: int = Field(default=0, ge=-INT32, le=INT32)
+    """Smaller runs first, if the engine's `scheduling_policy` is `priority`."""
     user: str | None = None
+    """Whose fair share of the server the request counts to, where there are no API keys."""
     safety_identifier: str | None = None
+    """Used like `user`, if that is not given."""
     request_id: str | None = None
-
-    # fields that SamplingParams takes under the same name
-    _SAMPLING: ClassVar[tuple[str, ...]] = (
-        "n",
-        "min_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "seed",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-        "ignore_eos",
-        "skip_special_tokens",
-        "allowed_token_ids",
-        "bad_words",
-    )
+    """Part of the response's id, in place of the header X-Request-Id, which Serve gives every request."""
 
     @model_validator(mode="before")
     @classmethod
@@ -123,12 +123,12 @@ class GenerationBody(RequestBody):
         return {name: value for name, value in body.items() if name in known or not has_no_effect(name, value)}
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """defaults: what the model's authors recommend, for fields that the request leaves open.
+        """Return the parameters for the engine. Raises InvalidParameter.
 
-        Raises InvalidParameter.
+        defaults: values that the model's authors recommend for the fields that the request leaves open.
         """
-        given = {name: getattr(self, name) for name in self._SAMPLING}
-        given = {name: value for name, value in given.items() if value is not None}
+        same_name = [name for name in SamplingParams.__struct_fields__ if name in type(self).model_fields]
+        given = {name: value for name in same_name if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **{
                 **defaults,
@@ -137,7 +137,8 @@ class GenerationBody(RequestBody):
                 "logit_bias": self._token_biases(),
                 "max_tokens": self.token_limit(),
                 "logprobs": self.num_logprobs(),
-                "structured_outputs": structured_outputs(self.response_format, self.structured_outputs),
+                "prompt_logprobs": self.num_prompt_logprobs(),
+                "structured_outputs": self._structured_outputs(),
             }
         )
 
@@ -145,8 +146,12 @@ class GenerationBody(RequestBody):
         raise NotImplementedError
 
     def num_logprobs(self) -> int | None:
-        """Alternatives to report per token; None for no log-probabilities at all."""
+        """Return how many alternatives to report per token; None for no log-probabilities at all."""
         raise NotImplementedError
+
+    def num_prompt_logprobs(self) -> int | None:
+        """Return the same for the tokens of the prompt."""
+        return None
 
     def check(self) -> None:
         super().check()
@@ -161,82 +166,61 @@ class GenerationBody(RequestBody):
                 raise InvalidParameter("logit_bias", key, "an object whose keys are token ids")
         return {int(key): bias for key, bias in self.logit_bias.items()}
 
-
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One turn. Fields beyond these are given to the chat template as they are.
-
-    reasoning, reasoning_content: of an assistant's earlier answer; the second name is what other servers call it.
-    audio, function_call: not supported; clients that send back an answer have them as null.
-    """
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    audio: None = None
-    function_call: None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """With its content as one text, which is what templates of text models expect."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        message = {**extra, "role": self.role, "content": text}
-        if self.tool_calls:  # some templates only look whether there is such a key
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        if reasoning := self.reasoning or self.reasoning_content:
-            message["reasoning"] = message["reasoning_content"] = reasoning
-        return message
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        """Raises RequestError if both forms are given, or if one could never be enforced."""
+        response_format, outputs = self.response_format, self.structured_outputs
+        if response_format is not None and response_format.type != "text":
+            if outputs is not None:
+                raise RequestError("response_format and structured_outputs do not go together", "structured_outputs")
+            schema = response_format.json_schema
+            if (schema is not None) != (response_format.type == "json_schema"):
+                raise RequestError('response_format.json_schema goes with the type "json_schema"', "response_format")
+            if schema is None:
+                return StructuredOutputsParams(json_object=True, field="response_format")
+            return StructuredOutputsParams(json=schema.content, field="response_format.json_schema.schema")
+        if outputs is None:
+            return None
+        return StructuredOutputsParams(
+            json=outputs.schema_,
+            regex=outputs.regex,
+            choice=outputs.choice,
+            grammar=outputs.grammar,
+            json_object=bool(outputs.json_object),
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateOptions:
-    """How a chat template is to be used. variables: of the template, beyond these."""
+class TemplateBody(RequestBody):
+    """Fields that say how the chat template renders a conversation."""
 
-    add_generation_prompt: bool
-    continue_final_message: bool
-    variables: dict[str, Any]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, for instance `enable_thinking`."""
 
-    def check(self) -> None:
+    def check_template(self) -> None:
         """Raises InvalidParameter."""
         if self.continue_final_message and self.add_generation_prompt:
             limit = "false when continue_final_message is true"
             raise InvalidParameter("add_generation_prompt", self.add_generation_prompt, limit)
-        for name in self.variables:
+        for name in self.chat_template_kwargs:
             if name in TEMPLATE_RESERVED:
                 raise InvalidParameter("chat_template_kwargs", name, "variables that have no field of their own")
 
 
-class ChatBody(GenerationBody):
-    """POST /v1/chat/completions
-
-    tool_choice: None means `auto` where there are tools. With `none` the model is not shown the tools either.
-    parallel_tool_calls: False keeps only the first call of an answer.
-    include_reasoning: False drops the reasoning from the answer; the model reasons all the same.
-    chat_template_kwargs: variables of the chat template, for instance `enable_thinking`.
-    """
+class ChatBody(GenerationBody, TemplateBody):
+    """POST /v1/chat/completions"""
 
     messages: list[Message] = Field(min_length=1)
     tools: list[Tool] | None = Field(default=None, min_length=1)
     tool_choice: ToolChoice | None = None
+    """None means `auto` where there are tools. With `none` the model is not shown the tools either."""
     parallel_tool_calls: bool = True
+    """False keeps only the first call of a response."""
     include_reasoning: bool = True
+    """False drops the reasoning from the response; the model reasons all the same."""
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
 
     def check(self) -> None:
         super().check()
@@ -247,17 +231,13 @@ class ChatBody(GenerationBody):
                 raise InvalidParameter("top_logprobs", self.top_logprobs, f"between 0 and {MAX_LOGPROBS}")
         if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
             raise InvalidParameter("max_completion_tokens", self.max_completion_tokens, "at least 1")
-        self.template.check()
+        self.check_template()
         check_tools(self.tools, self.tool_choice)
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """Those that the model may call."""
+        """Tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
-
-    @property
-    def template(self) -> TemplateOptions:
-        return TemplateOptions(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
 
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -267,21 +247,19 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions
-
-    prompt: a text, token ids, or a list of either.
-    max_tokens: 0 only with `echo`, for the log-probabilities of the prompt alone.
-    prompt_logprobs: alternatives to report per token of the prompt; only without `stream`.
-    return_token_ids: also the ids of prompt and answer.
-    """
+    """POST /v1/completions"""
 
     prompt: str | list[int] | list[str] | list[list[int]]
+    """A text, token ids, or a list of either."""
     max_tokens: int = 16
+    """May be 0 with `echo`, for the log-probabilities of the prompt alone."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    """Alternatives to report per token of the prompt; only without `stream`."""
     echo: bool = False
     add_special_tokens: bool = True
     return_token_ids: bool = False
+    """Adds the token ids of the prompt and of the output to the response."""
 
     def check(self) -> None:
         super().check()
@@ -293,7 +271,7 @@ class CompletionBody(GenerationBody):
         return self.echo and self.max_tokens == 0
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """At least one prompt, none of them empty. Raises InvalidParameter."""
+        """Return at least one prompt, none of them empty. Raises InvalidParameter."""
         prompts: Any = self.prompt
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
@@ -308,16 +286,48 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
-        """What the engine has to report; an echo has logprobs too."""
-        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((k for k in wanted if k is not None), default=None)
+        """`prompt_logprobs`, or `logprobs` for an echo, which reports those of the prompt too."""
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in counts if count is not None), default=None)
+
+
+class TokenizeBody(TemplateBody):
+    """POST /tokenize"""
+
+    prompt: str | None = None
+    """A text, in place of `messages`."""
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    """A conversation, tokenized as a chat request would be."""
+    tools: list[Tool] | None = Field(default=None, min_length=1)
+    """Tools that the model may call in the conversation."""
+    add_special_tokens: bool | None = None
+    """None means yes for a prompt, as in a completion, and no for messages, whose template brings the tokens."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    return_token_strs: bool = False
+    """Adds each token as it is spelt in the vocabulary to the response."""
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("give either prompt or messages", "prompt")
+        if self.tools is not None and self.messages is None:
+            raise RequestError("tools is only allowed with messages", "tools")
+        if self.add_special_tokens and self.messages is not None:
+            limit = "false with messages, whose template brings the special tokens"
+            raise InvalidParameter("add_special_tokens", self.add_special_tokens, limit)
+        self.check_template()
+
+
+class DetokenizeBody(RequestBody):
+    """POST /detokenize"""
+
+    tokens: list[int]
 
 
 Body = TypeVar("Body", bound=RequestBody)
 
 
 def parse(kind: type[Body], raw: bytes) -> Body:
-    """Raises RequestError that names the field, its value and what is expected."""
+    """Return the body. Raises RequestError that names the field, its value and the expected values."""
     try:
         body = kind.model_validate_json(raw)
     except pydantic.ValidationError as error:

@@ -1,10 +1,12 @@
-"""Bodies of answers, with OpenAI's field names. msgspec, because one is built per token and stream."""
+"""Response bodies, with OpenAI's field names. msgspec, because a stream builds one per token."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
+
+from deployments.frontend.generation import Usage
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -23,6 +25,19 @@ class UsageBody(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+
+    @classmethod
+    def of(cls, usage: Usage, reasoning_tokens: int | None = None) -> UsageBody:
+        """reasoning_tokens: None for a model that is not known to reason."""
+        return cls(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
+            completion_tokens_details=(
+                msgspec.UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
+            ),
+        )
 
 
 class TopLogprob(msgspec.Struct):
@@ -43,10 +58,9 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CalledFunction(msgspec.Struct):
-    """arguments: the text of a JSON object."""
-
     name: str
     arguments: str
+    """The text of a JSON object."""
 
 
 class ToolCallBody(msgspec.Struct):
@@ -56,9 +70,8 @@ class ToolCallBody(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """content: None in a response that is all reasoning or tool calls."""
-
     content: str | None = None
+    """None in a response that is all reasoning or tool calls."""
     role: str = "assistant"
     refusal: str | None = None
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
@@ -88,7 +101,7 @@ class CalledFunctionDelta(msgspec.Struct, omit_defaults=True):
 
 
 class ToolCallDelta(msgspec.Struct, omit_defaults=True):
-    """The first of a call has its id, type and name; the arguments of all together are the call's."""
+    """A part of a tool call. The first part has the id, type and name; the arguments of all parts are concatenated."""
 
     index: int
     function: CalledFunctionDelta
@@ -135,12 +148,12 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str
 
 
-# per token of the prompt, by token id; the first token has none
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""Alternatives by token id, for each token of the prompt; the first token has none."""
 
 
 class CompletionChoice(msgspec.Struct):
-    """What is UNSET was not asked for, and is left out."""
+    """One completion, or the part of it that a chunk brings. Fields that the client did not ask for are UNSET."""
 
     index: int
     text: str
@@ -153,7 +166,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct, omit_defaults=True):
-    """A whole response, and also a chunk of a stream."""
+    """A full response, and also a chunk of a stream."""
 
     id: str
     created: int
@@ -176,6 +189,21 @@ class ModelCard(msgspec.Struct):
 class ModelList(msgspec.Struct):
     data: list[ModelCard]
     object: str = "list"
+
+
+class Tokens(msgspec.Struct):
+    """The response of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizedText(msgspec.Struct):
+    """The response of /detokenize."""
+
+    prompt: str
 
 
 class ErrorDetail(msgspec.Struct):

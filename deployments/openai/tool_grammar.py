@@ -14,9 +14,8 @@ from typing import Any, Literal
 import msgspec
 from llguidance import LLMatcher
 
-from deployments.openai.parsers import hermes, reasoning
-from deployments.openai.parsers.names import ToolCallParserName
-from deployments.openai.tools import NamedToolChoice, Tool, ToolChoice, calls_schema
+from deployments.openai.conversation import NamedToolChoice, Tool, ToolChoice
+from deployments.openai.parsers import ToolCallParserName, hermes, reasoning
 from engine.errors import InvalidParameter
 from engine.text.grammar import WHITESPACE, limits, one_line
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -145,3 +144,38 @@ def check_schema(schema: dict[str, Any], field: str) -> None:
         problem = str(error) or type(error).__name__
     if problem:
         raise InvalidParameter(field, schema, f"a JSON schema that can be enforced ({one_line(problem)})")
+
+
+def calls_schema(tools: list[Tool], key: str, pointer: str, *, strict_only: bool) -> dict[str, Any]:
+    """JSON schema of a call of one of `tools`.
+
+    key: what the model calls the arguments. pointer: where the schema will stand in a larger one, as a JSON pointer.
+    strict_only: tools that are not strict take any arguments.
+    """
+    calls = []
+    for i, tool in enumerate(tools):
+        arguments: dict[str, Any] = {"type": "object"}
+        if tool.function.strict or not strict_only:
+            arguments = _rebase_refs(tool.arguments_schema, f"{pointer}/anyOf/{i}/properties/{key}")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.function.name}, key: arguments},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+        )
+    return {"anyOf": calls}
+
+
+def _rebase_refs(schema: Any, pointer: str) -> Any:
+    """`schema` as a part of a larger one, where it stands at `pointer`: its references to itself have to follow."""
+    if isinstance(schema, list):
+        return [_rebase_refs(entry, pointer) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    rebased = {key: _rebase_refs(value, pointer) for key, value in schema.items()}
+    reference = rebased.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        rebased["$ref"] = pointer + reference[1:]
+    return rebased

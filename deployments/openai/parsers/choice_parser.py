@@ -6,8 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from deployments.openai.parsers.hermes import HermesParser
-from deployments.openai.parsers.json_calls import JsonCallsParser
-from deployments.openai.parsers.named_call import NamedCallParser
+from deployments.openai.parsers.json_calls import JsonCallsParser, NamedCallParser
 from deployments.openai.parsers.output_parser import (
     CallArguments,
     CallStart,

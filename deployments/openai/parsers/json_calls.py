@@ -5,7 +5,14 @@ from __future__ import annotations
 import string
 from collections.abc import Container
 
-from deployments.openai.parsers.output_parser import BufferedParser, Content, OutputEvent, State
+from deployments.openai.parsers.output_parser import (
+    BufferedParser,
+    CallArguments,
+    CallStart,
+    Content,
+    OutputEvent,
+    State,
+)
 from deployments.openai.parsers.partial_tool_call import PartialToolCall
 
 _BEFORE = string.whitespace + "["
@@ -51,3 +58,22 @@ class JsonCallsParser(BufferedParser):
             out.append(Content(self._buffer))
             self._buffer = ""
         return None
+
+
+class NamedCallParser:
+    """Parses an output that is nothing but the arguments of one function, because the request named it."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._started = False
+
+    def add(self, text: str) -> list[OutputEvent]:
+        if not self._started:
+            text = text.lstrip()
+            if text:
+                self._started = True
+                return [CallStart(self._name), CallArguments(text)]
+        return [CallArguments(text)] if text else []
+
+    def finish(self) -> list[OutputEvent]:
+        return []

@@ -8,7 +8,7 @@ import msgspec
 from prometheus_client.core import Metric
 
 from deployments.observability.handoff_metrics import handoff_metrics
-from deployments.openai.live_handoffs import live_handoffs
+from deployments.openai.debug import live_handoffs
 from deployments.replicas.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats

@@ -13,7 +13,7 @@ from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
 from deployments.openai.requests import ChatBody, CompletionBody
-from deployments.openai.unsupported import IGNORED_FIELDS, NEUTRAL_VALUES
+from deployments.openai.validation import IGNORED_FIELDS, NEUTRAL_VALUES
 from tests.deployments.fake_api import fake_api, says
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -10,7 +10,6 @@ import pytest
 
 from deployments.openai.context import RequestContext
 from deployments.openai.requests import ChatBody
-from deployments.openai.response_meta import ResponseMeta
 from deployments.openai.streaming import stream
 from engine.errors import Overloaded
 from engine.wire.messages import ErrorInfo
@@ -129,7 +128,7 @@ def test_closing_a_stream_aborts_all_its_sequences():
     async def scenario() -> None:
         async with fake_api() as api:
             body = ChatBody.model_validate({"messages": HELLO, "n": 3, "stream": True})
-            response = await api.model.chat(body, ResponseMeta("chatcmpl-1", 0, "fake"), RequestContext("test"))
+            response = await api.model.chat(body, RequestContext("chatcmpl-1", 0, "test"))
             async with aclosing(response.chunks()) as chunks:
                 await anext(chunks)
             await until(lambda: len(api.engine.aborted) == 3)
@@ -165,7 +164,7 @@ def test_loss_of_the_replica_ends_a_stream_with_an_error_event():
     async def scenario() -> None:
         async with fake_api(max_replays=0) as api:
             body = ChatBody.model_validate({"messages": HELLO, "stream": True})
-            response = await api.model.chat(body, ResponseMeta("chatcmpl-1", 0, "fake"), RequestContext("test"))
+            response = await api.model.chat(body, RequestContext("chatcmpl-1", 0, "test"))
             event_stream = await stream(response.chunks())
             api.engine.paused.set()
             api.replica.fail("rank 0 died")

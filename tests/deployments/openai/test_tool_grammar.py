@@ -9,8 +9,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from deployments.openai.chat_format import VisibleMarkers
+from deployments.openai.conversation import NamedToolChoice, Tool
 from deployments.openai.tool_grammar import ToolGrammar
-from deployments.openai.tools import NamedToolChoice, Tool
 from engine.errors import InvalidParameter
 from engine.text.grammar import source
 from engine.wire.structured_outputs import StructuredOutputsParams

@@ -1,0 +1,143 @@
+"""The conversation of a chat request: its messages and its tools."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from engine.errors import InvalidParameter
+
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class StrictModel(BaseModel):
+    """A JSON object without unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class TemplateModel(BaseModel):
+    """A JSON object that the chat template sees, with the unknown fields as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
+
+    def for_template(self) -> dict[str, Any]:
+        return self.model_dump(exclude_unset=True)
+
+
+class FunctionDefinition(TemplateModel):
+    """A function that the model may call. The chat template gets all fields, also those that are not listed here."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    """JSON schema of the arguments; None for a function without arguments."""
+    strict: bool | None = None
+
+
+class Tool(TemplateModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        parameters = self.function.parameters
+        return NO_PARAMETERS if parameters is None else {"type": "object", **parameters}
+
+
+class FunctionName(StrictModel):
+    name: str
+
+
+class NamedToolChoice(StrictModel):
+    """The model must call this function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+class FunctionCall(TemplateModel):
+    name: str
+    arguments: str | dict[str, JsonValue] = ""
+
+
+class ToolCall(TemplateModel):
+    """A call made by an earlier assistant message of the conversation."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call with its arguments as an object, which templates write into the prompt as JSON.
+
+        Arguments that are not a JSON object stay text: a client may send back a call that max_tokens cut off.
+        """
+        call = super().for_template()
+        arguments = self.function.arguments
+        call["type"] = self.type
+        call["function"]["arguments"] = parse_arguments(arguments) if isinstance(arguments, str) else arguments
+        return call
+
+
+class TextPart(StrictModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(TemplateModel):
+    """One turn. The chat template gets all fields, also those that are not listed here."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning: str | None = None
+    """Reasoning of an earlier assistant message."""
+    reasoning_content: str | None = None
+    """The name other servers use for `reasoning`."""
+    audio: None = None
+    """Not supported; clients that send back a response have it as null."""
+    function_call: None = None
+    """Not supported; clients that send back a response have it as null."""
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message with its content as one text, which is what templates of text models expect."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        message = {**extra, "role": self.role, "content": text}
+        if self.tool_calls:  # some templates only check whether the key exists
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if reasoning := self.reasoning or self.reasoning_content:
+            message["reasoning"] = message["reasoning_content"] = reasoning
+        return message
+
+
+def parse_arguments(arguments: str) -> dict[str, Any] | str:
+    try:
+        found = msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def check_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> None:
+    """Raise InvalidParameter for invalid tools, or a choice that does not match them."""
+    names = [tool.function.name for tool in tools or []]
+    for i, tool in enumerate(tools or []):
+        if names.index(tool.function.name) < i:
+            raise InvalidParameter(f"tools[{i}].function.name", tool.function.name, "different from all other names")
+        if tool.arguments_schema["type"] != "object":
+            field = f"tools[{i}].function.parameters"
+            raise InvalidParameter(field, tool.function.parameters, 'a JSON schema of type "object"')
+    match choice:
+        case "required" | NamedToolChoice() if not tools:
+            name = choice if isinstance(choice, str) else choice.function.name
+            raise InvalidParameter("tool_choice", name, '"none" or "auto" where no tools are given')
+        case NamedToolChoice(function=FunctionName(name=name)) if name not in names:
+            raise InvalidParameter("tool_choice", name, f"one of the tools ({', '.join(names)})")
