@@ -1,4 +1,4 @@
-"""The HTTP routes. Knows no Ray: an ingress gives it the models."""
+"""The HTTP routes. They know nothing of Ray: an ingress passes in the models."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def openai_app(
     telemetry: Telemetry,
     auth: AuthConfig = AuthConfig(),  # noqa: B008  frozen
 ) -> FastAPI:
-    """models: by the names they are served under; if there is only one, it also answers requests that name none.
+    """Build the application. Raises ConfigError for a bad file of API keys.
 
-    Raises ConfigError for a bad file of API keys.
+    models: by the names they are served under; if there is only one, it also answers requests that name none.
     """
     app = FastAPI(title="Manta", docs_url=None, redoc_url=None)
     api_keys = None if auth.api_keys_file is None else ApiKeys(Path(auth.api_keys_file))
@@ -139,7 +139,7 @@ def openai_app(
 
 
 async def read_json(request: Request) -> bytes:
-    """The body. Raises UnsupportedMediaType, and BodyTooLarge while reading it."""
+    """Return the body. Raises UnsupportedMediaType, and BodyTooLarge while reading."""
     content_type = request.headers.get("content-type")
     media_type = (content_type or "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not (

@@ -1,4 +1,4 @@
-"""How a model writes tool calls and reasoning, as its configuration says or its chat template shows."""
+"""The format in which a model writes tool calls and reasoning, from its configuration or its chat template."""
 
 from __future__ import annotations
 
@@ -32,21 +32,19 @@ _CALL = {
         {"id": "call00001", "type": "function", "function": {"name": "example_function", "arguments": {"key": "value"}}}
     ],
 }
-# how templates of each parser write _CALL
+# _CALL as the templates of each parser write it
 _HERMES_CALL = re.compile(r'<tool_call>\s*\{"name": ?"example_function", ?"arguments": ?\{"key": ?"value"}}')
 _LLAMA3_CALL = re.compile(r'\s\{"name": ?"example_function", ?"parameters": ?\{"key": ?"value"}')
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """tool_call_parser: `none` where it is not known how the model writes calls.
-
-    reasons: it may write its reasoning between tags. shows_tools: the chat template puts tools into the prompt.
-    """
-
     tool_call_parser: ToolCallParserName
+    """Format of tool calls; `none` if it is not known."""
     reasons: bool
+    """The model may write its reasoning between tags."""
     shows_tools: bool
+    """The chat template puts tools into the prompt."""
 
     @classmethod
     def of(
@@ -67,7 +65,7 @@ class ChatFormat:
 
     @property
     def markers(self) -> list[str]:
-        """What the parsers look for in the text."""
+        """Tags that the parsers look for in the text."""
         markers = [reasoning.OPEN, reasoning.CLOSE] if self.reasons else []
         return markers + ([hermes.OPEN, hermes.CLOSE] if self.tool_call_parser == "hermes" else [])
 
@@ -85,7 +83,7 @@ class ChatFormat:
             raise RequestError(message, "tool_choice")
 
     def thinking(self, body: ChatBody, prompt: str) -> Thinking:
-        """prompt: the text that the chat template made of the body."""
+        """Return whether the output begins with reasoning. prompt: the body as the chat template rendered it."""
         if not self.reasons:
             return "never"
         if body.continue_final_message:
@@ -115,10 +113,7 @@ class ChatFormat:
     def structured_outputs(
         self, body: ChatBody, thinking: Thinking, content: StructuredOutputsParams | None, tokens: VisibleMarkers
     ) -> StructuredOutputsParams | None:
-        """What the answers have to be, of which `content` is what the request asks of their content.
-
-        Raises InvalidParameter.
-        """
+        """Return the structure of the whole output; `content` is that of its content. Raises InvalidParameter."""
         grammar = ToolGrammar(
             content=content,
             tools=body.offered_tools,
@@ -132,9 +127,9 @@ class ChatFormat:
 
 
 class VisibleMarkers:
-    """The tokens of a model, of which these markers are text, even where the tokenizer calls them special.
+    """TokenBytes of a tokenizer, with these markers as text even if the tokenizer calls them special.
 
-    ids: of markers that are one token.
+    ids: token ids of the markers that are one token.
     """
 
     def __init__(self, tokenizer: Tokenizer, markers: Iterable[str]):
@@ -149,7 +144,7 @@ class VisibleMarkers:
 
 
 def _detect_tool_call_parser(tokenizer: Tokenizer) -> ToolCallParserName:
-    """By the way in which the template writes a call of an earlier turn: so the model will write its own."""
+    """Detect it from how the template writes a call of an earlier turn: the model will write its own alike."""
     text = _render(tokenizer, [_QUESTION, _CALL])
     if _HERMES_CALL.search(text):
         return "hermes"

@@ -1,4 +1,4 @@
-"""What every request has to pass before any route sees it: the API key and the size of its body."""
+"""Checks that every request has to pass before a route sees it: the API key and the size of the body."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ OPEN_PATH = "/health"  # for probes, which have no key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthConfig:
-    """api_keys_file: see ApiKeys; None lets everybody in. max_body_bytes: longest HTTP body."""
-
     api_keys_file: str | None = None
+    """File of ApiKeys; None lets everybody in."""
     max_body_bytes: int = 16 * 2**20
 
 
 class AuthMiddleware:
-    """ASGI middleware. Notes the name of the key as `api_key_name` in the request's state."""
+    """ASGI middleware that stores the name of the key as `api_key_name` in the request's state."""
 
     def __init__(self, app: ASGIApp, api_keys: ApiKeys | None, max_body_bytes: int):
         self._app, self._api_keys, self._max_body_bytes = app, api_keys, max_body_bytes
@@ -50,7 +49,7 @@ class AuthMiddleware:
 
 
 class _BodyLimit:
-    """A `receive` that counts: a chunked body does not say its length."""
+    """A `receive` that counts bytes, because a chunked body does not announce its length."""
 
     def __init__(self, receive: Receive, limit: int):
         self._receive, self._limit, self._bytes = receive, limit, 0
@@ -64,6 +63,6 @@ class _BodyLimit:
 
 
 def get_path(scope: Scope) -> str:
-    """Without the prefix that the application is mounted under."""
+    """Return the path without the prefix that the application is mounted under."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))

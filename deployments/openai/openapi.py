@@ -1,4 +1,4 @@
-"""The OpenAPI document: what the routes take and return, from the same types that they use."""
+"""The OpenAPI document, built from the types that the routes take and return."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STREAMING = {"/v1/chat/completions", "/v1/completions"}
 
 
 def openapi_document(version: str, *, with_keys: bool) -> dict[str, Any]:
-    """with_keys: whether an API key is wanted."""
+    """with_keys: whether the routes require an API key."""
     responses = [ErrorBody, *(response for _, _, response in POSTS.values())]
     responses += [response for _, response in GETS.values() if isinstance(response, type)]
     response_refs, response_schemas = msgspec.json.schema_components(responses, ref_template=REF.format("{name}"))

@@ -46,10 +46,7 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int]
 
 
-class ChatTokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
+class ChatTokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 

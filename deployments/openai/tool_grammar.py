@@ -1,6 +1,6 @@
-"""The form that an answer is held to where calls are forced or strict, or where reasoning or calls may come before it.
+"""The grammar of an output whose calls are forced or strict, or whose content may follow reasoning or calls.
 
-Written in Lark as llguidance reads it, see its docs/syntax.md. `<[7]>` there is the token 7, which no pattern matches.
+It is written in llguidance's Lark, see its docs/syntax.md. `<[7]>` is the token 7, which no pattern matches.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from engine.text.grammar import WHITESPACE, limits, one_line
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 Thinking = Literal["never", "maybe", "begun"]
+"""Whether the output begins with reasoning; `begun` if the prompt ends inside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolGrammar:
-    """What the answers to one request may be.
-
-    content: the form that the request asks of the content; None for any.
-    tools: that may be called; choice: whether they must be; parallel: more than one at once.
-    tool_call_parser: how the model writes calls, unless they are forced.
-    thinking: whether the answer begins with reasoning: never, maybe, or the prompt has begun it already.
-    token_of: the id of the token that stands for a marker, or None if it is plain text.
-    """
+    """The outputs that one request allows."""
 
     content: StructuredOutputsParams | None
+    """Structure that the request asks of the content; None for any text."""
     tools: list[Tool]
+    """Tools that may be called."""
     choice: ToolChoice | None
+    """Whether, and which, tools must be called."""
     parallel: bool
+    """Allow more than one call."""
     tool_call_parser: ToolCallParserName
+    """Format of calls that are not forced."""
     thinking: Thinking
     token_of: Callable[[str], int | None]
+    """Id of the token that stands for a marker, or None if the marker is plain text."""
 
     def params(self) -> StructuredOutputsParams | None:
-        """None if nothing needs to be enforced. Raises InvalidParameter."""
+        """Return the grammar, or None if nothing needs to be enforced. Raises InvalidParameter."""
         forced = self.choice == "required" or isinstance(self.choice, NamedToolChoice)
         for i, tool in enumerate(self.tools):
             if forced or tool.function.strict:
@@ -68,7 +68,7 @@ class ToolGrammar:
         return {"type": "array", "minItems": 1, **max_items, "items": calls}
 
     def _content_or_calls(self) -> str:
-        """Calls as the model writes them of its own accord."""
+        """Return the rule for calls that the model may write of its own accord."""
         if self.tool_call_parser == "hermes":
             schema = calls_schema(self.tools, "arguments", "#", strict_only=True)
             call = f"GAP {_json_rule(schema)} GAP {self._marker(hermes.CLOSE)}"
@@ -106,7 +106,7 @@ class ToolGrammar:
         return json.dumps(marker) if token is None else f"<[{token}]>"
 
     def _until(self, rule: str, marker: str) -> str:
-        """A rule for any text up to the first `marker`, and that."""
+        """Return a rule for any text up to and including the first `marker`."""
         if self.token_of(marker) is None:
             return f"{rule}[lazy]: {_regex_rule(f'(?s:.*){marker}')}"
         return f"{rule}: TEXT {self._marker(marker)}"
@@ -147,9 +147,9 @@ def check_schema(schema: dict[str, Any], field: str) -> None:
 
 
 def calls_schema(tools: list[Tool], key: str, pointer: str, *, strict_only: bool) -> dict[str, Any]:
-    """JSON schema of a call of one of `tools`.
+    """Return the JSON schema of a call of one of `tools`.
 
-    key: what the model calls the arguments. pointer: where the schema will stand in a larger one, as a JSON pointer.
+    key: the model's name for the arguments. pointer: JSON pointer to this schema inside a larger one.
     strict_only: tools that are not strict take any arguments.
     """
     calls = []
@@ -169,7 +169,7 @@ def calls_schema(tools: list[Tool], key: str, pointer: str, *, strict_only: bool
 
 
 def _rebase_refs(schema: Any, pointer: str) -> Any:
-    """`schema` as a part of a larger one, where it stands at `pointer`: its references to itself have to follow."""
+    """Return `schema` with its references to itself changed for its place at `pointer` in a larger schema."""
     if isinstance(schema, list):
         return [_rebase_refs(entry, pointer) for entry in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""One choice of a chat answer: from its text to reasoning, content and tool calls."""
+"""One choice of a chat response: from its text to reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from engine.text.text_stream import TextChunk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFormat:
-    """What to look for in the answers to one request.
-
-    tool_calls: a ToolCallParserName other than auto; `json` for an array of calls; `named` for the arguments of the
-        only one of `tools`.
-    reasoning: look for it; reasoning_begun: the prompt ended inside of it; include_reasoning: hand it out.
-    parallel: all calls count, not only the first.
-    """
+    """The format of the output that answers one request."""
 
     tool_calls: str = "none"
+    """A ToolCallParserName but auto; `json` for an array of calls; `named` for the arguments of the only tool."""
     tools: Collection[str] = field(default_factory=frozenset)
+    """Names of the tools that may be called."""
     parallel: bool = True
+    """Keep all calls, not only the first."""
     reasoning: bool = False
+    """Look for reasoning."""
     reasoning_begun: bool = False
+    """The prompt ends inside the reasoning."""
     include_reasoning: bool = True
+    """Hand out the reasoning."""
 
     def call_parser(self, *, streaming: bool) -> OutputParser | None:
         match self.tool_calls:
@@ -50,7 +50,7 @@ class OutputFormat:
 
 
 class ChoiceParser:
-    """`streaming`: see PartialToolCall; for streams."""
+    """Chains the parsers of one choice. streaming: see PartialToolCall."""
 
     def __init__(self, output_format: OutputFormat, *, streaming: bool):
         self._output_format = output_format
@@ -68,7 +68,7 @@ class ChoiceParser:
         return [event for event in self._parse(chunk) if self._is_shown(event)]
 
     def finish_reason(self, chunk: TextChunk) -> FinishReason | None:
-        """OpenAI reports `stop` after the call of a function that the request named, as after any other answer."""
+        """Return the reason as OpenAI reports it: `stop` also after a call of the function that the request named."""
         called = self.num_tool_calls > 0 and self._output_format.tool_calls != "named"
         return "tool_calls" if called and chunk.finish_reason == "stop" else chunk.finish_reason
 
@@ -94,7 +94,7 @@ class ChoiceParser:
 
 
 def _parse_content(parser: OutputParser, events: list[OutputEvent], *, final: bool) -> list[OutputEvent]:
-    """What `parser` makes of the content."""
+    """Replace the content by the events that `parser` finds in it."""
     out: list[OutputEvent] = []
     for event in events:
         out += parser.add(event.text) if isinstance(event, Content) else [event]

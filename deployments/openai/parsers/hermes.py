@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from deployments.openai.parsers.output_parser import BufferedParser, Content, OutputEvent, State
+from deployments.openai.parsers.output_parser import Content, OutputEvent, OutputParser, State
 from deployments.openai.parsers.partial_tool_call import PartialToolCall
 from engine.text.detokenizer import start_of_possible
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class HermesParser(BufferedParser):
-    """Text before, between and after calls is content, white space around calls is not.
+class HermesParser(OutputParser):
+    """Text before, between and after calls is content; white space around calls is dropped.
 
-    A call of a function that was not offered is a call all the same: the client can tell the model so.
+    A call of a function that was not offered is still a call: the client can tell the model so.
     """
 
     def __init__(self, *, streaming: bool):
         super().__init__()
         self._streaming = streaming
-        self._space = ""  # before the call that is being read
+        self._space = ""  # before the current call
         self._called = False
         self._call = PartialToolCall(None, streaming=streaming)
 

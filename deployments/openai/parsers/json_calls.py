@@ -1,4 +1,4 @@
-"""Tool calls that are the whole answer: JSON objects one after the other, or a JSON array of them."""
+"""Outputs that are tool calls and nothing else: JSON objects, a JSON array of them, or the arguments of one call."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import string
 from collections.abc import Container
 
 from deployments.openai.parsers.output_parser import (
-    BufferedParser,
     CallArguments,
     CallStart,
     Content,
     OutputEvent,
+    OutputParser,
     State,
 )
 from deployments.openai.parsers.partial_tool_call import PartialToolCall
@@ -19,16 +19,17 @@ _BEFORE = string.whitespace + "["
 _BETWEEN = string.whitespace + ",;]"  # Llama 3 separates calls by semicolons
 
 
-class JsonCallsParser(BufferedParser):
-    """An answer that does not begin with a call of one of the functions `names` is content.
+class JsonCallsParser(OutputParser):
+    """Parses JSON objects one after the other, or a JSON array of them.
 
-    Nothing else tells a call from an answer in JSON, so the name has to be known.
+    An output that does not begin with a call of one of the functions `names` is content: only a known name
+    distinguishes a call from an answer in JSON.
     """
 
     def __init__(self, names: Container[str], *, streaming: bool):
         super().__init__()
         self._names, self._streaming = names, streaming
-        self._skipped = ""  # before the call that is being read
+        self._skipped = ""  # before the current call
         self._called = False
         self._call = PartialToolCall(names, streaming=streaming)
 
@@ -60,20 +61,22 @@ class JsonCallsParser(BufferedParser):
         return None
 
 
-class NamedCallParser:
-    """Parses an output that is nothing but the arguments of one function, because the request named it."""
+class NamedCallParser(OutputParser):
+    """Parses the arguments of the one function that the request named."""
 
     def __init__(self, name: str):
+        super().__init__()
         self._name = name
-        self._started = False
 
-    def add(self, text: str) -> list[OutputEvent]:
-        if not self._started:
-            text = text.lstrip()
-            if text:
-                self._started = True
-                return [CallStart(self._name), CallArguments(text)]
-        return [CallArguments(text)] if text else []
+    def _start(self, out: list[OutputEvent], final: bool) -> State | None:
+        self._buffer = self._buffer.lstrip()
+        if not self._buffer:
+            return None
+        out.append(CallStart(self._name))
+        return self._arguments
 
-    def finish(self) -> list[OutputEvent]:
-        return []
+    def _arguments(self, out: list[OutputEvent], final: bool) -> State | None:
+        if self._buffer:
+            out.append(CallArguments(self._buffer))
+            self._buffer = ""
+        return None

@@ -1,11 +1,10 @@
-"""What an answer is made of, in the order in which the model writes it, and what parsers of it have in common."""
+"""Events that parsers turn the text of a model into, and the base of the parsers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(slots=True, frozen=True)
@@ -20,7 +19,7 @@ class Content:
 
 @dataclass(slots=True, frozen=True)
 class CallStart:
-    """A tool call begins; all arguments up to the next one are its own."""
+    """The start of a tool call; all arguments up to the next start belong to it."""
 
     name: str
 
@@ -36,21 +35,12 @@ OutputEvent = Reasoning | Content | CallStart | CallArguments
 State = Callable[[list[OutputEvent], bool], "State | None"]
 
 
-class OutputParser(Protocol):
-    """Turns text into events; how the text is cut into calls of `add` does not change what they add up to."""
+class OutputParser(ABC):
+    """Turns text into events; how the text is cut into calls of `add` does not change what they add up to.
 
-    def add(self, text: str) -> list[OutputEvent]: ...
-
-    def finish(self) -> list[OutputEvent]:
-        """What was held back, once no text follows."""
-        ...
-
-
-class BufferedParser(ABC):
-    """An OutputParser made of states.
-
-    A state takes from `_buffer` what it can decide on, appends events to its first argument, and returns the next
-    state, or None if it needs more text. Its second argument says that there will be no more.
+    A parser is made of states. A state takes from `_buffer` what it can decide on, appends events to its first
+    argument, and returns the next state, or None if it needs more text. Its second argument says whether the text is
+    complete.
     """
 
     def __init__(self) -> None:
@@ -65,6 +55,7 @@ class BufferedParser(ABC):
         return self._run(final=False)
 
     def finish(self) -> list[OutputEvent]:
+        """Return the events that were held back, once no text follows."""
         return self._run(final=True)
 
     def _run(self, *, final: bool) -> list[OutputEvent]:

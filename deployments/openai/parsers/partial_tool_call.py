@@ -1,4 +1,4 @@
-"""One tool call, written as a JSON object, read while it arrives."""
+"""One tool call, written as a JSON object, parsed while it arrives."""
 
 from __future__ import annotations
 
@@ -14,36 +14,34 @@ _KEYS = {"name", "type", "id", *_ARGUMENTS}
 
 
 class PartialToolCall:
-    """Reads `{"name": ..., "arguments": {...}}`, keys in any order.
-
-    names: of the functions that may be called; None means any.
-    streaming: hand out the name and the arguments while they arrive. Once that has begun, arguments that are no valid
-        JSON are passed on as the model wrote them. Otherwise they make the whole call none.
-
-    raw: the characters read so far. ended: the object is over. failed: it ended, and is no tool call.
-    """
+    """Parses `{"name": ..., "arguments": {...}}`, keys in any order."""
 
     def __init__(self, names: Container[str] | None, *, streaming: bool):
-        self.raw = ""
-        self.ended = False
-        self.failed = False
+        """names: the functions that may be called; None means any.
+
+        streaming: hand out the name and the arguments while they arrive. Once that has begun, arguments that are not
+        valid JSON are passed on as the model wrote them; without streaming, they make the call fail.
+        """
+        self.raw = ""  # the characters read so far
+        self.ended = False  # the object is complete, or cannot be a tool call
+        self.failed = False  # it ended, and is not a tool call
         self._names, self._streaming = names, streaming
         self._depth = 0
         self._in_string = self._escaped = False
         self._name: str | None = None
-        self._start = 0  # of the arguments in `raw`, once there is a name
+        self._start = 0  # the arguments are raw[_start:_end], once there is a name
         self._end: int | None = None
         self._sent = 0
 
     def add(self, text: str, final: bool) -> tuple[list[OutputEvent], str]:
-        """The events that are certain now, and the text behind the object. final: no more text will come."""
+        """Return the events that are certain now, and the text after the object. final: the text is complete."""
         end = self._scan(text)
         self.raw += text[:end]
         self.ended = self.ended or final
         return self._events(), text[end:]
 
     def _scan(self, text: str) -> int:
-        """Number of characters that belong to the object. `<` ends it: outside of strings, JSON has none."""
+        """Return how many characters belong to the object. `<` ends it: outside strings, JSON has none."""
         for i, char in enumerate(text):
             if self._in_string:
                 if self._escaped:
@@ -73,13 +71,13 @@ class PartialToolCall:
         return len(text)
 
     def _check_key(self, head: str) -> None:
-        """End early what is some other JSON object: an answer in JSON need not wait for its end."""
+        """Give up on some other JSON object at its first key: an answer in JSON need not wait for its end."""
         members = _json_object(head + ":0}")
         if members is None or next(iter(members)) not in _KEYS:
             self.ended = self.failed = True
 
     def _look_for_name(self, head: str) -> None:
-        """`head` is what stands before an object inside of the object: are these the arguments, of a known name?"""
+        """Check whether the object inside the object that starts after `head` has the arguments of a known name."""
         members = _json_object(head + "{}}")
         if members is None or next(reversed(members)) not in _ARGUMENTS or "name" not in members:
             return
@@ -116,7 +114,7 @@ class PartialToolCall:
 
 
 def _json_object(text: str) -> dict[str, Any] | None:
-    """None if `text` is anything else."""
+    """Return the decoded object, or None if `text` is anything else."""
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):

@@ -1,30 +1,30 @@
-"""Reasoning that a model writes before its answer: `<think>...</think>`, as DeepSeek-R1 and Qwen 3 do."""
+"""Reasoning that a model like DeepSeek-R1 or Qwen 3 writes before its answer: `<think>...</think>`."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 
-from deployments.openai.parsers.output_parser import BufferedParser, Content, OutputEvent, Reasoning, State
+from deployments.openai.parsers.output_parser import Content, OutputEvent, OutputParser, Reasoning, State
 from engine.text.detokenizer import start_of_possible
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
-class ThinkParser(BufferedParser):
+class ThinkParser(OutputParser):
     """Text up to `</think>` is reasoning if it begins with `<think>`, or if the prompt ended with it.
 
-    Line breaks around both are not part of either text: templates write them, and would add them once more.
+    Line breaks around both tags are dropped: templates write them, and would add them once more.
     """
 
     def __init__(self, *, opened: bool):
-        """opened: the prompt ends inside of the reasoning."""
+        """opened: the prompt ends inside the reasoning."""
         super().__init__()
         self._opened = opened
         self._consumed = 0  # characters before those in the buffer
-        self._start_offset: float = math.inf  # of the reasoning, in characters
+        self._start_offset: float = math.inf  # where the reasoning starts, in characters
         self._end_offset: float = math.inf
-        self._offsets: list[int] = []
+        self._token_offsets: list[int] = []
 
     def finish(self) -> list[OutputEvent]:
         events = super().finish()
@@ -32,14 +32,14 @@ class ThinkParser(BufferedParser):
         return events
 
     def count_tokens(self, offsets: list[int]) -> None:
-        """To be told of each chunk before its text. offsets: characters before each of its tokens; see TextChunk."""
+        """Note the tokens of a chunk, before `add` gets its text. offsets: see TextChunk."""
         if self._end_offset == math.inf:
-            self._offsets += offsets
+            self._token_offsets += offsets
 
     @property
     def num_tokens(self) -> int:
-        """Of the reasoning, without the tags."""
-        return bisect_left(self._offsets, self._end_offset) - bisect_left(self._offsets, self._start_offset)
+        """Tokens of the reasoning, without the tags."""
+        return bisect_left(self._token_offsets, self._end_offset) - bisect_left(self._token_offsets, self._start_offset)
 
     def _consume(self, length: int) -> str:
         text, self._buffer = self._buffer[:length], self._buffer[length:]
