@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -20,11 +19,9 @@ from engine.wire.messages import (
     CancelPrefill,
     Command,
     DispatchPrefill,
-    EngineRequestLog,
     EngineStatus,
     ErrorInfo,
     GenerateRequest,
-    GetRequestLog,
     Prefill,
     PrefillReplicas,
     RemotePrefillFailed,
@@ -33,6 +30,7 @@ from engine.wire.messages import (
     TokenLogprob,
 )
 from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.timeline import TimelineEvent
 from tests.engine_stats import engine_stats
 
 Script = Callable[[GenerateRequest], list[int]]
@@ -44,7 +42,8 @@ class FakeEngine:
     """One token per step and request, in a thread of its own.
 
     script: the answer to a request, up to EOS or to whatever else is its last token; the default repeats the prompt.
-    paused: set it, and no step is computed. silent: set it, and no status is sent.
+    paused: set it, and no step is computed; requests that come then tell that they are queued.
+    silent: set it, and no status is sent.
     refusal: if given, the answer to new requests. step_age_s, fingerprint, quarantined: what it reports of itself.
     logprobs: of all tokens of a request, by where its prompt was to be computed.
     prefill_requests: that it was given, and ended unless paused. told: what became of those that it gave.
@@ -110,14 +109,14 @@ class FakeEngine:
             case Add(request):
                 self.added.append(request)
                 self._live[request.request_id] = (request, deque(self._script(request)[: request.params.max_tokens]))
+                if self.paused.is_set():
+                    queued = [TimelineEvent.now("queued")]
+                    self._send(request, TokenDelta(request_id=request.request_id, timeline=queued))
             case Abort(request_id, reason):
                 (self.aborted if reason == "abort" else self.stopped).append(request_id)
                 if request_id in self._live:
                     request, _ = self._live[request_id]
                     self._send(request, TokenDelta(request_id=request_id, finish_reason=reason))
-            case GetRequestLog(question, request_ids):
-                lines = {name: [(time.time(), "asked")] for name in request_ids}
-                self._status.send(msgspec.msgpack.encode(EngineRequestLog("fake", question, lines)))
             case Prefill(prefill_request):
                 self.prefill_requests.append(prefill_request)
             case CancelPrefill(handoff_id):
@@ -145,6 +144,7 @@ class FakeEngine:
                 logprobs=logprob,
                 prompt_logprobs=prompt,
                 finish_reason=reason,  # type: ignore[arg-type]
+                timeline=[TimelineEvent.now("first token")] if first else [],
             )
             self._send(request, delta)
 

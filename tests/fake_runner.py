@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.handoffs import HandoffManager
-from engine.core.request_log import RequestLog
 from engine.core.scheduler import Event, Scheduler
 from engine.wire.messages import GenerateRequest
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.timeline import TimelineEvent
 
 VOCAB = 50
 EOS = 0
@@ -124,7 +124,6 @@ class Harness:
         max_model_len: int,
         depth: int = 1,
         handoffs: HandoffManager | None = None,
-        journal: RequestLog | None = None,
         **options,
     ):
         self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, **options})
@@ -136,7 +135,6 @@ class Harness:
             vocab_size=VOCAB,
             eos_token_ids=frozenset({EOS}),
             handoffs=handoffs,
-            journal=journal,
         )
         self.runner = FakeRunner(self.config, max_model_len)
         self.depth = depth
@@ -145,6 +143,7 @@ class Harness:
         self.params: dict[str, SamplingParams] = {}
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, Event] = {}
+        self.timelines: dict[str, list[TimelineEvent]] = {}
         self.plans: list[StepPlan] = []
 
     def add(
@@ -204,6 +203,7 @@ class Harness:
         name = event.delta.request_id
         assert name not in self.finished, f"{name} went on after its end"
         self.outputs[name] += event.delta.token_ids
+        self.timelines.setdefault(name, []).extend(event.delta.timeline)
         if event.delta.finish_reason:
             self.finished[name] = event
 

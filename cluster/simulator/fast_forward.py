@@ -28,9 +28,6 @@ class FastForwardScheduler(Scheduler):
     equal free blocks a request gets differs, and the engine's own histograms miss most times between tokens.
     """
 
-    def _note(self, request: Request, line: str) -> None:
-        """Nobody reads a simulated engine's journal."""
-
     def _append(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> Event:
         """Without a message for a token that is neither the first nor the last: nobody reads it."""
         if request.first_token_at is None or len(request.tokens) - request.num_prompt + 1 >= request.max_tokens:

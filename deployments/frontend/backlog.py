@@ -51,4 +51,5 @@ def _join(first: TokenDelta, later: TokenDelta) -> TokenDelta:
         text_complete=later.text_complete,
         times=later.times or first.times,
         num_preemptions=later.num_preemptions or first.num_preemptions,
+        timeline=first.timeline + later.timeline,
     )

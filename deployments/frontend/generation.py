@@ -168,6 +168,10 @@ class Generation:
                     live = self._sequences.get(delta.request_id)
                     if live is None or live.finished:
                         continue  # of an attempt that was given up
+                    if delta.timeline:
+                        live.metrics.happened(delta.timeline, self._channel.engine_of(delta.request_id))
+                        if not delta.token_ids and delta.finish_reason is None:
+                            continue
                     if delta.finish_reason in ("error", "abort"):
                         error = Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error)
                         self._go_on(live, error, inbox)

@@ -6,11 +6,14 @@ import logging
 import time
 from typing import Literal
 
+import msgspec
+
 from deployments.observability.stats import ModelStats
 from deployments.observability.telemetry import HttpRequest
-from deployments.observability.timeline import RequestTimelines, SequenceTimeline, TimelineEvent
+from deployments.observability.timeline import MAX_EVENTS, RequestTimelines, SequenceTimeline
 from deployments.observability.tracing import SequenceTrace
 from engine.wire.messages import GenerateRequest, RequestTimes, TokenDelta
+from engine.wire.timeline import TimelineEvent
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,12 @@ class SequenceMetrics:
         self._note(
             f"the attempt failed after {self._timeline.output_tokens} tokens, another follows: {reason} ({error})"
         )
+
+    def happened(self, timeline: list[TimelineEvent], engine_id: str) -> None:
+        """Engines tell of this sequence. engine_id: the one that its deltas come from."""
+        room = MAX_EVENTS - len(self._timeline.events)
+        for event in timeline[: max(0, room)]:
+            self._timeline.events.append(event if event.where else msgspec.structs.replace(event, where=engine_id))
 
     def delta(self, delta: TokenDelta, tokens: int) -> None:
         """A delta has come; `tokens` of it count."""

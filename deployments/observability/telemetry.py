@@ -13,9 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.frontend.admission import Admission
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.stats import IngressStats, ModelStats
-from deployments.observability.timeline import RequestTimelines, SequenceTimeline
+from deployments.observability.timeline import RequestTimeline, RequestTimelines, SequenceTimeline
 from deployments.observability.tracing import RequestTrace, Tracing
 from deployments.routing.stats import RoutingStats
+from engine.errors import RequestNotFound
 
 NOT_COUNTED = frozenset({"/health", "/load", "/metrics", "/ping", "/version"})  # machines ask them; as vLLM does
 CLIENT_LEFT = 499  # as a status: nobody reads it, but proxies write it into their logs, and metrics count it
@@ -102,11 +103,16 @@ class Telemetry:
         others = await self._peers.stats() if self._peers is not None else []
         return [self.stats, *(stats for stats in others if stats.ingress_id != self._stats.ingress_id)]
 
-    async def all_timelines(self, name: str) -> list[SequenceTimeline]:
-        """Of every ingress that answers, oldest first; its own always. See `RequestTimelines.of`."""
+    async def explain(self, name: str) -> RequestTimeline:
+        """What every ingress that answers knows of a request. name: see SequenceTimeline.is_of.
+
+        Raises RequestNotFound if none of them knows it.
+        """
         others = await self._peers.timelines(name) if self._peers is not None else []
         found = {timeline.request_id: timeline for timeline in [*others, *self.timelines.of(name)]}
-        return sorted(found.values(), key=lambda timeline: timeline.arrived_at)
+        if not found:
+            raise RequestNotFound(name)
+        return RequestTimeline(name, sorted(found.values(), key=lambda timeline: timeline.arrived_at))
 
 
 class MetricsMiddleware:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import Literal
 
 import msgspec
 
+from engine.wire.timeline import TimelineEvent
+
 MAX_ENDED = 1000
 MAX_EVENTS = 200  # of one timeline, from where one that finds no room might be told of again and again
 
 State = Literal["waiting", "running", "ended"]
-
-
-class TimelineEvent(msgspec.Struct, frozen=True):
-    """at: seconds since 1970. where: the ingress or the engine that tells it."""
-
-    at: float
-    where: str
-    what: str
 
 
 class SequenceTimeline(msgspec.Struct, kw_only=True):
@@ -31,7 +24,7 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
     cached_tokens: of the prompt. engines: whose tokens came, oldest first.
     admission_s: that it waited in the ingress. queue_s, prefill_s: in its first engine, until it was scheduled, and
         from then to the first token. first_token_s, seconds: from the HTTP request to the first token, and to the end.
-    events: oldest first.
+    events: in the order in which the ingress heard of them; of `RequestTimelines.of`, oldest first.
     """
 
     request_id: str
@@ -91,8 +84,9 @@ class RequestTimelines:
         harm."""
         timeline = self._live.get(attempt) or self._live.get(attempt.rpartition(".")[0])
         if timeline is not None and timeline.events[-1].what != what and len(timeline.events) < MAX_EVENTS:
-            timeline.events.append(TimelineEvent(time.time(), self.ingress_id, what))
+            timeline.events.append(TimelineEvent.now(what, self.ingress_id))
 
     def of(self, name: str) -> list[SequenceTimeline]:
         """See `SequenceTimeline.is_of`. Several, if a request had several sequences, or clients used an id twice."""
-        return [timeline for timeline in (*self._ended, *self._live.values()) if timeline.is_of(name)]
+        found = [timeline for timeline in (*self._ended, *self._live.values()) if timeline.is_of(name)]
+        return [msgspec.structs.replace(t, events=sorted(t.events, key=lambda event: event.at)) for t in found]

@@ -18,7 +18,7 @@ from deployments.observability.telemetry import MetricsMiddleware, Telemetry
 from deployments.openai.chat import ChatResponse
 from deployments.openai.completion import CompletionResponse
 from deployments.openai.context import RequestContext
-from deployments.openai.debug import VERSION, ServerLoad, Version, live_handoffs, request_timeline
+from deployments.openai.debug import VERSION, ServerLoad, Version, live_handoffs
 from deployments.openai.errors import error_response
 from deployments.openai.middleware import AuthConfig, AuthMiddleware
 from deployments.openai.openapi import openapi_document
@@ -108,7 +108,7 @@ def openai_app(
 
     @app.get("/debug/requests/{name:path}")
     async def explain(name: str) -> Response:
-        return _json_response(await request_timeline(name, telemetry, pools()))
+        return _json_response(await telemetry.explain(name))
 
     @app.exception_handler(ServingError)
     @app.exception_handler(HTTPException)

@@ -1,4 +1,4 @@
-"""Routes for operators: the version, the load, live handoffs, and the timeline of a request."""
+"""Routes for operators: the version, the load, and live handoffs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from importlib.metadata import version
 
 import msgspec
 
-from deployments.observability.telemetry import Telemetry
-from deployments.observability.timeline import RequestTimeline, SequenceTimeline, TimelineEvent
 from deployments.replicas.engine_pool import EnginePool, all_statuses
-from engine.errors import RequestNotFound
 from engine.wire.handoff_stats import HandoffInfo
-from engine.wire.messages import EngineRequestLog
 
 VERSION = version("manta-serve")
 
@@ -54,32 +50,3 @@ async def live_handoffs(pools: Mapping[str, EnginePool]) -> LiveHandoffs:
         for handoff in status.live_handoffs
     ]
     return LiveHandoffs(sorted(handoffs, key=lambda live: -live.handoff.age_s))
-
-
-async def request_timeline(name: str, telemetry: Telemetry, pools: Mapping[str, EnginePool]) -> RequestTimeline:
-    """Return the events of a request that its ingress and its engines recorded.
-
-    An engine that is gone, or does not answer in time, adds nothing; nor does one that has had many requests since.
-    Raises RequestNotFound if no ingress knows the request. name: see SequenceTimeline.is_of. pools: by model name.
-    """
-    timelines = await telemetry.all_timelines(name)
-    if not timelines:
-        raise RequestNotFound(name)
-    attempts: dict[str, list[str]] = {}  # by model
-    for timeline in timelines:
-        attempts.setdefault(timeline.model, []).extend(timeline.attempts)
-    queries = [pools[model].request_logs(names) for model, names in attempts.items() if model in pools]
-    request_logs = [request_log for pool in await asyncio.gather(*queries) for request_log in pool]
-    return RequestTimeline(name, [_with_request_logs(timeline, request_logs) for timeline in timelines])
-
-
-def _with_request_logs(timeline: SequenceTimeline, request_logs: list[EngineRequestLog]) -> SequenceTimeline:
-    """Return a copy with the lines of the engines."""
-    lines = [
-        TimelineEvent(at, request_log.engine_id, line)
-        for request_log in request_logs
-        for attempt in timeline.attempts
-        for at, line in request_log.lines.get(attempt, ())
-    ]
-    events = sorted([*timeline.events, *lines], key=lambda event: event.at)
-    return msgspec.structs.replace(timeline, events=events)

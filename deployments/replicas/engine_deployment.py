@@ -83,10 +83,6 @@ class EngineDeployment:
         """The newest ReplicaStatus, in msgpack. Raises EngineUnavailable if the engine hangs or is gone."""
         return msgspec.msgpack.encode(self._engine.status())
 
-    async def request_log(self, request_ids: list[str]) -> bytes:
-        """What the engine has noted of these requests: EngineRequestLog, in msgpack. Raises EngineUnavailable."""
-        return msgspec.msgpack.encode(await self._engine.request_log(request_ids))
-
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve once a second where the model is autoscaled."""
         try:

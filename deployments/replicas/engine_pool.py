@@ -7,7 +7,7 @@ from typing import Protocol
 
 from deployments.replicas.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable
-from engine.wire.messages import EngineRequestLog, GenerateRequest
+from engine.wire.messages import GenerateRequest
 
 
 class EnginePool(Protocol):
@@ -25,9 +25,6 @@ class EnginePool(Protocol):
 
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         """One per healthy replica of those that compute prompts for these; none where there are no such."""
-
-    async def request_logs(self, request_ids: list[str]) -> list[EngineRequestLog]:
-        """What all these replicas have noted of these requests; those that do not answer are left out."""
 
 
 async def all_statuses(pool: EnginePool) -> tuple[list[ReplicaStatus], list[ReplicaStatus]]:

@@ -20,10 +20,8 @@ from engine.wire.messages import (
     CancelPrefill,
     Command,
     DispatchPrefill,
-    EngineRequestLog,
     EngineStatus,
     GenerateRequest,
-    GetRequestLog,
     Notice,
     Prefill,
 )
@@ -33,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0  # how often `until_unhealthy` looks
 MAX_FAILED_POLLS = 3  # unhealthy as often in a row: after a pause of this very process, statuses are still to be read
-JOURNAL_TIMEOUT_S = 2.0  # a step may take as long
 TIMEOUT_GRACE_S = 5.0  # the engine ends a late request itself; this is for one that does not
 
 
@@ -51,8 +48,6 @@ class EngineReplica:
         self._stall_timeout_s = stall_timeout_s
         self._dispatcher = None if prefill is None else PrefillDispatcher(prefill, self._send)
         self._calls: dict[str, asyncio.Future[None]] = {}
-        self._questions: dict[int, asyncio.Future[EngineRequestLog]] = {}
-        self._num_questions = 0
         self._broken: str | None = None
         self._status: EngineStatus | None = None
         self._status_at = time.monotonic()
@@ -116,22 +111,6 @@ class EngineReplica:
         finally:
             self._calls.pop(name)
 
-    async def request_log(self, request_ids: list[str]) -> EngineRequestLog:
-        """What the engine has noted of these requests. Raises EngineUnavailable if it is gone, or does not say."""
-        if self._broken is not None:
-            raise EngineUnavailable(self._broken)
-        self._num_questions += 1
-        question = self._num_questions
-        told = self._questions[question] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(GetRequestLog(question, request_ids))
-            async with asyncio.timeout(JOURNAL_TIMEOUT_S):
-                return await told
-        except TimeoutError:
-            raise EngineUnavailable(f"the engine told nothing of its requests for {JOURNAL_TIMEOUT_S:.0f} s") from None
-        finally:
-            del self._questions[question]
-
     def fail(self, reason: str) -> None:
         """The engine is gone: end all open calls with EngineUnavailable, and refuse new ones."""
         self._broken = reason
@@ -176,10 +155,6 @@ class EngineReplica:
         match notice:
             case EngineStatus():
                 self._update(notice)
-            case EngineRequestLog(_, question):
-                told = self._questions.get(question)
-                if told is not None and not told.done():  # it may have been given up
-                    told.set_result(notice)
             case DispatchPrefill(prefill_request):
                 assert self._dispatcher is not None, "the engine has no prefill pool"
                 self._dispatcher.dispatch(prefill_request)

@@ -20,7 +20,7 @@ from deployments.routing.prompts import PromptDigester
 from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable, Overloaded, ServingError
-from engine.wire.messages import EngineRequestLog, GenerateRequest
+from engine.wire.messages import GenerateRequest
 from engine.wire.remote_prefill import RemotePrefillRequest
 
 logger = logging.getLogger(__name__)
@@ -66,14 +66,6 @@ class ServePool:
 
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return [] if self._prefill is None else await self._prefill.statuses()
-
-    async def request_logs(self, request_ids: list[str]) -> list[EngineRequestLog]:
-        handles = [self._handle] if self._prefill is None else [self._handle, self._prefill.handle]
-        answers = await asyncio.gather(
-            *(ray_compat.broadcast(handle, "request_log", STATUS_TIMEOUT_S, request_ids) for handle in handles)
-        )
-        found = [answer for pool in answers for answer in pool if isinstance(answer, bytes)]
-        return [msgspec.msgpack.decode(answer, type=EngineRequestLog) for answer in found]
 
 
 class ServePrefillPool:

@@ -16,7 +16,6 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.request import Request, State
-from engine.core.request_log import RequestLog
 from engine.core.scheduler import Event, Scheduler
 from engine.core.step_cost import StepTimes, StepWork
 from engine.distributed.tp_group import TPGroup
@@ -84,7 +83,6 @@ class EngineCore:
                 from engine.distributed.plan_broadcast import PlanBroadcaster
 
                 self._plan_broadcaster = PlanBroadcaster(self._group)
-        self.journal = RequestLog()
         self.step_times = StepTimes()
         self.handoffs: HandoffEndpoint | None = None
         if config.handoff is not None:
@@ -102,7 +100,6 @@ class EngineCore:
                 block_size=self.runner.block_size,
                 step_cost=self.step_times.by_tokens,
                 wake=wake,
-                journal=self.journal,
             )
         self.max_model_len = self.runner.max_model_len
         self.scheduler = Scheduler(
@@ -112,7 +109,6 @@ class EngineCore:
             vocab_size=self.model_config.vocab_size,
             eos_token_ids=frozenset(self.model_config.eos_token_ids),
             handoffs=self.handoffs.manager if self.handoffs else None,
-            journal=self.journal,
         )
         self._grammars = GrammarCompiler(folder, self.model_config.vocab_size, self.scheduler.eos_token_ids)
         self._compiling: dict[Request, Compilation] = {}

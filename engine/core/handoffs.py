@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from engine.core.remote_prefill_policy import LocalLoad, PendingPrompt, PrefillDecision, RemotePrefillPolicy
 from engine.core.request import Request
 from engine.kv_transfer.protocol.events import Received
@@ -188,7 +190,9 @@ class HandoffManager:
 
     def finish(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> None:
         assert request.prefill_request is not None
-        first = FirstToken(token, logprob, request.last_hash(block_size), request.num_cached)
+        engine_id = "" if self._peer is None else self._peer.engine_id
+        timeline = [msgspec.structs.replace(event, where=engine_id) for event in request.take_timeline()]
+        first = FirstToken(token, logprob, request.last_hash(block_size), request.num_cached, timeline)
         self.actions.append(Finish(request.prefill_request.handoff_id, first))
 
     def refuse(self, request: Request, reason: str) -> None:

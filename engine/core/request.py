@@ -11,6 +11,7 @@ from engine.wire.block_hash import block_hash, root_hash
 from engine.wire.messages import GenerateRequest, RequestTimes, TokenLogprob
 from engine.wire.remote_prefill import RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.timeline import TimelineEvent
 
 
 class Grammar(Protocol):
@@ -54,6 +55,7 @@ class Request:
     slot: row of the runner's per-sequence state; -1 unless running.
     order: (priority, number of arrival); requests are served in this order, smallest first.
     grammar: of a structured output, once it is compiled.
+    timeline: what has happened to it since its last delta.
     *_at: seconds on the caller's clock.
 
     prefill: where the client wants its prompt computed, as in GenerateRequest.
@@ -87,6 +89,7 @@ class Request:
     last_token_at: float | None = None
     handoff_at: tuple[float, float] | None = None  # its start, and its end if that was
     deadline_at: float | None = None
+    timeline: list[TimelineEvent] = field(default_factory=list)
     prefill: Literal["auto", "local", "remote"] = "auto"
     handoff_id: str = ""
     num_remote_attempts: int = 0
@@ -152,6 +155,15 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    def note(self, what: str) -> None:
+        """Add to its timeline."""
+        self.timeline.append(TimelineEvent.now(what))
+
+    def take_timeline(self) -> list[TimelineEvent]:
+        """Return what has happened since the last call."""
+        timeline, self.timeline = self.timeline, []
+        return timeline
 
     def times(self, now: float) -> RequestTimes | None:
         """Since arrival; None for a request that never ran. Without a first token, `now` stands for it."""

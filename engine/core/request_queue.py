@@ -12,7 +12,6 @@ from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.handoffs import HandoffManager
 from engine.core.request import Request, State
-from engine.core.request_log import RequestLog
 from engine.core.stats import RequestMetrics
 from engine.errors import ServingError
 from engine.wire.messages import EngineLoad, EngineStats, FinishReason
@@ -41,14 +40,13 @@ class RequestQueue:
     The scheduler decides who goes where; this only moves them, and says how things are.
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, handoffs: HandoffManager, journal: RequestLog):
+    def __init__(self, config: EngineConfig, pool: BlockPool, handoffs: HandoffManager):
         self.config, self.pool, self.handoffs = config, pool, handoffs
         self.compiling: set[Request] = set()
         self.waiting: list[Request] = []  # in order
         self.running: list[Request] = []  # in order
         self.totals = SchedulerStats()
         self.metrics = RequestMetrics()
-        self._journal = journal
         self._live: dict[str, Request] = {}
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
 
@@ -60,7 +58,7 @@ class RequestQueue:
         self._live[request.request_id] = request
         logger.debug("request queued request_id=%s prompt_tokens=%d", request.request_id, request.num_prompt)
         given = f" and {request.num_output} output tokens" if request.num_output else ""
-        self._note(request, f"queued behind {self.num_waiting} others, with {request.num_prompt} prompt tokens{given}")
+        request.note(f"queued behind {self.num_waiting} others, with {request.num_prompt} prompt tokens{given}")
 
     def _compile(self, request: Request) -> None:
         request.state = State.WAITING_FOR_GRAMMAR
@@ -94,18 +92,12 @@ class RequestQueue:
         self.metrics.ended(request, reason, now)
         if request.prefill_request is None:
             why = f" ({error})" if error else ""
-            self._note(request, f"ended: {reason}{why}, {request.num_output} output tokens")
+            request.note(f"ended: {reason}{why}, {request.num_output} output tokens")
         logger.debug(
             "request ended request_id=%s reason=%s output_tokens=%d", request.request_id, reason, request.num_output
         )
 
     # -- books ---------------------------------------------------------------------------------------------
-
-    def _note(self, request: Request, line: str) -> None:
-        """For the journal, where what is computed for another engine stands under the request's id there."""
-        self._journal.add(
-            request.request_id if request.prefill_request is None else request.prefill_request.request_id, line
-        )
 
     def _count_scheduled(self, request: Request, cached: int, now: float) -> None:
         logger.debug("request scheduled request_id=%s cached_tokens=%d", request.request_id, cached)

@@ -13,11 +13,10 @@ from engine.core.block_pool import BlockPool
 from engine.core.handoffs import HandoffManager
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Grammar, Request, State
-from engine.core.request_log import RequestLog
 from engine.core.request_queue import RequestQueue
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import EngineError, EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong, ServingError
-from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Received
+from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Noted, Received
 from engine.wire.messages import ErrorInfo, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_prefill import RemotePrefillRequest
@@ -60,11 +59,9 @@ class Scheduler(RequestQueue):
         vocab_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
         handoffs: HandoffManager | None = None,
-        journal: RequestLog | None = None,
     ):
-        """journal: where it writes down what becomes of each request."""
         assert max_model_len <= pool.num_blocks * pool.block_size, "one request alone must fit the pool"
-        super().__init__(config, pool, handoffs or HandoffManager(), journal or RequestLog())
+        super().__init__(config, pool, handoffs or HandoffManager())
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -201,7 +198,7 @@ class Scheduler(RequestQueue):
                 self._count_scheduled(request, cached, now)
                 why = f": {place.reason}" if place.reason else ""
                 where = "by a prefill engine" if place.remote else "here"
-                self._note(request, f"to be computed {where}{why}; {cached} of {len(request.tokens)} tokens are cached")
+                request.note(f"to be computed {where}{why}; {cached} of {len(request.tokens)} tokens are cached")
                 if place.remote:
                     self.waiting.remove(request)
                     request.state = State.WAITING_FOR_REMOTE_KV
@@ -275,7 +272,7 @@ class Scheduler(RequestQueue):
             self.pool.num_unshared(request.blocks),
             request.num_preemptions + 1,
         )
-        self._note(request, f"preempted, since blocks ran out; {request.computed} computed tokens are given up")
+        request.note(f"preempted, since blocks ran out; {request.computed} computed tokens are given up")
         self._leave(request)
         self._tables.release(request)
         self._wait(request)
@@ -314,7 +311,7 @@ class Scheduler(RequestQueue):
         first = request.first_token_at is None
         if first:
             request.first_token_at = now
-            self._note(request, "first token")
+            request.note("first token")
         request.tokens.append(token)
         if request.grammar is not None:
             request.grammar.accept(token)
@@ -328,6 +325,7 @@ class Scheduler(RequestQueue):
             num_cached_tokens=request.num_cached if first else 0,
             prompt_logprobs=request.prompt_logprobs if first else None,
             times=request.times(now) if first else None,
+            timeline=request.take_timeline() if request.timeline else [],
         )
         params = request.params
         if token in self.eos_token_ids and not params.ignore_eos:
@@ -369,14 +367,30 @@ class Scheduler(RequestQueue):
             error=ErrorInfo.of(error) if error else None,
             times=request.times(now),
             num_preemptions=request.num_preemptions,
+            timeline=[*(delta.timeline if delta else ()), *request.take_timeline()],
         )
         return Event(request, last)
+
+    def take_timelines(self, before: float) -> list[Event]:
+        """Return what has happened to requests that have had no delta since `before`, as deltas without a token.
+
+        before: seconds since 1970.
+        """
+        return [
+            Event(r, TokenDelta(request_id=r.request_id, position=r.num_output, timeline=r.take_timeline()))
+            for r in self._live.values()
+            if r.timeline and r.timeline[0].at < before and r.prefill_request is None
+        ]
 
     # -- handoffs ------------------------------------------------------------------------------------------
 
     def handle(self, event: HandoffEvent, now: float) -> list[Event]:
         """A handoff has got on; returns what is new."""
         match event:
+            case Noted():
+                if event.request_id in self._live:
+                    self._live[event.request_id].timeline.append(event.what)
+                return []
             case Closed():
                 request = self._live[event.handoff_id]
                 return [self._finish(request, "length" if event.reason == "released" else "abort", now)]
@@ -399,6 +413,7 @@ class Scheduler(RequestQueue):
                 error = EngineUnavailable(f"no other engine could compute the prompt: {why}")
                 return [self._finish(request, "error", now, error=error)]
             return []
+        request.timeline += event.first.timeline
         request.computed, request.in_flight = verified, 1
         request.num_cached = max(request.num_cached, event.first.cached)
         return [self._append(request, event.first.token, event.first.logprob, now)]
@@ -412,6 +427,7 @@ class Scheduler(RequestQueue):
         if token < 0:
             self.handoffs.refuse(request, NO_TOKEN)
         else:
+            request.note("first token computed")
             self.handoffs.finish(request, token, logprob, self.pool.block_size)
         self._retire(request)
 

@@ -23,11 +23,9 @@ from engine.wire.messages import (
     Add,
     CancelPrefill,
     Command,
-    EngineRequestLog,
     EngineStatus,
     ErrorInfo,
     GenerateRequest,
-    GetRequestLog,
     Prefill,
     PrefillReplicas,
     RemotePrefillFailed,
@@ -39,6 +37,7 @@ from engine.wire.messages import (
 logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 1.0
+TIMELINE_PERIOD_S = 1.0  # after which a request without a token tells what happened to it
 QUEUED_MESSAGES = 100_000  # to a receiver that does not take them; newer ones are lost
 POLL_MS = 200  # how soon `stop` is noticed when there is nothing to do
 
@@ -82,7 +81,7 @@ class EngineServer:
         self._encode = msgspec.msgpack.Encoder().encode
         self._kv_events = KVEventPublisher(engine_id, self._core.scheduler)
         self._ended: list[str] = []
-        self._status_due = time.monotonic()
+        self._status_due = self._timelines_due = time.monotonic()
         self._stopping = threading.Event()
 
     def run(self) -> None:
@@ -127,9 +126,6 @@ class EngineServer:
                     self._add(command.request, answers)
                 case Abort():
                     self._abort(command, answers)
-                case GetRequestLog(question, request_ids):
-                    journal = EngineRequestLog(self.engine_id, question, self._core.journal.of(request_ids))
-                    self._push(self._status_to, self._encode(journal))
                 case Subscribe():
                     self._subscribe(command)
                 case _:
@@ -182,13 +178,16 @@ class EngineServer:
                 handoffs.set_prefill_pool(replicas)
 
     def _send(self, events: list[Event], answers: dict[str, list[TokenDelta]]) -> None:
+        now = time.monotonic()
+        if now >= self._timelines_due:
+            events = events + self._core.scheduler.take_timelines(time.time() - TIMELINE_PERIOD_S)
+            self._timelines_due = now + TIMELINE_PERIOD_S
         for event in events:
             self._kv_events.prefilled(event)
             if event.request.prefill_request is None:
                 answers.setdefault(event.request.reply_to, []).append(event.delta)
             else:  # a prompt for another engine, which has heard of its end
                 self._ended.append(event.delta.request_id)
-        now = time.monotonic()
         if self._core.handoffs is not None:
             for notice in self._core.handoffs.notices():
                 self._push(self._status_to, self._encode(notice))

@@ -14,14 +14,14 @@ import msgspec
 import zmq
 
 from engine.config import HandoffConfig
-from engine.core.request_log import RequestLog
 from engine.distributed.sockets import PushSockets, Waker
 from engine.errors import EngineUnavailable
-from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent
+from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Noted, Received
 from engine.kv_transfer.protocol.messages import Attach, Envelope, FirstToken, ReadEnded
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.timeline import TimelineEvent
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +48,9 @@ class HandoffChannel:
         ranks: list[dict[str, bytes]],
         block_size: int,
         wake: Callable[[], None],
-        journal: RequestLog,
     ):
         """worker_addresses, ranks: address and description of the KVTransferWorker of each rank, in rank order.
-        wake: called from the channel's thread when `events` has something new; must not block.
-        journal: where it is told how the handoffs of each request get on."""
+        wake: called from the channel's thread when `events` has something new; must not block."""
         self.fingerprint = fingerprint
         self._wake = wake
         self._context = zmq.Context()
@@ -66,7 +64,6 @@ class HandoffChannel:
         self._decode_answer = msgspec.msgpack.Decoder(ReadEnded).decode
         self._protocol = HandoffProtocol(config, self.peer, ranks=ranks, block_size=block_size)
         self._protocol.out.commands.append(Attach(reply_to))
-        self._journal = journal
         self._lock = threading.Lock()  # around _protocol
         self._calls: deque[Callable[[float], None]] = deque()
         self._events: deque[HandoffEvent] = deque()
@@ -208,7 +205,7 @@ class HandoffChannel:
         for to, message in out.messages:
             self._send(to.address, self._encode(Envelope(self.peer, to.epoch, message)))
         for request_id, line in out.lines:
-            self._journal.add(request_id, line)
+            self._events.append(Noted(request_id, TimelineEvent.now(line)))  # not worth waking anybody for
         for event in out.events:
             _log(event)
         broken = self._protocol.broken
@@ -247,7 +244,7 @@ def _log(event: HandoffEvent) -> None:
         logger.log(level, "handoff failed handoff_id=%s reason=%s", event.handoff_id, what)
     elif isinstance(event, Closed):
         logger.info("handoff closed handoff_id=%s reason=%s", event.handoff_id, event.reason)
-    else:
+    elif isinstance(event, Received):
         logger.info("handoff received handoff_id=%s", event.handoff_id)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from engine.config import HandoffConfig
 from engine.core.handoffs import Cancel, Finish, Forget, HandoffManager, Open, Refuse, Report
 from engine.core.remote_prefill_policy import RemotePrefillPolicy
-from engine.core.request_log import RequestLog
 from engine.core.step_cost import StepCost
 from engine.errors import InvalidParameter
 from engine.kv_transfer.channel import HandoffChannel
@@ -41,10 +40,9 @@ class HandoffEndpoint:
         block_size: int,
         step_cost: StepCost,
         wake: Callable[[], None],
-        journal: RequestLog,
     ):
         """worker: rank 0's; closed by `close`. ranks: as of start_agent. step_cost: of this engine, as learned by its
-        owner. wake, journal: see HandoffChannel."""
+        owner. wake: see HandoffChannel."""
         self.config, self.fingerprint = config, fingerprint
         self._worker = worker
         self._channel = HandoffChannel(
@@ -56,7 +54,6 @@ class HandoffEndpoint:
             ranks=[rank.description for rank in ranks],
             block_size=block_size,
             wake=wake,
-            journal=journal,
         )
         self._policy = (
             RemotePrefillPolicy(config, step_cost, self._channel.quarantined) if config.role == "decode" else None

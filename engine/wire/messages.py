@@ -1,11 +1,11 @@
 """What travels between an engine and the processes that use it (msgspec over ZMQ).
 
-To the engine:      Add, Abort, GetRequestLog, Subscribe; Prefill, CancelPrefill (to one that computes prompts for others);
+To the engine:      Add, Abort, Subscribe; Prefill, CancelPrefill (to one that computes prompts for others);
                     RemotePrefillFailed, PrefillReplicas (to one that has its prompts computed)         (`Command`)
 From the engine:    TokenBatch to each ingress that has requests there, one per step;
                     EngineUpdate to each router that subscribes;
-                    to the replica's control actor (`Notice`) EngineStatus, at least once a second, EngineRequestLog when
-                    asked, and from one that has its prompts computed DispatchPrefill and CancelDispatch.
+                    to the replica's control actor (`Notice`) EngineStatus, at least once a second, and from one that
+                    has its prompts computed DispatchPrefill and CancelDispatch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from engine.wire.histogram import Histogram
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.remote_prefill import RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.timeline import TimelineEvent
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LIVE_HANDOFFS = 200  # in one status
@@ -96,12 +97,15 @@ class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step brought for one request. The delta with a `finish_reason` is the last.
 
+    One without tokens and `finish_reason` only brings what happened to a request that has no token for long.
+
     position: in the sequence's output, of the first token here; also without a token, but not with an error.
     stop_reason: the stop token id that ended it, if it was one of `stop_token_ids`.
     num_cached_tokens: prompt tokens that came from the prefix cache; given with the first token.
     prompt_logprobs: one per prompt token, the first None; given with the first token if asked for.
     text_complete: with finish_reason `stop`: its grammar ended it, so the last token is text, not a token that stops.
     times: given with the first token, and with the last delta of a request that was scheduled at all.
+    timeline: what happened to the request in its engines since the delta before.
     """
 
     request_id: str
@@ -116,6 +120,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: ErrorInfo | None = None
     times: RequestTimes | None = None
     num_preemptions: int = 0
+    timeline: list[TimelineEvent] = []
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,18 +247,7 @@ class CancelDispatch(msgspec.Struct, frozen=True, tag=True):
     handoff_id: str
 
 
-class EngineRequestLog(msgspec.Struct, frozen=True, tag=True):
-    """To the control actor: the answer to an GetRequestLog of the same number.
-
-    lines: by request id, (seconds since 1970, what happened), oldest first; nothing of requests that are not known.
-    """
-
-    engine_id: str
-    question: int
-    lines: dict[str, list[tuple[float, str]]]
-
-
-Notice = EngineStatus | EngineRequestLog | DispatchPrefill | CancelDispatch
+Notice = EngineStatus | DispatchPrefill | CancelDispatch
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -327,11 +321,4 @@ class PrefillReplicas(msgspec.Struct, frozen=True, tag=True):
     replicas: list[PrefillReplica]
 
 
-class GetRequestLog(msgspec.Struct, frozen=True, tag=True):
-    """Tell what happened to these requests (EngineRequestLog)."""
-
-    question: int
-    request_ids: list[str]
-
-
-Command = Add | Abort | GetRequestLog | Subscribe | Prefill | CancelPrefill | RemotePrefillFailed | PrefillReplicas
+Command = Add | Abort | Subscribe | Prefill | CancelPrefill | RemotePrefillFailed | PrefillReplicas

@@ -25,7 +25,7 @@ from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import EngineRequestLog, GenerateRequest
+from engine.wire.messages import GenerateRequest
 from tests.fake_engine import FakeEngine, Script
 from tests.models import make_tokenizer
 
@@ -60,9 +60,6 @@ class LocalPool:
 
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return []
-
-    async def request_logs(self, request_ids: list[str]) -> list[EngineRequestLog]:
-        return [await self._replica.request_log(request_ids)]
 
 
 @dataclass(slots=True)

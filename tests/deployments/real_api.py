@@ -32,7 +32,6 @@ from engine.config import EngineConfig, HandoffConfig
 from engine.core.server import EngineServer
 from engine.errors import EngineUnavailable
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import EngineRequestLog
 from engine.wire.remote_prefill import RemotePrefillRequest
 from tests.deployments.fake_api import LocalPool, until
 from tests.scrape import Scrape
@@ -89,9 +88,6 @@ class LocalPrefillPool:
     async def statuses(self) -> list[ReplicaStatus]:
         return [self._replica.status()]
 
-    async def request_log(self, request_ids: list[str]) -> EngineRequestLog:
-        return await self._replica.request_log(request_ids)
-
     async def state(self) -> PoolState:
         return "up"
 
@@ -105,9 +101,6 @@ class LocalPools(LocalPool):
 
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return await self._prefill.statuses()
-
-    async def request_logs(self, request_ids: list[str]) -> list[EngineRequestLog]:
-        return [*await super().request_logs(request_ids), await self._prefill.request_log(request_ids)]
 
 
 @asynccontextmanager

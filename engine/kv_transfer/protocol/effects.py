@@ -13,7 +13,7 @@ from engine.wire.remote_prefill import Peer
 @dataclass(slots=True)
 class Effects:
     """messages: to other engines. commands: to the workers of all own ranks. events: to the own step loop.
-    lines: (request id, what happened), for the journal."""
+    lines: (request id, what happened), for the request's timeline."""
 
     messages: list[tuple[Peer, Message]] = field(default_factory=list)
     commands: list[KVWorkerCommand] = field(default_factory=list)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.kv_transfer.protocol.messages import FirstToken
+from engine.wire.timeline import TimelineEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,4 +38,12 @@ class Closed:
     reason: str
 
 
-HandoffEvent = Received | Failed | Closed
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """Decode: something for the timeline of the request whose prompt is handed over."""
+
+    request_id: str
+    what: TimelineEvent
+
+
+HandoffEvent = Received | Failed | Closed | Noted

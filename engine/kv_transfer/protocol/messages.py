@@ -10,16 +10,19 @@ import msgspec
 
 from engine.wire.messages import TokenLogprob
 from engine.wire.remote_prefill import Peer
+from engine.wire.timeline import TimelineEvent
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     """What prefill sampled after the prompt. prompt_hash: hash of the prompt's last block, full or not, which names all
-    tokens up to it. cached: prompt tokens that prefill had in its cache."""
+    tokens up to it. cached: prompt tokens that prefill had in its cache. timeline: what happened to the
+    prompt there."""
 
     token: int
     logprob: TokenLogprob | None
     prompt_hash: bytes
     cached: int
+    timeline: list[TimelineEvent] = []
 
 
 # In all messages, lease counts the prefill requests that prefill has accepted: one that comes twice gets other blocks.

@@ -37,7 +37,6 @@ class PrefillHandoff:
         self._echo = 0
         self._resend_at = now
         self._finished_at = now
-        self._note("accepted")
         self._tell(now)
 
     @property
@@ -56,13 +55,11 @@ class PrefillHandoff:
     def finish(self, first: FirstToken, now: float) -> None:
         assert self._upto == len(self.prefill_request.token_ids), "finished before all blocks were named"
         self._first, self._finished_at = first, now
-        self._note("first token computed")
         self._tell(now)
 
     def refuse(self, reason: str, now: float) -> None:
         """Decode may still be reading, so the blocks are held until it cancels; but the lease is not extended more."""
         self._refused = reason
-        self._note(f"refused: {reason}")
         self._tell(now)
 
     # -- from decode ---------------------------------------------------------------------------------------
@@ -120,7 +117,3 @@ class PrefillHandoff:
         self._out.counters.ended("closed", reason)
         if self._first is not None:
             self._out.counters.phase("held", now - self._finished_at)
-        self._note(f"closed: {reason}")
-
-    def _note(self, line: str) -> None:
-        self._out.lines.append((self.prefill_request.request_id, f"{self.prefill_request.handoff_id} prefill: {line}"))

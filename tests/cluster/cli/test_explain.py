@@ -12,8 +12,9 @@ from aiohttp import web
 from rich.console import Console
 
 from cluster.cli.explain import fetch, show, summary_of
-from deployments.observability.timeline import RequestTimeline, SequenceTimeline, TimelineEvent
+from deployments.observability.timeline import RequestTimeline, SequenceTimeline
 from engine.errors import EngineUnavailable, InvalidApiKey, RequestError, RequestNotFound
+from engine.wire.timeline import TimelineEvent
 
 TIMELINE = SequenceTimeline(
     request_id="chatcmpl-a-1-0",

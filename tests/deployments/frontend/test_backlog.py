@@ -3,11 +3,12 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.frontend.backlog import MANY, take_backlog
 from engine.wire.messages import ErrorInfo, RequestTimes, TokenDelta, TokenLogprob
+from engine.wire.timeline import TimelineEvent
 
 ENDS = st.sampled_from(["stop", "length", "error", None])
 
@@ -19,7 +20,14 @@ def logprob(token: int) -> TokenLogprob:
 def sequence(name: str, count: int, end: str | None) -> list[TokenDelta]:
     """The deltas of one sequence of `count` tokens, as an engine sends them."""
     deltas = [
-        TokenDelta(request_id=name, position=i, token_ids=[i], logprobs=[logprob(i)], num_cached_tokens=0 if i else 7)
+        TokenDelta(
+            request_id=name,
+            position=i,
+            token_ids=[i],
+            logprobs=[logprob(i)],
+            num_cached_tokens=0 if i else 7,
+            timeline=[TimelineEvent(float(i), "", "preempted")] if i % 10 == 0 else [],
+        )
         for i in range(count)
     ]
     if end == "error":
@@ -67,6 +75,7 @@ def test_gap_within_a_backlog_stays_visible():
     assert [(d.position, len(d.token_ids)) for d in got] == [(0, MANY), (MANY + 1, MANY - 1)]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 80), ENDS, st.integers(0, 80), ENDS)
 def test_nothing_is_lost_or_reordered_within_a_sequence(a, end_a, b, end_b):
     sent = [*sequence("a", a, end_a), *sequence("b", b, end_b)]
@@ -79,4 +88,5 @@ def test_nothing_is_lost_or_reordered_within_a_sequence(a, end_a, b, end_b):
         if before:
             assert after[-1].finish_reason == before[-1].finish_reason
             assert (after[-1].error, after[-1].times) == (before[-1].error, before[-1].times)
+            assert [e for d in after for e in d.timeline] == [e for d in before for e in d.timeline]
             assert all(d.finish_reason is None for d in after[:-1])

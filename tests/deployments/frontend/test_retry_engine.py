@@ -13,7 +13,7 @@ from deployments.frontend import retry
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable
-from engine.wire.messages import EngineRequestLog, GenerateRequest
+from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.deployments.fake_api import until
@@ -74,9 +74,6 @@ class UnsurePool:
         return False
 
     async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return []
-
-    async def request_logs(self, request_ids: list[str]) -> list[EngineRequestLog]:
         return []
 
 

@@ -12,7 +12,7 @@ from deployments.openai.debug import live_handoffs
 from deployments.replicas.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
-from engine.wire.messages import EngineRequestLog, EngineStatus, GenerateRequest
+from engine.wire.messages import EngineStatus, GenerateRequest
 from tests.deployments.replicas.fake_prefill import status
 
 STATS = HandoffStats(
@@ -90,9 +90,6 @@ class Pool:
 
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return self._prefill
-
-    async def request_logs(self, request_ids: list[str]) -> list[EngineRequestLog]:
-        return []
 
 
 def with_handoff(engine_id: str, age_s: float) -> ReplicaStatus:

@@ -14,10 +14,11 @@ from deployments.frontend import retry
 from deployments.frontend.api_keys import hash_key
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.telemetry import Telemetry
-from deployments.observability.timeline import MAX_ENDED, MAX_EVENTS, RequestTimelines, SequenceTimeline, TimelineEvent
+from deployments.observability.timeline import MAX_ENDED, MAX_EVENTS, RequestTimelines, SequenceTimeline
 from deployments.openai.middleware import AuthConfig
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
+from engine.wire.timeline import TimelineEvent
 from tests.deployments.fake_api import fake_api, until
 from tests.deployments.real_api import real_api_with_prefill
 from tests.deployments.replicas.mortal_pool import Death, MortalPool, ingress, listen
@@ -84,7 +85,7 @@ def test_timeline_has_the_numbers_and_events_of_a_request_and_not_its_text():
                 "first token from fake",
                 "ended: length, 4 output tokens",
             ]
-            assert said(one, "fake") == ["asked"], "the engine's own lines"
+            assert said(one, "fake") == ["first token"], "the engine's own events"
             times = [event["at"] for event in one["events"]]
             assert times == sorted(times)
 
@@ -99,7 +100,9 @@ def test_request_that_still_waits_for_its_first_token_is_told_so():
                 api.client.post("/v1/completions", json=ASKED, headers={"X-Request-Id": "slow"})
             )
             await until(lambda: api.engine.num_live == 1)
-            (one,) = await told(api.client, "slow")
+            while not said(one := (await told(api.client, "slow"))[0], "fake"):
+                await asyncio.sleep(0.005)
+            assert said(one, "fake") == ["queued"], "without a token"
             assert (one["state"], one["reason"], one["output_tokens"]) == ("waiting", None, 0)
             api.engine.paused.clear()
             assert (await asked).status_code == 200
@@ -210,7 +213,7 @@ def test_timelines_of_other_ingresses_are_told_too_and_the_own_ones_once_and_nev
         await asyncio.sleep(0)  # only what has begun closes its socket when it is cancelled
         telemetry = Telemetry("a", channel, peers=OtherIngress())
         telemetry.timelines.begin(timeline("cmpl-x-2-0", 2.0, seconds=1.5))
-        found = await telemetry.all_timelines("cmpl-x")
+        found = (await telemetry.explain("cmpl-x")).sequences
         assert [(one.request_id, one.seconds) for one in found] == [("cmpl-x-1-0", None), ("cmpl-x-2-0", 1.5)]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

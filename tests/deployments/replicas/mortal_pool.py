@@ -23,7 +23,6 @@ from deployments.replicas.replica_status import ReplicaStatus
 from engine.core.request import Request
 from engine.errors import EngineUnavailable, ServingError
 from engine.wire.messages import (
-    EngineRequestLog,
     ErrorInfo,
     GenerateRequest,
     TokenBatch,
@@ -98,9 +97,6 @@ class MortalPool:
         return False
 
     async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return []
-
-    async def request_logs(self, request_ids: list[str]) -> list[EngineRequestLog]:
         return []
 
     def close(self) -> None:

@@ -137,19 +137,3 @@ def is_healthy(replica: EngineReplica) -> bool:
     except EngineUnavailable:
         return False
     return True
-
-
-def test_journal_is_the_engines_answer_and_an_engine_that_gives_none_is_not_waited_for(monkeypatch):
-    async def scenario() -> None:
-        async with replica_with_engine() as (replica, engine):
-            both = await asyncio.gather(replica.request_log(["a", "b"]), replica.request_log(["c"]))
-            assert [list(request_log.lines) for request_log in both] == [["a", "b"], ["c"]]
-            monkeypatch.setattr(engine_replica, "JOURNAL_TIMEOUT_S", 0.05)
-            await asyncio.to_thread(engine.stop)
-            with pytest.raises(EngineUnavailable, match="told nothing"):
-                await replica.request_log(["a"])
-            replica.fail("rank 0 died")
-            with pytest.raises(EngineUnavailable, match="rank 0 died"):
-                await replica.request_log(["a"])
-
-    run(scenario())

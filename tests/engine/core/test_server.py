@@ -80,6 +80,20 @@ def test_a_request_comes_back_as_batches_of_deltas_with_exactly_one_last(ingress
     assert ingress.tokens("b") == ingress.tokens("a")  # `gather` would have met anything more for "a"
 
 
+def test_a_request_without_a_token_tells_what_happens_to_it_before_it_has_one(ingress, monkeypatch):
+    monkeypatch.setattr("engine.core.server.TIMELINE_PERIOD_S", 0.0)
+    for name in "abcde":  # one more than can run at once
+        ingress.add(name, max_tokens=30)
+    ingress.last("e")
+    first, *_ = deltas = ingress.deltas["e"]
+    assert (first.token_ids, first.finish_reason) == ([], None)
+    told = [event.what for delta in deltas for event in delta.timeline]
+    assert told[0] == first.timeline[0].what
+    assert told[0].startswith("queued behind ")
+    assert told[1].startswith("to be computed here; ")
+    assert told[2:] == ["first token", "ended: length, 30 output tokens"]
+
+
 def test_requests_that_run_together_share_one_batch_per_step(ingress):
     for name in "abc":
         ingress.add(name, max_tokens=20)

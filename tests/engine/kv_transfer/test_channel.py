@@ -10,10 +10,9 @@ import torch
 import zmq
 
 from engine.config import HandoffConfig
-from engine.core.request_log import RequestLog
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.channel import HandoffChannel
-from engine.kv_transfer.protocol.events import Closed, Failed, Received
+from engine.kv_transfer.protocol.events import Closed, Failed, Noted, Received
 from engine.kv_transfer.protocol.messages import Envelope, FirstToken, Released
 from engine.kv_transfer.protocol.receive_state import hash_prompt
 from engine.kv_transfer.transport.head_map import HeadShard
@@ -34,7 +33,7 @@ class Engine:
 
     def __init__(self, name, workers, config=CONFIG):
         self.workers, self.told = workers, []
-        self.woken, self.journal = threading.Event(), RequestLog()
+        self.woken, self.noted = threading.Event(), []
         self.channel = HandoffChannel(
             config,
             engine_id=name,
@@ -44,7 +43,6 @@ class Engine:
             ranks=[worker.description for worker in workers],
             block_size=BLOCK,
             wake=self.woken.set,
-            journal=self.journal,
         )
 
     def wait_for_event(self):
@@ -53,7 +51,8 @@ class Engine:
         while not self.told:
             assert self.woken.wait(deadline - time.monotonic()), "no event came"
             self.woken.clear()
-            self.told += self.channel.events()
+            for event in self.channel.events():
+                (self.noted if isinstance(event, Noted) else self.told).append(event)
         return self.told.pop(0)
 
     def wait_until_broken(self):
@@ -136,19 +135,19 @@ def test_kv_travels_between_two_engines_while_prefill_computes(engines):
     assert stats.live == prefill.channel.stats().live == 0
 
 
-def test_the_journals_of_both_sides_tell_the_story_of_a_request(engines):
+def test_the_events_of_decode_tell_what_became_of_a_request(engines):
     decode, prefill = engines("d"), engines("p")
     prefill_request = prefill_request_for(decode)
     decode.channel.open(prefill_request, [20, 21, 22, 23])
     prefill.channel.accept(prefill_request)
     prefill.channel.refuse(prefill_request, "out of luck")
     decode.wait_for_event()
-    prefill.wait_for_event()
-    lines = [line for engine in (decode, prefill) for _, line in engine.journal.of(["r"])["r"]]
-    assert "h prefill: refused: out of luck" in lines
+    assert prefill.wait_for_event() == Closed("h", "cancelled")
+    lines = [event.what.what for event in decode.noted]
+    assert lines[0] == "h decode: accepted by p"
+    assert "h decode: fails: refused out of luck" in lines
     assert "h decode: failed: refused, 0 tokens kept of what was read" in lines
-    assert "h prefill: closed: cancelled" in lines
-    assert decode.journal.of(["another request"]) == {}
+    assert {event.request_id for event in decode.noted} == {"r"}
 
 
 def test_a_cancelled_handoff_stops_its_reads_before_prefill_gives_up_its_blocks(engines):
