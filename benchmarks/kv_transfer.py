@@ -80,5 +80,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
         serve(sys.argv[2])
     else:
-        for name in sys.argv[1:] or ["tcp", "nixl", "nccl"]:
+        for name in sys.argv[1:] or ["tcp", "nixl"]:
             measure(name)

@@ -76,7 +76,7 @@ def run(folder: Path, transport: str, name: str) -> None:
         server = ServeRun(Path(config), {"models": [one, apart]})
         try:
             for _ in range(d_replicas):
-                server.wait_for_line("test prompt went from prefill-apart-", timeout_s=300)
+                server.wait_for_line("prefill engine prefill-apart-", timeout_s=300)
             wait_until(lambda: httpx.get(f"{server.url}/health", timeout=5).status_code == 200)
             expected = ask_all(server, "one")
             before = metric(server, "manta_handoffs_total", 'result="received"')

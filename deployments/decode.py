@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-import ray
 from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
@@ -28,10 +27,9 @@ class Decode(EngineDeployment):
         """prefill: the deployment that may compute prompts for this one."""
         pool = None if prefill is None else ServePrefillPool(prefill, config.shared_block_size)
         async with self._starting():
-            ready = await self._start_engine(config, spec, pool)
+            await self._start_engine(config, spec, pool)
             if pool is not None:
-                host = ray.util.get_node_ip_address()
-                await pair(self._engine, pool, host, spec.startup_timeout_s, ready.max_model_len)
+                await pair(self._engine, pool, spec.startup_timeout_s)
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
 
     async def generate(self, request: bytes, _: RoutingContext) -> None:

@@ -31,7 +31,7 @@ class HandoffConfig:
             "help": "`prefill` computes prompts for decode engines; `decode` may have its prompts computed by them."
         }
     )
-    transport: Literal["auto", "tcp", "nixl", "nccl"] = option(
+    transport: Literal["auto", "tcp", "nixl"] = option(
         "auto", "How KV blocks travel; `auto` takes the fastest transport that both sides have."
     )
     policy: Literal["auto", "always", "never"] = option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from typing import Literal
 
 import msgspec
 import zmq
@@ -69,7 +70,15 @@ class Ingress(Inbox):
     def send(self, message: object) -> None:
         self._out.send(message if isinstance(message, bytes) else msgspec.msgpack.encode(message))
 
-    def add(self, name: str, prompt: list[int] | None = None, *, timeout_s: float | None = None, **params) -> None:
+    def add(
+        self,
+        name: str,
+        prompt: list[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+        prefill: Literal["auto", "local", "remote"] = "auto",
+        **params,
+    ) -> None:
         settings = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
         request = GenerateRequest(
             request_id=name,
@@ -77,6 +86,7 @@ class Ingress(Inbox):
             params=SamplingParams(**settings),
             reply_to=self.address,
             timeout_s=timeout_s,
+            prefill=prefill,
         )
         self.send(Add(request))
 

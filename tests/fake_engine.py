@@ -45,7 +45,6 @@ class FakeEngine:
     paused: set it, and no step is computed; requests that come then tell that they are queued.
     silent: set it, and no status is sent.
     refusal: if given, the answer to new requests. step_age_s, fingerprint, quarantined: what it reports of itself.
-    logprobs: of all tokens of a request, by where its prompt was to be computed.
     prefill_requests: that it was given, and ended unless paused. told: what became of those that it gave.
     """
 
@@ -58,7 +57,6 @@ class FakeEngine:
         self.stopped: list[str] = []
         self.fingerprint = ""
         self.quarantined: list[str] = []
-        self.logprobs = {"auto": -0.5, "local": -0.5, "remote": -0.5}
         self.prefill_requests: list[RemotePrefillRequest] = []
         self.cancelled: list[str] = []
         self.told: list[RemotePrefillFailed | PrefillReplicas] = []
@@ -131,8 +129,7 @@ class FakeEngine:
             token, first = answer.popleft(), request.params.max_tokens == len(answer) + 1
             logprob = None
             if request.params.logprobs is not None:
-                value = self.logprobs[request.prefill]
-                logprob = [TokenLogprob(token, value, 1, [(token, value)][: request.params.logprobs])]
+                logprob = [TokenLogprob(token, -0.5, 1, [(token, -0.5)][: request.params.logprobs])]
             prompt = None
             if request.params.prompt_logprobs is not None and first:
                 prompt = [None, *(TokenLogprob(t, -1.0, 2, []) for t in request.prompt[1:])]

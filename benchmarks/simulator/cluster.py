@@ -137,7 +137,7 @@ def serving(layout: Layout) -> Iterator[ServeRun]:
         server = ServeRun(Path(folder), {"models": [layout.section]}, environment=haproxy_ports(), manta=True)
         try:
             for _ in range(layout.decode):
-                server.wait_for_line("test prompt went from" if layout.prefill else "replica ready", START_S)
+                server.wait_for_line("fits this decode engine" if layout.prefill else "replica ready", START_S)
             wait_until(lambda: httpx.get(f"{server.url}/health", timeout=30).status_code == 200, START_S)
             wait_until(lambda: scrape(server).sum("manta_up") == layout.decode, START_S)
             yield server

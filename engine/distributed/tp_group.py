@@ -1,4 +1,4 @@
-"""Tensor-parallel group: the only file beside kv_transfer/ that knows torch.distributed.
+"""Tensor-parallel group: the only file that knows torch.distributed.
 
 How the ranks of one model come together:
 

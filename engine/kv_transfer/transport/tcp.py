@@ -35,7 +35,7 @@ MAGIC = b"KV01"
 FRAME = struct.Struct("<IIQ")  # number, bytes, checksum; then the bytes
 REFUSED = 0xFFFFFFFF  # in place of a number: the bytes say why, in UTF-8
 MAX_REASON = 1000  # bytes
-CLOSE_S = 1.0  # for a thread to end; one that is inside torch.distributed cannot be woken, and ends by its own limit
+CLOSE_S = 1.0  # for a thread to end
 RETRY_S = 1.0  # until another connection is accepted, when there are too many
 
 
@@ -213,7 +213,6 @@ class TcpSource:
         except Exception:
             logger.exception("KV connection failed")
         finally:
-            self._ended(connection)
             with self._lock:
                 self._serving.pop(connection)
             connection.close()
@@ -244,9 +243,6 @@ class TcpSource:
             return False
         self._deliver(connection, progress, blocks, start, count, seed)
         return True
-
-    def _ended(self, connection: socket.socket) -> None:
-        """For classes that keep something with a connection."""
 
     def _deliver(
         self, connection: socket.socket, progress: Progress, blocks: list[int], start: int, count: int, seed: int

@@ -247,11 +247,7 @@ def open_transports(memory: BlockMemory, host: str, name: str, progress_s: float
                 raise StartupError(f"handoff.transport is nixl, which cannot be had: {error}") from error
             logger.info("kv travels over tcp, since nixl cannot be had: %s", error)
     try:
-        if name == "nccl":
-            from engine.kv_transfer.transport.nccl import NcclTransport
-
-            found["nccl"] = NcclTransport(memory, host, progress_s)
-        elif name != "nixl":
+        if name != "nixl":
             found["tcp"] = TcpTransport(memory, host, progress_s)
     except OSError as error:
         raise StartupError(f"KV transport {name} cannot listen at {host}: {error}") from error

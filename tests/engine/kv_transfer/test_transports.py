@@ -20,7 +20,6 @@ from engine.kv_transfer.transport import nixl, tcp
 from engine.kv_transfer.transport.base import BlockReads, KVTransport, Progress, TransportError
 from engine.kv_transfer.transport.head_map import HeadPart, HeadShard, parts
 from engine.kv_transfer.transport.memory import BlockMemory
-from engine.kv_transfer.transport.nccl import NcclTransport
 from engine.kv_transfer.transport.nixl import NixlTransport
 from engine.kv_transfer.transport.tcp import TcpTransport, address_of, with_address
 from tests.engine.kv_transfer.caches import SourceProcess, full_cache, shard_cache
@@ -48,7 +47,7 @@ class StopAfter(threading.Event):
         return super().is_set()
 
 
-@pytest.fixture(params=["tcp", pytest.param("nixl", marks=needs_nixl), "nccl"])
+@pytest.fixture(params=["tcp", pytest.param("nixl", marks=needs_nixl)])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -76,7 +75,7 @@ def maker(name: str) -> Iterator[Make]:
         if name == "nixl":
             made.append(NixlTransport(memory, progress_s))
         else:
-            made.append((TcpTransport if name == "tcp" else NcclTransport)(memory, HOST, progress_s))
+            made.append(TcpTransport(memory, HOST, progress_s))
         return made[-1]
 
     yield make
