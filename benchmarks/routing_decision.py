@@ -15,8 +15,7 @@ from typing import get_args
 
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
-from deployments.routing.cost import PromptDigest
-from deployments.routing.prompts import PromptDigester
+from deployments.routing.prompt_digest import PromptDigest, PromptDigester
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.messages import EngineLoad, EngineUpdate
 
@@ -46,7 +45,7 @@ def main(num_engines: int = 100, num_blocks: int = 100_000) -> None:
         lambda i: PromptDigester(BLOCK_SIZE).digest("r", list(tokens), ""),
     )
     for policy, other in routers.items():
-        other.index, other.loads = router.index, router.loads
+        other.placements = router.placements
         for name, session in ((policy, ""), (f"{policy}, with a session", "s")):
             times(f"choice by {name}", lambda i, b=other, s=session: place(b, prompt, i, s, engines))
     small = engines[0]
@@ -69,7 +68,7 @@ def update(engine: str, load: EngineLoad, stored: bytes, number: int = 0) -> Eng
         load=load,
         stored=stored,
         removed=b"",
-        taken=[],
+        admitted=[],
         prefilled=[],
     )
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
-from deployments.routing.prompts import PromptDigester
+from deployments.routing.prompt_digest import PromptDigester
 from engine.wire.messages import EngineUpdate
 
 ROUTERS = ("prefix_aware", "power_of_two", "round_robin", "random")

@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from deployments import ray_compat
 from deployments.replicas.prefill_dispatcher import PoolState
 from deployments.replicas.replica_status import ReplicaStatus
-from deployments.routing.prompts import PromptDigester
+from deployments.routing.prompt_digest import PromptDigester
 from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable, Overloaded, ServingError

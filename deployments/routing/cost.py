@@ -1,31 +1,22 @@
-"""What it costs to send a request to an engine, in KV blocks of prompt that have to be computed."""
+"""The cost of sending a prompt to an engine, in KV blocks of prompt that have to be computed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deployments.routing.prompt_digest import PromptDigest
 from engine.wire.messages import EngineLoad
 
 
 @dataclass(frozen=True, slots=True)
-class PromptDigest:
-    """What is to be sent. keys: of its full blocks (prefix_index.py), in order. session: requests of one session should
-    meet in one engine; empty for none."""
-
-    request_id: str
-    num_tokens: int
-    keys: Sequence[int]
-    session: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class EngineCandidate:
-    """An engine as its router sees it. cached: blocks of the prompt, from the first on, that it has or will have."""
+    """One engine, seen with one prompt in mind."""
 
     engine: str
     load: EngineLoad
     cached: int
+    """Leading blocks of the prompt that it has or will have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +24,9 @@ class RoutingCost:
     """decode:  prefix_weight * uncached blocks + queued blocks + running_weight * blocks in use
     prefill: the same with a running_weight of 0, since blocks that only wait to be read slow nothing down
 
-    Queued blocks are prompt blocks that others still have to have computed there, so they count as much as the
-    request's own. Blocks in use are read by every step of the answers to come, which costs less than computing them.
+    Queued blocks are prompt blocks of other requests that the engine still has to compute, so they count as much as
+    the request's own. Blocks in use are read by every step of the answers to come, which costs less than computing
+    them.
     """
 
     block_size: int
@@ -45,7 +37,7 @@ class RoutingCost:
         return self.prefix_weight * self.uncached(prompt, candidate) + self.load(candidate)
 
     def uncached(self, prompt: PromptDigest, candidate: EngineCandidate) -> float:
-        """Blocks, and a part of one."""
+        """Blocks, with the fraction of the last one."""
         return self.uncached_tokens(prompt, candidate) / self.block_size
 
     def uncached_tokens(self, prompt: PromptDigest, candidate: EngineCandidate) -> int:
@@ -63,14 +55,17 @@ class RoutingCost:
         return load.queued_tokens / self.block_size + self.running_weight * load.blocks_used
 
     def would_wait(self, prompt: PromptDigest, candidate: EngineCandidate) -> bool:
-        """For a slot or for blocks, which takes until another request has ended: longer than computing any prompt."""
+        """Whether the request would wait for a slot or for blocks until another request has ended: longer than
+        computing any prompt takes."""
         load = candidate.load
         no_slot = load.slots > 0 and load.sequences >= load.slots
         return no_slot or 0 < load.blocks_total < load.blocks_used + self.new_blocks(prompt, candidate)
 
     def overloaded(self, prompt: PromptDigest, candidate: EngineCandidate, others: Sequence[EngineCandidate]) -> bool:
-        """The request is better off elsewhere even if all of its prompt is cached here and nothing of it there: it
-        would have to wait here and not there, or more work is ahead of it here than its whole prompt is there."""
+        """Whether the request is better off elsewhere even if all of its prompt is cached here and nothing of it there.
+
+        It would have to wait here and not there, or more work is ahead of it here than its whole prompt is there.
+        """
         with_capacity = [other for other in others if not self.would_wait(prompt, other)]
         if self.would_wait(prompt, candidate) and with_capacity:
             return True

@@ -1,30 +1,29 @@
-"""Which of several engines a request should go to. Pure: what is known of the engines is given, and so is chance."""
+"""Rules that rank the engines for a prompt. Pure: what is known of the engines is an argument, and so is chance."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from deployments.routing.config import PolicyName
-from deployments.routing.cost import EngineCandidate, PromptDigest, RoutingCost
-from deployments.routing.rendezvous import rendezvous_order
+from deployments.routing.cost import EngineCandidate, RoutingCost
+from deployments.routing.prompt_digest import PromptDigest
 from deployments.routing.stats import RoutingReason
 
 Lookup = Callable[[str], EngineCandidate]
+"""What is known of an engine. It takes time, so a policy looks up only the engines that it weighs."""
 
 
 class Policy(Protocol):
     def rank(self, prompt: PromptDigest, engines: Sequence[str], lookup: Lookup) -> tuple[list[str], RoutingReason]:
-        """All of the engines, of which there is at least one, the best first; and why that one.
-
-        lookup: what is known of an engine. It takes time, so a policy looks only at those that it weighs.
-        """
+        """Return all of the engines, of which there is at least one, the best first; and why that one is."""
 
 
 class PrefixAware:
-    """Where the request costs least. One where it would have to wait for others to end comes after all where not."""
+    """The engine where the request costs least. Engines where it would wait for others to end come after the rest."""
 
     def __init__(self, cost: RoutingCost):
         self._cost = cost
@@ -34,7 +33,7 @@ class PrefixAware:
         costs = {c.engine: (self._cost.would_wait(prompt, c), self._cost.total(prompt, c)) for c in candidates}
         ranked = sorted(engines, key=costs.__getitem__)
         equal = bisect_right(ranked, costs[ranked[0]], key=costs.__getitem__)
-        if equal > 1:  # where nobody knows better, prompts that begin alike go together, from all ingresses
+        if equal > 1:  # all else equal, prompts that begin alike go together, from all ingresses
             start = str(prompt.keys[0]) if prompt.keys else prompt.request_id
             best = rendezvous_order(start, ranked[:equal])[0]
             ranked.sort(key=lambda engine: engine != best)
@@ -45,7 +44,7 @@ class PrefixAware:
 
 
 class PowerOfTwo:
-    """Of two at random the one with fewer sequences; then the other, then the rest.
+    """The one of two random engines that has fewer sequences; then the other one, then the rest.
 
     M. Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001.
     """
@@ -64,7 +63,7 @@ class PowerOfTwo:
 
 
 class RoundRobin:
-    """By name, each after the one before; whoever comes or goes changes nothing for the others."""
+    """One engine after the other, by name, whichever engines come and go."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -85,3 +84,14 @@ def make_policy(name: PolicyName, cost: RoutingCost, rng: random.Random) -> Poli
             return PowerOfTwo(rng)
         case "round_robin":
             return RoundRobin()
+
+
+def rendezvous_order(key: str, engines: Iterable[str]) -> list[str]:
+    """Return the engines in an order that depends on nothing but the key, so it is the same in every process.
+
+    When an engine goes, only the keys that it was first for move, evenly to all others; when one comes, it takes an
+    even part of each engine's keys. Highest random weight hashing: Thaler and Ravishankar, A Name-Based Mapping Scheme
+    for Rendezvous, 1996.
+    """
+    seed = hashlib.blake2b(key.encode(), digest_size=16).digest()  # a key of blake2b must not be long
+    return sorted(engines, key=lambda engine: (hashlib.blake2b(engine.encode(), key=seed).digest(), engine))

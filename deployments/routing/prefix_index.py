@@ -1,90 +1,120 @@
-"""Which engine has the KV of which prompts, as far as one router knows. No clock, no socket."""
+"""The KV blocks of one engine, as far as one router knows. No clock, no socket."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from deployments.routing.key_set import KeySet
+import numpy as np
+
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 
+FOLD_AT = 2048  # changes
 
-def block_keys(names: bytes) -> list[int]:
-    """The first 64 bits of each block's name. Two names with equal keys would make an estimate wrong, nothing else."""
+
+def block_keys(hashes: bytes) -> list[int]:
+    """Return the first 64 bits of each block hash. Two hashes with equal keys make an estimate wrong, nothing else."""
     words = array("Q")
-    words.frombytes(names)
+    words.frombytes(hashes)
     return words[:: BLOCK_HASH_BYTES // words.itemsize].tolist()
 
 
-NOTHING = KeySet()
-
-
 class PrefixIndex:
-    """Blocks that engines have, by what they say, and blocks that they will have, since a prompt was sent there.
+    """Blocks that the engine reports, and blocks that it will have because a prompt was sent there.
 
-    An engine has no block without the one before it in the chain (`BlockPool` evicts a chain from its end), so a search
-    by halves finds how much of a prompt is there, in a set of keys per engine.
+    An engine has no block without the one before it in the chain (`BlockPool` evicts a chain from its end), so a
+    binary search finds how much of a prompt it has.
 
-    Memory: 8 bytes per block of each engine, and some 150 per block of a prompt on its way. So it is bounded by the
-    engines' own caches and queues, and nothing has to be forgotten for want of room.
+    Memory: 8 bytes per reported block, and some 150 per block of a prompt on its way. The engine's own cache and queue
+    bound both, so nothing is ever dropped to save memory.
     """
 
     def __init__(self) -> None:
-        self._stored: dict[str, KeySet] = {}
-        self._coming: dict[str, Counter[int]] = {}
-        self._prompts: dict[str, tuple[str, Sequence[int]]] = {}  # by request: where it was sent, its keys
+        self._stored = KeySet()
+        self._expected: Counter[int] = Counter()
 
-    def reset(self, engine: str, keys: Sequence[int]) -> None:
-        """These are all blocks that the engine has."""
-        self._stored[engine] = KeySet(keys)
+    def reset(self, keys: Sequence[int]) -> None:
+        """Replace all reported blocks."""
+        self._stored = KeySet(keys)
 
-    def update(self, engine: str, stored: Sequence[int], removed: Sequence[int]) -> None:
-        self._stored.setdefault(engine, KeySet()).update(stored, removed)
+    def update(self, stored: Sequence[int], removed: Sequence[int]) -> None:
+        self._stored.update(stored, removed)
 
-    def expect(self, request_id: str, engine: str, keys: Sequence[int]) -> None:
-        """A prompt has been sent to the engine, which will have these blocks of it, beside those that it has; and to no
-        other engine, for all we know."""
-        self.resolve(request_id)
-        self._prompts[request_id] = (engine, keys)
-        self._coming.setdefault(engine, Counter()).update(keys)
+    def expect(self, keys: Sequence[int]) -> None:
+        """A prompt with these uncached blocks was sent to the engine."""
+        self._expected.update(keys)
 
-    def resolve(self, request_id: str) -> None:
-        """The prompt is computed, or never will be: what the engine says is all from now on."""
-        engine, keys = self._prompts.pop(request_id, ("", ()))
-        coming = self._coming.get(engine)
-        if coming is None:
-            return
+    def unexpect(self, keys: Sequence[int]) -> None:
+        """Undo `expect`: the prompt is computed or dropped, and the engine's reports tell which blocks it has."""
         for key in keys:
-            if coming[key] > 1:
-                coming[key] -= 1
+            if self._expected[key] > 1:
+                self._expected[key] -= 1
             else:
-                del coming[key]
+                del self._expected[key]
 
-    def expected_at(self, request_id: str) -> str | None:
-        """Where the prompt was sent, until it is settled."""
-        prompt = self._prompts.get(request_id)
-        return None if prompt is None else prompt[0]
+    def match(self, keys: Sequence[int], guess: int = 0) -> int:
+        """Return how many leading blocks of a prompt the engine has or will have.
 
-    def forget(self, engine: str) -> None:
-        self._stored.pop(engine, None)
-        self._coming.pop(engine, None)
-        self._prompts = {name: prompt for name, prompt in self._prompts.items() if prompt[0] != engine}
-
-    def match(self, engine: str, keys: Sequence[int], guess: int = 0) -> int:
-        """How many of the prompt's blocks, from the first on, are at the engine or will be.
-
-        guess: looked at first, since many engines have the same part of a prompt. From 0 to the number of keys.
+        guess: an answer to try first, from 0 to the number of keys. Many engines have the same part of a prompt.
         """
-        stored, coming = self._stored.get(engine, NOTHING), self._coming.get(engine, ())
+        stored, expected = self._stored, self._expected
         if not keys:
             return 0
         reaches = not guess or keys[guess - 1] in stored
-        if reaches and (guess == len(keys) or (keys[guess] not in stored and keys[guess] not in coming)):
+        if reaches and (guess == len(keys) or (keys[guess] not in stored and keys[guess] not in expected)):
             return guess
-        return bisect_left(keys, True, key=lambda key: key not in stored and key not in coming)
+        return bisect_left(keys, True, key=lambda key: key not in stored and key not in expected)
 
-    def stored(self, engine: str) -> set[int]:
-        """Keys of the blocks that the engine says it has."""
-        return self._stored.get(engine, NOTHING).to_set()
+    def stored(self) -> set[int]:
+        """Keys of all reported blocks."""
+        return self._stored.to_set()
+
+
+class KeySet:
+    """A large set of 64-bit keys in 8 bytes each: a sorted array, and the changes since it was made.
+
+    A Python set would take ten times the memory, and with ten million keys each full garbage collection would take
+    three seconds.
+    """
+
+    def __init__(self, keys: Sequence[int] = ()):
+        self._sorted = _to_array(np.unique(np.array(keys, np.uint64)))
+        self._changed: dict[int, bool] = {}  # by key: whether it is in the set now
+
+    def __contains__(self, key: int) -> bool:
+        there = self._changed.get(key)
+        if there is not None:
+            return there
+        place = bisect_left(self._sorted, key)
+        return place < len(self._sorted) and self._sorted[place] == key
+
+    def update(self, added: Iterable[int], removed: Iterable[int]) -> None:
+        self._changed.update(dict.fromkeys(removed, False))
+        self._changed.update(dict.fromkeys(added, True))
+        if len(self._changed) > FOLD_AT:
+            self._fold()
+
+    def to_set(self) -> set[int]:
+        self._fold()
+        return set(self._sorted)
+
+    def _fold(self) -> None:
+        """Merge the changes into the sorted array."""
+        changed = np.sort(np.array(list(self._changed), np.uint64))
+        added = np.sort(np.array([key for key, there in self._changed.items() if there], np.uint64))
+        before = np.frombuffer(self._sorted, np.uint64) if self._sorted else np.empty(0, np.uint64)
+        places = np.searchsorted(before, changed)
+        known = places < len(before)
+        known[known] = before[places[known]] == changed[known]
+        kept = np.delete(before, places[known])
+        self._sorted = _to_array(np.insert(kept, np.searchsorted(kept, added), added))
+        self._changed = {}
+
+
+def _to_array(keys: np.ndarray) -> array[int]:
+    """Python's array, since a binary search in numpy's takes twice as long."""
+    found = array("Q")
+    found.frombytes(keys.tobytes())
+    return found

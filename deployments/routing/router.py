@@ -97,7 +97,9 @@ class EngineRouter(RequestRouter):
             if engine_id_of(replica_id) == update.engine_id:
                 # Serve's own count of open calls: of calls over gRPC it hears too late, and it asks the replica anew
                 # when it has had no call for some seconds
-                self.on_new_queue_len_info(replica_id, self._balancer.loads.load(update.engine_id).sequences)
+                self.on_new_queue_len_info(
+                    replica_id, self._balancer.placements.engine(update.engine_id).load.sequences
+                )
         return understood
 
     def _end(self, request_id: str, engine_id: str, outcome: CallOutcome) -> None:

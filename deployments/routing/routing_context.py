@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from deployments.routing.cost import PromptDigest
+from deployments.routing.prompt_digest import PromptDigest
 from deployments.routing.stats import RoutingStats
 from engine.wire.model_identity import ModelIdentity
 

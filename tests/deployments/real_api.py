@@ -26,7 +26,7 @@ from deployments.replicas.prefill_dispatcher import PoolState
 from deployments.replicas.replica_status import ReplicaStatus
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import RoutingConfig
-from deployments.routing.cost import PromptDigest
+from deployments.routing.prompt_digest import PromptDigest
 from deployments.routing.stats import RoutingStats
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.server import EngineServer

@@ -8,7 +8,7 @@ import pytest
 
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
-from deployments.routing.cost import PromptDigest
+from deployments.routing.prompt_digest import PromptDigest
 from engine.wire.messages import EngineLoad, EngineUpdate
 from tests.deployments.routing.pools import BLOCK, PoolEngine, prompt
 
@@ -93,14 +93,14 @@ def test_an_estimate_does_not_drift_from_what_engines_report():
         if rng.random() < 0.9:
             router.end(request.request_id, confirmed=rng.random() < 0.5)
         if number % 100 == 99:
-            pending = [name for engine in ENGINES for name in router.loads.pending(engine)]
+            pending = [name for engine in ENGINES for name in router.placements.pending(engine)]
             for engine in ENGINES:
                 load = EngineLoad(number % 7, number % 11, number % 13, 128, 10_000)
-                admitted = router.loads.pending(engine)
-                router.loads.report(engine, load, admitted)
-                assert router.loads.load(engine) == load
+                admitted = router.placements.pending(engine)
+                router.placements.report(engine, load, admitted)
+                assert router.placements.engine(engine).load == load
             assert pending, "something was under way"
-        router.loads.check()
+        router.placements.check()
 
 
 # prefixes
@@ -151,19 +151,19 @@ def test_blocks_of_a_request_that_has_ended_are_expected_until_its_engine_has_sp
         router.update(engine.snapshot())
     engine = engines[router.choose(prompt("1", tokens), ENGINES).engines[0]]
     router.end("1", confirmed=True)
-    assert router.index.match(engine.name, prompt("", tokens).keys) == 10
+    assert router.placements.engine(engine.name).prefixes.match(prompt("", tokens).keys) == 10
     engine.take("1", tokens)
     engine.end("1")  # it was aborted before it ran
     router.update(engine.update())
-    assert router.index.match(engine.name, prompt("", tokens).keys) == 0
+    assert router.placements.engine(engine.name).prefixes.match(prompt("", tokens).keys) == 0
 
 
 def test_blocks_of_a_request_that_never_got_there_are_not_expected():
     router, tokens = balancer(), list(range(40))
     engine = router.choose(prompt("1", tokens), ENGINES).engines[0]
     router.end("1", confirmed=False)
-    assert router.index.match(engine, prompt("", tokens).keys) == 0
-    assert router.loads.load(engine) == EngineLoad()
+    assert router.placements.engine(engine).prefixes.match(prompt("", tokens).keys) == 0
+    assert router.placements.engine(engine).load == EngineLoad()
 
 
 def test_lost_updates_are_noticed_and_a_snapshot_puts_everything_right():
@@ -177,11 +177,13 @@ def test_lost_updates_are_noticed_and_a_snapshot_puts_everything_right():
     router.end("1", confirmed=True)
     assert not router.update(engine.update())
     assert router.update(engine.snapshot())
-    assert router.index.stored("decode-m-a") == set(prompt("", list(range(8))).keys)
+    assert router.placements.engine("decode-m-a").prefixes.stored() == set(prompt("", list(range(8))).keys)
     engine.end("1")
     engine.pool.clear_cache()
     assert router.update(engine.update())
-    assert router.index.match("decode-m-a", prompt("", list(range(8))).keys) == 0, "nothing of the lost message is left"
+    assert router.placements.engine("decode-m-a").prefixes.match(prompt("", list(range(8))).keys) == 0, (
+        "nothing of the lost message is left"
+    )
 
 
 # load
@@ -245,11 +247,11 @@ def test_nothing_is_left_of_an_engine_that_is_gone():
     router.end("2", confirmed=True)
     router.mark_unhealthy(engine.name)
     router.keep(["decode-m-b"])
-    assert router.index.match(engine.name, prompt("", tokens).keys) == 0
-    assert router.loads.load(engine.name) == EngineLoad()
-    assert not router.loads.engines
+    assert router.placements.engine(engine.name).prefixes.match(prompt("", tokens).keys) == 0
+    assert router.placements.engine(engine.name).load == EngineLoad()
+    assert not router.placements.engines
     router.end("1", confirmed=True)
-    router.loads.check()
+    router.placements.check()
     assert router.choose(prompt("3", tokens), [engine.name, "decode-m-b"]).reason == "no_prefix"
 
 
@@ -257,9 +259,9 @@ def test_a_request_that_its_first_engine_did_not_take_is_charged_to_the_second_a
     router = balancer()
     first = router.choose(plain(1), ENGINES).engines[0]
     second = router.choose(plain(1), [e for e in ENGINES if e != first]).engines[0]
-    assert router.loads.load(first) == EngineLoad()
-    assert router.loads.load(second).sequences == 1
-    assert router.index.match(first, plain(1).keys) == 0
+    assert router.placements.engine(first).load == EngineLoad()
+    assert router.placements.engine(second).load.sequences == 1
+    assert router.placements.engine(first).prefixes.match(plain(1).keys) == 0
     assert sum(router.stats.routed.values()) == 1
 
 

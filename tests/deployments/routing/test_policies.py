@@ -5,10 +5,9 @@ from collections import Counter
 
 import pytest
 
-from deployments.routing.cost import EngineCandidate, PromptDigest, RoutingCost
-from deployments.routing.policies import Policy, PowerOfTwo, PrefixAware, RoundRobin
-from deployments.routing.prompts import PromptDigester
-from deployments.routing.rendezvous import rendezvous_order
+from deployments.routing.cost import EngineCandidate, RoutingCost
+from deployments.routing.policies import Policy, PowerOfTwo, PrefixAware, RoundRobin, rendezvous_order
+from deployments.routing.prompt_digest import PromptDigest, PromptDigester
 from engine.wire.messages import EngineLoad
 from tests.deployments.routing.pools import BLOCK, block_hashes, prompt
 

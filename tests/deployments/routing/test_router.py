@@ -15,7 +15,7 @@ from ray import cloudpickle
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID
 
-from deployments.routing.cost import PromptDigest
+from deployments.routing.prompt_digest import PromptDigest
 from deployments.routing.router import EngineRouter, engine_id_of
 from deployments.routing.routing_context import NOTHING, RoutingContext
 from deployments.routing.stats import RoutingStats
@@ -90,11 +90,11 @@ def test_a_call_is_charged_until_it_is_closed_whatever_serve_knows_of_it():
             calls = [plain(number) for number in range(3)]
             for call in calls:
                 await route(r, call)
-            assert r._balancer.loads.load("decode-m-a").sequences == 3
+            assert r._balancer.placements.engine("decode-m-a").load.sequences == 3
             for call, outcome in zip(calls, ("answered", "lost", "ended"), strict=True):
                 call.close(outcome)
             await asyncio.sleep(0)
-            assert r._balancer.loads.load("decode-m-a") == EngineLoad()
+            assert r._balancer.placements.engine("decode-m-a").load == EngineLoad()
             assert "decode-m-a" in r._balancer._unhealthy
 
     asyncio.run(scenario())
@@ -107,7 +107,7 @@ def test_a_call_that_was_cancelled_before_it_was_placed_leaves_nothing():
             call.close("ended")
             await route(r, call)
             await asyncio.sleep(0)
-            assert r._balancer.loads.load("decode-m-a") == EngineLoad()
+            assert r._balancer.placements.engine("decode-m-a").load == EngineLoad()
 
     asyncio.run(scenario())
 
@@ -119,8 +119,8 @@ def test_a_replica_whose_calls_are_too_many_is_passed_over_and_the_next_one_is_c
             for replica in replicas:
                 r.on_new_queue_len_info(replica.replica_id, replica.ongoing)
             assert await route(r, plain(1)) == "b"
-            assert r._balancer.loads.load("decode-m-a") == EngineLoad()
-            assert r._balancer.loads.load("decode-m-b").sequences == 1
+            assert r._balancer.placements.engine("decode-m-a").load == EngineLoad()
+            assert r._balancer.placements.engine("decode-m-b").load.sequences == 1
 
     asyncio.run(scenario())
 
@@ -181,9 +181,9 @@ def test_a_replica_that_serve_takes_away_is_forgotten():
             for number in range(4):
                 await route(r, plain(number))
             r.update_replicas([stays])
-            assert r._balancer.loads.engines == {"decode-m-a"}
+            assert r._balancer.placements.engines == {"decode-m-a"}
             r.on_replica_actor_died(stays.replica_id)
-            assert not r._balancer.loads.engines
+            assert not r._balancer.placements.engines
 
     asyncio.run(scenario())
 

@@ -100,10 +100,12 @@ class RoutingMachine(RuleBasedStateMachine):
 
     def check_truth(self, engine: PoolEngine) -> None:
         """Just after its report."""
-        assert self.router.index.stored(engine.name) == set(block_keys(b"".join(engine.pool.block_hashes())))
+        assert self.router.placements.engine(engine.name).prefixes.stored() == set(
+            block_keys(b"".join(engine.pool.block_hashes()))
+        )
         sent = [name for name, (where, _) in self.on_way.items() if where == engine.name]
-        assert sorted(self.router.loads.pending(engine.name)) == sorted(sent)
-        load, truth = self.router.loads.load(engine.name), engine.load()
+        assert sorted(self.router.placements.pending(engine.name)) == sorted(sent)
+        load, truth = self.router.placements.engine(engine.name).load, engine.load()
         assert load.sequences == truth.sequences + len(sent)
         if not sent:
             assert load == truth
@@ -111,14 +113,14 @@ class RoutingMachine(RuleBasedStateMachine):
         for tokens in ([0] * 20, [1] * 20, *coming):
             keys = prompt("", tokens).keys
             if not coming:
-                assert self.router.index.match(engine.name, keys) == engine.cached(tokens)
-            assert self.router.index.match(engine.name, keys) >= engine.cached(tokens)
+                assert self.router.placements.engine(engine.name).prefixes.match(keys) == engine.cached(tokens)
+            assert self.router.placements.engine(engine.name).prefixes.match(keys) >= engine.cached(tokens)
 
     @invariant()
     def nothing_is_negative_and_the_sums_are_right(self) -> None:
-        self.router.loads.check()
+        self.router.placements.check()
         for name in ENGINES:
-            load = self.router.loads.load(name)
+            load = self.router.placements.engine(name).load
             assert min(load.sequences, load.queued_tokens, load.blocks_used) >= 0
             self.engines[name].pool.check()
 
@@ -131,9 +133,11 @@ class RoutingMachine(RuleBasedStateMachine):
             self.router.end(name, confirmed=True)
         for engine in self.engines.values():
             self.router.update(engine.snapshot())
-            assert self.router.loads.load(engine.name) == engine.load()
+            assert self.router.placements.engine(engine.name).load == engine.load()
             for tokens in ([0] * 20, [1] * 20, [0, 1] * 10):
-                assert self.router.index.match(engine.name, prompt("", tokens).keys) == engine.cached(tokens)
+                assert self.router.placements.engine(engine.name).prefixes.match(
+                    prompt("", tokens).keys
+                ) == engine.cached(tokens)
 
 
 TestRouting = RoutingMachine.TestCase

@@ -1,18 +1,27 @@
-"""From token ids to what a router compares: done once per prompt, where it is known first."""
+"""What a router compares of a prompt: computed once per prompt, where its token ids are known first."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from deployments.routing.cost import PromptDigest
 from deployments.routing.prefix_index import block_keys
 from engine.wire.block_hash import block_hashes
 
 
-class PromptDigester:
-    """block_size: of the engines' KV blocks; None where they share no prefixes."""
+@dataclass(frozen=True, slots=True)
+class PromptDigest:
+    request_id: str
+    num_tokens: int
+    keys: Sequence[int]
+    """`block_keys` of its full blocks, in order."""
+    session: str = ""
+    """Requests of one session should meet in one engine; empty for none."""
 
+
+class PromptDigester:
     def __init__(self, block_size: int | None):
+        """block_size: tokens per KV block of the engines; None where they share no prefixes."""
         self._block_size = block_size
         self._last: tuple[list[int], str, Sequence[int]] = ([], "", ())
 

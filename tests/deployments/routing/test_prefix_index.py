@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from deployments.routing.key_set import KeySet
+from deployments.routing.prefix_index import KeySet
 
 LARGE = 2**64 - 1
 KEYS = st.sampled_from([0, 1, 2, 3, 2**63, LARGE - 1, LARGE])
@@ -15,7 +15,7 @@ KEYS = st.sampled_from([0, 1, 2, 3, 2**63, LARGE - 1, LARGE])
 @given(start=st.lists(KEYS), steps=st.lists(st.tuples(st.lists(KEYS), st.lists(KEYS))))
 def test_it_holds_what_a_set_would(fold_at, start, steps):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deployments.routing.key_set.FOLD_AT", fold_at)
+        patch.setattr("deployments.routing.prefix_index.FOLD_AT", fold_at)
         keys, truth = KeySet(start), set(start)
         for added, removed in steps:
             keys.update(added, removed)
