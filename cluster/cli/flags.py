@@ -1,11 +1,11 @@
-"""Command-line flags from the fields of EngineConfig: one list, which cannot drift apart from another."""
+"""Command-line flags from the fields of dataclasses: name, type, default and help text of a flag stand once."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -13,52 +13,83 @@ import typer
 
 from engine.config import EngineConfig
 
-PANEL, SWITCHES = "Engine", "Engine: switches"  # apart, since names of two kinds side by side leave no room
+PANEL, SWITCHES = "Engine", "Engine: switches"  # apart, since names of two kinds side by side take too much width
 WITHOUT = {"model", "handoff", "seed"}  # given in other ways, or of no use to a server
-NAMES = {"tensor_parallel": ("--tensor-parallel-size", "-tp")}  # vLLM's, where the field has another name
+NAMES = {  # vLLM's, where the field has another name, and shorter ones
+    "tensor_parallel": ("--tensor-parallel-size", "--tensor-parallel", "-tp"),
+    "num_threads": ("--num-threads", "--threads"),
+}
+
+EngineFlags = Annotated[dict[str, Any], EngineConfig]
+"""Type of a command's parameter for those fields of EngineConfig that are given as flags."""
 
 
-def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """A Typer command that has, beside its own parameters, a flag for each field of EngineConfig.
+def flag(default: Any, help: str, *names: str, **details: Any) -> Any:
+    """A dataclass field that is a flag. names: if not the field's own; details: arguments of typer.Option."""
+    return field(default=default, metadata={"help": help, "names": names, "details": details})
 
-    command: takes those that are given as `engine`, by their names.
-    """
-    own = list(inspect.signature(command, eval_str=True).parameters.values())
-    flags = engine_flags()
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Make a Typer command of a function: a parameter that is a dataclass, or EngineFlags, becomes a flag per field."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Callable[..., Any], list[inspect.Parameter]]] = {}
+    for own in inspect.signature(command, eval_str=True).parameters.values():
+        if own.annotation == EngineFlags:
+            groups[own.name] = given, engine_flags()
+        elif is_dataclass(own.annotation) and isinstance(own.annotation, type):
+            groups[own.name] = own.annotation, flags_of(own.annotation)
+        else:
+            parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
-        engine = {flag.name: given.pop(flag.name) for flag in flags}
-        command(**given, engine={name: value for name, value in engine.items() if value is not None})
+    def run(**values: Any) -> None:
+        options = {
+            name: make(**{flag.name: values.pop(flag.name) for flag in flags}) for name, (make, flags) in groups.items()
+        }
+        command(**values, **options)
 
-    parameters = [*(parameter for parameter in own if parameter.name != "engine"), *flags]
+    parameters += [flag for _, flags in groups.values() for flag in flags]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
-def engine_flags() -> list[inspect.Parameter]:
-    """None, the default of each, stands for a flag that is not given."""
-    hints = get_type_hints(EngineConfig)
-    flags = []
-    for field in fields(EngineConfig):
-        if field.name in WITHOUT:
-            continue
-        kind, dashed = _without_none(hints[field.name]), field.name.replace("_", "-")
-        names = NAMES.get(field.name, (f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}",))
-        option = typer.Option(
-            *names,
-            rich_help_panel=SWITCHES if kind is bool else PANEL,
-            help=field.metadata["help"],
-            show_default=False if field.default is None else str(field.default),
+def flags_of(config: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(config)
+    return [
+        _parameter(
+            f.name, hints[f.name], f.default, *f.metadata["names"], help=f.metadata["help"], **f.metadata["details"]
         )
-        annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
-        flags.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+        for f in fields(config)
+    ]
+
+
+def engine_flags() -> list[inspect.Parameter]:
+    """Flags of EngineConfig. Their defaults are None, which stands for a flag that is not given."""
+    hints, flags = get_type_hints(EngineConfig), []
+    for f in fields(EngineConfig):
+        if f.name in WITHOUT:
+            continue
+        kind, dashed = _without_none(hints[f.name]), f.name.replace("_", "-")
+        names = NAMES.get(f.name, (f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}",))
+        panel, shown = SWITCHES if kind is bool else PANEL, False if f.default is None else str(f.default)
+        details = {"rich_help_panel": panel, "help": f.metadata["help"], "show_default": shown}
+        flags.append(_parameter(f.name, kind | None, None, *names, **details))
     return flags
 
 
+def _parameter(name: str, hint: Any, default: Any, *names: str, **details: Any) -> inspect.Parameter:
+    annotation = Annotated[hint, typer.Option(*names, **details)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Return the options that are not left out."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _without_none(hint: Any) -> Any:
-    """`X` of `X | None`. Raises AssertionError for what no flag can say."""
+    """`X` of `X | None`. Raises AssertionError for a type that no flag can have."""
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (part for part in get_args(hint) if part is not NoneType)
     assert hint in (bool, int, float, str) or get_origin(hint) is Literal, hint

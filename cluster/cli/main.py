@@ -8,11 +8,12 @@ import secrets
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from cluster.cli.bench.commands import bench
+from cluster.cli.flags import EngineFlags, given, with_flags
 from cluster.cli.serve import serve
 from cluster.simulator.commands import simulate
 from engine.errors import RequestError, ServingError
@@ -39,7 +40,6 @@ app.add_typer(k8s, name="k8s", rich_help_panel=RUN)
 UrlOption = Annotated[str, typer.Option(help="Of the server.")]
 ApiKeyOption = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
 URL = "http://127.0.0.1:8000"
-ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a Hugging Face model folder, or a Hub id.")]
 
 
 @app.callback()
@@ -114,8 +114,7 @@ def chat(
     """
     from cluster.cli.chat import chat as talk
 
-    options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-    talk(url, model, system, api_key, {name: value for name, value in options.items() if value is not None})
+    talk(url, model, system, api_key, given(temperature=temperature, max_tokens=max_tokens, seed=seed))
 
 
 @app.command(rich_help_panel=LOOK)
@@ -143,17 +142,18 @@ def explain(
 
 
 @app.command(rich_help_panel=ASK)
+@with_flags
 def generate(
+    engine: EngineFlags,
     input: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="JSON lines; see below.")],
     output: Annotated[Path, typer.Option(dir_okay=False, help="Answers; what is in it already is kept.")],
-    model: ModelOption = "pocket",
+    model: Annotated[
+        str, typer.Option(help="`pocket` (bundled), a Hugging Face model folder, or a Hub id.")
+    ] = "pocket",
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer; default: what the context holds.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Share of probability to sample from; default 1.")] = None,
-    seed: Annotated[int | None, typer.Option(help="For lines that bring none.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt + answer, in tokens.")] = None,
-    kv_cache_memory_gib: Annotated[float | None, typer.Option(help="Size of the KV cache.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Probability mass to sample from; default 1.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of lines that bring none.")] = None,
 ) -> None:
     """Answer a file of prompts, offline; run it again after a kill, and it goes on where it was.
 
@@ -168,12 +168,8 @@ def generate(
     from cluster.cli.generate import generate_file  # torch takes seconds; `manta --help` should not
     from engine.offline.llm import LLM
 
-    given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    defaults = {name: value for name, value in given.items() if value is not None}
-    options: dict[str, Any] = {
-        "dtype": dtype, "max_model_len": max_model_len, "kv_cache_memory_gib": kv_cache_memory_gib
-    }  # fmt: skip
-    summary = generate_file(lambda: LLM(model, **options), input, output, defaults, progress=sys.stderr.isatty())
+    defaults = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    summary = generate_file(lambda: LLM(model, **engine), input, output, defaults, progress=sys.stderr.isatty())
     told = f"{summary.written} lines answered, {summary.failed} of them with an error"
     print(f"{told}; {summary.resumed} were there before" if summary.resumed else told, file=sys.stderr)
     raise typer.Exit(1 if summary.failed else 0)

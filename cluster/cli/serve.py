@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -15,17 +16,46 @@ import yaml
 
 from cluster import haproxy
 from cluster.autoscaling.slo import POLICY
-from cluster.cli.flags import with_engine_flags
+from cluster.cli.flags import EngineFlags, flag, with_flags
 from cluster.config import BUILDER, HOST, PORT
 from engine.errors import ConfigError, InvalidParameter, StartupError
 
-API, REPLICAS = "API", "Replicas"
 ABOVE_MODELS = ("ingress", "log_format", "log_level", "tracing")  # keys of `args` that do not belong to a model
 YAML = (".yaml", ".yml")
+API, REPLICAS = {"rich_help_panel": "API"}, {"rich_help_panel": "Replicas"}
 
 
-@with_engine_flags
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiFlags:
+    served_model_name: str | None = flag(None, "What clients send as `model`. Default: MODEL's last part.", **API)
+    host: str | None = flag(None, "0.0.0.0 listens on all interfaces.", **API, show_default=HOST)
+    port: int | None = flag(None, "", **API, min=1, max=65535, show_default=str(PORT))
+    api_keys_file: str | None = flag(None, "Who may come in; see `manta hash-key`. Default: everybody.", **API)
+    tool_call_parser: str | None = flag(None, "Default: read off the chat template.", **API)
+    reasoning_parser: str | None = flag(None, "Default: read off the chat template.", **API)
+    log_level: Literal["debug", "info", "warning", "error"] | None = flag(None, "", **API, show_default="info")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFlags:
+    num_replicas: int | None = flag(
+        None, "Replicas that answer requests.", "--num-replicas", "--decode-replicas", **REPLICAS, show_default="1"
+    )
+    max_replicas: int | None = flag(None, "In place of a fixed number: load decides (docs/autoscaling.md).", **REPLICAS)
+    min_replicas: int | None = flag(None, "With --max-replicas.", **REPLICAS, show_default="1")
+    prefill_replicas: int | None = flag(
+        None, "Replicas that only compute prompts for the others (docs/handoff.md).", **REPLICAS
+    )
+    num_cpus: float | None = flag(None, "CPUs of each rank of a replica.", **REPLICAS, show_default="1")
+    num_gpus: float | None = flag(None, "GPUs of each rank; at most 1.", **REPLICAS, show_default="0")
+    accelerator_type: str | None = flag(None, "GPU that a rank needs, as Ray names it: L4, H100.", **REPLICAS)
+
+
+@with_flags
 def serve(
+    api: ApiFlags,
+    replicas: ReplicaFlags,
+    engine: EngineFlags,
     model: Annotated[
         str,
         typer.Argument(help="`pocket` (bundled), a Hugging Face model folder, a Hub id; or a serve_config.yaml."),
@@ -44,60 +74,8 @@ def serve(
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(help="Of a running Ray, or `auto`. Default: $RAY_ADDRESS, or a Ray of its own."),
+        typer.Option(help="Address of a running Ray, or `auto`. Default: $RAY_ADDRESS, or a Ray of its own."),
     ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(rich_help_panel=API, help="What clients send as `model`. Default: MODEL's last part.")
-    ] = None,
-    host: Annotated[
-        str | None, typer.Option(rich_help_panel=API, help="0.0.0.0 listens on all interfaces.", show_default=HOST)
-    ] = None,
-    port: Annotated[int | None, typer.Option(rich_help_panel=API, min=1, max=65535, show_default=str(PORT))] = None,
-    api_keys_file: Annotated[
-        str | None, typer.Option(rich_help_panel=API, help="Who may come in; see `manta hash-key`. Default: everybody.")
-    ] = None,
-    tool_call_parser: Annotated[
-        str | None, typer.Option(rich_help_panel=API, help="Default: read off the chat template.")
-    ] = None,
-    reasoning_parser: Annotated[
-        str | None, typer.Option(rich_help_panel=API, help="Default: read off the chat template.")
-    ] = None,
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"] | None, typer.Option(rich_help_panel=API, show_default="info")
-    ] = None,
-    num_replicas: Annotated[
-        int | None,
-        typer.Option(
-            "--num-replicas",
-            "--decode-replicas",
-            rich_help_panel=REPLICAS,
-            help="That answer requests.",
-            show_default="1",
-        ),
-    ] = None,
-    max_replicas: Annotated[
-        int | None,
-        typer.Option(rich_help_panel=REPLICAS, help="In place of a fixed number: load decides (docs/autoscaling.md)."),
-    ] = None,
-    min_replicas: Annotated[
-        int | None, typer.Option(rich_help_panel=REPLICAS, help="With --max-replicas.", show_default="1")
-    ] = None,
-    prefill_replicas: Annotated[
-        int | None,
-        typer.Option(rich_help_panel=REPLICAS, help="That only compute prompts for the others (docs/handoff.md)."),
-    ] = None,
-    num_cpus: Annotated[
-        float | None,
-        typer.Option(rich_help_panel=REPLICAS, help="Of each rank of a replica.", show_default="1"),
-    ] = None,
-    num_gpus: Annotated[
-        float | None, typer.Option(rich_help_panel=REPLICAS, help="Of each rank; at most 1.", show_default="0")
-    ] = None,
-    accelerator_type: Annotated[
-        str | None, typer.Option(rich_help_panel=REPLICAS, help="GPU that a rank needs, as Ray names it: L4, H100.")
-    ] = None,
-    *,
-    engine: dict[str, Any],
 ) -> None:
     """Serve a model behind an OpenAI-compatible API, until Ctrl-C.
 
@@ -114,32 +92,15 @@ def serve(
 
       manta serve serve_config.yaml
     """
-    given: dict[str, Any] = {
-        "name": served_model_name,
-        "tool_call_parser": tool_call_parser,
-        "reasoning_parser": reasoning_parser,
-        "engine": engine,
-        "decode.num_replicas": num_replicas,
-        "decode.min_replicas": min_replicas,
-        "decode.max_replicas": max_replicas,
-    }
-    ranks = {"num_cpus": num_cpus, "num_gpus": num_gpus, "accelerator_type": accelerator_type}
-    given |= {f"decode.{key}": value for key, value in ranks.items()}
-    if prefill_replicas is not None:
-        given |= {"prefill.num_replicas": prefill_replicas}
-        given |= {f"prefill.{key}": value for key, value in ranks.items()}
-    given |= {"ingress.api_keys_file": api_keys_file, "log_level": log_level}
-    given |= dict(map(_key_and_value, sets or ()))
-    given = {key: value for key, value in given.items() if value not in (None, {})}
+    given = given_keys(api, replicas, engine) | dict(map(_key_and_value, sets or ()))
     if model.endswith(YAML):
-        if given or print_config or host is not None or port is not None:
+        if given or print_config or api.host is not None or api.port is not None:
             raise InvalidParameter("MODEL", model, "a model where flags are given; a file says all by itself")
         from cluster.cli.check.serve_config import load  # `manta --help` does without
 
         check(load(Path(model)), address)
         run(Path(model), address)
-    http: dict[str, Any] = {"host": host or HOST, "port": port or PORT}
-    serve_config = configuration(model, given, http)
+    serve_config = configuration(model, given, {"host": api.host or HOST, "port": api.port or PORT})
     text = yaml.safe_dump(serve_config, sort_keys=False)
     if print_config:
         print(text, end="")
@@ -147,6 +108,26 @@ def serve(
     check(serve_config, address)
     with unnamed_file(text) as config:
         run(config, address)
+
+
+def given_keys(api: ApiFlags, replicas: ReplicaFlags, engine: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a configuration that the flags set, by their paths."""
+    keys: dict[str, Any] = {
+        "name": api.served_model_name,
+        "tool_call_parser": api.tool_call_parser,
+        "reasoning_parser": api.reasoning_parser,
+        "engine": engine or None,
+        "decode.num_replicas": replicas.num_replicas,
+        "decode.min_replicas": replicas.min_replicas,
+        "decode.max_replicas": replicas.max_replicas,
+        "prefill.num_replicas": replicas.prefill_replicas,
+        "ingress.api_keys_file": api.api_keys_file,
+        "log_level": api.log_level,
+    }
+    for pool in ("decode",) if replicas.prefill_replicas is None else ("decode", "prefill"):
+        for key in ("num_cpus", "num_gpus", "accelerator_type"):
+            keys[f"{pool}.{key}"] = getattr(replicas, key)
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def configuration(model: str, given: dict[str, Any], http: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import torch
 from rich.progress import Progress
 
 from cluster.cli.bench.distribution import Distribution
-from cluster.cli.bench.prompts import WARM_UP, Job, preset, random_jobs
+from cluster.cli.bench.load import OfflineLoad
+from cluster.cli.bench.prompts import WARM_UP, Job
 from engine.model.config import ModelConfig
 from engine.model.folder import resolve
 from engine.offline.llm import LLM
@@ -85,50 +86,30 @@ class Repetition:
         return Distribution.of(values)
 
 
-def measure(
-    *,
-    model: str = "pocket",
-    workload: str | None = None,
-    requests: int = 64,
-    input_len: int = 128,
-    output_len: int = 64,
-    repetitions: int = 5,
-    warmup: int = 1,
-    seed: int = 0,
-    progress: Progress,
-    **options: Any,
-) -> OfflineReport:
-    """Greedy generation to the full length, `repetitions` times with new prompts.
+def measure(load: OfflineLoad, *, model: str = "pocket", progress: Progress, **options: Any) -> OfflineReport:
+    """Generate greedily to the full length, several times with new prompts. options: fields of EngineConfig.
 
-    workload: a preset, in place of requests, input_len, output_len and seed.
-    options: fields of EngineConfig.
     Raises StartupError, or RequestError if the engine would refuse the requests.
     """
-    model_config = ModelConfig.from_folder(resolve(model))
-
-    def batch(number: int) -> list[Job]:
-        if workload:
-            return preset(workload, model, number)
-        return random_jobs(requests, input_len, output_len, model_config.vocab_size, seed, number)
-
-    first = batch(0)
+    model_config, repetitions = ModelConfig.from_folder(resolve(model)), load.repetitions
+    first = load.batch(0, model, model_config.vocab_size)
     with LLM(model, **options) as llm:
         for job in first:
             llm.check(llm.request(job.prompt, params_of(job)), params_of(job))
         loaded_s = process_age_s()
-        task = progress.add_task("warming up", total=(warmup + repetitions) * len(first))
+        task = progress.add_task("warming up", total=(load.warmup + repetitions) * len(first))
 
         def run(number: int) -> Repetition:
-            return run_batch(llm, batch(number), lambda: progress.advance(task))
+            return run_batch(llm, load.batch(number, model, model_config.vocab_size), lambda: progress.advance(task))
 
-        warm = [run(WARM_UP + i) for i in range(warmup)]
+        warm = [run(WARM_UP + i) for i in range(load.warmup)]
         ready_s = process_age_s()
         progress.update(task, description="measuring")
         runs = [run(i) for i in range(repetitions)]
         asked = llm.config.dtype
     return OfflineReport(
         model=Path(model).name,
-        workload=workload or "random",
+        workload=load.workload or "random",
         dtype=model_config.dtype if asked == "auto" else asked,
         threads=torch.get_num_threads(),
         requests=len(first),

@@ -11,78 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
 from rich.progress import Progress
 
 from cluster.cli.bench.arrivals import arrival_times
 from cluster.cli.bench.distribution import Distribution
+from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.openai_client import OpenAIClient, Outcome
-from cluster.cli.bench.prompts import with_prefixes
 from engine.errors import InvalidParameter, RequestError
 
-PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 SLO_METRICS = ("ttft", "tpot", "e2el")
 SHOWN_ERRORS = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What is sent, and when.
-
-    request_rate: per second; infinite sends everything at once. burstiness: see `arrival_times`.
-    max_concurrency: requests on their way at a time; those above it wait in the client, and that is not measured.
-    prefix_len, prefix_groups: see `with_prefixes`. text: send words, not token ids; a chat always does.
-    vocab_size: token ids are drawn below it.
-    num_warmups: requests that are sent one after another before the clock starts.
-    """
-
-    endpoint: str = "completions"
-    num_prompts: int = 100
-    request_rate: float = math.inf
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
-    input_len: int = 128
-    output_len: int = 64
-    prefix_len: int = 0
-    prefix_groups: int = 1
-    text: bool = False
-    vocab_size: int = 1000
-    temperature: float = 0.0
-    ignore_eos: bool = True
-    num_warmups: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.endpoint not in PATHS:
-            raise InvalidParameter("endpoint", self.endpoint, f"one of {', '.join(PATHS)}")
-        for name in ("request_rate", "burstiness"):
-            if not getattr(self, name) > 0:
-                raise InvalidParameter(name, getattr(self, name), "above 0")
-
-    def bodies(self, model: str) -> list[bytes]:
-        """Every request, ready to be sent: nothing is computed while the server is measured. Warm-ups come first."""
-        prompts = with_prefixes(
-            self.num_warmups + self.num_prompts, self.input_len, self.prefix_len, self.prefix_groups, self.vocab_size,
-            self.seed, text=self.text or self.endpoint == "chat",
-        )  # fmt: skip
-        return [msgspec.json.encode(self._body(model, prompt)) for prompt in prompts]
-
-    def _body(self, model: str, prompt: list[int] | str) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "model": model,
-            "max_tokens": self.output_len,
-            "temperature": self.temperature,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if self.endpoint == "chat":
-            body["messages"] = [{"role": "user", "content": prompt}]
-        else:
-            body["prompt"] = prompt
-        if self.ignore_eos:  # an extension that strict servers refuse
-            body["ignore_eos"] = True
-        return body
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +71,7 @@ class ServeReport:
 
 
 def measure(
-    load: Load,
+    load: ServeLoad,
     *,
     base_url: str,
     model: str | None = None,
@@ -147,7 +86,7 @@ def measure(
 
 
 async def _measure(
-    load: Load, base_url: str, model: str | None, api_key: str | None, timeout_s: float, objectives: dict[str, float],
+    load: ServeLoad, base_url: str, model: str | None, api_key: str | None, timeout_s: float, objectives: dict[str, float],
     progress: Progress,
 ) -> ServeReport:  # fmt: skip
     async with OpenAIClient(base_url, api_key, timeout_s) as client:
@@ -155,7 +94,7 @@ async def _measure(
         if model is None and not served:
             raise RequestError(f"model must be given: {client.base_url}/v1/models names none", "model")
         model = model or served[0]
-        bodies, path = load.bodies(model), PATHS[load.endpoint]
+        bodies, path = load.bodies(model), load.path
         times = arrival_times(load.num_prompts, load.request_rate, load.burstiness, load.seed)
         task = progress.add_task("warming up", total=len(bodies))
         for body in bodies[: load.num_warmups]:
@@ -216,7 +155,7 @@ def meets(outcome: Outcome, objectives: dict[str, float]) -> bool:
 
 
 def summarise(
-    outcomes: list[Outcome], duration: float, load: Load, base_url: str, model: str, objectives: dict[str, float],
+    outcomes: list[Outcome], duration: float, load: ServeLoad, base_url: str, model: str, objectives: dict[str, float],
     client_cpu_share: float,
 ) -> ServeReport:  # fmt: skip
     done = [outcome for outcome in outcomes if outcome.error is None]

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from cluster.cli import main as cli
 from cluster.cli.bench import offline
+from cluster.cli.bench.load import OfflineLoad
 from cluster.cli.bench.progress import progress_bar
 from cluster.cli.bench.prompts import WARM_UP, preset
 from engine.errors import PromptTooLong
@@ -107,5 +108,5 @@ def test_failed_requests_are_counted_and_fail_the_command(folder, monkeypatch):
 
 def test_requests_that_cannot_be_served_are_refused_before_anything_runs(folder, batches):
     with progress_bar(shown=False) as progress, pytest.raises(PromptTooLong):
-        offline.measure(model=str(folder), input_len=600, num_threads=1, progress=progress)
+        offline.measure(OfflineLoad(input_len=600), model=str(folder), num_threads=1, progress=progress)
     assert batches == []

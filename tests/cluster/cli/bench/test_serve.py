@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from cluster.cli import main as cli
 from cluster.cli.bench import serve
+from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.openai_client import Outcome
-from cluster.cli.bench.serve import Load, meets, parse_goodput, send_all, summarise
+from cluster.cli.bench.serve import meets, parse_goodput, send_all, summarise
 from engine.errors import InvalidParameter
 from tests.cluster.cli.bench.fake_openai_server import FakeOpenAIServer
 
@@ -229,7 +230,7 @@ def test_objectives_are_limits_in_milliseconds_that_may_be_reached():
 
 def test_failed_requests_count_for_nothing_but_themselves():
     outcomes = [outcome(), outcome(ttft_s=0.3), outcome(e2el_s=9.0, error="lost"), outcome(error="lost")]
-    load = Load(num_prompts=4, input_len=10, prefix_len=2)
+    load = ServeLoad(num_prompts=4, input_len=10, prefix_len=2)
     result = summarise(outcomes, 2.0, load, "url", "model", {"ttft": 200}, 0.0)
     assert (result.completed, result.failed, result.errors) == (2, 2, {"lost": 2})
     assert (result.total_input_tokens, result.total_output_tokens) == (24, 10)

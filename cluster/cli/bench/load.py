@@ -1,0 +1,94 @@
+"""What a measurement asks an engine or a server for. Fast to import: `manta bench --help` lists these options."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from cluster.cli.bench.prompts import Job, preset, random_jobs, with_prefixes
+from cluster.cli.flags import flag
+from engine.errors import InvalidParameter
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+PANEL = {"rich_help_panel": "Load"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineLoad:
+    workload: str | None = flag(
+        None,
+        "A preset with token ids that other engines can be given too, in place of the four options below. "
+        "W1: 64 x 128 in, 64 out (Qwen3: 16 x 256 in, 64 out). W2: one stream, 128 in, 128 out. The model needs a "
+        "vocabulary of 31,000.",
+        **PANEL,
+    )
+    requests: int = flag(64, "Requests, handed over all at once.", min=1, **PANEL)
+    input_len: int = flag(128, "Tokens per prompt.", min=1, **PANEL)
+    output_len: int = flag(64, "Tokens per answer.", min=1, **PANEL)
+    seed: int = flag(0, "Seed of the random prompts.", **PANEL)
+    repetitions: int = flag(5, "Repetitions, each with new prompts.", min=1, **PANEL)
+    warmup: int = flag(1, "Repetitions before those that count.", min=0, **PANEL)
+
+    def batch(self, number: int, model: str, vocab_size: int) -> list[Job]:
+        """Return the prompts of a repetition."""
+        if self.workload:
+            return preset(self.workload, model, number)
+        return random_jobs(self.requests, self.input_len, self.output_len, vocab_size, self.seed, number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeLoad:
+    endpoint: str = flag("completions", "completions or chat.", **PANEL)
+    num_prompts: int = flag(100, "Requests to send.", min=1, **PANEL)
+    request_rate: float = flag(math.inf, "Requests per second; inf sends all at once.", **PANEL)
+    burstiness: float = flag(
+        1.0, "Shape of the arrivals: 1 is a Poisson process, below 1 in bursts, above 1 evenly.", **PANEL
+    )
+    max_concurrency: int | None = flag(
+        None, "Maximum number of requests under way; the others wait in the client, unmeasured.", min=1, **PANEL
+    )
+    input_len: int = flag(128, "Tokens of each prompt's own.", min=1, **PANEL)
+    output_len: int = flag(64, "Tokens per answer.", min=1, **PANEL)
+    prefix_len: int = flag(0, "Shared tokens before these.", min=0, **PANEL)
+    prefix_groups: int = flag(1, "Number of different prefixes; prompts take turns.", min=1, **PANEL)
+    text: bool = flag(False, "Send English words, not token ids; chat always does.", "--text", **PANEL)
+    vocab_size: int = flag(1000, "Token ids are below this; the model must have them.", min=2, **PANEL)
+    temperature: float = flag(0.0, "0 is greedy.", min=0, **PANEL)
+    ignore_eos: bool = flag(True, "Ask for the full length; a server may not know the field.", **PANEL)
+    num_warmups: int = flag(0, "Requests sent one after another before the clock starts.", min=0, **PANEL)
+    seed: int = flag(0, "Seed of the random prompts.", **PANEL)
+
+    def __post_init__(self) -> None:
+        if self.endpoint not in PATHS:
+            raise InvalidParameter("endpoint", self.endpoint, f"one of {', '.join(PATHS)}")
+        for name in ("request_rate", "burstiness"):
+            if not getattr(self, name) > 0:
+                raise InvalidParameter(name, getattr(self, name), "above 0")
+
+    @property
+    def path(self) -> str:
+        return PATHS[self.endpoint]
+
+    def bodies(self, model: str) -> list[bytes]:
+        """Return every request, ready to be sent: nothing is computed while the server is measured. Warm-ups come
+        first."""
+        prompts = with_prefixes(
+            self.num_warmups + self.num_prompts, self.input_len, self.prefix_len, self.prefix_groups, self.vocab_size,
+            self.seed, text=self.text or self.endpoint == "chat",
+        )  # fmt: skip
+        return [msgspec.json.encode(self._body(model, prompt)) for prompt in prompts]
+
+    def _body(self, model: str, prompt: list[int] | str) -> dict[str, Any]:
+        chat = {"messages": [{"role": "user", "content": prompt}]}
+        return {
+            "model": model,
+            "max_tokens": self.output_len,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **(chat if self.endpoint == "chat" else {"prompt": prompt}),
+            **({"ignore_eos": True} if self.ignore_eos else {}),  # an extension, which strict servers refuse
+        }
