@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
@@ -60,10 +61,15 @@ Shards = dict[str, tuple[Shard, Tensor]]
 
 
 class Sharded(nn.Module):
-    """A layer that owns weights of the checkpoint."""
+    """A layer that owns weights of the checkpoint, built for torch's default dtype and device, as `build_model` sets
+    them."""
 
     quantized_parameters = 0
     """Number of weights that are not in an nn.Parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtype, self.device = torch.get_default_dtype(), torch.get_default_device()
 
     def shards(self) -> Shards:
         """Every checkpoint tensor that this layer reads, named relative to the layer; together they fill it."""

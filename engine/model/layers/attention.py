@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.layers.rope import layer_table
+from engine.model.layers.rope import rope_table
 from engine.model.ops import attention
 
 
@@ -18,13 +19,13 @@ class Attention(nn.Module):
     and its neighbours.
     """
 
-    def __init__(self, cfg: ModelConfig, layer: int):
+    def __init__(self, cfg: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.layer = layer
         self.scale = cfg.attention_scale
         self.window = cfg.window[layer]
-        self.table = layer_table(cfg, layer)
-        self.ops = attention.select()
+        self.table = rope_table(cfg.rope[layer], cfg.head_dim, cfg.max_position_embeddings, dtype, device)
+        self.ops = attention.select(dtype, device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         q = self.ops.rotate_and_write(q, k, v, self.table, batch, self.layer)

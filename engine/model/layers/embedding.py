@@ -70,7 +70,7 @@ class TiedLMHead(LMHead):
     """Shares its matrix with the embedding, and so reads nothing from the checkpoint."""
 
     def __init__(self, embedding: VocabEmbedding):
-        nn.Module.__init__(self)
+        Sharded.__init__(self)
         self.tp, self.vocab_size = embedding.tp, embedding.vocab_size
         self.start, self.stop = embedding.start, embedding.stop
         self.weight = embedding.weight

@@ -23,7 +23,6 @@ class Linear(Sharded):
     def __init__(self, weights: dict[str, Shard], format: WeightFormat | None):
         super().__init__()
         self.weights = weights
-        self.dtype = torch.get_default_dtype()
         self.weight: nn.Parameter | None = None
         self.stored: StoredWeight | None = None
         self.kernel: quantized_linear.Multiply | None = None

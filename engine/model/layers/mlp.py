@@ -24,7 +24,7 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(
             cfg.hidden_size, {"gate": outputs, "up": outputs}, cfg.mlp_bias, format
         )
-        self.activation = activation.select(cfg.activation)
+        self.activation = activation.select(cfg.activation, self.gate_up_proj.dtype, self.gate_up_proj.device)
         self.down_proj = RowParallelLinear(
             cfg.intermediate_size, cfg.hidden_size, tp, cfg.mlp_bias, cfg.weight_format(prefix, "down_proj")
         )

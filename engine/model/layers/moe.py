@@ -53,9 +53,8 @@ class Experts(Sharded):
         rows = Shard.of_rank((moe.intermediate_size, hidden_size), OUTPUTS, tp, "moe_intermediate_size")
         columns = Shard.of_rank((hidden_size, moe.intermediate_size), INPUTS, tp, "moe_intermediate_size")
         self.weights = {"gate_up_proj.gate": rows, "gate_up_proj.up": rows, "down_proj": columns}
-        self.activation = activations.select(activation)
-        self.mix = ops.select(hidden_size, rows.size)
-        self.dtype = torch.get_default_dtype()
+        self.activation = activations.select(activation, self.dtype, self.device)
+        self.mix = ops.select(hidden_size, rows.size, self.dtype, self.device)
         self.stored: list[list[StoredWeight]] = []
         self.gate_up: nn.Parameter | None = None
         self.down: nn.Parameter | None = None

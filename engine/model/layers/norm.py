@@ -20,7 +20,7 @@ class RMSNorm(Sharded):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.rms_norm, self.add_rms_norm = norm.select(), norm.select_add()
+        self.rms_norm, self.add_rms_norm = norm.select(self.dtype, self.device)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rms_norm(x, self.weight, self.eps, self.shift)

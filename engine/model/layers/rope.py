@@ -11,13 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from engine.model.config import ModelConfig, RopeConfig
-
-
-def layer_table(cfg: ModelConfig, layer: int) -> Tensor:
-    """The table of one layer, in the dtype and on the device that the model under construction has set as defaults."""
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    return rope_table(cfg.rope[layer], cfg.head_dim, cfg.max_position_embeddings, dtype, device)
+from engine.model.config import RopeConfig
 
 
 @lru_cache(maxsize=8)  # layers share a table, as do models of one kind

@@ -1,5 +1,5 @@
 """Gemma 3, text only, arXiv:2503.19786: scaled embeddings, norms before and after each block, norms of queries and
-keys, and windowed layers with a rotary embedding of their own (the last is a matter of configuration)."""
+keys. Its windowed layers, with a rotary embedding of their own, are a matter of configuration."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.distributed.tp_group import TPGroup
+from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.norm import RMSNorm
 from engine.model.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
@@ -24,9 +25,9 @@ class Gemma3Attention(LlamaAttention):
         self.q_norm = GemmaRMSNorm(cfg.head_dim, cfg.rms_norm_eps)
         self.k_norm = GemmaRMSNorm(cfg.head_dim, cfg.rms_norm_eps)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().project(x)
-        return self.q_norm(q), self.k_norm(k), v
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.qkv_proj(x)
+        return self.o_proj(self.attend(self.q_norm(q), self.k_norm(k), v, batch))
 
 
 class Gemma3Layer(LlamaLayer):
@@ -40,9 +41,9 @@ class Gemma3Layer(LlamaLayer):
         self.pre_feedforward_layernorm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.post_feedforward_layernorm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
-    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
-        projected = self.post_attention_layernorm(self.self_attn.o_proj(attended))
-        x, normed = self.pre_feedforward_layernorm.add(x, projected)
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        attended = self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), batch))
+        x, normed = self.pre_feedforward_layernorm.add(x, attended)
         return x + self.post_feedforward_layernorm(self.mlp(normed))
 
 
@@ -53,7 +54,7 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
         super().__init__(cfg, tp)
         self.norm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         # rounded to the model's dtype, as in training: sqrt(3072) is 55.5 in bfloat16
-        self.embed_scale = torch.tensor(cfg.hidden_size**0.5, device="cpu").to(torch.get_default_dtype()).item()
+        self.embed_scale = torch.tensor(cfg.hidden_size**0.5, device="cpu").to(self.embed_tokens.dtype).item()
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return super().embed(input_ids) * self.embed_scale

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: arXiv:2307.09288, arXiv:2407.21783. The other families say how they differ from this one."""
+"""Llama 2 and 3: arXiv:2307.09288, arXiv:2407.21783. Other families are written as their differences from this one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from engine.model.layers.linear import QKVLinear, RowParallelLinear
 from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.norm import RMSNorm
 
-# Modules here are named as in the checkpoint, except for those that are merged: checkpoint's name -> layer and part.
+# Modules are named as in the checkpoint, except those that merge several of its layers: name in the checkpoint ->
+# merged layer, and name within it.
 PACKED = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
@@ -26,27 +27,24 @@ PACKED = {
 
 
 class LlamaAttention(nn.Module):
-    """Grouped-query attention with rotary positions: `project`, `attend`, `o_proj`."""
+    """Grouped-query attention with rotary positions: [tokens, hidden] -> [tokens, hidden]."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
         prefix = f"layers.{layer}.self_attn"
         self.qkv_proj = QKVLinear(cfg, tp, prefix)
-        self.attend = Attention(cfg, layer)
+        self.attend = Attention(cfg, layer, self.qkv_proj.dtype, self.qkv_proj.device)
         self.o_proj = RowParallelLinear(
             cfg.num_heads * cfg.head_dim, cfg.hidden_size, tp, cfg.output_bias, cfg.weight_format(prefix, "o_proj")
         )
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v as `attend` takes them."""
-        return self.qkv_proj(x)
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.qkv_proj(x)
+        return self.o_proj(self.attend(q, k, v, batch))
 
 
 class LlamaLayer(nn.Module):
-    """Pre-norm residual block: [tokens, hidden] -> [tokens, hidden].
-
-    In two pieces that know nothing of the batch, so that they can be compiled (engine/model/torch_compile.py).
-    """
+    """Pre-norm residual block: [tokens, hidden] -> [tokens, hidden]."""
 
     attention_type: ClassVar[type[LlamaAttention]] = LlamaAttention
     norm_type: ClassVar[type[RMSNorm]] = RMSNorm
@@ -62,14 +60,8 @@ class LlamaLayer(nn.Module):
         return GatedMLP(cfg, tp, f"layers.{layer}.mlp")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        q, k, v = self.before_attention(x)
-        return self.after_attention(x, self.self_attn.attend(q, k, v, batch))
-
-    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn.project(self.input_layernorm(x))
-
-    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
-        x, normed = self.post_attention_layernorm.add(x, self.self_attn.o_proj(attended))
+        attended = self.self_attn(self.input_layernorm(x), batch)
+        x, normed = self.post_attention_layernorm.add(x, attended)
         return x + self.mlp(normed)
 
 
@@ -106,4 +98,4 @@ class LlamaForCausalLM(nn.Module):
         return self.lm_head.best(hidden)
 
 
-Model = LlamaForCausalLM  # every family's class has its interface: packed, forward, logits and best
+Model = LlamaForCausalLM  # the interface of every family's class

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.distributed.tp_group import TPGroup
+from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.norm import RMSNorm
 from engine.model.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
@@ -16,9 +17,9 @@ class Qwen3Attention(LlamaAttention):
         self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
         self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().project(x)
-        return self.q_norm(q), self.k_norm(k), v
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.qkv_proj(x)
+        return self.o_proj(self.attend(self.q_norm(q), self.k_norm(k), v, batch))
 
 
 class Qwen3Layer(LlamaLayer):

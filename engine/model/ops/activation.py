@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,13 +24,13 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
 
 
-def select(name: str) -> Callable[[Tensor], Tensor]:
-    """By the activation's name in config.json."""
-    if name == "silu" and dispatch.cpu_kernels():
+def select(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """The fastest version of the activation that config.json names."""
+    if name == "silu" and dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import activation
 
         return activation.silu_mul
-    if dispatch.gpu_kernels():
+    if dispatch.gpu_kernels(dtype, device):
         from engine.model.ops.gpu.activation import GATED
 
         return GATED[name]

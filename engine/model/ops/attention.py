@@ -23,15 +23,15 @@ import torch
 from engine.model.ops import attention_plain, dispatch
 
 
-def select() -> ModuleType:
+def select(dtype: torch.dtype, device: torch.device) -> ModuleType:
     """A module that has both ops."""
-    if dispatch.cpu_kernels():
+    if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import attention
 
         return attention
-    if dispatch.gpu_kernels():
+    if dispatch.gpu_kernels(dtype, device):
         from engine.model.ops.gpu import flash
 
-        flash.select(torch.get_default_device())  # now, as the model is built, and not in its first step
+        flash.select(device)  # now, as the model is built, and not in its first step
         return flash
     return attention_plain

@@ -17,14 +17,14 @@ CPU_DTYPES = (torch.bfloat16, torch.float32)  # that fast CPU ops take
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def cpu_kernels() -> bool:
-    """Whether ops/cpu serves the device and dtype that the model under construction has set as defaults."""
-    return torch.get_default_device().type == "cpu" and torch.get_default_dtype() in CPU_DTYPES and numba_found()
+def cpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ops/cpu has the kernels for layers of this dtype on this device."""
+    return device.type == "cpu" and dtype in CPU_DTYPES and numba_found()
 
 
-def gpu_kernels() -> bool:
-    """Whether ops/gpu serves the device and dtype that the model under construction has set as defaults."""
-    return torch.get_default_device().type == "cuda" and torch.get_default_dtype() in GPU_DTYPES and triton_found()
+def gpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ops/gpu has the kernels for layers of this dtype on this device."""
+    return device.type == "cuda" and dtype in GPU_DTYPES and triton_found()
 
 
 @cache

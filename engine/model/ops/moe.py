@@ -20,15 +20,14 @@ Activation = Callable[[Tensor], Tensor]
 MixExperts = Callable[[Tensor, Tensor, Tensor, Activation, Tensor, Tensor], Tensor]
 
 
-def select(hidden_size: int, slice_size: int) -> MixExperts:
+def select(hidden_size: int, slice_size: int, dtype: torch.dtype, device: torch.device) -> MixExperts:
     """slice_size: of each expert's intermediate values that this rank has."""
-    dtype = torch.get_default_dtype()
-    if torch.get_default_device().type == "cuda":
+    if device.type == "cuda":
         from engine.model.ops.gpu import grouped_mm
 
-        if grouped_mm.fits(hidden_size, slice_size, dtype) and grouped_mm.has_kernel():
+        if grouped_mm.fits(hidden_size, slice_size, dtype) and grouped_mm.has_kernel(device):
             return grouped_mm.mix_experts
-    if dispatch.gpu_kernels():
+    if dispatch.gpu_kernels(dtype, device):
         from engine.model.ops.gpu import moe
 
         return moe.mix_experts

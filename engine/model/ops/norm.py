@@ -20,28 +20,17 @@ RMSNormOp = Callable[[Tensor, Tensor, float, float], Tensor]
 AddRMSNormOp = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
 
 
-def select() -> RMSNormOp:
-    if dispatch.cpu_kernels():
-        from engine.model.ops.cpu.norm import rms_norm
+def select(dtype: torch.dtype, device: torch.device) -> tuple[RMSNormOp, AddRMSNormOp]:
+    """The fastest versions of both ops."""
+    if dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu import norm as cpu
 
-        return rms_norm
-    if dispatch.gpu_kernels():
-        from engine.model.ops.gpu import norm
+        return cpu.rms_norm, cpu.add_rms_norm
+    if dispatch.gpu_kernels(dtype, device):
+        from engine.model.ops.gpu import norm as gpu
 
-        return norm.rms_norm
-    return rms_norm_plain
-
-
-def select_add() -> AddRMSNormOp:
-    if dispatch.cpu_kernels():
-        from engine.model.ops.cpu.norm import add_rms_norm
-
-        return add_rms_norm
-    if dispatch.gpu_kernels():
-        from engine.model.ops.gpu import norm
-
-        return norm.add_rms_norm
-    return add_rms_norm_plain
+        return gpu.rms_norm, gpu.add_rms_norm
+    return rms_norm_plain, add_rms_norm_plain
 
 
 def rms_norm_plain(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:

@@ -56,7 +56,7 @@ class OnlineFP8:
     """`weight` in the model's own dtype; rounded to FP8 when it is loaded, with a scale per output."""
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
-        return {"weight": StoredTensor(torch.get_default_dtype(), WEIGHT_AXES)}
+        return {"weight": StoredTensor(None, WEIGHT_AXES)}
 
     def decode(self, tensors: dict[str, Tensor], weight: Shard) -> QuantizedWeight:
         values, scale = quantize_rows(tensors["weight"], FP8)

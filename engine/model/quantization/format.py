@@ -37,7 +37,8 @@ class QuantAxis:
 class StoredTensor:
     """One tensor of a quantized weight, as the checkpoint stores it."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
+    """None: the model's own, torch's default while it is built."""
     axes: tuple[QuantAxis | int, ...]
     """A plain number is the size of a dimension that every rank reads whole."""
 

@@ -129,7 +129,7 @@ def test_an_engine_compiles_before_its_first_request_and_then_says_the_same_also
     folder, device = folder_of("llama"), LateDevice()
     batches = [requests(count, 97, logprobs=2) for count in (8, 1)]
     expected = [generate(folder, "cpu", wanted) for wanted in batches]
-    monkeypatch.setattr(dispatch, "cpu_kernels", lambda: False)  # they know no padding
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)  # they know no padding
     monkeypatch.setattr("engine.runner.model_runner.open_device", lambda name: device)
     caplog.set_level(logging.INFO, logger="engine")
     core = make_core(folder, "cpu", torch_compile=True)
@@ -154,4 +154,4 @@ def test_enforce_eager_sets_torch_compile_aside(folder_of, caplog):
     core = EngineCore(EngineConfig(model=str(folder_of("llama")), torch_compile=True, enforce_eager=True, num_blocks=8))
     core.close()
     assert "torch_compile is set aside by enforce_eager" in caplog.text
-    assert "before_attention" not in vars(core.runner.model.layers[0])
+    assert "forward" not in vars(core.runner.model.layers[0])

@@ -1,1 +1,1 @@
-"""Fast ops for GPUs, in Triton. Nothing here is imported unless `engine.model.ops.dispatch.gpu_kernels()` says so."""
+"""Fast ops for GPUs, in Triton. Nothing here is imported unless `gpu_kernels` in ops/dispatch.py says so."""

@@ -5,11 +5,11 @@ Nothing here waits for the device. Has not run on a GPU yet.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from engine.model.ops.moe import Activation
 
 ALIGNMENT = 8  # values, 16 bytes: rows of both operands must start there
 
@@ -19,16 +19,16 @@ def fits(hidden_size: int, slice_size: int, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and hidden_size % ALIGNMENT == 0 and slice_size % ALIGNMENT == 0
 
 
-def has_kernel() -> bool:
-    """Whether torch has one for the current GPU: from Hopper on. Elsewhere it loops, and waits."""
-    return torch.cuda.get_device_capability() >= (9, 0)
+def has_kernel(device: torch.device) -> bool:
+    """Whether torch has a kernel for this GPU: from Hopper on. Elsewhere it loops, and waits."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def mix_experts(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    activation: Activation,
+    activation: Callable[[Tensor], Tensor],
     experts: Tensor,
     weights: Tensor,
 ) -> Tensor:

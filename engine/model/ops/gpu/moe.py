@@ -9,13 +9,13 @@ Checked under Triton's interpreter and compiled for sm_80 and sm_90; has not run
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from engine.model.ops.moe import Activation
 
 FEW, MANY = 16, 64  # rows of a tile
 BLOCK_K_BYTES = 128
@@ -89,7 +89,7 @@ def mix_experts(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    activation: Activation,
+    activation: Callable[[Tensor], Tensor],
     experts: Tensor,
     weights: Tensor,
 ) -> Tensor:

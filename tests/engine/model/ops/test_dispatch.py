@@ -11,13 +11,7 @@ import torch
 
 from engine.model.ops import activation, attention, attention_plain, dispatch, norm
 
-
-@pytest.fixture
-def on_cuda():
-    """As while a model for a GPU is built. No tensor is made."""
-    torch.set_default_device("cuda:0")
-    yield
-    torch.set_default_device("cpu")
+ON_GPU = (torch.bfloat16, torch.device("cuda:0"))
 
 
 @pytest.fixture
@@ -29,11 +23,11 @@ def without_triton(monkeypatch):
     dispatch.triton_found.cache_clear()
 
 
-def test_a_gpu_without_triton_gets_plain_torch_and_one_warning(on_cuda, without_triton, caplog):
+def test_a_gpu_without_triton_gets_plain_torch_and_one_warning(without_triton, caplog):
     with caplog.at_level(logging.WARNING):
-        assert attention.select() is attention_plain
-        assert norm.select() is norm.rms_norm_plain
-        assert activation.select("silu") is activation.silu_mul
+        assert attention.select(*ON_GPU) is attention_plain
+        assert norm.select(*ON_GPU) == (norm.rms_norm_plain, norm.add_rms_norm_plain)
+        assert activation.select("silu", *ON_GPU) is activation.silu_mul
     assert [record.message for record in caplog.records] == [
         "triton is not installed: plain torch runs in its place, many times slower on a GPU"
     ]
@@ -50,16 +44,17 @@ def test_a_numba_that_was_made_for_another_numpy_is_not_used_and_its_reason_is_t
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is made for Linux only")
-def test_a_gpu_gets_the_triton_kernels(on_cuda, monkeypatch):
+def test_a_gpu_gets_the_triton_kernels(monkeypatch):
     from engine.model.ops.gpu import flash
 
     monkeypatch.setattr(flash, "select", lambda device: None)
-    modules = {op.__module__ for op in (norm.select(), activation.select("silu"))}
-    modules |= {activation.select("gelu_pytorch_tanh").__module__, attention.select().__name__}
+    modules = {op.__module__ for op in (*norm.select(*ON_GPU), activation.select("silu", *ON_GPU))}
+    modules |= {activation.select("gelu_pytorch_tanh", *ON_GPU).__module__, attention.select(*ON_GPU).__name__}
     assert modules == {f"engine.model.ops.gpu.{name}" for name in ("norm", "activation", "flash")}
 
 
 def test_a_cpu_gets_no_kernel_of_the_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert not dispatch.gpu_kernels()
-    assert attention.select().__name__ != "engine.model.ops.gpu.flash"
+    on_cpu = (torch.bfloat16, torch.device("cpu"))
+    assert not dispatch.gpu_kernels(*on_cpu)
+    assert attention.select(*on_cpu).__name__ != "engine.model.ops.gpu.flash"

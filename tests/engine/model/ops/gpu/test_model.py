@@ -35,12 +35,12 @@ FAMILIES = {
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(config, monkeypatch):
-    monkeypatch.setattr(dispatch, "cpu_kernels", lambda: False)
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
     plain = build_model(config, TPGroup.single(), torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for parameter in plain.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
-    monkeypatch.setattr(dispatch, "gpu_kernels", lambda: True)
+    monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
     monkeypatch.setattr(flash, "select", lambda device: None)
     model = build_model(config, TPGroup.single(), torch.float32, torch.device("cpu"))
     model.load_state_dict(plain.state_dict())

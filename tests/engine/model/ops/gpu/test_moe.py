@@ -1,4 +1,4 @@
-"""Experts' MLPs on a GPU against one expert after the other: our kernel, and torch's products, which a CPU has too."""
+"""Experts' MLPs on a GPU against one expert after the other: our kernel, and torch's products, which a cpu has too."""
 
 from __future__ import annotations
 
@@ -84,8 +84,9 @@ def test_every_pair_is_in_one_tile_of_its_expert_however_they_are_spread(tokens,
 
 
 def test_a_model_gets_the_kernel_where_torch_has_none(monkeypatch):
-    assert ops.select(32, 24) is ops.mix_experts_plain
-    monkeypatch.setattr(dispatch, "gpu_kernels", lambda: True)
-    assert ops.select(32, 24) is moe.mix_experts
+    cpu = torch.device("cpu")
+    assert ops.select(32, 24, torch.float32, cpu) is ops.mix_experts_plain
+    monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
+    assert ops.select(32, 24, torch.float32, cpu) is moe.mix_experts
     assert not grouped_mm.fits(32, 20, torch.bfloat16) and not grouped_mm.fits(36, 24, torch.bfloat16)
     assert not grouped_mm.fits(32, 24, torch.float16)
