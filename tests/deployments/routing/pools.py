@@ -56,7 +56,7 @@ class PoolEngine:
             return False
         del self.queued[request_id]
         self.held[request_id] = [
-            self.pool.publish(block, name) for block, name in zip(blocks, block_hashes(tokens), strict=False)
+            self.pool.cache_block(block, name) for block, name in zip(blocks, block_hashes(tokens), strict=False)
         ] + blocks[len(block_hashes(tokens)) :]
         self.prefilled.append((request_id, len(matched) * BLOCK))
         return True
