@@ -1,26 +1,23 @@
-"""The decode deployment: replicas that answer requests."""
+"""The decode deployment: replicas that answer requests. Tokens go from the engine straight to the ingress that asked."""
 
 from __future__ import annotations
 
 import asyncio
 
-import msgspec
 from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
+from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_deployment import EngineDeployment
 from deployments.replicas.pairing import pair
 from deployments.replicas.serve_pool import ServePrefillPool
 from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
 from engine.errors import OtherModel
-from engine.wire.messages import GenerateRequest
 from placement.spec import GroupSpec
 
 
 class Decode(EngineDeployment):
-    """Tokens go from the engine straight to the ingress that asked."""
-
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: EngineConfig, spec: GroupSpec, prefill: DeploymentHandle | None = None
     ):
@@ -32,10 +29,11 @@ class Decode(EngineDeployment):
                 await pair(self._engine, pool, spec.startup_timeout_s)
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
 
-    async def generate(self, request: bytes, _: RoutingContext) -> None:
-        """A msgpack GenerateRequest, and what this deployment's router wants to know of it; open until the request has
-        ended in the engine. Raises OtherModel, and what EngineReplica.generate does."""
-        wanted = msgspec.msgpack.decode(request, type=GenerateRequest)
-        if wanted.model not in (None, self._model):
-            raise OtherModel(wanted.request_id, self._model.weights, self._model.vocabulary)
-        await self._engine.generate(wanted)
+    async def generate(self, request: EncodedRequest, _: RoutingContext) -> None:
+        """Return when the GenerateRequest has ended in the engine. The context is for this deployment's router alone.
+
+        Raises OtherModel, and what EngineReplica.generate does.
+        """
+        if request.model not in (None, self._model):
+            raise OtherModel(request.request_id, self._model.weights, self._model.vocabulary)
+        await self._engine.generate(request)

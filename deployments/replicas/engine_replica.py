@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import cast
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.prefill_dispatcher import PrefillDispatcher, PrefillPool
 from deployments.replicas.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable, RequestTimeout
@@ -76,22 +78,25 @@ class EngineReplica:
             self._commands.close(linger=0)  # of a shadow context, which `destroy` does not know
             self._context.destroy(linger=0)
 
-    async def generate(self, request: GenerateRequest) -> None:
-        """Returns when the request has ended in the engine, however it ended; its tokens go to `reply_to`.
+    async def generate(self, request: EncodedRequest) -> None:
+        """Return when the GenerateRequest has ended in the engine, however it ended; its tokens go to `reply_to`.
 
         When cancelled, the engine drops the request at once. Raises EngineUnavailable if the engine breaks.
         """
-        await self._until_ended(request.request_id, Add(request), Abort(request.request_id), request.timeout_s)
+        body = cast(GenerateRequest, msgspec.Raw(request.body))
+        await self._until_ended(request, Add(body), Abort(request.request_id))
 
-    async def prefill(self, prefill_request: RemotePrefillRequest) -> None:
-        """Returns when the handoff is over in the engine, however it ended; the decode engine hears of it by itself.
+    async def prefill(self, request: EncodedRequest) -> None:
+        """Return when the RemotePrefillRequest's handoff is over in the engine, however it ended.
 
-        When cancelled, the engine drops the prefill request at once. Raises EngineUnavailable if the engine breaks.
+        The decode engine hears of the end by itself. When cancelled, the engine drops the request at once. Raises
+        EngineUnavailable if the engine breaks.
         """
-        name = prefill_request.handoff_id
-        await self._until_ended(name, Prefill(prefill_request), CancelPrefill(name), prefill_request.timeout_s)
+        body = cast(RemotePrefillRequest, msgspec.Raw(request.body))
+        await self._until_ended(request, Prefill(body), CancelPrefill(request.request_id))
 
-    async def _until_ended(self, name: str, start: Command, end: Command, timeout_s: float | None) -> None:
+    async def _until_ended(self, request: EncodedRequest, start: Command, end: Command) -> None:
+        name, timeout_s = request.request_id, request.timeout_s
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
         assert name not in self._calls, name

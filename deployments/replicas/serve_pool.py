@@ -14,6 +14,7 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from deployments import ray_compat
+from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.prefill_dispatcher import PoolState
 from deployments.replicas.replica_status import ReplicaStatus
 from deployments.routing.prompt_digest import PromptDigester
@@ -53,7 +54,7 @@ class ServePool:
             prompt = replace(prompt, keys=())  # all of it is computed, whatever is cached
         note = None if self._note is None else partial(self._note, request.request_id)
         call = RoutingContext(prompt, self.routing, model=request.model, note=note)
-        await _answer(self._handle.generate.remote(msgspec.msgpack.encode(request), call), call)
+        await _answer(self._handle.generate.remote(EncodedRequest.of(request), call), call)
 
     async def statuses(self) -> list[ReplicaStatus]:
         statuses = await _statuses(self._handle)
@@ -79,7 +80,7 @@ class ServePrefillPool:
     async def prefill(self, prefill_request: RemotePrefillRequest, avoid: list[str]) -> None:
         prompt = self._prompts.digest(prefill_request.handoff_id, prefill_request.token_ids, prefill_request.cache_salt)
         call = RoutingContext(prompt, self.routing, avoid=avoid)
-        await _answer(self.handle.prefill.remote(msgspec.msgpack.encode(prefill_request), call), call)
+        await _answer(self.handle.prefill.remote(EncodedRequest.of_prefill(prefill_request), call), call)
 
     async def statuses(self) -> list[ReplicaStatus]:
         return await _statuses(self.handle)

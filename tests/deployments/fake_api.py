@@ -21,6 +21,7 @@ from deployments.observability.tracing import Tracing
 from deployments.openai.app import openai_app
 from deployments.openai.middleware import AuthConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable
@@ -50,7 +51,7 @@ class LocalPool:
         self._replica = replica
 
     async def generate(self, request: GenerateRequest) -> None:
-        await self._replica.generate(request)
+        await self._replica.generate(EncodedRequest.of(request))
 
     async def statuses(self) -> list[ReplicaStatus]:
         return [self._replica.status()]

@@ -20,6 +20,7 @@ from deployments.observability.telemetry import Telemetry
 from deployments.observability.tracing import Tracing
 from deployments.openai.app import openai_app
 from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_pool import EnginePool
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.prefill_dispatcher import PoolState
@@ -83,7 +84,7 @@ class LocalPrefillPool:
     async def prefill(self, prefill_request: RemotePrefillRequest, avoid: list[str]) -> None:
         prompt = PromptDigest(prefill_request.handoff_id, len(prefill_request.token_ids), ())
         self._balancer.choose(prompt, [self._replica.status().engine_id])
-        await self._replica.prefill(prefill_request)
+        await self._replica.prefill(EncodedRequest.of_prefill(prefill_request))
 
     async def statuses(self) -> list[ReplicaStatus]:
         return [self._replica.status()]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from deployments.frontend import retry
+from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable
@@ -57,7 +58,7 @@ class UnsurePool:
 
     async def generate(self, request: GenerateRequest) -> None:
         self.attempts.append(request)
-        call = asyncio.create_task(self._replica.generate(request))
+        call = asyncio.create_task(self._replica.generate(EncodedRequest.of(request)))
         self.calls.append(call)
         if self._breaks:
             tokens = self._breaks.pop(0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from deployments.replicas import engine_replica
+from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from engine.errors import EngineUnavailable, RequestTimeout
 from engine.wire.messages import GenerateRequest
@@ -20,9 +21,13 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, 30))
 
 
-def request(request_id: str = "a", **fields: Any) -> GenerateRequest:
+def generate_request(request_id: str = "a", **fields: Any) -> GenerateRequest:
     params = SamplingParams(max_tokens=3)
     return GenerateRequest(request_id=request_id, prompt=[1], params=params, reply_to="tcp://127.0.0.1:9", **fields)
+
+
+def request(request_id: str = "a", **fields: Any) -> EncodedRequest:
+    return EncodedRequest.of(generate_request(request_id, **fields))
 
 
 @asynccontextmanager
@@ -49,6 +54,15 @@ def test_call_is_open_until_its_request_has_ended():
             engine.paused.clear()
             await call
             assert engine.num_live == 0
+
+    run(scenario())
+
+
+def test_the_engine_gets_the_request_as_it_was_encoded():
+    async def scenario() -> None:
+        async with replica_with_engine() as (replica, engine):
+            await replica.generate(request(timeout_s=9.0, session_id="s", cache_salt="salt"))
+            assert engine.added == [generate_request(timeout_s=9.0, session_id="s", cache_salt="salt")]
 
     run(scenario())
 

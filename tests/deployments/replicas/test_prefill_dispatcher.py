@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from deployments.replicas import prefill_dispatcher
+from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.wire.messages import CancelDispatch, DispatchPrefill, PrefillReplicas, RemotePrefillFailed
@@ -124,7 +125,10 @@ def test_call_at_prefill_is_open_until_the_engine_says_that_the_handoff_is_over(
     async def scenario() -> None:
         async with decode_with(FakePrefillPool()) as (replica, engine):
             engine.paused.set()
-            calls = {name: asyncio.create_task(replica.prefill(make_prefill_request(name))) for name in ("h1", "h2")}
+            calls = {
+                name: asyncio.create_task(replica.prefill(EncodedRequest.of_prefill(make_prefill_request(name))))
+                for name in ("h1", "h2")
+            }
             await until(lambda: len(engine.prefill_requests) == 2)
             calls["h1"].cancel()
             await until(lambda: engine.cancelled == ["h1"])
