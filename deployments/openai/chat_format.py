@@ -115,10 +115,8 @@ class ChatFormat:
     ) -> StructuredOutputsParams | None:
         """Return the structure of the whole output; `content` is that of its content. Raises InvalidParameter."""
         grammar = ToolGrammar(
+            body=body,
             content=content,
-            tools=body.offered_tools,
-            choice=body.tool_choice,
-            parallel=body.parallel_tool_calls,
             tool_call_parser=self.tool_call_parser,
             thinking=thinking,
             token_of=tokens.ids.get,

@@ -14,8 +14,9 @@ from typing import Any, Literal
 import msgspec
 from llguidance import LLMatcher
 
-from deployments.openai.conversation import NamedToolChoice, Tool, ToolChoice
+from deployments.openai.conversation import NamedToolChoice, Tool
 from deployments.openai.parsers import ToolCallParserName, hermes, reasoning
+from deployments.openai.requests import ChatBody
 from engine.errors import InvalidParameter
 from engine.text.grammar import WHITESPACE, limits, one_line
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -28,14 +29,9 @@ Thinking = Literal["never", "maybe", "begun"]
 class ToolGrammar:
     """The outputs that one request allows."""
 
+    body: ChatBody
     content: StructuredOutputsParams | None
     """Structure that the request asks of the content; None for any text."""
-    tools: list[Tool]
-    """Tools that may be called."""
-    choice: ToolChoice | None
-    """Whether, and which, tools must be called."""
-    parallel: bool
-    """Allow more than one call."""
     tool_call_parser: ToolCallParserName
     """Format of calls that are not forced."""
     thinking: Thinking
@@ -44,8 +40,9 @@ class ToolGrammar:
 
     def params(self) -> StructuredOutputsParams | None:
         """Return the grammar, or None if nothing needs to be enforced. Raises InvalidParameter."""
-        forced = self.choice == "required" or isinstance(self.choice, NamedToolChoice)
-        for i, tool in enumerate(self.tools):
+        tools, choice = self.body.offered_tools, self.body.tool_choice
+        forced = choice == "required" or isinstance(choice, NamedToolChoice)
+        for i, tool in enumerate(tools):
             if forced or tool.function.strict:
                 check_schema(tool.arguments_schema, f"tools[{i}].function.parameters")
         if forced:
@@ -53,32 +50,33 @@ class ToolGrammar:
             if self.thinking == "never":
                 return StructuredOutputsParams(json=schema, field="tools")
             return self._lark(_json_rule(schema), "tools")
-        if self.tools and (self.content is not None or any(tool.function.strict for tool in self.tools)):
+        if tools and (self.content is not None or any(tool.function.strict for tool in tools)):
             return self._lark(self._content_or_calls(), "tools" if self.content is None else self.content.field)
         if self.content is None or self.thinking == "never":
             return self.content
         return self._lark(_content_rule(self.content), self.content.field)
 
     def _forced_schema(self) -> dict[str, Any]:
-        if isinstance(self.choice, NamedToolChoice):
-            named = self.choice.function.name
-            return next(tool.arguments_schema for tool in self.tools if tool.function.name == named)
-        calls = calls_schema(self.tools, "arguments", "#/items", strict_only=False)
-        max_items = {} if self.parallel else {"maxItems": 1}
+        tools, choice = self.body.offered_tools, self.body.tool_choice
+        if isinstance(choice, NamedToolChoice):
+            return next(tool.arguments_schema for tool in tools if tool.function.name == choice.function.name)
+        calls = calls_schema(tools, "arguments", "#/items", strict_only=False)
+        max_items = {} if self.body.parallel_tool_calls else {"maxItems": 1}
         return {"type": "array", "minItems": 1, **max_items, "items": calls}
 
     def _content_or_calls(self) -> str:
         """Return the rule for calls that the model may write of its own accord."""
+        tools, parallel = self.body.offered_tools, self.body.parallel_tool_calls
         if self.tool_call_parser == "hermes":
-            schema = calls_schema(self.tools, "arguments", "#", strict_only=True)
+            schema = calls_schema(tools, "arguments", "#", strict_only=True)
             call = f"GAP {_json_rule(schema)} GAP {self._marker(hermes.CLOSE)}"
             if self.content is None:
-                return f"(until_call {call})* TEXT" if self.parallel else f"TEXT | until_call {call}"
+                return f"(until_call {call})* TEXT" if parallel else f"TEXT | until_call {call}"
             call = f"{self._marker(hermes.OPEN)} {call}"
-            calls = f"{call} (GAP {call})*" if self.parallel else call
+            calls = f"{call} (GAP {call})*" if parallel else call
         else:
-            call = _json_rule(calls_schema(self.tools, "parameters", "#", strict_only=True))
-            calls = f'{call} (";" GAP {call})*' if self.parallel else call
+            call = _json_rule(calls_schema(tools, "parameters", "#", strict_only=True))
+            calls = f'{call} (";" GAP {call})*' if parallel else call
         return f"{'OTHER_TEXT?' if self.content is None else _content_rule(self.content)} | {calls}"
 
     def _lark(self, answer: str, field: str) -> StructuredOutputsParams:

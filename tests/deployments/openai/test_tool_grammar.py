@@ -10,6 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from deployments.openai.chat_format import VisibleMarkers
 from deployments.openai.conversation import NamedToolChoice, Tool
+from deployments.openai.requests import ChatBody
 from deployments.openai.tool_grammar import ToolGrammar
 from engine.errors import InvalidParameter
 from engine.text.grammar import source
@@ -42,16 +43,13 @@ def named(name: str) -> NamedToolChoice:
 
 def grammar(markers: str = "tokens", **fields: Any) -> StructuredOutputsParams | None:
     tokens = VisibleMarkers(chat_tokenizer(QWEN, markers), MARKERS)
-    defaults = {
-        "content": None,
-        "tools": [],
-        "choice": None,
-        "parallel": True,
-        "tool_call_parser": "hermes",
-        "thinking": "never",
-        "token_of": tokens.ids.get,
-    }
-    return ToolGrammar(**{**defaults, **fields}).params()
+    body = ChatBody.model_construct(
+        tools=fields.pop("tools", []),
+        tool_choice=fields.pop("choice", None),
+        parallel_tool_calls=fields.pop("parallel", True),
+    )
+    defaults = {"content": None, "tool_call_parser": "hermes", "thinking": "never", "token_of": tokens.ids.get}
+    return ToolGrammar(body=body, **{**defaults, **fields}).params()
 
 
 @cache
