@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from deployments.frontend.generation import Generation
 from deployments.openai.context import RequestContext
@@ -31,28 +32,27 @@ from engine.text.text_stream import TextChunk
 from engine.text.tokenizer import Tokenizer
 
 
+@dataclass(slots=True)
 class ChatResponse:
     """Runs the generation once, through either `full` or `chunks`."""
 
-    def __init__(
-        self,
-        body: ChatBody,
-        context: RequestContext,
-        model: str,
-        generation: Generation,
-        tokenizer: Tokenizer,
-        output_format: OutputFormat,
-    ):
-        self._body, self._context, self._model = body, context, model
-        self._generation, self._tokenizer, self._output_format = generation, tokenizer, output_format
-        self._parsers = [ChoiceParser(output_format, streaming=body.stream) for _ in range(body.n)]
+    body: ChatBody
+    context: RequestContext
+    model: str
+    generation: Generation
+    tokenizer: Tokenizer
+    output_format: OutputFormat
+    parsers: list[ChoiceParser] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parsers = [ChoiceParser(self.output_format, streaming=self.body.stream) for _ in range(self.body.n)]
 
     async def full(self) -> ChatCompletion:
-        choices = [ChatChoice(i, ChatMessage(), None, None, None) for i in range(self._body.n)]
-        async with aclosing(self._generation.chunks()) as sequence_chunks:
+        choices = [ChatChoice(i, ChatMessage(), None, None, None) for i in range(self.body.n)]
+        async with aclosing(self.generation.chunks()) as sequence_chunks:
             async for sequence_chunk in sequence_chunks:
                 index, chunk = sequence_chunk.index, sequence_chunk.chunk
-                choice, parser = choices[index], self._parsers[index]
+                choice, parser = choices[index], self.parsers[index]
                 _extend(choice.message, parser.add(chunk))
                 choice.finish_reason, choice.stop_reason = parser.finish_reason(chunk), chunk.stop_reason
                 if (logprobs := self._logprobs(chunk)) is not None:
@@ -61,16 +61,16 @@ class ChatResponse:
         for choice in choices:
             if choice.message.content is None and not choice.message.tool_calls and not choice.message.reasoning:
                 choice.message.content = ""
-        return ChatCompletion(self._context.response_id, self._context.created, self._model, choices, self._usage())
+        return ChatCompletion(self.context.response_id, self.context.created, self.model, choices, self._usage())
 
     async def chunks(self) -> AsyncGenerator[ChatChunk]:
         """Yield chunks of all choices; the first of each carries the role."""
-        options = self._body.stream_options
+        options = self.body.stream_options
         started: set[int] = set()
-        async with aclosing(self._generation.chunks()) as sequence_chunks:
+        async with aclosing(self.generation.chunks()) as sequence_chunks:
             async for sequence_chunk in sequence_chunks:
                 index, chunk = sequence_chunk.index, sequence_chunk.chunk
-                parser = self._parsers[index]
+                parser = self.parsers[index]
                 if index not in started:
                     started.add(index)
                     yield self._chunk([ChatChunkChoice(index, ChatDelta(role="assistant", content=""))])
@@ -84,15 +84,15 @@ class ChatResponse:
             yield self._chunk([], with_usage=True)
 
     def _chunk(self, choices: list[ChatChunkChoice], *, with_usage: bool = False) -> ChatChunk:
-        context, options = self._context, self._body.stream_options
-        chunk = ChatChunk(context.response_id, context.created, self._model, choices, "chat.completion.chunk")
+        context, options = self.context, self.body.stream_options
+        chunk = ChatChunk(context.response_id, context.created, self.model, choices, "chat.completion.chunk")
         if with_usage or (options and options.continuous_usage_stats):
             chunk.usage = self._usage()
         return chunk
 
     def _usage(self) -> UsageBody:
-        reasoning_tokens = sum(parser.reasoning_tokens for parser in self._parsers)
-        return UsageBody.of(self._generation.usage, reasoning_tokens if self._output_format.reasoning else None)
+        reasoning_tokens = sum(parser.reasoning_tokens for parser in self.parsers)
+        return UsageBody.of(self.generation.usage, reasoning_tokens if self.output_format.reasoning else None)
 
     def _logprobs(self, chunk: TextChunk) -> ChatLogprobs | None:
         if not chunk.logprobs:
@@ -105,7 +105,7 @@ class ChatResponse:
         return ChatLogprobs(content)
 
     def _top_logprob(self, token_id: int, logprob: float) -> TopLogprob:
-        return TopLogprob(self._tokenizer.token_text(token_id), logprob, list(self._tokenizer.token_bytes(token_id)))
+        return TopLogprob(self.tokenizer.token_text(token_id), logprob, list(self.tokenizer.token_bytes(token_id)))
 
 
 def _extend(message: ChatMessage, events: Iterable[OutputEvent]) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
-from deployments.frontend.generation import Generation, SequenceChunk
+from deployments.frontend.generation import Generation
 from deployments.openai.context import RequestContext
 from deployments.openai.requests import CompletionBody
 from deployments.openai.responses import (
@@ -19,36 +20,33 @@ from deployments.openai.responses import (
     UsageBody,
 )
 from engine.text.detokenizer import Detokenizer
+from engine.text.text_stream import TextChunk
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import TokenLogprob
 
 
+@dataclass(slots=True)
 class CompletionResponse:
-    """Runs the generation once, through either `full` or `chunks`. Choices are numbered prompt by prompt, `n` of each.
+    """Runs the generation once, through either `full` or `chunks`. Choices are numbered prompt by prompt."""
 
-    prompts: token ids. texts: the prompts as `echo` shows them.
-    """
-
-    def __init__(
-        self,
-        body: CompletionBody,
-        context: RequestContext,
-        model: str,
-        generation: Generation,
-        tokenizer: Tokenizer,
-        prompts: list[list[int]],
-        texts: list[str],
-    ):
-        self._body, self._context, self._model = body, context, model
-        self._generation, self._tokenizer = generation, tokenizer
-        self._prompts, self._texts = prompts, texts
-        self._started: set[int] = set()
+    body: CompletionBody
+    context: RequestContext
+    model: str
+    generation: Generation
+    tokenizer: Tokenizer
+    prompts: list[list[int]]
+    """Token ids."""
+    texts: list[str]
+    """The prompts as `echo` shows them."""
+    started: set[int] = field(default_factory=set)
+    """Choices that have had a chunk."""
 
     async def full(self) -> Completion:
-        choices = [CompletionChoice(i, "", None, None, None) for i in range(len(self._prompts) * self._body.n)]
-        async with aclosing(self._generation.chunks()) as sequence_chunks:
+        choices = [CompletionChoice(i, "", None, None, None) for i in range(len(self.prompts) * self.body.n)]
+        async with aclosing(self.generation.chunks()) as sequence_chunks:
             async for sequence_chunk in sequence_chunks:
-                choice, more = choices[sequence_chunk.index], self._choice(sequence_chunk)
+                choice = choices[sequence_chunk.index]
+                more = self._choice(sequence_chunk.index, sequence_chunk.chunk)
                 choice.text += more.text
                 choice.finish_reason, choice.stop_reason = more.finish_reason, more.stop_reason
                 if more.prompt_logprobs is not UNSET:
@@ -64,43 +62,42 @@ class CompletionResponse:
         return self._completion(choices, with_usage=True)
 
     async def chunks(self) -> AsyncGenerator[Completion]:
-        options = self._body.stream_options
+        options = self.body.stream_options
         with_usage = bool(options and options.continuous_usage_stats)
-        async with aclosing(self._generation.chunks()) as sequence_chunks:
+        async with aclosing(self.generation.chunks()) as sequence_chunks:
             async for sequence_chunk in sequence_chunks:
-                choice = self._choice(sequence_chunk)
+                choice = self._choice(sequence_chunk.index, sequence_chunk.chunk)
                 if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids is not UNSET:
                     yield self._completion([choice], with_usage=with_usage)
         if options and options.include_usage:
             yield self._completion([], with_usage=True)
 
-    def _choice(self, sequence_chunk: SequenceChunk) -> CompletionChoice:
-        chunk, logprobs = sequence_chunk.chunk, None
-        first = sequence_chunk.index not in self._started
-        self._started.add(sequence_chunk.index)
-        text, prompt_text = chunk.text, self._texts[sequence_chunk.index // self._body.n]
-        shift = len(prompt_text) if self._body.echo else 0
-        if self._body.logprobs is not None:
+    def _choice(self, index: int, chunk: TextChunk) -> CompletionChoice:
+        first, logprobs = index not in self.started, None
+        self.started.add(index)
+        prompt, prompt_text, text = self.prompts[index // self.body.n], self.texts[index // self.body.n], chunk.text
+        shift = len(prompt_text) if self.body.echo else 0
+        if self.body.logprobs is not None:
             logprobs = self._logprobs(chunk.logprobs or [], [shift + offset for offset in chunk.offsets])
-        if self._body.echo_only:
+        if self.body.echo_only:
             text = ""
             logprobs = logprobs and CompletionLogprobs([], [], [], [])
-        if self._body.echo and first:
+        if self.body.echo and first:
             text = prompt_text + text
             if logprobs is not None:
-                logprobs = _extend(self._echoed_logprobs(sequence_chunk), logprobs)
-        choice = CompletionChoice(sequence_chunk.index, text, logprobs, chunk.finish_reason, chunk.stop_reason)
-        if self._body.prompt_logprobs is not None and first:
-            choice.prompt_logprobs = self._prompt_logprobs(sequence_chunk, self._body.prompt_logprobs)
-        if self._body.return_token_ids:
-            choice.token_ids = [] if self._body.echo_only else chunk.token_ids
-            choice.prompt_token_ids = self._prompts[sequence_chunk.index // self._body.n] if first else UNSET
+                logprobs = _extend(self._echoed_logprobs(prompt, chunk.prompt_logprobs or []), logprobs)
+        choice = CompletionChoice(index, text, logprobs, chunk.finish_reason, chunk.stop_reason)
+        if self.body.prompt_logprobs is not None and first:
+            choice.prompt_logprobs = self._prompt_logprobs(chunk.prompt_logprobs or [], self.body.prompt_logprobs)
+        if self.body.return_token_ids:
+            choice.token_ids = [] if self.body.echo_only else chunk.token_ids
+            choice.prompt_token_ids = prompt if first else UNSET
         return choice
 
-    def _prompt_logprobs(self, sequence_chunk: SequenceChunk, count: int) -> PromptLogprobs:
+    def _prompt_logprobs(self, entries: Sequence[TokenLogprob | None], count: int) -> PromptLogprobs:
         """Return the `count` most likely tokens at each position of the prompt, and the prompt's own token."""
-        text, result = self._tokenizer.token_text, PromptLogprobs()
-        for entry in sequence_chunk.chunk.prompt_logprobs or []:
+        text, result = self.tokenizer.token_text, PromptLogprobs()
+        for entry in entries:
             if entry is None:
                 result.append(None)
                 continue
@@ -108,15 +105,14 @@ class CompletionResponse:
             result.append({entry.token_id: PromptLogprob(entry.logprob, entry.rank, text(entry.token_id)), **top})
         return result
 
-    def _echoed_logprobs(self, sequence_chunk: SequenceChunk) -> CompletionLogprobs:
-        prompt = self._prompts[sequence_chunk.index // self._body.n]
-        offsets = Detokenizer(self._tokenizer).add(prompt).offsets
-        first = CompletionLogprobs([self._tokenizer.token_text(prompt[0])], [None], [None], offsets[:1])
-        return _extend(first, self._logprobs((sequence_chunk.chunk.prompt_logprobs or [])[1:], offsets[1:]))
+    def _echoed_logprobs(self, prompt: list[int], entries: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
+        offsets = Detokenizer(self.tokenizer).add(prompt).offsets
+        first = CompletionLogprobs([self.tokenizer.token_text(prompt[0])], [None], [None], offsets[:1])
+        return _extend(first, self._logprobs(entries[1:], offsets[1:]))
 
     def _logprobs(self, entries: Sequence[TokenLogprob | None], offsets: list[int]) -> CompletionLogprobs:
         known = [entry for entry in entries if entry is not None]
-        text, count = self._tokenizer.token_text, self._body.logprobs
+        text, count = self.tokenizer.token_text, self.body.logprobs
         return CompletionLogprobs(
             tokens=[text(entry.token_id) for entry in known],
             token_logprobs=[entry.logprob for entry in known],
@@ -128,11 +124,11 @@ class CompletionResponse:
         )
 
     def _completion(self, choices: list[CompletionChoice], *, with_usage: bool) -> Completion:
-        context = self._context
-        completion = Completion(context.response_id, context.created, self._model, choices, "text_completion")
+        context = self.context
+        completion = Completion(context.response_id, context.created, self.model, choices, "text_completion")
         if with_usage:
-            completion.usage = UsageBody.of(self._generation.usage)
-            if self._body.echo_only:  # a token had to be computed, but is not sequence_chunk of the response
+            completion.usage = UsageBody.of(self.generation.usage)
+            if self.body.echo_only:  # a token had to be computed, but is not sequence_chunk of the response
                 completion.usage.completion_tokens = 0
                 completion.usage.total_tokens = completion.usage.prompt_tokens
         return completion

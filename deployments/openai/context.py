@@ -1,4 +1,4 @@
-"""Facts about a request beside its body: who sent it, its id, and how long it may take."""
+"""Facts about a request that are not in its body: its client, its id, and its time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model of the API: from request bodies to responses that are ready to run."""
+"""One model of the API: it turns request bodies into responses that are ready to run."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class ModelInfo:
     identity: ModelIdentity | None = None
     """Identity of the files in the folder; None accepts a response of any model."""
     may_sleep: bool = False
-    """Whether the model may be scaled to zero."""
+    """The model may be scaled to zero."""
     block_size: int | None = None
     """Block size of the engines' KV caches; None where requests share no prefixes."""
     max_replays: int = 3
-    """How often a sequence may continue in another engine when its own is lost."""
+    """Maximum number of times that a sequence continues in another engine because its own is lost."""
     has_priorities: bool = False
-    """Whether the engines schedule by priority."""
+    """The engines schedule by priority."""
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
 

@@ -22,7 +22,7 @@ from engine.text.grammar import WHITESPACE, limits, one_line
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 Thinking = Literal["never", "maybe", "begun"]
-"""Whether the output begins with reasoning; `begun` if the prompt ends inside it."""
+"""Says whether the output begins with reasoning; `begun` if the prompt ends inside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Which request bodies are refused: fields that this server does not have, and errors of pydantic in one line."""
+"""Refusals of request bodies: fields that this server does not support, and pydantic's errors in one line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from pydantic import JsonValue
 from engine.errors import InvalidParameter, RequestError
 
 # Accepted and not used: they promise nothing that is not so. Prefixes are cached by their content, whatever the key.
-IGNORED_FIELDS = {
-    "metadata",
-    "prompt_cache_key",
-}
+IGNORED_FIELDS = {"metadata", "prompt_cache_key"}
 # Accepted only with a value that means "off", or what this server does anyway.
 NEUTRAL_VALUES: dict[str, list[JsonValue]] = {
     "best_of": [1],

@@ -1,4 +1,4 @@
-"""One choice of a chat response: from its text to reasoning, content and tool calls."""
+"""The parser of one choice of a chat response: its text becomes reasoning, content and tool calls."""
 
 from __future__ import annotations
 
