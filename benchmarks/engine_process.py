@@ -77,8 +77,8 @@ def _serve(config: EngineConfig, name: str, cores: list[int], status_to: str, re
 
 
 class Engines:
-    """Some engines, and what their control actors would do: prefill requests of the one that has its prompts computed go
-    to the one that computes them. A context manager."""
+    """Engines by name, with a thread in place of their control actors: it brings the prefill requests of `decode` to
+    `prefill`. A context manager."""
 
     def __init__(self, parts: dict[str, tuple[EngineConfig, Sequence[int]]]):
         """parts: by name, an engine's configuration and its cores. Raises EngineUnavailable."""

@@ -1,4 +1,4 @@
-"""Three ways to stream 64 answers over HTTP, to see what a token costs in each: applications for `python -m benchmarks.http`.
+"""Three ways to stream 64 answers over HTTP: applications for `python -m benchmarks.http`, which measures their cost.
 
 All of them send each stream a token per tick, so only the way to the client differs.
 """

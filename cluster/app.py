@@ -1,4 +1,4 @@
-"""serve_config.yaml -> a Serve application."""
+"""The builder that serve_config.yaml names: it turns `args` into a Serve application."""
 
 from __future__ import annotations
 
@@ -27,32 +27,30 @@ from placement.console_log import LogConfig
 
 logger = logging.getLogger(__name__)
 
-HEALTH_PERIOD_S = 1.0  # the controller sees only then that a replica has ended
-HEALTH_TIMEOUT_S = 10.0
-CONSTRUCTOR_TRIES = 2  # a model that cannot be loaded will not load the twentieth time either
-SHUTDOWN_POLL_S = 0.2  # how soon a replica notices that its last request has ended
+OPTIONS: dict[str, Any] = {  # of every deployment
+    "health_check_period_s": 1.0,  # the controller sees only then that a replica has ended
+    "health_check_timeout_s": 10.0,
+    "max_constructor_retry_count": 2,  # a model that cannot be loaded will not load the twentieth time either
+    "graceful_shutdown_wait_loop_s": 0.2,  # how soon a replica notices that its last request has ended
+}
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The builder named in serve_config.yaml. All that can be checked without loading weights is checked here."""
+    """Build the application, after every check that needs no weights."""
     try:
         config = AppConfig.parse(args)
-        _look_for_policy(config, args)
-        return _build(config)
+        _warn_without_policy(config, args)
+        infos = [model_info(model, config.ingress) for model in config.models]
+        _check_capacity(config)
+        return ingress(config, infos, [_pools(model, config.log) for model in config.models])
     except StartupError as error:
         ray_compat.end_serve_run(str(error))
         raise
 
 
-def _build(config: AppConfig) -> Application:
-    infos = [model_info(model, config.ingress) for model in config.models]
-    _check_room(config)
-    return ingress(config, infos, [_pools(model, config.log) for model in config.models])
-
-
-def _look_for_policy(config: AppConfig, args: dict[str, Any]) -> None:
-    """Warn if Serve's own policy would scale the pools. It takes the place of ours without a word where the line that
-    names ours is missing: that stands beside `args`, which is all that Serve shows to a builder."""
+def _warn_without_policy(config: AppConfig, args: dict[str, Any]) -> None:
+    """Warn if Serve's own policy would scale the pools, as it does without a word where the line with ours is missing.
+    That line stands beside `args`, which are all that a builder sees."""
     if not config.autoscales or not ray.is_initialized():
         return
     for application in ray_compat.deployed_applications():
@@ -66,7 +64,7 @@ def _look_for_policy(config: AppConfig, args: dict[str, Any]) -> None:
 def ingress(
     config: AppConfig, infos: list[ModelInfo], pools: list[tuple[Application, Application | None]]
 ) -> Application:
-    """The HTTP side. pools: of each model its decode and its prefill replicas."""
+    """Return the HTTP side. pools: decode and prefill replicas of each model."""
     deployment = serve.deployment(
         Ingress,
         name=ray_compat.INGRESS,
@@ -74,17 +72,14 @@ def ingress(
         ray_actor_options={"num_cpus": config.ingress.num_cpus},
         graceful_shutdown_timeout_s=config.ingress.drain_s,
         max_surge_percent=100,  # a new one is up before an old one goes: there is always one that takes connections
-        graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
-        max_constructor_retry_count=CONSTRUCTOR_TRIES,
+        **OPTIONS,
         **_ingress_replicas(config),
     )
     return deployment.bind(infos, pools, config.log, config.tracing_config(), config.ingress.auth())
 
 
-def _check_room(config: AppConfig) -> None:
-    """Raises StartupError if the cluster could never hold a replica of some model, whatever else ran there."""
+def _check_capacity(config: AppConfig) -> None:
+    """Raise StartupError if the cluster could never hold a replica of some model, whatever else ran there."""
     if not ray.is_initialized():
         return
     nodes = capacity.cluster_nodes()
@@ -99,7 +94,7 @@ def _check_room(config: AppConfig) -> None:
 
 
 def _pools(model: ModelSection, log: LogConfig) -> tuple[Application, Application | None]:
-    """Decode, and prefill if the model has such replicas."""
+    """Return the decode pool, and the prefill pool if the model has one."""
     engine, spec = model.engine_config("decode"), replace(model.group_spec("decode"), log=log)
     if model.prefill is None:
         return _deployment(Decode, model, "decode").bind(engine, spec), None
@@ -119,10 +114,7 @@ def _deployment(kind: type[Decode] | type[Prefill], model: ModelSection, role: R
         placement_group_bundles=spec.bundles,
         placement_group_strategy=spec.strategy,
         graceful_shutdown_timeout_s=section.drain_s,
-        graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
-        max_constructor_retry_count=CONSTRUCTOR_TRIES,
+        **OPTIONS,
         **_replicas(model, role),
         **({"placement_group_bundle_label_selector": spec.label_selectors} if spec.label_selectors else {}),
     )
@@ -135,7 +127,7 @@ def _router(model: ModelSection, role: Role) -> RequestRouterConfig:
 
 
 def _replicas(model: ModelSection, role: Role) -> dict[str, Any]:
-    """Options of a Serve deployment. What does not scale reports its load all the same if others of the model do."""
+    """Return the scaling options of a pool. A pool of fixed size reports its load too if others of the model scale."""
     low, high = model.pools[role].bounds
     if not model.autoscales:
         return {"num_replicas": low}
@@ -144,7 +136,7 @@ def _replicas(model: ModelSection, role: Role) -> dict[str, Any]:
 
 
 def _ingress_replicas(config: AppConfig) -> dict[str, Any]:
-    """Options of a Serve deployment. What waits in ingresses counts for the pools behind them."""
+    """Return the scaling options of the ingress: requests that wait there count for the pools behind it."""
     num = config.ingress.num_replicas
     if not config.autoscales:
         return {"num_replicas": num}

@@ -1,4 +1,4 @@
-"""`args` of serve_config.yaml: parsed strictly, then turned into the frozen objects that each folder owns."""
+"""The section `args` of serve_config.yaml, parsed strictly and turned into the frozen objects that each folder owns."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Section(BaseModel):
 
 
 def _section_of(config: type, without: set[str]) -> type[Section]:
-    """One key per field of the dataclass, so that the two cannot drift apart."""
+    """Return a section with one key per field of the dataclass, so that the two cannot drift apart."""
     hints = get_type_hints(config)
     keys: dict[str, Any] = {f.name: (hints[f.name], f.default) for f in fields(config) if f.name not in without}
     return create_model(config.__name__.replace("Config", "Section"), __base__=Section, **keys)
 
 
 def given(section: Section) -> dict[str, Any]:
-    """Keys that stand in the file, with their values."""
+    """Return the keys that stand in the file, with their values."""
     return {key: getattr(section, key) for key in section.model_fields_set}
 
 
@@ -46,50 +46,40 @@ RoutingSection = _section_of(RoutingConfig, without=set())
 
 
 class PoolSection(Section):
-    """The replicas that run a model, or those that compute prompts for them.
-
-    engine: keys of the model's `engine` section that are different in this pool.
-    routing: how a replica is chosen for a request, or for a prompt (docs/routing.md).
-    num_replicas: fixed; or min_replicas and max_replicas, between which load decides (docs/autoscaling.md).
-    upscale_delay_s, downscale_delay_s: for so long more, or fewer, replicas must have been wanted all the time.
-    scale_to_zero_delay_s: without any work until the last replica goes, where min_replicas is 0.
-    num_cpus, num_gpus: of each rank of a replica; num_cpus is also its threads, unless `engine.num_threads` says more.
-        A replica has `engine.tensor_parallel` ranks, and a rank uses one GPU at most.
-    accelerator_type, label_selector: what a rank's node must have (`L4`; `{pool: decode}`).
-    placement_strategy: Ray's. PACK takes as few nodes as it can, STRICT_PACK one, STRICT_SPREAD one per rank.
-    max_ongoing_requests: sequences that one replica takes; None means all that its engine may run and queue.
-    stall_timeout_s: a replica whose engine ends no step for so long while work is queued is replaced. Longer than any
-        of its steps: a large model on a CPU may need a minute for `max_num_batched_tokens` of a prompt.
-    drain_s: how long a replica that is to stop may go on with its requests.
-    """
+    """The replicas that run a model, or those that compute prompts for them."""
 
     engine: EngineSection = EngineSection()  # type: ignore[valid-type]  # mypy cannot see into create_model
+    """Keys of the model's `engine` section that are different in this pool."""
     routing: RoutingSection = RoutingSection()  # type: ignore[valid-type]
-    num_replicas: int = Field(default=1, ge=1)
+    """How a replica is chosen for a request, or for a prompt (docs/routing.md)."""
+    num_replicas: int = Field(default=1, ge=1)  #: a fixed number; or else the next two, between which load decides
     min_replicas: int | None = Field(default=None, ge=0)
     max_replicas: int | None = Field(default=None, ge=1)
-    upscale_delay_s: float = Field(default=3.0, ge=0)
+    upscale_delay_s: float = Field(default=3.0, ge=0)  #: how long more replicas must have been desired without a break
     downscale_delay_s: float = Field(default=300.0, ge=0)
-    scale_to_zero_delay_s: float = Field(default=600.0, ge=0)
-    num_cpus: float = Field(default=1.0, ge=0)
-    num_gpus: float = Field(default=0.0, ge=0, le=1)
-    accelerator_type: str | None = Field(default=None, min_length=1)
-    label_selector: dict[str, str] = Field(default_factory=dict)
-    placement_strategy: Strategy = "PACK"
+    scale_to_zero_delay_s: float = Field(default=600.0, ge=0)  #: without any work, where min_replicas is 0
+    num_cpus: float = Field(default=1.0, ge=0)  #: CPUs of each rank, and its threads unless `engine.num_threads` is set
+    num_gpus: float = Field(default=0.0, ge=0, le=1)  #: GPUs of each rank; a replica has `engine.tensor_parallel` ranks
+    accelerator_type: str | None = Field(default=None, min_length=1)  #: GPU that a rank's node must have: `L4`
+    label_selector: dict[str, str] = Field(default_factory=dict)  #: labels that a rank's node must have
+    placement_strategy: Strategy = "PACK"  #: Ray's: few nodes; STRICT_PACK: one; STRICT_SPREAD: one per rank
     max_ongoing_requests: int | None = Field(default=None, ge=1)
+    """Maximum number of sequences in one replica; None means all that its engine may run and queue."""
     startup_timeout_s: float = Field(default=600.0, gt=0)
     stall_timeout_s: float = Field(default=10.0, gt=0)
-    drain_s: float = Field(default=60.0, ge=0)
+    """A replica with queued work is replaced if its engine ends no step for this long. It must be longer than any step:
+    a large model on a CPU may need a minute for `max_num_batched_tokens` of a prompt."""
+    drain_s: float = Field(default=60.0, ge=0)  #: how long a stopping replica may go on with its requests
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Fewest and most replicas."""
+        """Minimum and maximum number of replicas."""
         if self.max_replicas is None:
             return self.num_replicas, self.num_replicas
         return 1 if self.min_replicas is None else self.min_replicas, self.max_replicas
 
     def check(self, path: str) -> None:
-        """Raises ConfigError for keys that do not go together."""
+        """Raise ConfigError for keys that do not go together."""
         low, high = self.min_replicas, self.max_replicas
         if low is not None and (high is None or high < low):
             raise ConfigError(f"{path}.max_replicas", high, f"at least min_replicas ({low})")
@@ -108,68 +98,51 @@ class PoolSection(Section):
 
 
 class IngressSection(Section):
-    """The HTTP API (docs/http_api.md).
-
-    request_timeout_s: a request that takes longer is ended with an error, wherever it is; it may ask for less.
-    drain_s: how long an ingress that is to stop may go on with its requests, which end with it: by default as long as a
-        request may take.
-    max_replays: a sequence whose replica dies goes on in another one, at most so often; 0 ends it with an error.
-    max_waiting, max_waiting_tokens: sequences of one model, and tokens of their prompts, that may wait in one replica
-        for the engines; more are refused with 429.
-    api_keys_file: who may come in, on every node that runs an ingress; without it, everybody.
-    max_body_bytes: longest HTTP body.
-    """
+    """The HTTP API (docs/http_api.md)."""
 
     num_replicas: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=0.1, ge=0)
     max_ongoing_requests: int = Field(default=4096, ge=1)
-    request_timeout_s: float = Field(default=600.0, gt=0)
-    drain_s: float = Field(default=600.0, ge=0)
-    max_replays: int = Field(default=3, ge=0)
-    max_waiting: int = Field(default=1024, ge=1)
-    max_waiting_tokens: int = Field(default=2**22, ge=1)
-    api_keys_file: str | None = Field(default=None, min_length=1)
+    request_timeout_s: float = Field(default=600.0, gt=0)  #: limit for every request; a request may ask for less
+    drain_s: float = Field(default=600.0, ge=0)  #: how long a stopping ingress may go on with its requests
+    max_replays: int = Field(default=3, ge=0)  #: how often a sequence may move on from a replica that died
+    max_waiting: int = Field(default=1024, ge=1)  #: sequences of a model that may wait in one ingress; else 429
+    max_waiting_tokens: int = Field(default=2**22, ge=1)  #: tokens of their prompts
+    api_keys_file: str | None = Field(
+        default=None, min_length=1
+    )  #: on every node with an ingress; None admits everybody
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
 
     def auth(self) -> AuthConfig:
-        """Raises ConfigError if the file of keys is no good."""
+        """Return the limits of the HTTP edge. Raises ConfigError for a bad file of keys."""
         if self.api_keys_file is not None:
             ApiKeys(Path(self.api_keys_file))
         return AuthConfig(api_keys_file=self.api_keys_file, max_body_bytes=self.max_body_bytes)
 
 
 class SloSection(Section):
-    """What autoscaling aims at (docs/autoscaling.md). ttft_ms: until an answer's first token, from when an engine could
-    begin with it. itl_ms: from token to token."""
+    """Latency targets of autoscaling (docs/autoscaling.md)."""
 
-    ttft_ms: float = Field(default=Slo().ttft_ms, gt=0)
-    itl_ms: float = Field(default=Slo().itl_ms, gt=0)
+    ttft_ms: float = Field(default=Slo().ttft_ms, gt=0)  #: to the first token, from when an engine could begin
+    itl_ms: float = Field(default=Slo().itl_ms, gt=0)  #: from token to token
 
 
 class ModelSection(Section):
-    """name: under which the API serves it. model: `pocket`, a folder, or a Hub id.
+    """One model that is served."""
 
-    engine: of all its replicas. decode: the replicas that answer requests.
-    prefill: if given, replicas of their own that compute prompts for the others; handoff: how the KV gets across
-        (docs/handoff.md).
-    slo: what autoscaled pools aim at.
-    tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning, where its chat template does not
-        make that certain (docs/tool_calls.md).
-    """
-
-    name: str = Field(min_length=1)
-    model: str
-    tool_call_parser: ToolCallParserName = "auto"
+    name: str = Field(min_length=1)  #: what clients send as `model`
+    model: str  #: `pocket`, a folder, or a Hub id
+    tool_call_parser: ToolCallParserName = "auto"  #: `auto` reads it off the chat template (docs/tool_calls.md)
     reasoning_parser: ReasoningParserName = "auto"
     engine: EngineSection = EngineSection()  # type: ignore[valid-type]
-    decode: PoolSection = PoolSection()
-    prefill: PoolSection | None = None
-    handoff: HandoffSection | None = None  # type: ignore[valid-type]
+    decode: PoolSection = PoolSection()  #: replicas that answer requests
+    prefill: PoolSection | None = None  #: replicas that only compute prompts for them
+    handoff: HandoffSection | None = None  # type: ignore[valid-type]  #: how KV gets across (docs/handoff.md)
     slo: SloSection = SloSection()
 
     @property
     def autoscales(self) -> bool:
-        """Whether any of its pools does."""
+        """Whether any of its pools scales with its load."""
         return any(pool.max_replicas is not None for pool in self.pools.values())
 
     @property
@@ -177,7 +150,7 @@ class ModelSection(Section):
         return {"decode": self.decode} if self.prefill is None else {"decode": self.decode, "prefill": self.prefill}
 
     def check(self, path: str) -> None:
-        """Raises ConfigError for keys that do not go together; `path` is where this section stands."""
+        """Raise ConfigError for keys that do not go together. path: position of this section."""
         if self.handoff is not None and self.prefill is None:
             raise ConfigError(f"{path}.prefill", None, "given where there is a `handoff` section")
         for role, pool in self.pools.items():
@@ -214,7 +187,7 @@ class ModelSection(Section):
         )
 
     def pool_settings(self, role: Role) -> PoolSettings:
-        """For the autoscaling policy."""
+        """Return what the autoscaling policy has to know of a pool."""
         pool = self.pools[role]
         low, high = pool.bounds
         limits = Limits(
@@ -232,40 +205,29 @@ class ModelSection(Section):
         return device == "cuda" or (device == "auto" and self.pools[role].num_gpus > 0)
 
     def _options(self, role: Role) -> dict[str, Any]:
-        """Fields of EngineConfig, as far as they stand in `engine` sections."""
-        return given(self.engine) | self._own(role)
-
-    def _own(self, role: Role) -> dict[str, Any]:
-        """Keys of `engine` that are different in this pool."""
-        return given(self.pools[role].engine)
+        """Return the fields of EngineConfig that stand in `engine` sections."""
+        return given(self.engine) | given(self.pools[role].engine)
 
     def _section(self, role: Role, key: str) -> str:
-        """Where the value of a key of EngineConfig was given."""
+        """Return the section that a key of EngineConfig was given in."""
         if key.startswith("handoff."):
             return ""
-        return f"{role}.engine." if key in self._own(role) else "engine."
+        return f"{role}.engine." if key in given(self.pools[role].engine) else "engine."
 
 
 class TracingSection(Section):
-    """otlp_endpoint: where traces are sent by OTLP over HTTP, for instance http://collector:4318/v1/traces.
-    sampling_ratio: share of requests that are traced; a client's `traceparent` header decides for itself."""
-
-    otlp_endpoint: str
-    sampling_ratio: float = 1.0
+    otlp_endpoint: str  #: where traces are sent by OTLP over HTTP: http://collector:4318/v1/traces
+    sampling_ratio: float = 1.0  #: fraction of requests that are traced, unless a `traceparent` header decides
 
 
 class AppConfig(Section):
-    """All that one application serves.
-
-    log_format: `json` for one object per line. log_level: `debug` also shows each step of every request's life.
-    tracing: if given, requests are traced with OpenTelemetry, which needs the extra `otel`.
-    """
+    """One application."""
 
     models: list[ModelSection] = Field(min_length=1)
     ingress: IngressSection = IngressSection()
-    log_format: LogFormat = "text"
-    log_level: LogLevel = "info"
-    tracing: TracingSection | None = None
+    log_format: LogFormat = "text"  #: `json` writes one object per line
+    log_level: LogLevel = "info"  #: `debug` also shows each step of every request's life
+    tracing: TracingSection | None = None  #: OpenTelemetry, which needs the extra `otel`
 
     @property
     def log(self) -> LogConfig:
@@ -276,10 +238,8 @@ class AppConfig(Section):
 
     @classmethod
     def of(cls, application: dict[str, Any]) -> AppConfig:
-        """Of an application in a Serve configuration, whose `args` alone do not tell whether there is a policy.
-
-        Raises as `parse` does.
-        """
+        """Parse an application of a Serve configuration: `args` alone do not tell whether there is a policy. Raises as
+        `parse` does."""
         config = cls.parse(application.get("args") or {})
         policy = (application.get("autoscaling_policy") or {}).get("policy_function")
         if config.autoscales and policy != POLICY:
@@ -289,12 +249,12 @@ class AppConfig(Section):
 
     @property
     def autoscales(self) -> bool:
-        """Whether any pool does."""
+        """Whether any pool scales with its load."""
         return any(model.autoscales for model in self.models)
 
     @classmethod
     def parse(cls, args: dict[str, Any]) -> AppConfig:
-        """Raises ConfigError that names the key by its path, and StartupError for an extra that is not installed."""
+        """Parse `args`. Raises ConfigError with the path of the key, and StartupError for an extra that is missing."""
         try:
             config = cls.model_validate(args)
         except pydantic.ValidationError as error:
@@ -322,12 +282,12 @@ def _first_problem(error: pydantic.ValidationError) -> ConfigError:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """For instance models[0].engine.block_size"""
+    """Write a location as in models[0].engine.block_size."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
 
 
 def _known_keys(location: tuple[int | str, ...]) -> list[str]:
-    """Keys of the section at `location`."""
+    """Return the keys of the section at `location`."""
     section: Any = AppConfig
     for part in location:
         if isinstance(part, str):

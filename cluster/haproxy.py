@@ -1,4 +1,4 @@
-"""Ray's environment variables for the way in which Manta is meant to be served.
+"""Serve's HAProxy: the environment that Ray is started with, and the program `manta-haproxy` that Ray runs.
 
 On Linux Serve's own HAProxy stands in front, and each ingress replica answers HTTP itself: a streamed token costs a
 fraction of what it costs through Serve's Python proxy (docs/measurements/performance.md). Elsewhere that proxy is used.
@@ -40,7 +40,7 @@ BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
 
 
 def environment() -> dict[str, str]:
-    """For this machine."""
+    """Return Ray's environment variables for this machine."""
     if sys.platform != "linux":
         return {}
     ours = Path(sys.executable).with_name("manta-haproxy")  # `main`, as pip installs it
@@ -48,7 +48,7 @@ def environment() -> dict[str, str]:
 
 
 def own_ports() -> dict[str, int]:
-    """As this environment has them, by their variables. Raises ConfigError."""
+    """Return the ports of this environment, by their variables. Raises ConfigError."""
     ports = {}
     for name, default in OWN_PORTS.items():
         given = os.environ.get(name, str(default))
@@ -59,9 +59,9 @@ def own_ports() -> dict[str, int]:
 
 
 def before_any_application(config: str) -> str:
-    """A configuration of Ray's, changed if it names no application.
+    """Return Ray's configuration with 503 in place of 404 if it names no application yet.
 
-    With such a one every HAProxy starts, also where Serve replaces one that has failed its health checks. It would
+    Every HAProxy starts with such a configuration, also one that replaces another after failed health checks. It would
     answer 404 until it is told where the replicas are, and no client asks again after that.
     """
     if re.search(r"^\s*use_backend ", config, re.MULTILINE):
@@ -71,16 +71,15 @@ def before_any_application(config: str) -> str:
 
 
 def stop_with_parent() -> None:
-    """When the process that started this one dies, take no more connections, and end with the last of those there are.
+    """Take no more connections once the parent process has died, and end with the last one.
 
-    Else HAProxy outlives a cluster that was killed, or its own manager in Ray, and holds the ports that the next needs.
+    Otherwise HAProxy outlives a killed cluster, or its own manager in Ray, and holds the ports that the next one needs.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
 
 
 def main() -> None:
-    """Becomes Ray's HAProxy, started with the same arguments but without splice(), with 503 for "not yet", and such
-    that it ends with its parent.
+    """Become Ray's HAProxy, with the same arguments: without splice(), with 503 for "not yet", ending with its parent.
 
     Ray's configuration lets HAProxy splice bodies from socket to socket. With that, HAProxy 2.8 overlooks one in ten
     to one in two clients that leave before the answer begins, and their requests run on to their ends.

@@ -1,4 +1,4 @@
-"""What the API has to know of a model, read from its folder and its configuration. Loads no weights, and no torch."""
+"""Facts that the API needs about a model, from its folder and its configuration. Loads no weights, and no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.wire.model_identity import ModelIdentity
 
 
 def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
-    """Raises StartupError for a model that could not be loaded."""
+    """Read the facts of a model. Raises StartupError for a model that could not be loaded."""
     folder = model_folder.resolve(model.model)
     config = ModelConfig.from_folder(folder)
     for role in model.pools:

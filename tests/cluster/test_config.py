@@ -74,11 +74,11 @@ def test_pools_share_the_engine_section_but_for_keys_of_their_own():
     ("decode", "prefill", "engine", "block_size"),
     [
         (0, 0, {}, 16),
-        (1, 1, {}, 256),
-        (1, 0, {}, 256),
-        (0, 0.5, {}, 256),
+        (1, 1, {}, 64),
+        (1, 0, {}, 64),
+        (0, 0.5, {}, 64),
         (1, 1, {"device": "cpu"}, 16),
-        (0, 0, {"device": "cuda"}, 256),
+        (0, 0, {"device": "cuda"}, 64),
         (1, 1, {"block_size": 64}, 64),
     ],
 )

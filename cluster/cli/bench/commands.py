@@ -1,4 +1,4 @@
-"""The commands of `manta bench`. Each imports what it needs by itself: torch takes seconds, `manta --help` should not."""
+"""The commands of `manta bench`. Each imports what it needs by itself, since `manta --help` should not take seconds."""
 
 from __future__ import annotations
 
