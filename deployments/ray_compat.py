@@ -1,4 +1,4 @@
-"""What Ray has no public name for. Ray is pinned to a minor version; look here first when that changes."""
+"""Every private name of Ray that we use. Ray is pinned to a minor version; look here first when that changes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,33 @@ import logging
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
+from ray.serve._private.common import RequestMetadata
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
-
-from deployments.replicas.prefill_dispatcher import PoolState
+from ray.serve.request_router import PendingRequest, RequestRouter
 
 logger = logging.getLogger(__name__)
 
 INGRESS = "ingress"  # name of that deployment
 DRIVER_EXIT_S = 30.0
-AT_REST = ("HEALTHY", "UPSCALING", "DOWNSCALING")
+
+
+class CallRouter(RequestRouter):
+    """Serve's router, but with calls told apart that belong to one HTTP request."""
+
+    def _get_pending_request_matching_internal_request_id(
+        self, request_metadata: RequestMetadata | None = None
+    ) -> PendingRequest | None:
+        """Serve's own looks up the id that all calls of one HTTP request share: the second would wait for ever."""
+        waiting = self._pending_requests_to_fulfill
+        return next((p for p in waiting if p.metadata is request_metadata and not p.future.done()), None)
 
 
 def end_serve_run(reason: str) -> None:
@@ -44,64 +55,25 @@ def end_serve_run(reason: str) -> None:
 
 
 def deployed_applications() -> list[dict[str, Any]]:
-    """Entries of `applications` of the Serve configuration that is in force, or that is just being deployed. Empty
-    where Serve does not run, or was told of its applications in other ways. Blocks for a call to Serve's controller."""
+    """Return the `applications` of the Serve configuration that is in force, or that is just being deployed.
+
+    Empty where Serve does not run, or got its applications in other ways. Blocks for a call to Serve's controller.
+    """
     client = serve.context._get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return []
-    told = [
-        application.get("deployed_app_config") for application in client.get_serve_details()["applications"].values()
-    ]
-    return [config for config in told if config is not None]
-
-
-def _serve_run_pid() -> int | None:
-    """Process of this job's driver, if that is a `serve run` on this node."""
-    context = ray.get_runtime_context()
-    jobs: list[dict[str, Any]] = ray._private.state.jobs()
-    for job in jobs:
-        here = job["DriverIPAddress"] == ray.util.get_node_ip_address()
-        if job["JobID"] == context.get_job_id() and here and " run " in f" {job['Entrypoint']} ":
-            return int(job["DriverPid"])
-    return None
+    applications = client.get_serve_details()["applications"].values()
+    configs = [application.get("deployed_app_config") for application in applications]
+    return [config for config in configs if config is not None]
 
 
 def remember_that_a_model_is_up() -> None:
-    """For as long as this job runs: from now on its users mind if it ends. Blocks for a call to the GCS."""
+    """Record, for as long as this job runs, that its users mind if it ends. Blocks for a call to the GCS."""
     internal_kv._internal_kv_put(_served_key(), b"yes")
 
 
-def _a_model_was_up() -> bool:
-    return internal_kv._internal_kv_exists(_served_key())
-
-
-def _served_key() -> str:
-    return f"manta_has_served_{ray.get_runtime_context().get_job_id()}"
-
-
-def _status(handle: DeploymentHandle) -> Any:
-    """DeploymentStatusOverview, or None while there is no such deployment. Blocks for a call to Serve's controller."""
-    name = handle.deployment_id
-    app = serve.status().applications.get(name.app_name)
-    return app.deployments.get(name.name) if app is not None else None
-
-
-def is_at_rest(handle: DeploymentHandle) -> bool:
-    """Whether a deployment that may have no replicas has none, and nothing is wrong with it. Blocks."""
-    deployment = _status(handle)
-    return deployment is not None and deployment.status in AT_REST and not deployment.replica_states.get("RUNNING")
-
-
-def pool_state(handle: DeploymentHandle) -> PoolState:
-    """Of a deployment. Blocks."""
-    deployment = _status(handle)
-    if deployment is None or deployment.status == "UPDATING":
-        return "deploying"
-    return "up" if deployment.replica_states.get("RUNNING") else "down"
-
-
 async def broadcast(handle: DeploymentHandle, method: str, timeout_s: float, *args: Any) -> list[Any]:
-    """Answers of all replicas that give one in time; exceptions of the others.
+    """Return the answers of all replicas that give one in time, and the exceptions of the others.
 
     Ray's own `results_async` gives no answer at all if one replica hangs.
     """
@@ -115,15 +87,41 @@ async def broadcast(handle: DeploymentHandle, method: str, timeout_s: float, *ar
 
 
 def haproxy_binary() -> str:
-    """Path of the HAProxy that Serve would start. Raises FileNotFoundError."""
+    """Return the path of the HAProxy that Serve would start. Raises FileNotFoundError."""
     from ray.serve._private.haproxy import get_haproxy_binary
 
     path: str = get_haproxy_binary()
     return path
 
 
+def ray_address_file() -> Path:
+    """Return the file in which `ray start` writes its address on this machine."""
+    from ray._common.utils import get_ray_address_file
+
+    return Path(get_ray_address_file(None))
+
+
+def _serve_run_pid() -> int | None:
+    """The process of this job's driver, if that is a `serve run` on this node."""
+    context = ray.get_runtime_context()
+    jobs: list[dict[str, Any]] = ray._private.state.jobs()
+    for job in jobs:
+        here = job["DriverIPAddress"] == ray.util.get_node_ip_address()
+        if job["JobID"] == context.get_job_id() and here and " run " in f" {job['Entrypoint']} ":
+            return int(job["DriverPid"])
+    return None
+
+
+def _a_model_was_up() -> bool:
+    return internal_kv._internal_kv_exists(_served_key())
+
+
+def _served_key() -> str:
+    return f"manta_has_served_{ray.get_runtime_context().get_job_id()}"
+
+
 def _write_to_console_of(pid: int, text: str) -> None:
-    """Straight to its stderr: what a worker prints reaches the driver too late."""
+    """Write straight to the process' stderr: what a worker prints reaches the driver too late."""
     try:
         with open(f"/proc/{pid}/fd/2", "w") as console:
             console.write(text)

@@ -170,9 +170,9 @@ def check(serve_config: dict[str, Any], address: str | None) -> None:
 
 def _joins_a_cluster() -> bool:
     """Whether `serve run` finds a Ray of this machine, from `ray start`, by itself."""
-    from ray._common.utils import get_ray_address_file  # seconds
+    from deployments.ray_compat import ray_address_file  # seconds
 
-    return bool(os.environ.get("RAY_ADDRESS")) or Path(get_ray_address_file(None)).exists()
+    return bool(os.environ.get("RAY_ADDRESS")) or ray_address_file().exists()
 
 
 def run(config: Path, address: str | None = None) -> NoReturn:

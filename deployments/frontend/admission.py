@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from deployments.frontend.fair_queue import FairQueue, QueuedRequest
-from deployments.replicas.engine_pool import EnginePool
+from deployments.replicas.pools import EnginePool
 from engine.errors import EngineUnavailable, Overloaded, RequestTimeout
 from engine.wire.messages import EngineStatus
 

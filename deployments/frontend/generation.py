@@ -19,7 +19,7 @@ from deployments.frontend.token_channel import Inbox, TokenChannel
 from deployments.observability.stats import ModelStats
 from deployments.observability.telemetry import current_request
 from deployments.observability.timeline import RequestTimelines
-from deployments.replicas.engine_pool import EnginePool
+from deployments.replicas.pools import EnginePool
 from engine.errors import EngineError, OtherModel, Overloaded, ServingError
 from engine.text.detokenizer import TokenBytes
 from engine.text.text_stream import TextChunk, TextStream

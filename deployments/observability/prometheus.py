@@ -26,8 +26,7 @@ from deployments.observability.handoff_metrics import handoff_metrics
 from deployments.observability.routing_metrics import routing_metrics
 from deployments.observability.stats import IngressStats, ModelStats, RouteStats
 from deployments.observability.telemetry import Telemetry
-from deployments.replicas.engine_pool import EnginePool, all_statuses
-from deployments.replicas.replica_status import ReplicaStatus
+from deployments.replicas.pools import EnginePool, ReplicaStatus, all_statuses
 from deployments.routing.stats import RoutingStats
 from engine.wire.histogram import Histogram
 

@@ -33,7 +33,7 @@ from deployments.openai.requests import (
 from deployments.openai.responses import ModelCard, ModelList
 from deployments.openai.served_model import ServedModel
 from deployments.openai.streaming import run_while_connected, stream
-from deployments.replicas.engine_pool import EnginePool
+from deployments.replicas.pools import EnginePool
 from engine.errors import ModelNotFound, RequestError, ServingError, UnsupportedMediaType
 
 

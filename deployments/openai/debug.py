@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import msgspec
 
-from deployments.replicas.engine_pool import EnginePool, all_statuses
+from deployments.replicas.pools import EnginePool, all_statuses
 from engine.wire.handoff_stats import HandoffInfo
 
 VERSION = version("manta-serve")

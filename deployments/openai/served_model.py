@@ -30,7 +30,7 @@ from deployments.openai.requests import (
     TokenizeBody,
 )
 from deployments.openai.responses import DetokenizedText, Tokens
-from deployments.replicas.engine_pool import EnginePool
+from deployments.replicas.pools import EnginePool
 from engine.errors import EngineUnavailable, InvalidParameter, PromptTooLong
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import GenerateRequest

@@ -12,8 +12,8 @@ import zmq
 import zmq.asyncio
 
 from deployments.replicas.encoded_request import EncodedRequest
+from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.prefill_dispatcher import PrefillDispatcher, PrefillPool
-from deployments.replicas.replica_status import ReplicaStatus
 from engine.errors import EngineUnavailable, RequestTimeout
 from engine.wire.messages import (
     Abort,

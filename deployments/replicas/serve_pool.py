@@ -1,4 +1,4 @@
-"""The replicas of one model on Serve, for an ingress and for a decode replica. All calls to them are made here."""
+"""The replicas of one model on Serve. Every call of an ingress or a decode replica to them is made here."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import msgspec
+from ray import serve
 from ray.exceptions import RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from deployments import ray_compat
 from deployments.replicas.encoded_request import EncodedRequest
+from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.prefill_dispatcher import PoolState
-from deployments.replicas.replica_status import ReplicaStatus
 from deployments.routing.prompt_digest import PromptDigester
 from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.stats import RoutingStats
@@ -27,10 +29,11 @@ from engine.wire.remote_prefill import RemotePrefillRequest
 logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 3.0
+AT_REST = ("HEALTHY", "UPSCALING", "DOWNSCALING")
 
 
 class ServePool:
-    """Replicas of a `Decode` deployment, and of its `Prefill` deployment if it has one."""
+    """An EnginePool: replicas of a `Decode` deployment, and of its `Prefill` deployment if it has one."""
 
     def __init__(
         self,
@@ -40,8 +43,10 @@ class ServePool:
         may_sleep: bool = False,
         note: Callable[[str, str], None] | None = None,
     ):
-        """block_size: of the replicas' KV blocks; None where they share no prefixes. may_sleep: whether there may be no
-        replicas while nobody needs one. note: is told by request id where each request is sent; from any thread."""
+        """block_size: tokens per KV block of the replicas; None where they share no prefixes.
+        may_sleep: whether there may be no replicas while nobody needs one.
+        note: called with each request id and where the request is sent; from any thread.
+        """
         self._may_sleep = may_sleep
         self.routing = RoutingStats()
         self._handle, self._prompts = handle, PromptDigester(block_size)
@@ -63,34 +68,40 @@ class ServePool:
         return statuses
 
     async def asleep(self) -> bool:
-        return self._may_sleep and await asyncio.to_thread(ray_compat.is_at_rest, self._handle)
+        if not self._may_sleep:
+            return False
+        deployment = await _deployment_status(self._handle)
+        return deployment is not None and deployment.status in AT_REST and not deployment.replica_states.get("RUNNING")
 
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return [] if self._prefill is None else await self._prefill.statuses()
 
 
 class ServePrefillPool:
-    """Replicas of a `Prefill` deployment; a PrefillPool."""
+    """A PrefillPool: replicas of a `Prefill` deployment."""
 
     def __init__(self, handle: DeploymentHandle, block_size: int | None = None):
-        """block_size: as for ServePool; needed to send prefill requests only."""
+        """block_size: as for ServePool; needed only to send prefill requests."""
         self.routing = RoutingStats()
-        self.handle, self._prompts = handle, PromptDigester(block_size)
+        self._handle, self._prompts = handle, PromptDigester(block_size)
 
     async def prefill(self, prefill_request: RemotePrefillRequest, avoid: list[str]) -> None:
         prompt = self._prompts.digest(prefill_request.handoff_id, prefill_request.token_ids, prefill_request.cache_salt)
         call = RoutingContext(prompt, self.routing, avoid=avoid)
-        await _answer(self.handle.prefill.remote(EncodedRequest.of_prefill(prefill_request), call), call)
+        await _answer(self._handle.prefill.remote(EncodedRequest.of_prefill(prefill_request), call), call)
 
     async def statuses(self) -> list[ReplicaStatus]:
-        return await _statuses(self.handle)
+        return await _statuses(self._handle)
 
     async def state(self) -> PoolState:
-        return await asyncio.to_thread(ray_compat.pool_state, self.handle)
+        deployment = await _deployment_status(self._handle)
+        if deployment is None or deployment.status == "UPDATING":
+            return "deploying"
+        return "up" if deployment.replica_states.get("RUNNING") else "down"
 
 
 async def _answer(response: DeploymentResponse, call: RoutingContext) -> None:
-    """Raises ServingError. Cancelling it cancels the call."""
+    """Wait for the call to end, and tell its router how. Cancelling this cancels the call. Raises ServingError."""
     outcome: CallOutcome = "ended"
     try:
         await response
@@ -104,6 +115,14 @@ async def _answer(response: DeploymentResponse, call: RoutingContext) -> None:
         raise translated from error
     finally:
         call.close(outcome)
+
+
+async def _deployment_status(handle: DeploymentHandle) -> Any:
+    """Ask Serve's controller for the DeploymentStatusOverview; None while there is no such deployment."""
+    name = handle.deployment_id
+    status = await asyncio.to_thread(serve.status)
+    application = status.applications.get(name.app_name)
+    return application.deployments.get(name.name) if application is not None else None
 
 
 async def _statuses(handle: DeploymentHandle) -> list[ReplicaStatus]:

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.serve._private.common import RequestMetadata
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
+from deployments.ray_compat import CallRouter
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
 from deployments.routing.routing_context import CallOutcome, RoutingContext
@@ -38,7 +38,7 @@ def _model_of(replica: RunningReplica) -> ModelIdentity:
     return ModelIdentity(metadata.get("weights", ""), metadata.get("vocabulary", ""))
 
 
-class EngineRouter(RequestRouter):
+class EngineRouter(CallRouter):
     """Asks a Balancer, and feeds it with what engines say. Serve keeps the set of replicas, and the limits of each."""
 
     _balancer: Balancer
@@ -76,13 +76,6 @@ class EngineRouter(RequestRouter):
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._subscribe()
-
-    def _get_pending_request_matching_internal_request_id(
-        self, request_metadata: RequestMetadata | None = None
-    ) -> PendingRequest | None:
-        """Serve's own looks the id up, which all calls of one HTTP request share: the second would wait for ever."""
-        waiting = self._pending_requests_to_fulfill
-        return next((p for p in waiting if p.metadata is request_metadata and not p.future.done()), None)
 
     def _subscribe(self) -> None:
         engines = {engine_id_of(replica_id): replica for replica_id, replica in self.curr_replicas.items()}

@@ -23,7 +23,7 @@ from deployments.openai.middleware import AuthConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
-from deployments.replicas.replica_status import ReplicaStatus
+from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import GenerateRequest

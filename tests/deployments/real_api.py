@@ -21,10 +21,9 @@ from deployments.observability.tracing import Tracing
 from deployments.openai.app import openai_app
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.encoded_request import EncodedRequest
-from deployments.replicas.engine_pool import EnginePool
 from deployments.replicas.engine_replica import EngineReplica
+from deployments.replicas.pools import EnginePool, ReplicaStatus
 from deployments.replicas.prefill_dispatcher import PoolState
-from deployments.replicas.replica_status import ReplicaStatus
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import RoutingConfig
 from deployments.routing.prompt_digest import PromptDigest

@@ -12,7 +12,7 @@ import pytest
 from deployments.frontend import retry
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
-from deployments.replicas.replica_status import ReplicaStatus
+from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 from deployments.observability.handoff_metrics import handoff_metrics
 from deployments.openai.debug import live_handoffs
-from deployments.replicas.replica_status import ReplicaStatus
+from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.messages import EngineStatus, GenerateRequest

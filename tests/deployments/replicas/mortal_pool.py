@@ -18,8 +18,7 @@ from deployments.frontend.generation import Generation, Usage
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.stats import ModelStats
 from deployments.observability.timeline import RequestTimelines
-from deployments.replicas.engine_pool import EnginePool
-from deployments.replicas.replica_status import ReplicaStatus
+from deployments.replicas.pools import EnginePool, ReplicaStatus
 from engine.core.request import Request
 from engine.errors import EngineUnavailable, ServingError
 from engine.wire.messages import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from deployments.replicas.replica_status import ReplicaStatus
+from deployments.replicas.pools import ReplicaStatus
 from deployments.routing.stats import RoutingStats
 from engine.wire.messages import Notice
 from tests.deployments.replicas.fake_prefill import status
