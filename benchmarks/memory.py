@@ -75,10 +75,10 @@ def measure(
             events = scheduler.commit(result_of(plan), now=0.0)
             ended = any(event.delta.finish_reason for event in events)
             steps += 1
-            running += len(scheduler.running)
-            filled += sum(request.computed for request in scheduler.running)
+            running += len(scheduler.queue.running)
+            filled += sum(request.computed for request in scheduler.queue.running)
             paged += pool.num_used * block_size
-            reserved += len(scheduler.running) * max_model_len
+            reserved += len(scheduler.queue.running) * max_model_len
     return MemoryReport(
         requests=requests,
         steps=steps,

@@ -146,7 +146,7 @@ class Decoder:
 
     def lengths(self) -> list[int]:
         """Tokens of each sequence; those whose prompt came first are ahead."""
-        return [request.computed for request in self.core.scheduler.running]
+        return [request.computed for request in self.core.scheduler.queue.running]
 
     def stop(self) -> None:
         for request_id in self._live:

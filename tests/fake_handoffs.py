@@ -121,7 +121,7 @@ class PrefillHarness(Harness):
         )
         request = self.scheduler.add_remote_prefill(prefill_request, now=0.0)
         if prefill_request.params.structured_outputs is not None:
-            self.scheduler.compiled(request, FakeGrammar())
+            self.scheduler.set_grammar(request, FakeGrammar())
         self.prefill_requests[name] = prefill_request
 
     def commit(self) -> None:

@@ -155,7 +155,7 @@ class Harness:
         )
         request = self.scheduler.add(message, now=0.0)
         if sampling.structured_outputs is not None:
-            self.scheduler.compiled(request, FakeGrammar())
+            self.scheduler.set_grammar(request, FakeGrammar())
         self.prompts[name], self.params[name], self.outputs[name] = prompt, sampling, []
 
     def replay(self, name: str, prompt: list[int], given: list[int], **params) -> None:

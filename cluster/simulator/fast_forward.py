@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from cluster.simulator.trace import OUTPUT_ID
 from engine.core.request import Request
 from engine.core.scheduler import Event, Scheduler
-from engine.wire.messages import TokenDelta, TokenLogprob
 
 
 def token_of(request: Request) -> int:
@@ -16,82 +15,67 @@ def token_of(request: Request) -> int:
     return OUTPUT_ID + request.seed % (OUTPUT_ID - 1)
 
 
-NOTHING = TokenDelta(request_id="")
-
-
-class FastForwardScheduler(Scheduler):
-    """While all running requests decode, nobody else can start and blocks suffice, each step does the same: one token
-    for everyone. Then `fast_forward` takes many steps in one go over the requests, in place of two (schedule, commit)
-    per step.
+class FastForward:
+    """Takes many steps of a scheduler in one go over its requests, in place of two (schedule, commit) per step, while
+    each step does the same: all running requests decode, nobody else can start, and blocks suffice.
 
     Tokens, blocks, prefix cache, finished requests and their times are as after so many single steps; only which of the
     equal free blocks a request gets differs, and the engine's own histograms miss most times between tokens.
     """
 
-    def _append(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> Event:
-        """Without a message for a token that is neither the first nor the last: nobody reads it."""
-        if request.first_token_at is None or len(request.tokens) - request.num_prompt + 1 >= request.max_tokens:
-            return super()._append(request, token, logprob, now)
-        request.in_flight -= 1
-        request.tokens.append(token)
-        request.last_token_at = now
-        self.totals.generation_tokens += 1
-        return Event(request, NOTHING)
-
-    @property
-    def planned(self) -> list[Request]:
-        """Of the oldest step that was planned and not committed, in the order of its plan."""
-        return self._planned[0][1]
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler, self._queue, self._pool = scheduler, scheduler.queue, scheduler.pool
 
     def max_steps(self, limit: int, now: float) -> int:
         """How many steps may be taken at once, up to `limit`, where a step has ended now and nobody waits who could
         start. The last of them may end requests. 0: the next step is not of that kind."""
-        if not self.running:
+        running = self._queue.running
+        if not running:
             return 0
         steps = limit
-        for request in self.running:
+        for request in running:
             if request.last_token_at != now or len(request.tokens) - request.computed != 1:
                 return 0  # it has some of its prompt left, or had when the last step began
             left = request.num_prompt + request.max_tokens - len(request.tokens)
             if left < steps:
                 steps = left
         # a request takes at most this many blocks; count exactly only if they might not be there
-        size, available = self.pool.block_size, self.pool.num_available
-        if len(self.running) * (steps // size + 1) <= available:
+        size, available = self._pool.block_size, self._pool.num_available
+        if len(running) * (steps // size + 1) <= available:
             return steps
         while steps and self._blocks_missing(steps) > available:
             steps //= 2
         return steps
 
     def _blocks_missing(self, steps: int) -> int:
-        size = self.pool.block_size
-        return sum(max(0, -(-(r.computed + steps) // size) - len(r.blocks)) for r in self.running)
+        size = self._pool.block_size
+        return sum(max(0, -(-(r.computed + steps) // size) - len(r.blocks)) for r in self._queue.running)
 
-    def fast_forward(self, ends: Sequence[float]) -> list[Event]:
+    def advance(self, ends: Sequence[float]) -> list[Event]:
         """Take as many steps as there are `ends`, the times at which they end. Returns the requests that finish."""
-        steps, size = len(ends), self.pool.block_size
+        steps, size, totals = len(ends), self._pool.block_size, self._scheduler.totals
         ended = []
-        for request in self.running:
+        for request in self._queue.running:
             tokens = request.tokens
             request.computed = computed = request.computed + steps
             if computed > len(request.blocks) * size:
-                taken = self.pool.allocate(-(-computed // size) - len(request.blocks))
-                assert taken is not None, "a fast-forward is only as long as blocks suffice"
-                request.blocks += taken
+                blocks = self._pool.allocate(-(-computed // size) - len(request.blocks))
+                assert blocks is not None, "a fast-forward is only as long as blocks suffice"
+                request.blocks += blocks
             tokens += tokens[-1:] * (steps - 1)
             if computed // size > request.num_cached_blocks:
-                self._tables.cache_blocks(request, computed)
+                self._scheduler.kv_cache.cache_blocks(request, computed)
             if len(tokens) - request.num_prompt + 1 == request.max_tokens:
                 ended.append(request)  # its last token comes below
             else:
                 tokens.append(tokens[-1])
                 request.last_token_at = ends[-1]
-        self.totals.steps += steps
-        self.totals.generation_tokens += steps * len(self.running) - len(ended)
+        totals.steps += steps
+        totals.generation_tokens += steps * len(self._queue.running) - len(ended)
         return [self._end(request, ends) for request in ended]
 
     def _end(self, request: Request, ends: Sequence[float]) -> Event:
         if len(ends) > 1:
             request.last_token_at = ends[-2]
         request.in_flight = 1
-        return self._append(request, token_of(request), None, ends[-1])
+        return self._scheduler.append_token(request, token_of(request), None, ends[-1])

@@ -66,7 +66,7 @@ class Pool:
 
     def drain(self) -> None:
         """One replica gets no more requests: the one with the fewest."""
-        replica = min(self.up.values(), key=lambda r: len(r.scheduler.running) + r.scheduler.num_waiting)
+        replica = min(self.up.values(), key=lambda r: len(r.scheduler.queue.running) + r.scheduler.queue.num_waiting)
         self._draining.append(replica)
         self._set_up({name: other for name, other in self.up.items() if other is not replica})
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from cluster.simulator.cost_model import CostModel, Work
-from cluster.simulator.fast_forward import FastForwardScheduler, token_of
+from cluster.simulator.fast_forward import FastForward, token_of
 from cluster.simulator.latency_histogram import LatencyHistogram
 from cluster.simulator.trace import VOCABULARY
 from deployments.routing.config import Role
@@ -17,7 +17,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.handoffs import HandoffAction, HandoffManager
 from engine.core.kv_events import KVEventPublisher
 from engine.core.request import Request
-from engine.core.scheduler import Event
+from engine.core.scheduler import Event, Scheduler
 from engine.core.step_cost import StepTimes, StepWork
 from engine.kv_transfer.protocol.events import HandoffEvent
 from engine.wire.messages import EngineStats, EngineUpdate, GenerateRequest, Subscribe
@@ -60,7 +60,7 @@ class Replica:
         self.ended: list[Request] = []
         self.itl = LatencyHistogram()
         self.busy_s = 0.0
-        self.scheduler = FastForwardScheduler(
+        self.scheduler = Scheduler(
             config,
             BlockPool(num_blocks, config.known_block_size, config.enable_prefix_caching),
             max_model_len=max_model_len,
@@ -68,7 +68,8 @@ class Replica:
             handoffs=handoffs,
         )
         self._kv_events = KVEventPublisher(name, self.scheduler)
-        self._cost, self._fast_forward, self._forward, self._slowdown = cost, fast_forward, forward, slowdown
+        self._fast_forward, self._max_steps = FastForward(self.scheduler), fast_forward
+        self._cost, self._forward, self._slowdown = cost, forward, slowdown
         self._inbox: list[HandoffEvent] = []
         self._plan: StepPlan | None = None  # the step that computes
         self._ends: list[float] = []  # or of the steps of a fast-forward that are not recorded yet
@@ -137,9 +138,9 @@ class Replica:
             self._tell(scheduler.handle(handoff, now))
         self._inbox.clear()
         if (
-            self._fast_forward
-            and (self._settled or not scheduler.waiting)
-            and (steps := scheduler.max_steps(self._fast_forward, now))
+            self._max_steps
+            and (self._settled or not scheduler.queue.waiting)
+            and (steps := self._fast_forward.max_steps(self._max_steps, now))
         ):
             self._ends = self._step_ends(steps, now)
             self.due = self._ends[-1]
@@ -155,8 +156,8 @@ class Replica:
         self.due = now + (seconds if self._slowdown is None else seconds * self._slowdown(self))
 
     def _step_ends(self, steps: int, now: float) -> list[float]:
-        running = len(self.scheduler.running)
-        context = sum(len(request.tokens) for request in self.scheduler.running)
+        running = len(self.scheduler.queue.running)
+        context = sum(len(request.tokens) for request in self.scheduler.queue.running)
         seconds, ends = self._cost.seconds, []
         for _ in range(steps):
             now += seconds(running, running, context, context)
@@ -167,7 +168,7 @@ class Replica:
     def _record(self, steps: int) -> None:
         """The first steps of the fast-forward have ended."""
         ends, self._ends = self._ends[:steps], self._ends[steps:]
-        running = len(self.scheduler.running)
+        running = len(self.scheduler.queue.running)
         self.itl.add_steps([self._began, *ends], running)
         if self.times is not None:
             mean_s = (ends[-1] - self._began) / steps
@@ -175,12 +176,12 @@ class Replica:
             self.times.by_sequences.stepped(running, mean_s)
         self.busy_s += ends[-1] - self._began
         self._began = ends[-1]
-        if finished := self.scheduler.fast_forward(ends):
+        if finished := self._fast_forward.advance(ends):
             self._settled = False
             self._tell(finished)
 
     def _commit(self, plan: StepPlan, now: float) -> None:
-        requests = self.scheduler.planned
+        _, requests = self.scheduler.planned[0]
         tokens = [token_of(request) if asked else None for request, asked in zip(requests, plan.samples, strict=True)]
         for request, token in zip(requests, tokens, strict=True):
             if token is not None and request.last_token_at is not None:

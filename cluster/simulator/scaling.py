@@ -109,7 +109,7 @@ class Scaling:
         assert times is not None
         step_s, sequence_s = times.by_sequences.coefficients
         output_per_s = (last.output_tokens - first.output_tokens) / seconds
-        load, running = scheduler.load(), len(scheduler.running)
+        load, running = scheduler.load(), len(scheduler.queue.running)
         return ReplicaLoad(
             running=running,
             waiting=load.sequences - running,

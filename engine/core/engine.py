@@ -132,7 +132,7 @@ class EngineCore:
     def prefill(self, prefill_request: RemotePrefillRequest) -> bool:
         """Compute a prompt for another engine. False if it is refused, which that engine is told."""
         assert self.handoffs is not None
-        if self.scheduler.is_live(prefill_request.handoff_id):
+        if prefill_request.handoff_id in self.scheduler.queue.live:
             return True  # the prefill request came twice
         now = time.monotonic()
         try:
@@ -201,7 +201,7 @@ class EngineCore:
 
     def _idle(self) -> None:
         """All that is left waits for its grammar, or for what that allows next, or for another engine."""
-        if self._compiling or any(r.grammar for r in [*self.scheduler.running, *self.scheduler.waiting]):
+        if self._compiling or any(r.grammar for r in [*self.scheduler.queue.running, *self.scheduler.queue.waiting]):
             self._grammar_compiled.wait(GRAMMAR_POLL_S)
             self._grammar_compiled.clear()
         else:
@@ -248,7 +248,7 @@ class EngineCore:
             if ended:
                 continue
             try:
-                self.scheduler.compiled(request, self._grammars.finish(compilation))
+                self.scheduler.set_grammar(request, self._grammars.finish(compilation))
             except ServingError as error:
                 event = self.scheduler.abort(request.request_id, now, error)
                 events += [event] if event else []

@@ -1,4 +1,4 @@
-"""The blocks that each request holds. Pure Python."""
+"""Block tables of the requests, and the prefix cache. Pure Python."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from engine.wire.plan import BlockChange
 
 
 class KVCacheManager:
-    """Takes blocks from the pool for requests, shares them through its prefix cache, and gives them back.
+    """Allocates blocks of the pool for requests, shares them through its prefix cache, and gives them back.
 
-    What changes for a request in a slot is kept until the next step's plan takes it to the ranks.
+    Changes of the block tables of running requests are kept until the next step's plan takes them to the ranks.
     """
 
     def __init__(self, pool: BlockPool, prefix_caching: bool):
@@ -18,48 +18,48 @@ class KVCacheManager:
         self._changes: list[BlockChange] = []
 
     def match(self, request: Request) -> list[int]:
-        """Cached blocks that hold a prefix of the request; its last token is always computed, for its logits."""
+        """Return cached blocks that hold a prefix of the request; its last token is always computed, for its logits."""
         if not self._prefix_caching or request.prompt_logprobs is not None:
             return []
         full = (len(request.tokens) - 1) // self._pool.block_size
         return self._pool.match(request.hashes(full, self._pool.block_size))
 
     def reserve(self, request: Request, matched: list[int], tokens: int, watermark: int) -> bool:
-        """Give the request the matched blocks, and new ones for the rest of `tokens` tokens. False, and nothing has
-        changed, if there are not that many and `watermark` more."""
+        """Give a request the matched blocks, and new ones for the rest of `tokens` tokens. False, and nothing has
+        changed, if fewer than `watermark` blocks would be left."""
         blocks = self._pool.reserve(matched, self._pool.blocks_for(tokens) - len(matched), watermark=watermark)
         if blocks is None:
             return False
         request.blocks, request.num_cached_blocks = blocks, len(matched)
         return True
 
-    def enter(self, request: Request) -> None:
-        """The request has got a slot."""
+    def add_sequence(self, request: Request) -> None:
+        """Send the block table of a request that was given a slot to the runner."""
         self._changes.append(BlockChange(request.slot, 0, list(request.blocks)))
 
     def grow(self, request: Request, tokens: int) -> bool:
-        """Give the request, which has a slot, blocks for `tokens` tokens in all. False if there are too few."""
-        need = self._pool.blocks_for(tokens) - len(request.blocks)
-        if need <= 0:
+        """Give a running request blocks for `tokens` tokens in all. False if there are too few."""
+        missing = self._pool.blocks_for(tokens) - len(request.blocks)
+        if missing <= 0:
             return True
-        taken = self._pool.allocate(need)
-        if taken is None:
+        new = self._pool.allocate(missing)
+        if new is None:
             return False
-        self._changes.append(BlockChange(request.slot, len(request.blocks), taken))
-        request.blocks += taken
+        self._changes.append(BlockChange(request.slot, len(request.blocks), new))
+        request.blocks += new
         return True
 
     def cache_blocks(self, request: Request, computed: int) -> None:
-        """Put the blocks that a finished step has filled into the prefix cache."""
+        """Enter the full blocks of the first `computed` tokens into the prefix cache."""
         if not self._prefix_caching:
             return
         full = computed // self._pool.block_size
         if full <= request.num_cached_blocks:
             return
-        names = request.hashes(full, self._pool.block_size)
+        hashes = request.hashes(full, self._pool.block_size)
         for index in range(request.num_cached_blocks, full):
             own = request.blocks[index]
-            block = self._pool.cache_block(own, names[index])
+            block = self._pool.cache_block(own, hashes[index])
             if block != own:  # another request computed the same prefix: share its copy
                 request.blocks[index] = block
                 if request.slot >= 0:
@@ -72,6 +72,6 @@ class KVCacheManager:
         request.computed = request.num_cached_blocks = 0
 
     def take_changes(self) -> list[BlockChange]:
-        """Since the last call, oldest first."""
+        """Return the changes since the last call, oldest first."""
         changes, self._changes = self._changes, []
         return changes

@@ -37,7 +37,7 @@ class KVEventPublisher:
     def subscribe(self, command: Subscribe, now: float) -> None:
         if not self._subscribers:
             self._pool.track(True)
-            self._prefilling = set(self._scheduler.live_ids)
+            self._prefilling = set(self._scheduler.queue.live)
         subscriber = self._subscribers.get(command.address)
         if subscriber is None:
             logger.info("new subscriber address=%s", command.address)
@@ -100,7 +100,7 @@ class KVEventPublisher:
 
     def _snapshot(self, load: EngineLoad) -> EngineUpdate:
         """As of now. What has changed since the message of this number comes with the next one again, harmlessly."""
-        return self._update(load, True, self._pool.block_hashes(), [], list(self._scheduler.live_ids), [])
+        return self._update(load, True, self._pool.block_hashes(), [], list(self._scheduler.queue.live), [])
 
     def _update(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 import msgspec
@@ -14,10 +14,19 @@ from engine.core.handoffs import HandoffManager
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Grammar, Request, State
 from engine.core.request_queue import RequestQueue
+from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import EngineError, EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong, ServingError
 from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Noted, Received
-from engine.wire.messages import ErrorInfo, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from engine.wire.messages import (
+    EngineLoad,
+    EngineStats,
+    ErrorInfo,
+    FinishReason,
+    GenerateRequest,
+    TokenDelta,
+    TokenLogprob,
+)
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_prefill import RemotePrefillRequest
 
@@ -34,7 +43,7 @@ class Event:
     delta: TokenDelta
 
 
-class Scheduler(RequestQueue):
+class Scheduler:
     """Continuous batching without phases: every request has tokens that it wants computed and tokens that are
     computed, and a step narrows the gap, under one token budget for all.
 
@@ -61,57 +70,62 @@ class Scheduler(RequestQueue):
         handoffs: HandoffManager | None = None,
     ):
         assert max_model_len <= pool.num_blocks * pool.block_size, "one request alone must fit the pool"
-        super().__init__(config, pool, handoffs or HandoffManager())
+        self.config, self.pool = config, pool
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self._arrivals = 0
-        self._tables = KVCacheManager(pool, config.enable_prefix_caching)
-        self._planned: deque[tuple[StepPlan, list[Request]]] = deque()
+        self.queue = RequestQueue(config.max_num_seqs)
+        self.kv_cache = KVCacheManager(pool, config.enable_prefix_caching)
+        self.handoffs = handoffs or HandoffManager()
+        self.totals = SchedulerStats()
+        self.metrics = RequestMetrics()
+        #: Steps that were planned and not committed, oldest first, and the requests of their entries.
+        self.planned: deque[tuple[StepPlan, list[Request]]] = deque()
         self._builder = StepPlanBuilder()
+        self._num_arrived = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live or self._planned or self.handoffs.receiving)
+        return bool(self.queue.live or self.planned or self.handoffs.receiving)
 
     # -- requests come and go ------------------------------------------------------------------------------
 
     def add(self, message: GenerateRequest, now: float) -> Request:
         """Take a request, or raise a ServingError and leave everything as it was."""
         self.check_request(message)
-        self._check_room()
+        self._check_capacity()
         priority = message.priority if self.config.scheduling_policy == "priority" else 0
-        return self._take(Request.create(message, (priority, self._arrivals + 1), self.max_model_len, now))
+        return self._enqueue(Request.create(message, (priority, self._num_arrived), self.max_model_len, now))
 
     def add_remote_prefill(self, prefill_request: RemotePrefillRequest, now: float) -> Request:
         """Take a prompt to be computed for another engine, or raise a ServingError and leave everything as it was."""
         self._check_tokens(prefill_request.token_ids, prefill_request.num_prompt)
         prefill_request.params.check_vocabulary(self.vocab_size)
-        self._check_room()
-        return self._take(Request.for_remote_prefill(prefill_request, (0, self._arrivals + 1), now))
+        self._check_capacity()
+        return self._enqueue(Request.for_remote_prefill(prefill_request, (0, self._num_arrived), now))
 
-    def _check_room(self) -> None:
-        if self.num_waiting >= self.config.max_waiting:
-            raise Overloaded(f"{self.num_waiting} requests are waiting, the limit is {self.config.max_waiting}")
+    def _check_capacity(self) -> None:
+        if self.queue.num_waiting >= self.config.max_waiting:
+            raise Overloaded(f"{self.queue.num_waiting} requests are waiting, the limit is {self.config.max_waiting}")
 
-    def _take(self, request: Request) -> Request:
-        self._arrivals += 1
-        self._enlist(request)
-        if request.params.structured_outputs is None:
-            self._wait(request)
-        else:
-            self._compile(request)
+    def _enqueue(self, request: Request) -> Request:
+        self._num_arrived += 1
+        given = f" and {request.num_output} output tokens" if request.num_output else ""
+        behind = self.queue.num_waiting
+        request.note(f"queued behind {behind} others, with {request.num_prompt} prompt tokens{given}")
+        self.queue.add(request)
+        logger.debug("request queued request_id=%s prompt_tokens=%d", request.request_id, request.num_prompt)
         return request
 
-    def compiled(self, request: Request, grammar: Grammar) -> None:
-        """The request's grammar is there, so that it may run."""
-        self.compiling.remove(request)
+    def set_grammar(self, request: Request, grammar: Grammar) -> None:
+        """Let a request run that was waiting for its grammar."""
+        self.queue.remove(request)
         request.grammar = grammar
-        self._wait(request)
+        self.queue.wait(request)
 
     def check_request(self, message: GenerateRequest) -> None:
         """Raise RequestError if this request could never be served."""
-        if message.request_id in self._live:
+        if message.request_id in self.queue.live:
             raise InvalidParameter("request_id", message.request_id, "unique among live requests")
         self._check_tokens(message.prompt, message.num_prompt)
         message.params.check_vocabulary(self.vocab_size)
@@ -138,7 +152,7 @@ class Scheduler(RequestQueue):
     ) -> Event | None:
         """End a request now and free what it holds. None if it is not live (it may just have finished), or if it is
         computed for another engine, which may still read its blocks: that one is told, and the end is left to it."""
-        request = self._live.get(request_id)
+        request = self.queue.live.get(request_id)
         if request is None:
             return None
         if request.prefill_request is not None:
@@ -159,16 +173,16 @@ class Scheduler(RequestQueue):
         if not self._builder.requests:
             return None
         self.totals.steps += 1
-        plan, requests = self._builder.plan(self.totals.steps, self._tables.take_changes()), self._builder.requests
-        self.metrics.step(plan.num_tokens)
-        self._planned.append((plan, requests))
+        plan, requests = self._builder.plan(self.totals.steps, self.kv_cache.take_changes()), self._builder.requests
+        self.metrics.observe_step(plan.num_tokens)
+        self.planned.append((plan, requests))
         self._builder = StepPlanBuilder()
         return plan
 
     def _plan_running(self) -> int:
         """Plan all running requests, in order. Returns the budget left for new ones."""
         budget = self.config.max_num_batched_tokens
-        queue = list(self.running)
+        queue = list(self.queue.running)
         for behind, request in zip(range(len(queue) - 1, -1, -1), queue, strict=True):
             if request.state is not State.RUNNING:
                 continue  # preempted by one before it
@@ -182,68 +196,87 @@ class Scheduler(RequestQueue):
 
     def _admit(self, budget: int, now: float) -> None:
         """Start waiting requests, strictly in order, while budget, slots and blocks last."""
-        for request in list(self.waiting):
+        for request in list(self.queue.waiting):
             if request.in_flight:
                 return  # it was preempted, and its last token has not arrived yet
             if request.waiting_for_grammar:
-                continue  # what may come next is still being worked out, which may take long
-            startable = budget > 0 and bool(self._slots)
-            if not request.blocks:
-                matched = self._tables.match(request)
-                cached = len(matched) * self.pool.block_size
-                place = self.handoffs.decide(request, cached, self.running)
-                if not (startable or place.remote) or not self._reserve(request, matched, place.remote):
-                    return
-                self.handoffs.count(place)
-                self._count_scheduled(request, cached, now)
-                why = f": {place.reason}" if place.reason else ""
-                where = "by a prefill engine" if place.remote else "here"
-                request.note(f"to be computed {where}{why}; {cached} of {len(request.tokens)} tokens are cached")
-                if place.remote:
-                    self.waiting.remove(request)
-                    request.state = State.WAITING_FOR_REMOTE_KV
-                    request.handoff_at = (now, now)
-                    self.handoffs.open(request, cached, now, self.pool.block_size)
-                    continue
-                request.num_cached_blocks, request.computed = len(matched), cached
-            if not startable:
-                continue  # its KV has come from elsewhere; others may be sent to be computed there meanwhile
-            self.waiting.remove(request)
-            self._start(request)
-            count = min(request.pending, budget)
-            self._builder.compute(request, count)
-            budget -= count
+                continue  # its next mask is still being computed, which may take long
+            startable = budget > 0 and self.queue.has_free_slot
+            if not request.blocks and not self._reserve(request, startable, now):
+                return
+            if startable and request.state is State.WAITING:
+                budget -= self._start(request, budget)
 
-    def _reserve(self, request: Request, matched: list[int], remote: bool) -> bool:
-        """Blocks for all tokens that are known. Requests behind it that only wait for a slot give theirs back."""
-        # one more where the first token comes with the KV: then nothing is missing when there is a slot
-        tokens = len(request.tokens) + remote
-        while True:
-            received = self.received
-            # a block to spare for everyone who will grow: to start a request only to preempt another would be work done
-            # twice
-            growing = (
-                sum(r.prefill_request is None for r in self.running) + len(received) + len(self.handoffs.receiving)
-            )
-            if self._tables.reserve(request, matched, tokens, watermark=growing):
-                return True
-            if not received or received[-1].order < request.order:
-                return False
-            self._preempt(received[-1])
+    def _reserve(self, request: Request, startable: bool, now: float) -> bool:
+        """Decide where a prompt is computed, and give the request its blocks: it then waits for a slot, or for its KV
+        from another engine. False if it has to wait for blocks or a slot, and everyone behind it with it."""
+        if not startable and not self.handoffs.decides:
+            return False
+        matched = self.kv_cache.match(request)
+        cached = len(matched) * self.pool.block_size
+        decision = self.handoffs.decide(request, cached, self.queue.running)
+        if not (startable or decision.remote) or not self._reserve_blocks(request, matched, decision.remote):
+            return False
+        self.handoffs.count(decision)
+        self._count_scheduled(request, cached, now)
+        where = "by a prefill engine" if decision.remote else "here"
+        why = f": {decision.reason}" if decision.reason else ""
+        request.note(f"to be computed {where}{why}; {cached} of {len(request.tokens)} tokens are cached")
+        if decision.remote:
+            self.queue.remove(request)
+            request.state = State.WAITING_FOR_REMOTE_KV
+            request.handoff_at = (now, now)
+            self.handoffs.open(request, cached, now, self.pool.block_size)
+        else:
+            request.computed = cached
+        return True
 
-    def _start(self, request: Request) -> None:
-        """Give the request, which holds its blocks, a slot."""
-        self._run(request)
-        self._builder.enter(request)
-        self._tables.enter(request)
+    def _start(self, request: Request, budget: int) -> int:
+        """Move a request that holds its blocks into a slot, and plan its first tokens. Returns how many."""
+        self.queue.run(request)
+        self._builder.add_sequence(request)
+        self.kv_cache.add_sequence(request)
         if request.prefill_request is not None:
             self.handoffs.report(request, request.computed, self.pool.block_size)
+        count = min(request.pending, budget)
+        self._builder.compute(request, count)
+        return count
+
+    def _count_scheduled(self, request: Request, cached: int, now: float) -> None:
+        logger.debug("request scheduled request_id=%s cached_tokens=%d", request.request_id, cached)
+        if request.scheduled_at is None:
+            request.scheduled_at = now
+            self.totals.prefix_queried_tokens += request.num_prompt
+            self.totals.prefix_hit_tokens += cached
+            self.totals.prompt_tokens += request.num_prompt
+        if not request.num_preemptions:
+            request.num_cached = cached
+            return
+        again = len(request.tokens) - cached
+        self.totals.recomputed_tokens += again
+        logger.info("resumed request_id=%s cached_tokens=%d recomputed_tokens=%d",
+                    request.request_id, cached, again)  # fmt: skip
 
     # -- blocks --------------------------------------------------------------------------------------------
 
+    def _reserve_blocks(self, request: Request, matched: list[int], remote: bool) -> bool:
+        """Give a request blocks for all its known tokens. Requests behind it that only wait for a slot lose theirs."""
+        # one token more if the first token comes with the KV: then nothing is missing when there is a slot
+        tokens = len(request.tokens) + remote
+        while True:
+            with_kv = self.queue.waiting_with_kv
+            # one block for each request that will grow: to start one only to preempt another would be work done twice
+            growing = sum(r.prefill_request is None for r in self.queue.running)
+            watermark = growing + len(with_kv) + len(self.handoffs.receiving)
+            if self.kv_cache.reserve(request, matched, tokens, watermark):
+                return True
+            if not with_kv or with_kv[-1].order < request.order:
+                return False
+            self._preempt(with_kv[-1])
+
     def _grow(self, request: Request, tokens: int) -> bool:
         """Give the request blocks for `tokens` tokens, preempting others if needed; False if it went itself."""
-        while not self._tables.grow(request, tokens):
+        while not self.kv_cache.grow(request, tokens):
             victim = self._victim(request)
             self._preempt(victim)
             if victim is request:
@@ -253,7 +286,7 @@ class Scheduler(RequestQueue):
     def _victim(self, request: Request) -> Request:
         """Of the requests behind `request`, the cheapest to compute again, then the newest; rather one that only
         waits for a slot. Not one that is computed for another engine, which reads its blocks."""
-        holders = [*self.running, *self.received]
+        holders = [*self.queue.running, *self.queue.waiting_with_kv]
         behind = [
             r
             for r in holders
@@ -273,9 +306,9 @@ class Scheduler(RequestQueue):
             request.num_preemptions + 1,
         )
         request.note(f"preempted, since blocks ran out; {request.computed} computed tokens are given up")
-        self._leave(request)
-        self._tables.release(request)
-        self._wait(request)
+        self.queue.remove(request)
+        self.kv_cache.release(request)
+        self.queue.wait(request)
         request.num_preemptions += 1
         self.totals.preemptions += 1
 
@@ -283,7 +316,7 @@ class Scheduler(RequestQueue):
 
     def commit(self, result: StepResult, now: float) -> list[Event]:
         """Record the result of the oldest planned step; returns what is new, one event per request."""
-        plan, requests = self._planned.popleft()
+        plan, requests = self.planned.popleft()
         assert plan.step == result.step, f"step {result.step} came back, step {plan.step} was expected"
         events = []
         for i, request in enumerate(requests):
@@ -291,16 +324,16 @@ class Scheduler(RequestQueue):
                 continue  # ended after this step was planned
             computed = plan.starts[i] + plan.counts[i]
             if request.state is State.RUNNING:
-                self._tables.cache_blocks(request, computed)
+                self.kv_cache.cache_blocks(request, computed)
             self._collect_prompt_logprobs(request, plan.starts[i], result.prompt_logprobs[i])
             token = result.tokens[i]
             if request.prefill_request is not None:
                 self._report(request, computed, token, result.logprobs[i])
             elif token is not None:
-                events.append(self._append(request, token, result.logprobs[i], now))
+                events.append(self.append_token(request, token, result.logprobs[i], now))
         return events
 
-    def _append(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> Event:
+    def append_token(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> Event:
         request.in_flight -= 1
         if token < 0:
             error: ServingError = EngineError(request.request_id, NO_TOKEN)
@@ -316,7 +349,7 @@ class Scheduler(RequestQueue):
         if request.grammar is not None:
             request.grammar.accept(token)
         self.totals.generation_tokens += 1
-        self.metrics.token(request, now)
+        self.metrics.observe_token(request, now)
         delta = TokenDelta(
             request_id=request.request_id,
             position=request.num_output - 1,
@@ -353,13 +386,23 @@ class Scheduler(RequestQueue):
         stop_reason: int | None = None,
         error: ServingError | None = None,
     ) -> Event:
-        self._leave(request)
+        """End a request: the one place where a request stops being live."""
+        self.queue.remove(request)
         if request.state is State.WAITING_FOR_REMOTE_KV:
             self.handoffs.cancel(request)
         else:
-            self._tables.release(request)
+            self.kv_cache.release(request)
         self.handoffs.leased.pop(request.request_id, None)
-        self._dismiss(request, reason, error, now)
+        request.state = State.FINISHED
+        del self.queue.live[request.request_id]
+        self.totals.finished[reason] += 1
+        self.metrics.observe_finished(request, reason, now)
+        if request.prefill_request is None:
+            why = f" ({error})" if error else ""
+            request.note(f"ended: {reason}{why}, {request.num_output} output tokens")
+        logger.debug(
+            "request ended request_id=%s reason=%s output_tokens=%d", request.request_id, reason, request.num_output
+        )
         last = msgspec.structs.replace(
             delta or TokenDelta(request_id=request.request_id, position=request.num_output),
             finish_reason=reason,
@@ -378,7 +421,7 @@ class Scheduler(RequestQueue):
         """
         return [
             Event(r, TokenDelta(request_id=r.request_id, position=r.num_output, timeline=r.take_timeline()))
-            for r in self._live.values()
+            for r in self.queue.live.values()
             if r.timeline and r.timeline[0].at < before and r.prefill_request is None
         ]
 
@@ -388,11 +431,11 @@ class Scheduler(RequestQueue):
         """A handoff has got on; returns what is new."""
         match event:
             case Noted():
-                if event.request_id in self._live:
-                    self._live[event.request_id].timeline.append(event.what)
+                if event.request_id in self.queue.live:
+                    self.queue.live[event.request_id].timeline.append(event.what)
                 return []
             case Closed():
-                request = self._live[event.handoff_id]
+                request = self.queue.live[event.handoff_id]
                 return [self._finish(request, "length" if event.reason == "released" else "abort", now)]
             case Received():
                 request = self.handoffs.received(event, now)
@@ -401,13 +444,13 @@ class Scheduler(RequestQueue):
                 request = self.handoffs.failed(event.handoff_id, event.retry)
                 verified = event.verified
         request.handoff_at = request.handoff_at and (request.handoff_at[0], now)
-        self._tables.cache_blocks(request, verified)
+        self.kv_cache.cache_blocks(request, verified)
         if request.state is State.FINISHED:
-            self._tables.release(request)
+            self.kv_cache.release(request)
             return []
-        self._wait(request)
+        self.queue.wait(request)
         if isinstance(event, Failed):
-            self._tables.release(request)
+            self.kv_cache.release(request)
             if self.handoffs.gives_up(request):
                 why = f"{event.reason} {event.detail}".rstrip()
                 error = EngineUnavailable(f"no other engine could compute the prompt: {why}")
@@ -416,7 +459,7 @@ class Scheduler(RequestQueue):
         request.timeline += event.first.timeline
         request.computed, request.in_flight = verified, 1
         request.num_cached = max(request.num_cached, event.first.cached)
-        return [self._append(request, event.first.token, event.first.logprob, now)]
+        return [self.append_token(request, event.first.token, event.first.logprob, now)]
 
     def _report(self, request: Request, computed: int, token: int | None, logprob: TokenLogprob | None) -> None:
         """Tell the engine that wanted this prompt how far it is; with a token it is done, and only holds its blocks."""
@@ -433,6 +476,53 @@ class Scheduler(RequestQueue):
 
     def _retire(self, request: Request) -> None:
         """Nothing more is computed for it; its blocks stay until they are read."""
-        self._leave(request)
+        self.queue.remove(request)
         request.state = State.LEASED
         self.handoffs.leased[request.request_id] = request
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            sequences=len(self.queue.running) + self.queue.num_waiting + len(self.handoffs.receiving),
+            queued_tokens=self.queue.queued_tokens,
+            blocks_used=self.pool.num_used,
+            slots=self.config.max_num_seqs,
+            blocks_total=self.pool.num_blocks,
+        )
+
+    def stats(self) -> EngineStats:
+        queue, pool, totals = self.queue, self.pool, self.totals
+        receiving, leased = self.handoffs.receiving.values(), self.handoffs.leased.values()
+        return EngineStats(
+            running=len(queue.running),
+            waiting=queue.num_waiting,
+            blocks_total=pool.num_blocks,
+            blocks_free=pool.num_free,
+            blocks_cached=pool.num_cached,
+            blocks_used=pool.num_used,
+            block_size=pool.block_size,
+            steps=totals.steps,
+            prompt_tokens=totals.prompt_tokens,
+            generation_tokens=totals.generation_tokens,
+            preemptions=totals.preemptions,
+            prefix_queried_tokens=totals.prefix_queried_tokens,
+            prefix_hit_tokens=totals.prefix_hit_tokens,
+            finished=dict(totals.finished),
+            histograms=self.metrics.histograms,
+            blocks_reserved=pool.num_unshared(*[r.blocks for r in [*receiving, *queue.waiting_with_kv]]),
+            blocks_leased=pool.num_unshared(*[r.blocks for r in leased]),
+            receiving=len(receiving),
+            leased=len(leased),
+            queued_tokens=queue.queued_tokens,
+            prefill_decisions=self.handoffs.decisions(),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError if requests, slots and blocks do not add up."""
+        self.pool.check()
+        receiving, leased = list(self.handoffs.receiving.values()), list(self.handoffs.leased.values())
+        self.queue.check([r for r in receiving if r.state is not State.FINISHED], leased)
+        holders = [*self.queue.running, *self.queue.waiting_with_kv, *receiving, *leased]
+        held = Counter(block for request in holders for block in request.blocks)
+        assert held == Counter({b: n for b, n in enumerate(self.pool.ref_counts()) if n}), "blocks held by nobody"

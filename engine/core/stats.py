@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
+
 from engine.core.request import Request
 from engine.wire.histogram import SECONDS, TOKENS, Histogram
 from engine.wire.messages import FinishReason
@@ -21,24 +24,39 @@ BOUNDS = {
 }
 
 
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counts since the start."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    #: Requests that ended, by reason.
+    finished: Counter[str] = field(default_factory=Counter)
+
+
 class RequestMetrics:
-    """histograms: by the keys of BOUNDS."""
+    """Histograms by the keys of BOUNDS."""
 
     def __init__(self) -> None:
         self.histograms = {name: Histogram.over(bounds) for name, bounds in BOUNDS.items()}
 
-    def step(self, tokens: int) -> None:
-        """A step that computes `tokens` tokens was planned."""
+    def observe_step(self, tokens: int) -> None:
+        """Record a planned step that computes `tokens` tokens."""
         self.histograms["iteration_tokens_total"].observe(tokens)
 
-    def token(self, request: Request, now: float) -> None:
-        """Call for every token, the first as well."""
+    def observe_token(self, request: Request, now: float) -> None:
+        """Record a token of a request, the first as well."""
         if request.last_token_at is not None:
             self.histograms["inter_token_latency_seconds"].observe(now - request.last_token_at)
         request.last_token_at = now
 
-    def ended(self, request: Request, reason: FinishReason, now: float) -> None:
-        """Only requests that came to their own end are measured: how long an aborted one took says nothing."""
+    def observe_finished(self, request: Request, reason: FinishReason, now: float) -> None:
+        """Record the end of a request. Only ends of its own are measured: how long an aborted one took says nothing."""
         times = request.times(now)
         if reason not in ("stop", "length") or times is None:
             return

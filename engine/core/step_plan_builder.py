@@ -1,4 +1,4 @@
-"""A step in the making."""
+"""Collects what one step computes."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from engine.wire.plan import BlockChange, NewSequence, StepPlan
 
 
 class StepPlanBuilder:
-    """What the scheduler has decided so far of one step."""
+    """Builds the StepPlan of one step while the scheduler decides."""
 
     def __init__(self) -> None:
-        self.requests: list[Request] = []  # that compute something, in order of their entries in the plan
+        #: Requests of the plan's entries.
+        self.requests: list[Request] = []
         self._added: list[NewSequence] = []
         self._slots: list[int] = []
         self._starts: list[int] = []
         self._counts: list[int] = []
         self._samples: list[bool] = []
 
-    def enter(self, request: Request) -> None:
-        """The request has got a slot."""
+    def add_sequence(self, request: Request) -> None:
+        """Send a request that was given a slot to the runner."""
         added = NewSequence(request.slot, list(request.tokens), request.num_prompt, request.params, request.seed)
         self._added.append(added)
 
     def compute(self, request: Request, count: int) -> None:
-        """The next `count` tokens of the request, and a new one if these are its last: from now on they count as
-        `computed` and `in_flight`."""
+        """Compute the next `count` tokens of a request, and sample a new one if these are its last. From now on they
+        count as `computed`, and the sampled one as `in_flight`."""
         samples = request.computed + count == len(request.tokens) + request.in_flight
         self.requests.append(request)
         self._slots.append(request.slot)

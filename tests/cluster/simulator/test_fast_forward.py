@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from unittest.mock import patch
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.simulator.cluster import Cluster
-from cluster.simulator.fast_forward import FastForwardScheduler
 from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import PIECE, Trace
-from engine.core.scheduler import Scheduler
 from tests.cluster.simulator.small_cluster import small_cluster
 
 
@@ -67,10 +62,8 @@ def test_fast_forward_takes_far_fewer_turns_than_steps(prefill):
 
 
 def run(spec: ClusterSpec, trace: Trace, fast_forward: int) -> Cluster:
-    """Without fast-forwards, with the methods of the ordinary scheduler alone."""
     cluster = Cluster(spec, trace, fast_forward=fast_forward)
-    with nullcontext() if fast_forward else patch.object(FastForwardScheduler, "_append", Scheduler._append):
-        cluster.run()
+    cluster.run()
     for pool in cluster.pools.values():
         for replica in pool.replicas:
             replica.scheduler.check()

@@ -109,7 +109,7 @@ class KVEventsMachine(DecodeMachine):
 
     @rule()
     def see_chains(self):
-        for request in [*self.h.scheduler.running, *self.h.scheduler.waiting]:
+        for request in [*self.h.scheduler.queue.running, *self.h.scheduler.queue.waiting]:
             chain = request.block_hashes
             self.parents.update(zip(chain[1:], chain, strict=False))
         hashes = set(self.h.pool.block_hashes())
@@ -119,7 +119,7 @@ class KVEventsMachine(DecodeMachine):
     def check(self, reader: Reader) -> None:
         assert reader.hashes == set(self.h.pool.block_hashes())
         assert reader.last_update is not None and reader.last_update.load == self.h.scheduler.load()
-        assert reader.prefilling <= set(self.h.scheduler.live_ids)
+        assert reader.prefilling <= set(self.h.scheduler.queue.live)
 
     def teardown(self):
         super().teardown()

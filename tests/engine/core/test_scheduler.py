@@ -150,7 +150,7 @@ def test_the_cheapest_then_newest_of_those_behind_is_preempted():
     h.add("cheap and new", ids(7, 30), max_tokens=8)
     while not h.scheduler.totals.preemptions:
         h.step()
-    assert [r.request_id for r in h.scheduler.waiting] == ["cheap and new"]
+    assert [r.request_id for r in h.scheduler.queue.waiting] == ["cheap and new"]
     h.run()
 
 
@@ -160,7 +160,7 @@ def test_two_requests_computing_one_prefix_at_once_end_up_sharing_it(depth):
     h.add("b", [*ids(12), 41], max_tokens=4)
     while not (h.outputs["a"] and h.outputs["b"]):
         h.step()
-    a, b = h.scheduler.running
+    a, b = h.scheduler.queue.running
     assert a.blocks[:3] == b.blocks[:3]
     assert a.blocks[3] != b.blocks[3]
     h.run()
@@ -211,7 +211,7 @@ def test_abort_of_a_preempted_request_whose_token_is_still_in_flight():
         h.plan()
         if not h.scheduler.totals.preemptions:
             h.commit()
-    request = h.scheduler.waiting[0]
+    request = h.scheduler.queue.waiting[0]
     assert request.in_flight == 1
     h.abort(request.request_id)
     h.run()
@@ -251,7 +251,7 @@ def test_logits_that_are_not_finite_end_their_own_request_only():
 def test_times_are_given_with_the_last_delta():
     h = Harness(num_blocks=8, max_model_len=32)
     h.add("a", ids(4), max_tokens=1)
-    h.scheduler._live["a"].arrived_at = 10.0
+    h.scheduler.queue.live["a"].arrived_at = 10.0
     plan = h.scheduler.schedule(now=12.0)
     (event,) = h.scheduler.commit(h.runner.execute(h.runner.prepare(plan)), now=15.0)
     assert event.delta.times.scheduled_s == 2.0

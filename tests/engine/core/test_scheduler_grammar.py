@@ -99,10 +99,10 @@ def test_a_request_keeps_its_place_in_the_order_while_its_grammar_is_compiled():
     h.add("third", [1], max_tokens=2)
     assert (first.state, h.scheduler.stats().waiting) == (State.WAITING_FOR_GRAMMAR, 3)
     h.step()
-    h.scheduler.compiled(first, FakeGrammar())
+    h.scheduler.set_grammar(first, FakeGrammar())
     h.outputs["first"] = []
     h.scheduler.check()
-    assert [request.request_id for request in h.scheduler.waiting] == ["first", "third"]
+    assert [request.request_id for request in h.scheduler.queue.waiting] == ["first", "third"]
     h.run()
     assert list(h.finished) == ["second", "first", "third"]
 
@@ -112,7 +112,7 @@ def test_a_mask_that_is_late_holds_up_its_request_and_nobody_behind_it(depth):
     late = FakeGrammar()
     late.is_ready = False
     request = waiting_for_its_grammar(h, "late")
-    h.scheduler.compiled(request, late)
+    h.scheduler.set_grammar(request, late)
     h.outputs["late"] = []
     h.add("behind", [1, 2, 3], max_tokens=4)
     while "behind" not in h.finished:
@@ -148,7 +148,7 @@ def test_output_that_came_with_the_request_is_not_asked_for_again(depth):
         request_id="rest", prompt=[1, 2, 3, *whole[:3]], num_prompt=3, params=SamplingParams(seed=1, **FORM)
     )
     request = h.scheduler.add(message, now=0.0)
-    h.scheduler.compiled(request, FakeGrammar(whole[:3]))
+    h.scheduler.set_grammar(request, FakeGrammar(whole[:3]))
     h.outputs["rest"] = []
     h.run()
     assert whole[:3] + h.outputs["rest"] == whole

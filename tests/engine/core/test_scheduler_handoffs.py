@@ -151,7 +151,7 @@ def test_a_timeout_while_receiving_ends_the_request_with_its_error():
 def test_the_prefill_request_says_how_much_time_is_left():
     h = DecodeHarness(num_blocks=16, max_model_len=64)
     h.add("a", ids(5))
-    h.scheduler.waiting[0].deadline_at = 7.0
+    h.scheduler.queue.waiting[0].deadline_at = 7.0
     h.scheduler.schedule(now=4.5)
     h._forward()
     assert h.open[only_open(h)].prefill_request.timeout_s == 2.5
@@ -194,7 +194,7 @@ def test_the_head_of_the_queue_takes_the_blocks_of_a_received_one_behind_it():
     one, two = h.open
     h.receive(two)
     h.fail(one)  # its blocks are free again, but four and a spare one for the second are too many
-    assert [bool(r.blocks) for r in h.scheduler.waiting] == [False, True]
+    assert [bool(r.blocks) for r in h.scheduler.queue.waiting] == [False, True]
     h.add("third", ids(10, 20), max_tokens=3)
     h.run()
 

@@ -16,8 +16,8 @@ def finished_request(metrics: RequestMetrics, reason: str = "length") -> Request
     request.scheduled_at, request.first_token_at = 11.0, 13.0
     for token, now in ((7, 13.0), (8, 14.0), (9, 16.0)):
         request.tokens.append(token)
-        metrics.token(request, now)
-    metrics.ended(request, reason, 16.0)
+        metrics.observe_token(request, now)
+    metrics.observe_finished(request, reason, 16.0)
     return request
 
 
@@ -48,8 +48,8 @@ def test_of_a_request_that_was_cut_off_only_the_tokens_are_measured(reason):
 
 def test_a_step_is_measured_by_its_tokens():
     metrics = RequestMetrics()
-    metrics.step(3)
-    metrics.step(2000)
+    metrics.observe_step(3)
+    metrics.observe_step(2000)
     assert (metrics.histograms["iteration_tokens_total"].count, metrics.histograms["iteration_tokens_total"].sum) == (
         2,
         2003,

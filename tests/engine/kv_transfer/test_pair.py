@@ -129,7 +129,7 @@ def test_the_kv_travels_while_the_rest_is_computed(fresh, alone, monkeypatch):
         return (sum(after.bytes_read.values()) - sum(before.bytes_read.values())) // block_bytes
 
     def step_when_the_last_chunk_has_been_read():
-        for request in prefill.scheduler.running:
+        for request in prefill.scheduler.queue.running:
             fresh.wait_for(lambda blocks=request.computed // BLOCK: blocks_read() >= blocks)
         return step()
 
