@@ -1,1 +1,1 @@
-"""`manta bench`: measurements, each with the figure that it has to be compared to."""
+"""`manta bench`: load on a server, and an engine alone."""

@@ -1,4 +1,4 @@
-"""When the requests of a load test are sent."""
+"""Arrival times of a load test."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import numpy as np
 
 
 def arrival_times(count: int, request_rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Seconds from the start, ascending; all 0 for an infinite rate.
+    """Return ascending seconds from the start; all 0 for an infinite rate.
 
     request_rate: per second.
-    burstiness: shape of the gamma distribution that the gaps are drawn from. 1 is a Poisson process, less comes in
-        bursts, more comes evenly.
+    burstiness: shape of the gamma distribution of the gaps: 1 is a Poisson process, less comes in bursts.
 
-    As in vLLM's bench, all is then scaled so that the last request is sent at count / request_rate: runs of a few
+    All is then scaled, as in vLLM's bench, so that the last request is sent at count / request_rate: runs of a few
     hundred requests could not be compared otherwise.
     """
     if math.isinf(request_rate):

@@ -1,4 +1,4 @@
-"""A set of measurements in a few numbers."""
+"""A few numbers that describe many."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Percentiles interpolate linearly, as numpy's do and those of vLLM's bench."""
+    """Summary of measurements. Percentiles interpolate linearly, as numpy's do and those of vLLM's bench."""
 
     mean: float
     median: float
@@ -21,7 +21,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution | None:
-        """None if there is nothing to describe."""
+        """Summarise; None if there is nothing to describe."""
         if not len(values):
             return None
         low, median, p90, p99, high = np.percentile(values, [0, 50, 90, 99, 100]).tolist()

@@ -27,38 +27,29 @@ from engine.wire.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class OfflineReport:
-    """Each Distribution is over the repetitions.
-
-    requests, input_len, output_len: of one repetition, as they were given to the engine.
-    failed: requests that ended in an error, warm-up included.
-    ttft_ms, tpot_ms: median over a repetition's requests of the time from arrival to the first token, and of the time
-        per token after it. With many requests at once, that includes waiting for one another.
-    loaded_s: from the start of this process until the engine takes requests; None where the system does not tell.
-    ready_s: the same until the warm-up is answered.
-    peak_rss_gib: of this process; other ranks have their own.
-    """
+    """Each Distribution is over the repetitions."""
 
     model: str
     workload: str
     dtype: str
     threads: int
-    requests: int
+    requests: int  #: of one repetition
     input_len: int
     output_len: int
     repetitions: int
-    failed: int
+    failed: int  #: requests that ended in an error, warm-up included
     output_tokens_per_s: Distribution | None
     total_tokens_per_s: Distribution | None
-    ttft_ms: Distribution | None
-    tpot_ms: Distribution | None
-    loaded_s: float | None
-    ready_s: float | None
-    peak_rss_gib: float
+    ttft_ms: Distribution | None  #: median over a repetition's requests, which wait for one another
+    tpot_ms: Distribution | None  #: likewise, per token after the first
+    loaded_s: float | None  #: from the start of this process until the engine takes requests, where the system tells
+    ready_s: float | None  #: the same, until the warm-up is answered
+    peak_rss_gib: float  #: of this process; other ranks have their own
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """One batch, from the first `add` to the last token."""
+    """One batch, from its first request to its last token."""
 
     seconds: float
     input_tokens: int
@@ -142,7 +133,7 @@ def params_of(job: Job) -> SamplingParams:
 
 
 def process_age_s() -> float | None:
-    """Seconds since this process was started, Python's own start and all imports included; Linux only."""
+    """Return the seconds since this process was started, imports included; Linux only."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             fields = file.read().rpartition(")")[2].split()

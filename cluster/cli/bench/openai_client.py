@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible servers: streamed answers, and when their tokens came.
+"""A client of OpenAI-compatible servers: streamed answers, and the times at which their tokens came.
 
 aiohttp rather than httpx: it takes a fraction of the CPU time per chunk, and the load generator often shares the
 machine with what it measures.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -21,27 +22,20 @@ ERROR_CHARACTERS = 200
 
 @dataclass(slots=True)
 class Outcome:
-    """What the client saw of one request. Seconds from when it was sent, except for `sent_at`.
+    """One request, as its client saw it. Seconds count from when it was sent."""
 
-    prompt_tokens, output_tokens: what the server's usage says; None and the number of chunks if there was none.
-    ttft_s: until the first chunk with text; a chat's opening chunk has only a role, and does not count.
-    itl_s: between chunks with text. A server may put several tokens into one.
-    e2el_s: until the chunk that ended it, or until it failed.
-    error: why it failed, if it did.
-    """
-
-    sent_at: float = 0.0
-    prompt_tokens: int | None = None
-    output_tokens: int = 0
+    sent_at: float = 0.0  #: the client's clock
+    prompt_tokens: int | None = None  #: from the server's usage
+    output_tokens: int = 0  #: from the server's usage, or the number of chunks
     has_usage: bool = False
-    ttft_s: float = 0.0
-    itl_s: list[float] = field(default_factory=list)
-    e2el_s: float = 0.0
+    ttft_s: float = 0.0  #: to the first chunk with text; a chat's opening chunk has only a role
+    itl_s: list[float] = field(default_factory=list)  #: between chunks with text, which may hold several tokens
+    e2el_s: float = 0.0  #: to the chunk that ended it, or to its failure
     error: str | None = None
 
     @property
     def tpot_s(self) -> float | None:
-        """Per token after the first; None if there is only one."""
+        """Time per token after the first; None if there is only one."""
         return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
@@ -52,10 +46,8 @@ class Message(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """`text` of a completion, `delta` of a chat."""
-
-    text: str | None = None
-    delta: Message | None = None
+    text: str | None = None  #: of a completion
+    delta: Message | None = None  #: of a chat
     finish_reason: str | None = None
 
     @property
@@ -70,7 +62,7 @@ class Usage(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """The fields of a stream's event that matter here."""
+    """An event of a stream, as far as it matters here."""
 
     id: str = ""
     choices: list[Choice] = []
@@ -79,14 +71,14 @@ class Chunk(msgspec.Struct):
 
 
 class StreamFailed(Exception):
-    """This request did not end as it should; the text says why."""
+    """A request that did not end as it should; the text says why."""
 
 
 CHUNKS = msgspec.json.Decoder(Chunk)
 
 
 class Events:
-    """The data of server-sent events, whatever pieces they arrive in."""
+    """Splits a stream, in whatever pieces it arrives, into the data of its server-sent events."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -97,7 +89,7 @@ class Events:
 
 
 def chunk_of(event: bytes) -> Chunk | None:
-    """None for the last event, [DONE]. Raises StreamFailed if the server reports an error, or sends no chunk."""
+    """Decode an event; None for the last one, [DONE]. Raises StreamFailed for the server's error, or for no chunk."""
     if event == b"[DONE]":
         return None
     try:
@@ -110,7 +102,7 @@ def chunk_of(event: bytes) -> Chunk | None:
 
 
 class Reception:
-    """Follows one stream, whatever pieces it arrives in."""
+    """Follows one stream and fills in its outcome."""
 
     def __init__(self, outcome: Outcome):
         self.ended = False
@@ -120,7 +112,7 @@ class Reception:
         self._last_text_at = 0.0
 
     def feed(self, data: bytes, now: float) -> None:
-        """Raises StreamFailed if the server reports an error, or sends what is not a chunk."""
+        """Take what has arrived. Raises StreamFailed if the server reports an error, or sends no chunk."""
         for event in self._events.feed(data):
             chunk = chunk_of(event)
             if chunk is None:
@@ -149,7 +141,7 @@ class Reception:
         self._last_text_at = now
 
     def finish(self) -> None:
-        """The connection was closed. Raises StreamFailed if the stream had not ended."""
+        """Take note that the connection was closed. Raises StreamFailed if the stream had not ended."""
         if not self.ended:
             raise StreamFailed("the stream broke off before its end")
         if self._text_chunks == 0:
@@ -159,9 +151,9 @@ class Reception:
 
 
 class OpenAIClient:
-    """Enter it inside the event loop that it will be used in.
+    """A connection pool to one server; enter it inside the event loop that it will be used in.
 
-    base_url: with or without `http://` before it and `/v1` behind.
+    base_url: with or without `http://` and `/v1`.
     """
 
     def __init__(self, base_url: str, api_key: str | None, timeout_s: float):
@@ -185,9 +177,9 @@ class OpenAIClient:
         await self._session.close()
 
     async def models(self) -> list[str]:
-        """Names that the server serves; none if it does not tell.
+        """Return the models that are served; none if the server does not tell.
 
-        Raises EngineUnavailable if there is no server, or none that is ready, and InvalidApiKey.
+        Raises InvalidApiKey, and EngineUnavailable if no server is there and ready.
         """
         status, body = await self.get("/v1/models")
         if status >= 500:
@@ -200,7 +192,7 @@ class OpenAIClient:
             return []
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body. Raises EngineUnavailable if there is no server."""
+        """Return status and body. Raises EngineUnavailable if there is no server."""
         try:
             async with self._session.get(self.base_url + path) as response:
                 return response.status, await response.read()
@@ -211,46 +203,43 @@ class OpenAIClient:
 
     async def chunks(self, path: str, body: bytes) -> AsyncGenerator[Chunk]:
         """Stream one answer. Raises StreamFailed if it does not come to its end."""
-        try:
-            async with self._session.post(self.base_url + path, data=body) as response:
-                if response.status != 200:
-                    raise StreamFailed(f"HTTP {response.status}: {error_message(await response.read())}")
-                events = Events()
-                async for data in response.content.iter_any():
-                    for event in events.feed(data):
-                        chunk = chunk_of(event)
-                        if chunk is None:
-                            return
-                        yield chunk
-        except (aiohttp.ClientError, TimeoutError, OSError) as e:
-            raise StreamFailed(describe(e, self.timeout_s)) from e
+        events = Events()
+        async with aclosing(self._stream(path, body)) as stream:
+            async for data in stream:
+                for event in events.feed(data):
+                    chunk = chunk_of(event)
+                    if chunk is None:
+                        return
+                    yield chunk
         raise StreamFailed("the stream broke off before its end")
 
     async def send(self, path: str, body: bytes) -> Outcome:
         """Stream one answer to its end; a failure is part of the outcome."""
         outcome = Outcome(sent_at=time.perf_counter())
+        reception = Reception(outcome)
         try:
-            await self._stream(path, body, outcome)
+            async with aclosing(self._stream(path, body)) as stream:
+                async for data in stream:
+                    reception.feed(data, time.perf_counter())
+            reception.finish()
         except StreamFailed as e:
-            outcome.error = str(e)
-        except (aiohttp.ClientError, TimeoutError, asyncio.IncompleteReadError, OSError) as e:
-            outcome.error = describe(e, self.timeout_s)
-        if outcome.error is not None:
-            outcome.e2el_s = time.perf_counter() - outcome.sent_at
+            outcome.error, outcome.e2el_s = str(e), time.perf_counter() - outcome.sent_at
         return outcome
 
-    async def _stream(self, path: str, body: bytes, outcome: Outcome) -> None:
-        async with self._session.post(self.base_url + path, data=body) as response:
-            if response.status != 200:
-                raise StreamFailed(f"HTTP {response.status}: {error_message(await response.read())}")
-            reception = Reception(outcome)
-            async for data in response.content.iter_any():
-                reception.feed(data, time.perf_counter())
-            reception.finish()
+    async def _stream(self, path: str, body: bytes) -> AsyncGenerator[bytes]:
+        """Yield an answer's bytes as they arrive. Raises StreamFailed."""
+        try:
+            async with self._session.post(self.base_url + path, data=body) as response:
+                if response.status != 200:
+                    raise StreamFailed(f"HTTP {response.status}: {error_message(await response.read())}")
+                async for data in response.content.iter_any():
+                    yield data
+        except (aiohttp.ClientError, TimeoutError, asyncio.IncompleteReadError, OSError) as e:
+            raise StreamFailed(describe(e, self.timeout_s)) from e
 
 
 def error_message(body: bytes) -> str:
-    """The message in an OpenAI error, or the body as it is."""
+    """Return the message in an OpenAI error, or the body as it is."""
     try:
         error = msgspec.json.decode(body)["error"]
         return shorten(error if isinstance(error, str) else error["message"])
@@ -259,7 +248,7 @@ def error_message(body: bytes) -> str:
 
 
 def shorten(text: str | bytes) -> str:
-    """On one line, and not long."""
+    """Return the text on one line, and cut it."""
     whole = " ".join((text if isinstance(text, str) else text.decode(errors="replace")).split())
     return whole[:ERROR_CHARACTERS] + "…" if len(whole) > ERROR_CHARACTERS else whole
 

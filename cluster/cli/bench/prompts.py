@@ -1,5 +1,5 @@
-"""What the engines that are measured get to compute. A prompt is a function of its arguments alone, so that two
-engines, or two runs, can be given the same."""
+"""Prompts for measurements. A prompt is a function of its arguments alone, so that two engines, or two runs, can be
+given the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Job:
 
 
 def preset(name: str, model: str, repetition: int) -> list[Job]:
-    """The workloads that Manta is compared to other engines with; token ids depend on name and repetition only.
+    """Return a workload that Manta is compared with other engines by; token ids depend on name and repetition only.
 
     W1, throughput: 64 requests of 128 tokens in and 64 out, all at once; 16 of 256 and 64 for a Qwen3 model.
     W2, one stream: 128 tokens in, 128 out.
@@ -57,14 +57,14 @@ def random_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
 
 
 def random_words(rng: random.Random, count: int) -> list[str]:
-    """Common English words: about a token each, in most vocabularies."""
+    """Draw common English words: about a token each, in most vocabularies."""
     return rng.choices(WORDS.split(), k=count)
 
 
 def with_prefixes(
     count: int, input_len: int, prefix_len: int, prefix_groups: int, vocab_size: int, seed: int, *, text: bool
 ) -> Sequence[list[int] | str]:
-    """`count` prompts of `input_len` tokens of their own behind `prefix_len` that all of their group share.
+    """Return prompts of `input_len` tokens each, behind `prefix_len` tokens that all of their group share.
 
     Groups take turns: prompt i begins with prefix i modulo `prefix_groups`.
     text: words in place of token ids; lengths then are about right.

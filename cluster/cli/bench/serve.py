@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rich.progress import Progress
 
@@ -19,109 +19,103 @@ from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.openai_client import OpenAIClient, Outcome
 from engine.errors import InvalidParameter, RequestError
 
-LATENCIES = ("ttft", "tpot", "itl", "e2el")
+LATENCIES = ("ttft", "tpot", "itl", "e2el")  # to the first token, per token after it, between chunks, to the end
 SLO_METRICS = ("ttft", "tpot", "e2el")
 SHOWN_ERRORS = 5
+LOAD_FIELDS = (
+    "endpoint", "num_prompts", "request_rate", "burstiness", "max_concurrency", "input_len", "output_len",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class ServeReport:
-    """Totals are of the requests that completed.
-
-    input_len, output_len: tokens of a prompt, shared prefix included, and tokens asked for.
-    duration: seconds from the first request until the last answer.
-    request_goodput: requests per second that met every objective; None if there was none to meet.
-    latencies: milliseconds, by the names in LATENCIES: time to first token, per output token after it, between chunks,
-        and to the end.
-    errors: the commonest texts of failed requests, with their number.
-    without_usage: requests whose tokens had to be counted by chunks, since the server did not say.
-    client_cpu_share: of one core, that the load generator used. Near 1, it is what was measured.
-    """
+    """Totals are over the requests that completed."""
 
     base_url: str
-    endpoint: str
     model: str
-    num_prompts: int
-    request_rate: float | Literal["inf"]
-    burstiness: float
-    max_concurrency: int | None
-    input_len: int
-    output_len: int
-    duration: float
+    load: ServeLoad
+    duration: float  #: seconds from the first request to the last answer
     completed: int
     failed: int
     total_input_tokens: int
     total_output_tokens: int
-    request_throughput: float
-    request_goodput: float | None
-    output_throughput: float
-    total_token_throughput: float
-    latencies: dict[str, Distribution | None]
-    errors: dict[str, int]
-    without_usage: int
-    client_cpu_share: float
+    request_goodput: float | None  #: requests per second that met every objective; None without objectives
+    latencies: dict[str, Distribution | None]  #: milliseconds, by the names in LATENCIES
+    errors: dict[str, int]  #: the commonest messages of failed requests, and their counts
+    without_usage: int  #: requests whose tokens had to be counted by chunks, since the server did not say
+    client_cpu_share: float  #: fraction of a core that the load generator used; near 1, it is what was measured
+
+    @property
+    def throughputs(self) -> dict[str, float]:
+        """Requests and tokens per second."""
+        outputs, inputs = self.total_output_tokens, self.total_input_tokens
+        return {
+            "request_throughput": self.completed / self.duration,
+            "output_throughput": outputs / self.duration,
+            "total_token_throughput": (inputs + outputs) / self.duration,
+        }
 
     def flat(self) -> dict[str, Any]:
-        """For JSON: latencies as vLLM writes them, `mean_ttft_ms` and so on."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "latencies"}
+        """Return the fields for JSON, named as vLLM names them: `mean_ttft_ms` and so on."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("load", "latencies")}
+        load = {name: getattr(self.load, name) for name in LOAD_FIELDS}
+        if math.isinf(self.load.request_rate):
+            load["request_rate"] = "inf"
+        load["input_len"] += self.load.prefix_len
         for name, values in self.latencies.items():
             for statistic in ("mean", "median", "p90", "p99"):
                 fields[f"{statistic}_{name}_ms"] = None if values is None else getattr(values, statistic)
-        return fields
+        return load | fields | self.throughputs
 
 
 def measure(
-    load: ServeLoad,
-    *,
-    base_url: str,
-    model: str | None = None,
-    api_key: str | None = None,
-    timeout_s: float = 600.0,
-    goodput: str | None = None,
+    load: ServeLoad, *, base_url: str, model: str | None, api_key: str | None, timeout_s: float, goodput: str | None,
     progress: Progress,
-) -> ServeReport:
-    """Raises EngineUnavailable if there is no server; requests that fail are counted."""
+) -> ServeReport:  # fmt: skip
+    """Send the load to a server. Raises EngineUnavailable if there is none; requests that fail are counted."""
     objectives = parse_goodput(goodput) if goodput else {}
-    return asyncio.run(_measure(load, base_url, model, api_key, timeout_s, objectives, progress))
+
+    async def run() -> ServeReport:
+        async with OpenAIClient(base_url, api_key, timeout_s) as client:
+            return await _measure(load, client, model, objectives, progress)
+
+    return asyncio.run(run())
 
 
 async def _measure(
-    load: ServeLoad, base_url: str, model: str | None, api_key: str | None, timeout_s: float, objectives: dict[str, float],
-    progress: Progress,
-) -> ServeReport:  # fmt: skip
-    async with OpenAIClient(base_url, api_key, timeout_s) as client:
-        served = await client.models()
-        if model is None and not served:
-            raise RequestError(f"model must be given: {client.base_url}/v1/models names none", "model")
-        model = model or served[0]
-        bodies, path = load.bodies(model), load.path
-        times = arrival_times(load.num_prompts, load.request_rate, load.burstiness, load.seed)
-        task = progress.add_task("warming up", total=len(bodies))
-        for body in bodies[: load.num_warmups]:
-            await client.send(path, body)
-            progress.advance(task)
-        progress.update(task, description="measuring")
+    load: ServeLoad, client: OpenAIClient, model: str | None, objectives: dict[str, float], progress: Progress
+) -> ServeReport:
+    served = await client.models()
+    if model is None and not served:
+        raise RequestError(f"model must be given: {client.base_url}/v1/models names none", "model")
+    model = model or served[0]
+    bodies = load.bodies(model)
+    times = arrival_times(load.num_prompts, load.request_rate, load.burstiness, load.seed)
+    task = progress.add_task("warming up", total=len(bodies))
 
-        async def send(body: bytes) -> Outcome:
-            outcome = await client.send(path, body)
-            progress.advance(task)
-            return outcome
+    async def send(body: bytes) -> Outcome:
+        outcome = await client.send(load.path, body)
+        progress.advance(task)
+        return outcome
 
-        cpu, started = time.process_time(), time.perf_counter()
-        outcomes = await send_all(send, bodies[load.num_warmups :], times, load.max_concurrency)
-        duration = time.perf_counter() - started
-        cpu_share = (time.process_time() - cpu) / duration
+    for body in bodies[: load.num_warmups]:
+        await send(body)
+    progress.update(task, description="measuring")
+    cpu, started = time.process_time(), time.perf_counter()
+    outcomes = await send_all(send, bodies[load.num_warmups :], times, load.max_concurrency)
+    duration = time.perf_counter() - started
+    cpu_share = (time.process_time() - cpu) / duration
     return summarise(outcomes, duration, load, client.base_url, model, objectives, cpu_share)
 
 
 async def send_all(
     send: Callable[[bytes], Any], bodies: Sequence[bytes], times: Sequence[float], max_concurrency: int | None
 ) -> list[Outcome]:
-    """Send each body at its time, or as soon after as `max_concurrency` lets it."""
-    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+    """Send each body at its time, or as soon after as `max_concurrency` allows."""
+    slots = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
 
     async def one(body: bytes) -> Outcome:
-        async with gate:
+        async with slots:
             outcome: Outcome = await send(body)
             return outcome
 
@@ -135,7 +129,7 @@ async def send_all(
 
 
 def parse_goodput(text: str) -> dict[str, float]:
-    """ "ttft:200 tpot:50" -> milliseconds by metric."""
+    """Parse "ttft:200 tpot:50": milliseconds by metric."""
     objectives = {}
     for pair in text.split():
         name, _, value = pair.partition(":")
@@ -149,20 +143,18 @@ def parse_goodput(text: str) -> dict[str, float]:
 
 
 def meets(outcome: Outcome, objectives: dict[str, float]) -> bool:
-    """A single token has no time between tokens, and so keeps to any."""
+    """Whether a request met all objectives. A single token has no time between tokens, and so meets any."""
     seconds = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2el": outcome.e2el_s}
     return all(1e3 * seconds[name] <= limit for name, limit in objectives.items())
 
 
 def summarise(
-    outcomes: list[Outcome], duration: float, load: ServeLoad, base_url: str, model: str, objectives: dict[str, float],
-    client_cpu_share: float,
+    outcomes: list[Outcome], duration: float, load: ServeLoad, base_url: str, model: str,
+    objectives: dict[str, float], client_cpu_share: float,
 ) -> ServeReport:  # fmt: skip
     done = [outcome for outcome in outcomes if outcome.error is None]
     errors = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
-    own = load.prefix_len + load.input_len
-    input_tokens = sum(own if o.prompt_tokens is None else o.prompt_tokens for o in done)
-    output_tokens = sum(o.output_tokens for o in done)
+    prompt = load.prefix_len + load.input_len
     seconds = {
         "ttft": [o.ttft_s for o in done],
         "tpot": [o.tpot_s for o in done if o.tpot_s is not None],
@@ -171,23 +163,14 @@ def summarise(
     }
     return ServeReport(
         base_url=base_url,
-        endpoint=load.endpoint,
         model=model,
-        num_prompts=load.num_prompts,
-        request_rate="inf" if math.isinf(load.request_rate) else load.request_rate,
-        burstiness=load.burstiness,
-        max_concurrency=load.max_concurrency,
-        input_len=load.prefix_len + load.input_len,
-        output_len=load.output_len,
+        load=load,
         duration=duration,
         completed=len(done),
         failed=len(outcomes) - len(done),
-        total_input_tokens=input_tokens,
-        total_output_tokens=output_tokens,
-        request_throughput=len(done) / duration,
+        total_input_tokens=sum(prompt if o.prompt_tokens is None else o.prompt_tokens for o in done),
+        total_output_tokens=sum(o.output_tokens for o in done),
         request_goodput=sum(meets(o, objectives) for o in done) / duration if objectives else None,
-        output_throughput=output_tokens / duration,
-        total_token_throughput=(input_tokens + output_tokens) / duration,
         latencies={name: Distribution.of([1e3 * s for s in seconds[name]]) for name in LATENCIES},
         errors=dict(errors.most_common(SHOWN_ERRORS)),
         without_usage=sum(not o.has_usage for o in done),

@@ -1,7 +1,8 @@
-"""How reports are shown to people: one style for all, notes below about what the figures do not say."""
+"""Reports as tables, with notes below about what the figures do not say."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ def show_offline(report: OfflineReport) -> None:
         show(f"{report.failed} requests failed")
 
 
-Total = tuple[str, float | None, int]  # its name, the figure and its decimals
+Total = tuple[str, float | None, int]  # name, figure, decimals
 
 
 def totals(rows: Sequence[Total]) -> Table:
@@ -49,17 +50,18 @@ def totals(rows: Sequence[Total]) -> Table:
 
 
 def show_serve(report: ServeReport) -> None:
-    rate = "all at once" if report.request_rate == "inf" else f"{report.request_rate:g} requests/s asked for"
-    limit = f", at most {report.max_concurrency} at a time" if report.max_concurrency else ""
+    load, throughputs = report.load, list(report.throughputs.values())
+    rate = "all at once" if math.isinf(load.request_rate) else f"{load.request_rate:g} requests/s asked for"
+    limit = f", at most {load.max_concurrency} at a time" if load.max_concurrency else ""
     rows: list[Total] = [
         ("completed", report.completed, 0),
         ("failed", report.failed, 0),
         ("duration, s", report.duration, 2),
         ("input tokens", report.total_input_tokens, 0),
         ("output tokens", report.total_output_tokens, 0),
-        ("requests/s", report.request_throughput, 2),
-        ("output tokens/s", report.output_throughput, 1),
-        ("input + output tokens/s", report.total_token_throughput, 1),
+        ("requests/s", throughputs[0], 2),
+        ("output tokens/s", throughputs[1], 1),
+        ("input + output tokens/s", throughputs[2], 1),
     ]
     if report.request_goodput is not None:
         rows.append(("goodput, requests/s", report.request_goodput, 2))
@@ -67,16 +69,16 @@ def show_serve(report: ServeReport) -> None:
     for name, values in report.latencies.items():
         shown = (values.mean, values.median, values.p90, values.p99) if values else (None,) * 4
         latencies.add_row(name.upper(), *(figure(value, 2) for value in shown))
-    title = f"{report.model} at {report.base_url}: {report.num_prompts} requests, {rate}{limit}"
+    title = f"{report.model} at {report.base_url}: {load.num_prompts} requests, {rate}{limit}"
     show(title, totals(rows), *([latencies] if report.completed else []), *serve_notes(report))
 
 
 def serve_notes(report: ServeReport) -> list[str]:
-    """What a reader of the figures should know."""
+    """Notes that a reader of the figures should know."""
     notes = [f"failed {count} times: {error}" for error, count in report.errors.items()]
     if report.without_usage:
         notes.append(f"{report.without_usage} answers came without usage; their tokens were counted by chunks")
-    elif report.total_output_tokens < (asked := report.completed * report.output_len):
+    elif report.total_output_tokens < (asked := report.completed * report.load.output_len):
         notes.append(f"answers are shorter than asked for: {asked} tokens would be the full length")
     if report.client_cpu_share > BUSY_CLIENT:
         notes.append(f"this client used {report.client_cpu_share:.0%} of a core, and may be what limits the figures")
