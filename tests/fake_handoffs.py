@@ -4,11 +4,13 @@ allows."""
 from __future__ import annotations
 
 from engine.config import HandoffConfig
-from engine.core.handoffs import Cancel, Finish, Forget, HandoffManager, Open, Refuse, Report
+from engine.core.handoffs import HandoffManager
 from engine.core.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.step_cost import StepCost
+from engine.kv_transfer.protocol.actions import CancelHandoff, FinishPrefill, OpenHandoff, RefusePrefill, ReportProgress
 from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Received
 from engine.kv_transfer.protocol.messages import FirstToken
+from engine.wire.messages import CancelDispatch, DispatchPrefill
 from engine.wire.plan import StepPlan
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
@@ -31,7 +33,7 @@ class DecodeHarness(Harness):
         config = HandoffConfig(role="decode", policy="always", max_attempts=max_attempts)
         self.policy = RemotePrefillPolicy(config, StepCost())
         super().__init__(handoffs=HandoffManager(self.policy, Peer("decode", "", 1), "print"), **options)
-        self.open: dict[str, Open] = {}
+        self.open: dict[str, OpenHandoff] = {}
         self.cancelled: set[str] = set()
         self.forgotten: set[str] = set()
 
@@ -71,18 +73,20 @@ class DecodeHarness(Harness):
     def _forward(self) -> None:
         for action in self.scheduler.handoffs.actions:
             match action:
-                case Open(prefill_request, blocks):
+                case OpenHandoff(prefill_request, blocks):
                     assert len(blocks) == self.pool.blocks_for(len(prefill_request.token_ids) - prefill_request.skip)
                     self.open[prefill_request.handoff_id] = action
-                case Cancel(handoff_id):
+                case CancelHandoff(handoff_id):
                     self.cancelled.add(handoff_id)
-                case Forget(handoff_id):
+                case CancelDispatch(handoff_id):
                     self.forgotten.add(handoff_id)
+                case DispatchPrefill(prefill_request):
+                    assert prefill_request.handoff_id in self.open, "it is opened before anybody hears of it"
                 case _:
                     raise AssertionError(action)
         self.scheduler.handoffs.actions.clear()
 
-    def _write(self, handoff: Open, right: int) -> None:
+    def _write(self, handoff: OpenHandoff, right: int) -> None:
         """KV of tokens up to `right`, and nonsense behind them."""
         tokens, size = handoff.prefill_request.token_ids, self.config.block_size
         for position in range(handoff.prefill_request.skip, len(tokens)):
@@ -97,7 +101,7 @@ class PrefillHarness(Harness):
     def __init__(self, **options):
         super().__init__(**options)
         self.prefill_requests: dict[str, RemotePrefillRequest] = {}  # those that are not closed
-        self.reports: dict[str, Report] = {}
+        self.reports: dict[str, ReportProgress] = {}
         self.firsts: dict[str, FirstToken] = {}
         self.refused: dict[str, str] = {}
         self.ended: set[str] = set()
@@ -150,16 +154,16 @@ class PrefillHarness(Harness):
     def read(self) -> None:
         for action in self.scheduler.handoffs.actions:
             match action:
-                case Report(handoff_id, upto, blocks):
+                case ReportProgress(handoff_id, upto, blocks):
                     before = self.reports.get(handoff_id)
                     assert before is None or (before.upto <= upto and before.blocks == blocks[: len(before.blocks)])
                     self.reports[handoff_id] = action
-                case Finish(handoff_id, first):
+                case FinishPrefill(handoff_id, first):
                     prefill_request = self.prefill_requests[handoff_id]
                     assert first.token == first_token(prefill_request)
                     assert self.reports[handoff_id].upto == len(prefill_request.token_ids)
                     self.firsts[handoff_id] = first
-                case Refuse(prefill_request, reason):
+                case RefusePrefill(prefill_request, reason):
                     self.refused[prefill_request.handoff_id] = reason
                 case _:
                     raise AssertionError(action)

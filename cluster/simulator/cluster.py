@@ -20,7 +20,7 @@ from cluster.simulator.trace import Trace
 from deployments.frontend.fair_queue import FairQueue, QueuedRequest
 from deployments.routing.config import Role
 from engine.config import HandoffConfig
-from engine.core.handoffs import HandoffAction, HandoffManager
+from engine.core.handoffs import HandoffManager, HandoffOutput
 from engine.core.kv_events import UPDATE_PERIOD_S
 from engine.core.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.step_cost import StepTimes
@@ -158,7 +158,7 @@ class Cluster:
         handoffs: HandoffManager | None,
         times: StepTimes | None,
     ) -> Replica:
-        def forward(actions: list[HandoffAction], now: float) -> None:
+        def forward(actions: list[HandoffOutput], now: float) -> None:
             assert self.handoffs is not None
             self.handoffs.act(replica, actions, now)
 

@@ -14,8 +14,9 @@ from cluster.simulator.pool import Pool
 from cluster.simulator.replica import Replica
 from cluster.simulator.results import HandoffUse
 from cluster.simulator.spec import Network
-from engine.core.handoffs import Finish, HandoffAction, Open, Report
+from engine.core.handoffs import HandoffOutput
 from engine.errors import ServingError
+from engine.kv_transfer.protocol.actions import FinishPrefill, OpenHandoff, ReportProgress
 from engine.kv_transfer.protocol.events import Closed, Failed, Received
 from engine.wire.remote_prefill import RemotePrefillRequest
 
@@ -41,16 +42,16 @@ class HandoffTraffic:
         self.count = self.on_way = 0
         self.bytes = self.link_s = 0.0
 
-    def act(self, replica: Replica, actions: Sequence[HandoffAction], now: float) -> None:
+    def act(self, replica: Replica, actions: Sequence[HandoffOutput], now: float) -> None:
         """What the replica's scheduler wants done."""
         for action in actions:
             match action:
-                case Open(prefill_request):
+                case OpenHandoff(prefill_request):
                     self.on_way += 1
                     self._loop.at(now + self._network.call_s, self._bring, prefill_request, replica)
-                case Report(handoff_id, upto):
+                case ReportProgress(handoff_id, upto):
                     self._send(self._live[handoff_id], upto, now)
-                case Finish(handoff_id):
+                case FinishPrefill(handoff_id):
                     handoff = self._live[handoff_id]
                     self.on_way += 1
                     self._loop.at(max(now, handoff.read_at) + self._network.handoff_s, self._finish, handoff, action)
@@ -90,7 +91,7 @@ class HandoffTraffic:
         self.bytes += num_bytes
         self.link_s += seconds
 
-    def _finish(self, handoff: _Handoff, finish: Finish) -> None:
+    def _finish(self, handoff: _Handoff, finish: FinishPrefill) -> None:
         self.on_way -= 1
         del self._live[finish.handoff_id]
         self._pool.ended(finish.handoff_id)

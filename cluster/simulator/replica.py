@@ -14,7 +14,7 @@ from cluster.simulator.trace import VOCABULARY
 from deployments.routing.config import Role
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
-from engine.core.handoffs import HandoffAction, HandoffManager
+from engine.core.handoffs import HandoffManager, HandoffOutput
 from engine.core.kv_events import KVEventPublisher
 from engine.core.request import Request
 from engine.core.scheduler import Event, Scheduler
@@ -49,7 +49,7 @@ class Replica:
         handoffs: HandoffManager | None = None,
         times: StepTimes | None = None,
         fast_forward: int = MAX_FAST_FORWARD_STEPS,
-        forward: Callable[[list[HandoffAction], float], None] | None = None,
+        forward: Callable[[list[HandoffOutput], float], None] | None = None,
         slowdown: Callable[[Replica], float] | None = None,
     ):
         """times: to learn into; nothing is learned without. fast_forward: 0 takes all steps one by one. forward: is

@@ -15,23 +15,26 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
+from engine.core.handoffs import HandoffManager
+from engine.core.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.request import Request, State
 from engine.core.scheduler import Event, Scheduler
 from engine.core.step_cost import StepTimes, StepWork
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, EngineUnavailable, RequestTimeout, ServingError
 from engine.kv_transfer.fingerprint import fingerprint
+from engine.kv_transfer.protocol.actions import AcceptPrefill, RefusePrefill
 from engine.model.config import ModelConfig
 from engine.model.folder import resolve
 from engine.runner.model_runner import Launched, ModelRunner
 from engine.text.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
-from engine.wire.messages import EngineStats, GenerateRequest
+from engine.wire.messages import CancelDispatch, DispatchPrefill, EngineStats, GenerateRequest
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_prefill import RemotePrefillRequest
 
 if TYPE_CHECKING:  # both need pyzmq, which an engine of one rank without handoffs does without
     from engine.distributed.plan_broadcast import PlanBroadcaster
-    from engine.kv_transfer.endpoint import HandoffEndpoint
+    from engine.kv_transfer.channel import HandoffChannel
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +78,7 @@ class EngineCore:
             if config.handoff is not None:
                 from engine.kv_transfer.transport.ranks import start_kv_worker
 
-                kv_worker, ranks = start_kv_worker(
+                self._kv_worker, kv_workers = start_kv_worker(
                     config.handoff, self.runner.kv_cache, self.model_config.num_kv_heads, self._group, host
                 )
             self._plan_broadcaster: PlanBroadcaster | None = None
@@ -84,23 +87,28 @@ class EngineCore:
 
                 self._plan_broadcaster = PlanBroadcaster(self._group)
         self.step_times = StepTimes()
-        self.handoffs: HandoffEndpoint | None = None
+        self.handoff_channel: HandoffChannel | None = None
+        self.fingerprint = ""
+        handoffs = None
         if config.handoff is not None:
-            from engine.kv_transfer.endpoint import HandoffEndpoint
+            from engine.kv_transfer.channel import HandoffChannel
 
-            self.handoffs = HandoffEndpoint(
+            self.fingerprint = fingerprint(
+                self.model_config, folder, self.runner.dtype, self.runner.kv_dtype, self.runner.block_size
+            )
+            self.handoff_channel = HandoffChannel(
                 config.handoff,
-                kv_worker,
-                ranks,
                 engine_id=engine_id,
                 host=host,
-                fingerprint=fingerprint(
-                    self.model_config, folder, self.runner.dtype, self.runner.kv_dtype, self.runner.block_size
-                ),
+                workers=kv_workers,
                 block_size=self.runner.block_size,
-                step_cost=self.step_times.by_tokens,
                 wake=wake,
             )
+            policy = None
+            if config.handoff.role == "decode":
+                quarantined = self.handoff_channel.quarantined
+                policy = RemotePrefillPolicy(config.handoff, self.step_times.by_tokens, quarantined)
+            handoffs = HandoffManager(policy, self.handoff_channel.peer, self.fingerprint)
         self.max_model_len = self.runner.max_model_len
         self.scheduler = Scheduler(
             config,
@@ -108,7 +116,7 @@ class EngineCore:
             max_model_len=self.max_model_len,
             vocab_size=self.model_config.vocab_size,
             eos_token_ids=frozenset(self.model_config.eos_token_ids),
-            handoffs=self.handoffs.manager if self.handoffs else None,
+            handoffs=handoffs,
         )
         self._grammars = GrammarCompiler(folder, self.model_config.vocab_size, self.scheduler.eos_token_ids)
         self._compiling: dict[Request, Compilation] = {}
@@ -123,6 +131,7 @@ class EngineCore:
         self.last_step_at = time.monotonic()
         self.idle = True
         self._broken: str | None = None
+        self._notices: list[DispatchPrefill | CancelDispatch] = []
 
     def add(self, message: GenerateRequest) -> None:
         """Take a request, or raise a ServingError."""
@@ -131,17 +140,18 @@ class EngineCore:
 
     def prefill(self, prefill_request: RemotePrefillRequest) -> bool:
         """Compute a prompt for another engine. False if it is refused, which that engine is told."""
-        assert self.handoffs is not None
+        assert self.handoff_channel is not None
         if prefill_request.handoff_id in self.scheduler.queue.live:
             return True  # the prefill request came twice
         now = time.monotonic()
         try:
-            self.handoffs.check(prefill_request)
+            self.scheduler.handoffs.check(prefill_request)
             request = self.scheduler.add_remote_prefill(prefill_request, now)
         except ServingError as error:
-            self.handoffs.refuse(prefill_request, str(error))
+            logger.warning("refused a prefill request handoff_id=%s reason=%s", prefill_request.handoff_id, error)
+            self.handoff_channel.submit(RefusePrefill(prefill_request, str(error)))
             return False
-        self.handoffs.accept(prefill_request)
+        self.handoff_channel.submit(AcceptPrefill(prefill_request))
         self._took(request, now)
         return True
 
@@ -183,7 +193,7 @@ class EngineCore:
         # A block that has just been reserved for KV from elsewhere may have belonged to a sequence that the step under
         # way still writes for, past its end. That step ends before anybody hears of the reservation.
         if not self._in_flight:
-            self._forward()
+            self._submit_handoffs()
         if plan is not None:
             self._submit(plan)
             if self.runner.overlap and len(self._in_flight) == 1:
@@ -192,7 +202,7 @@ class EngineCore:
             result = self._collect(self._in_flight.popleft())
             self._measure()
             events += self.scheduler.commit(result, self.last_step_at)
-            self._forward()
+            self._submit_handoffs()
             if self._plan_broadcaster:
                 self._plan_broadcaster.committed(result)
         elif not events:
@@ -217,14 +227,27 @@ class EngineCore:
     # -- handoffs ------------------------------------------------------------------------------------------
 
     def _take_handoffs(self) -> list[Event]:
-        if self.handoffs is None:
+        if self.handoff_channel is None:
             return []
         now = time.monotonic()
-        return [event for handoff in self.handoffs.events() for event in self.scheduler.handle(handoff, now)]
+        return [event for handoff in self.handoff_channel.events() for event in self.scheduler.handle(handoff, now)]
 
-    def _forward(self) -> None:
-        if self.handoffs is not None:
-            self.handoffs.forward()
+    def _submit_handoffs(self) -> None:
+        """Pass on what the scheduler asks of the channel, and of the control actor."""
+        if self.handoff_channel is None:
+            return
+        actions = self.scheduler.handoffs.actions
+        for action in actions:
+            if isinstance(action, DispatchPrefill | CancelDispatch):
+                self._notices.append(action)
+            else:
+                self.handoff_channel.submit(action)
+        actions.clear()
+
+    def take_notices(self) -> list[DispatchPrefill | CancelDispatch]:
+        """Return the messages for the control actor since the last call."""
+        notices, self._notices = self._notices, []
+        return notices
 
     # -- grammars ------------------------------------------------------------------------------------------
 
@@ -322,8 +345,9 @@ class EngineCore:
         self._grammars.close()
         if self._executor:
             self._executor.shutdown(wait=True, cancel_futures=True)
-        if self.handoffs is not None:  # while the other ranks are there, which may be reading
-            self.handoffs.close()
+        if self.handoff_channel is not None:  # while the other ranks are there, which may be reading
+            self.handoff_channel.close()
+            self._kv_worker.close()
         if self._plan_broadcaster:
             self._plan_broadcaster.close()
         self._group.close()

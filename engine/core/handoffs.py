@@ -2,64 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from engine.core.remote_prefill_policy import LocalLoad, PendingPrompt, PrefillDecision, RemotePrefillPolicy
 from engine.core.request import Request
+from engine.errors import InvalidParameter
+from engine.kv_transfer.protocol.actions import (
+    CancelHandoff,
+    FinishPrefill,
+    HandoffAction,
+    OpenHandoff,
+    RefusePrefill,
+    ReportProgress,
+)
 from engine.kv_transfer.protocol.events import Received
 from engine.kv_transfer.protocol.messages import FirstToken
-from engine.wire.messages import TokenLogprob
+from engine.wire.messages import CancelDispatch, DispatchPrefill, PrefillReplica, TokenLogprob
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """blocks: the KV of the prefill request's tokens from `skip` on is to come there."""
-
-    prefill_request: RemotePrefillRequest
-    blocks: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Nobody wants it any more."""
-
-    handoff_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """It has failed: the call that carries its prefill request need not go on."""
-
-    handoff_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """blocks: hold the KV of all tokens from `skip` up to `upto`."""
-
-    handoff_id: str
-    upto: int
-    blocks: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    handoff_id: str
-    first: FirstToken
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    prefill_request: RemotePrefillRequest
-    reason: str
-
 
 RESUMED = "resumed"  # its prompt was computed before, so there is nothing to decide
 ASKED = "asked"  # the request says where
-HandoffAction = Open | Cancel | Forget | Report | Finish | Refuse
+HandoffOutput = HandoffAction | DispatchPrefill | CancelDispatch  # for the channel; for the control actor
 
 
 class HandoffManager:
@@ -68,7 +31,7 @@ class HandoffManager:
     receiving: by handoff id, requests whose KV another engine computes. Their blocks must not be touched until it is
         over, even if the request itself has ended.
     leased: by handoff id, prompts that were computed for others, and whose blocks may still be read.
-    actions: what the channel has to do next, oldest first; the caller empties it.
+    actions: for the channel, and for the control actor, oldest first; the caller empties it.
     """
 
     def __init__(self, policy: RemotePrefillPolicy | None = None, peer: Peer | None = None, fingerprint: str = ""):
@@ -76,7 +39,7 @@ class HandoffManager:
         self._policy, self._peer, self._fingerprint = policy, peer, fingerprint
         self.receiving: dict[str, Request] = {}
         self.leased: dict[str, Request] = {}
-        self.actions: list[HandoffAction] = []
+        self.actions: list[HandoffOutput] = []
         self._opened_at: dict[str, float] = {}
         self._count = 0
 
@@ -153,11 +116,13 @@ class HandoffManager:
         self.receiving[prefill_request.handoff_id] = request
         self._opened_at[prefill_request.handoff_id] = now
         stop = -(-len(request.tokens) // block_size)
-        self.actions.append(Open(prefill_request, request.blocks[cached // block_size : stop]))
+        self.actions.append(OpenHandoff(prefill_request, request.blocks[cached // block_size : stop]))
+        self.actions.append(DispatchPrefill(prefill_request))
 
     def cancel(self, request: Request) -> None:
-        """The request has ended; it local_prefill_only in `receiving` until nothing writes into its blocks any more."""
-        self.actions.append(Cancel(request.handoff_id))
+        """The request has ended; it stays in `receiving` until nothing writes into its blocks any more."""
+        self.actions.append(CancelHandoff(request.handoff_id))
+        self.actions.append(CancelDispatch(request.handoff_id))
 
     def received(self, event: Received, now: float) -> Request:
         request = self.receiving.pop(event.handoff_id)
@@ -170,10 +135,21 @@ class HandoffManager:
         request = self.receiving.pop(handoff_id)
         del self._opened_at[handoff_id]
         request.local_prefill_only = not retry
-        self.actions.append(Forget(handoff_id))
+        self.actions.append(CancelDispatch(handoff_id))
         return request
 
+    def set_prefill_replicas(self, replicas: list[PrefillReplica]) -> None:
+        if self._policy is not None:
+            self._policy.replicas = replicas
+
     # -- the prompt of another engine, computed here -------------------------------------------------------
+
+    def check(self, prefill_request: RemotePrefillRequest) -> None:
+        """Raise RequestError if KV that is computed here would be of no use there."""
+        if prefill_request.fingerprint != self._fingerprint:
+            raise InvalidParameter(
+                "fingerprint", prefill_request.fingerprint, f"that of this engine ({self._fingerprint})"
+            )
 
     def report(self, request: Request, computed: int, block_size: int) -> None:
         """The KV of `computed` tokens is complete, and its full blocks are published.
@@ -186,15 +162,15 @@ class HandoffManager:
         upto = computed if computed == len(request.tokens) else computed // block_size * block_size
         if upto > prefill_request.skip:
             blocks = request.blocks[prefill_request.skip // block_size : -(-upto // block_size)]
-            self.actions.append(Report(prefill_request.handoff_id, upto, blocks))
+            self.actions.append(ReportProgress(prefill_request.handoff_id, upto, blocks))
 
     def finish(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> None:
         assert request.prefill_request is not None
         engine_id = "" if self._peer is None else self._peer.engine_id
         timeline = [msgspec.structs.replace(event, where=engine_id) for event in request.take_timeline()]
         first = FirstToken(token, logprob, request.last_hash(block_size), request.num_cached, timeline)
-        self.actions.append(Finish(request.prefill_request.handoff_id, first))
+        self.actions.append(FinishPrefill(request.prefill_request.handoff_id, first))
 
     def refuse(self, request: Request, reason: str) -> None:
         assert request.prefill_request is not None
-        self.actions.append(Refuse(request.prefill_request, reason))
+        self.actions.append(RefusePrefill(request.prefill_request, reason))

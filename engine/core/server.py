@@ -161,8 +161,8 @@ class EngineServer:
             self._kv_events.subscribe(command, time.monotonic())
 
     def _hand_over(self, command: Prefill | CancelPrefill | RemotePrefillFailed | PrefillReplicas) -> None:
-        handoffs = self._core.handoffs
-        if handoffs is None:
+        channel = self._core.handoff_channel
+        if channel is None:
             logger.error("dropped a %s: this engine hands no KV over", type(command).__name__)
             return
         match command:
@@ -173,9 +173,9 @@ class EngineServer:
             case CancelPrefill(handoff_id):
                 self._core.abort(handoff_id)
             case RemotePrefillFailed():
-                handoffs.remote_prefill_failed(command.handoff_id, command.reason, command.retry)
+                channel.submit(command)
             case PrefillReplicas(replicas):
-                handoffs.set_prefill_pool(replicas)
+                self._core.scheduler.handoffs.set_prefill_replicas(replicas)
 
     def _send(self, events: list[Event], answers: dict[str, list[TokenDelta]]) -> None:
         now = time.monotonic()
@@ -188,9 +188,8 @@ class EngineServer:
                 answers.setdefault(event.request.reply_to, []).append(event.delta)
             else:  # a prompt for another engine, which has heard of its end
                 self._ended.append(event.delta.request_id)
-        if self._core.handoffs is not None:
-            for notice in self._core.handoffs.notices():
-                self._push(self._status_to, self._encode(notice))
+        for notice in self._core.take_notices():
+            self._push(self._status_to, self._encode(notice))
         steps = self._core.scheduler.totals.steps
         for address, deltas in answers.items():
             batch = TokenBatch(engine_id=self.engine_id, commands_to=self.address, step=steps, deltas=deltas)
@@ -206,15 +205,15 @@ class EngineServer:
             self._send_status(now)
 
     def _send_status(self, now: float) -> None:
-        handoffs = self._core.handoffs
+        channel = self._core.handoff_channel
         status = EngineStatus(
             engine_id=self.engine_id,
             ended=self._ended,
             stats=self._core.stats(),
             last_step_age_s=self._core.last_step_age_s,
-            handoffs=handoffs.stats() if handoffs else None,
-            live_handoffs=handoffs.live()[:MAX_LIVE_HANDOFFS] if handoffs else [],
-            fingerprint=handoffs.fingerprint if handoffs else "",
+            handoffs=channel.stats() if channel else None,
+            live_handoffs=channel.snapshot()[:MAX_LIVE_HANDOFFS] if channel else [],
+            fingerprint=self._core.fingerprint,
         )
         self._push(self._status_to, self._encode(status))
         self._ended = []

@@ -7,8 +7,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -16,11 +15,13 @@ import zmq
 from engine.config import HandoffConfig
 from engine.distributed.sockets import PushSockets, Waker
 from engine.errors import EngineUnavailable
+from engine.kv_transfer.protocol.actions import HandoffAction, Leave
 from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Noted, Received
-from engine.kv_transfer.protocol.messages import Attach, Envelope, FirstToken, ReadEnded
+from engine.kv_transfer.protocol.messages import Attach, Envelope, ReadEnded
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
+from engine.kv_transfer.transport.ranks import KVWorkerInfo
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
-from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.remote_prefill import Peer
 from engine.wire.timeline import TimelineEvent
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ PING: dict[int, int] = {zmq.HEARTBEAT_IVL: 1000, zmq.HEARTBEAT_TIMEOUT: 5000}
 
 class HandoffChannel:
     """Rank 0's end of all handoffs of one engine. Every method may be called from any thread, and none blocks but
-    `close`. What is asked for a handoff that is over is ignored: its event is on the way."""
+    `close`."""
 
     def __init__(
         self,
@@ -43,29 +44,28 @@ class HandoffChannel:
         *,
         engine_id: str,
         host: str,
-        fingerprint: str,
-        worker_addresses: list[str],
-        ranks: list[dict[str, bytes]],
+        workers: Sequence[KVWorkerInfo],
         block_size: int,
         wake: Callable[[], None],
     ):
-        """worker_addresses, ranks: address and description of the KVTransferWorker of each rank, in rank order.
-        wake: called from the channel's thread when `events` has something new; must not block."""
-        self.fingerprint = fingerprint
+        """workers: of all ranks, in rank order. wake: called from the channel's thread when `events` has something new; must not block."""
         self._wake = wake
         self._context = zmq.Context()
         self._inbox, address = self._bind(host)
         self._answers, reply_to = self._bind(host)  # of the own workers
         self.peer = Peer(engine_id, address, random.SystemRandom().getrandbits(64))
         self._peers = PushSockets(self._context, PING | {zmq.SNDHWM: QUEUED_MESSAGES})
-        self._workers, self._worker_addresses = PushSockets(self._context, PING), worker_addresses
+        self._workers = PushSockets(self._context, PING)
+        self._worker_addresses = [worker.address for worker in workers]
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Envelope).decode
         self._decode_answer = msgspec.msgpack.Decoder(ReadEnded).decode
-        self._protocol = HandoffProtocol(config, self.peer, ranks=ranks, block_size=block_size)
+        self._protocol = HandoffProtocol(
+            config, self.peer, ranks=[worker.description for worker in workers], block_size=block_size
+        )
         self._protocol.out.commands.append(Attach(reply_to))
         self._lock = threading.Lock()  # around _protocol
-        self._calls: deque[Callable[[float], None]] = deque()
+        self._actions: deque[HandoffAction] = deque()
         self._events: deque[HandoffEvent] = deque()
         self._broken: str | None = None
         self._close_at: float | None = None  # at the latest, once `close` is called
@@ -73,43 +73,10 @@ class HandoffChannel:
         self._thread = threading.Thread(target=self._run, name=f"handoff-channel {engine_id}", daemon=True)
         self._thread.start()
 
-    # -- decode --------------------------------------------------------------------------------------------
-
-    def open(self, prefill_request: RemotePrefillRequest, blocks: list[int]) -> None:
-        """Expect the KV of the prefill request's tokens from `skip` on in these local blocks, which nobody else may touch until
-        Received or Failed. To be called before the prefill request is sent."""
-        self._call(partial(self._protocol.open, prefill_request, blocks))
-
-    def remote_prefill_failed(self, handoff_id: str, reason: str, retry: bool) -> None:
-        """The call that carried the prefill request has failed or was refused. retry: another prefill engine may take it."""
-        self._call(partial(self._protocol.remote_prefill_failed, handoff_id, reason, retry))
-
-    def cancel(self, handoff_id: str) -> None:
-        """Nobody wants it any more. Failed follows once nothing is being read (reason `cancelled`, if it had not failed
-        already), or Received, if that was on the way."""
-        self._call(partial(self._protocol.cancel, handoff_id))
-
-    # -- prefill -------------------------------------------------------------------------------------------
-
-    def accept(self, prefill_request: RemotePrefillRequest) -> None:
-        """Take a prefill request (not twice): Closed follows, at the latest one lease after decode's last sign of life.
-        Then the request, if it is still being computed, is wanted by nobody."""
-        self._call(partial(self._protocol.accept, prefill_request))
-
-    def progress(self, handoff_id: str, upto: int, blocks: list[int]) -> None:
-        """blocks: all blocks from token `skip` on that hold KV up to token `upto`, which is complete and stays until
-        Closed. Cumulative: earlier blocks are named again, and the same."""
-        self._call(partial(self._protocol.progress, handoff_id, upto, blocks))
-
-    def finish(self, handoff_id: str, first: FirstToken) -> None:
-        """The whole prompt is computed; `progress` has named all of its blocks."""
-        self._call(partial(self._protocol.finish, handoff_id, first))
-
-    def refuse(self, prefill_request: RemotePrefillRequest, reason: str) -> None:
-        """It will not be computed. If it had been accepted, Closed still follows, as decode may be reading."""
-        self._call(partial(self._protocol.refuse, prefill_request, reason))
-
-    # -- both ----------------------------------------------------------------------------------------------
+    def submit(self, action: HandoffAction) -> None:
+        """Have the protocol apply the action, in the order of the calls."""
+        self._actions.append(action)
+        self._waker.wake()
 
     def events(self) -> list[HandoffEvent]:
         """What happened since the last call. Raises EngineUnavailable when this engine must end: a rank did not stop
@@ -133,14 +100,10 @@ class HandoffChannel:
 
     def close(self) -> None:
         """Tell the peers, stop all reads, and end the thread; within about two seconds. Events are no longer told."""
-        self._call(self._leave)
+        self.submit(Leave())
         self._thread.join(CLOSE_S + 2 * LINGER_MS / 1000 + MAX_POLL_S)
 
     # -- the thread ----------------------------------------------------------------------------------------
-
-    def _call(self, call: Callable[[float], None]) -> None:
-        self._calls.append(call)
-        self._waker.wake()
 
     def _run(self) -> None:
         try:
@@ -174,11 +137,13 @@ class HandoffChannel:
                 self._flush(now)
 
     def _receive(self, now: float) -> None:
-        self._make_calls(now)
+        self._apply_actions(now)
         for message in _drain(self._answers):
             self._protocol.read_ended(self._decode_answer(message), now)
         for message in _drain(self._inbox):
-            self._make_calls(now)  # a handoff is opened before its prefill request goes out, so before any answer came
+            self._apply_actions(
+                now
+            )  # a handoff is opened before its prefill request goes out, so before any answer came
             try:
                 envelope = self._decode(message)
             except msgspec.MsgspecError as error:
@@ -187,13 +152,12 @@ class HandoffChannel:
             else:
                 self._protocol.receive(envelope, now)
 
-    def _make_calls(self, now: float) -> None:
-        while self._calls:
-            self._calls.popleft()(now)
-
-    def _leave(self, now: float) -> None:
-        self._protocol.leave(now)
-        self._close_at = now + CLOSE_S
+    def _apply_actions(self, now: float) -> None:
+        while self._actions:
+            action = self._actions.popleft()
+            self._protocol.apply(action, now)
+            if isinstance(action, Leave):
+                self._close_at = now + CLOSE_S
 
     def _flush(self, now: float) -> None:
         """Do what the protocol wants done."""

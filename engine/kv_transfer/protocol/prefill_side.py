@@ -47,7 +47,7 @@ class PrefillHandoff:
 
     # -- from the step loop --------------------------------------------------------------------------------
 
-    def progress(self, upto: int, blocks: list[int], now: float) -> None:
+    def report(self, upto: int, blocks: list[int], now: float) -> None:
         assert blocks[: len(self._blocks)] == self._blocks, "blocks of a handoff must not change"
         self._upto, self._blocks = upto, blocks
         self._tell(now)

@@ -44,13 +44,22 @@ from __future__ import annotations
 from itertools import count
 
 from engine.config import HandoffConfig
+from engine.kv_transfer.protocol.actions import (
+    AcceptPrefill,
+    CancelHandoff,
+    FinishPrefill,
+    HandoffAction,
+    Leave,
+    OpenHandoff,
+    RefusePrefill,
+    ReportProgress,
+)
 from engine.kv_transfer.protocol.decode_side import DecodeHandoff, DecodeHandoffState
 from engine.kv_transfer.protocol.effects import Effects
 from engine.kv_transfer.protocol.messages import (
     Cancel,
     DropSource,
     Envelope,
-    FirstToken,
     Heartbeat,
     Progress,
     ReadEnded,
@@ -60,6 +69,7 @@ from engine.kv_transfer.protocol.messages import (
 )
 from engine.kv_transfer.protocol.prefill_side import PrefillHandoff
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
+from engine.wire.messages import RemotePrefillFailed
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 
 REMEMBER_S = 60.0  # answers to repeated Releases, and sources of which nothing is read any more
@@ -91,31 +101,33 @@ class HandoffProtocol:
                 return f"rank {ranks} does not stop reading for handoff {handoff.prefill_request.handoff_id}"
         return None
 
-    # -- decode --------------------------------------------------------------------------------------------
-
-    def open(self, prefill_request: RemotePrefillRequest, blocks: list[int], now: float) -> None:
-        missing = len(prefill_request.token_ids) - prefill_request.skip
-        assert missing > 0 and prefill_request.skip % self._block_size == 0, (
-            "skip must leave something, and whole blocks"
-        )
-        assert len(blocks) == -(-missing // self._block_size), "one block for every block_size tokens from skip on"
-        self.decode_handoffs[prefill_request.handoff_id] = DecodeHandoff(
-            prefill_request,
-            blocks,
-            config=self._config,
-            block_size=self._block_size,
-            num_ranks=len(self._ranks),
-            new_read_id=lambda: self._new_read(prefill_request.handoff_id),
-            is_quarantined=self._quarantined.__contains__,
-            out=self.out,
-            now=now,
-        )
-
-    def remote_prefill_failed(self, handoff_id: str, reason: str, retry: bool, now: float) -> None:
-        self._fail(handoff_id, "remote_prefill_failed", now, reason, retry)
-
-    def cancel(self, handoff_id: str, now: float) -> None:
-        self._fail(handoff_id, "cancelled", now)
+    def apply(self, action: HandoffAction, now: float) -> None:
+        """Do what the step loop asks for; see actions.py."""
+        match action:
+            case OpenHandoff(prefill_request, blocks):
+                self._open(prefill_request, blocks, now)
+            case CancelHandoff(handoff_id):
+                self._fail(handoff_id, "cancelled", now)
+            case RemotePrefillFailed(handoff_id, reason, retry):
+                self._fail(handoff_id, "remote_prefill_failed", now, reason, retry)
+            case AcceptPrefill(prefill_request):
+                self._accept(prefill_request, now)
+            case ReportProgress(handoff_id, upto, blocks):
+                if handoff := self.prefill_handoffs.get(handoff_id):
+                    handoff.report(upto, blocks, now)
+            case FinishPrefill(handoff_id, first):
+                if handoff := self.prefill_handoffs.get(handoff_id):
+                    handoff.finish(first, now)
+            case RefusePrefill(prefill_request, reason):
+                if handoff := self.prefill_handoffs.get(prefill_request.handoff_id):
+                    handoff.refuse(reason, now)
+                else:
+                    self.out.messages.append((prefill_request.decode, Refused(prefill_request.handoff_id, 0, reason)))
+            case Leave():
+                for handoff_id in list(self.decode_handoffs):
+                    self._fail(handoff_id, "cancelled", now)
+                for handoff in self.prefill_handoffs.values():
+                    handoff.refuse("the engine ends", now)
 
     def read_ended(self, message: ReadEnded, now: float) -> None:
         handoff = self._reads.get(message.read_id)
@@ -126,30 +138,6 @@ class HandoffProtocol:
         if handoff.reading is None or handoff.reading.read_id != message.read_id:
             del self._reads[message.read_id]
         self._settle(handoff, now)
-
-    # -- prefill -------------------------------------------------------------------------------------------
-
-    def accept(self, prefill_request: RemotePrefillRequest, now: float) -> None:
-        assert prefill_request.handoff_id not in self.prefill_handoffs, "a prefill request is accepted once"
-        self.prefill_handoffs[prefill_request.handoff_id] = PrefillHandoff(
-            prefill_request, self._ranks, next(self._leases), config=self._config, out=self.out, now=now
-        )
-
-    def progress(self, handoff_id: str, upto: int, blocks: list[int], now: float) -> None:
-        if handoff := self.prefill_handoffs.get(handoff_id):
-            handoff.progress(upto, blocks, now)
-
-    def finish(self, handoff_id: str, first: FirstToken, now: float) -> None:
-        if handoff := self.prefill_handoffs.get(handoff_id):
-            handoff.finish(first, now)
-
-    def refuse(self, prefill_request: RemotePrefillRequest, reason: str, now: float) -> None:
-        if handoff := self.prefill_handoffs.get(prefill_request.handoff_id):
-            handoff.refuse(reason, now)
-        else:
-            self.out.messages.append((prefill_request.decode, Refused(prefill_request.handoff_id, 0, reason)))
-
-    # -- both ----------------------------------------------------------------------------------------------
 
     def receive(self, envelope: Envelope, now: float) -> None:
         sender, message = envelope.sender, envelope.message
@@ -214,14 +202,31 @@ class HandoffProtocol:
             for handoff in self.prefill_handoffs.values()
         ]
 
-    def leave(self, now: float) -> None:
-        """This engine is about to end."""
-        for handoff_id in list(self.decode_handoffs):
-            self.cancel(handoff_id, now)
-        for handoff in self.prefill_handoffs.values():
-            handoff.refuse("the engine ends", now)
-
     # -- parts ---------------------------------------------------------------------------------------------
+
+    def _open(self, prefill_request: RemotePrefillRequest, blocks: list[int], now: float) -> None:
+        missing = len(prefill_request.token_ids) - prefill_request.skip
+        assert missing > 0 and prefill_request.skip % self._block_size == 0, (
+            "skip must leave something, and whole blocks"
+        )
+        assert len(blocks) == -(-missing // self._block_size), "one block for every block_size tokens from skip on"
+        self.decode_handoffs[prefill_request.handoff_id] = DecodeHandoff(
+            prefill_request,
+            blocks,
+            config=self._config,
+            block_size=self._block_size,
+            num_ranks=len(self._ranks),
+            new_read_id=lambda: self._new_read(prefill_request.handoff_id),
+            is_quarantined=self._quarantined.__contains__,
+            out=self.out,
+            now=now,
+        )
+
+    def _accept(self, prefill_request: RemotePrefillRequest, now: float) -> None:
+        assert prefill_request.handoff_id not in self.prefill_handoffs, "a prefill request is accepted once"
+        self.prefill_handoffs[prefill_request.handoff_id] = PrefillHandoff(
+            prefill_request, self._ranks, next(self._leases), config=self._config, out=self.out, now=now
+        )
 
     def _from_prefill(self, sender: Peer, message: Progress | Refused | Released, now: float) -> None:
         handoff = self.decode_handoffs.get(message.handoff_id)

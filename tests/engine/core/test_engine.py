@@ -10,7 +10,7 @@ from engine.config import BLOCK_SIZES, EngineConfig, HandoffConfig
 from engine.core.engine import EngineCore
 from engine.core.scheduler import Event
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong
-from engine.wire.messages import CancelDispatch, DispatchPrefill, GenerateRequest, TokenDelta
+from engine.wire.messages import CancelDispatch, DispatchPrefill, GenerateRequest, RemotePrefillFailed, TokenDelta
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.models import make_model
@@ -331,13 +331,13 @@ def decode_engine(make_engine, **options) -> tuple[Engine, threading.Event]:
 
 
 def prefill_request_of(engine: Engine) -> RemotePrefillRequest:
-    (notice,) = engine.core.handoffs.notices()
+    (notice,) = engine.core.take_notices()
     assert isinstance(notice, DispatchPrefill)
     return notice.request
 
 
 def fail(engine: Engine, woken: threading.Event, handoff_id: str) -> None:
-    engine.core.handoffs.remote_prefill_failed(handoff_id, "nobody there", False)
+    engine.core.handoff_channel.submit(RemotePrefillFailed(handoff_id, "nobody there", False))
     assert woken.wait(10)
     woken.clear()
 
@@ -374,7 +374,7 @@ def test_a_deadline_ends_a_request_whose_kv_is_on_its_way(make_engine):
     while engine.core.has_work:
         engine.step()
     assert engine.core.stats().blocks_used == 0
-    assert engine.core.handoffs.notices()[0] == CancelDispatch(prefill_request.handoff_id)
+    assert engine.core.take_notices()[0] == CancelDispatch(prefill_request.handoff_id)
 
 
 def test_an_abort_of_a_request_whose_kv_is_on_its_way_leaves_the_others_as_they_were(make_engine):
@@ -387,7 +387,7 @@ def test_an_abort_of_a_request_whose_kv_is_on_its_way_leaves_the_others_as_they_
     engine.abort("a")
     assert engine.last("a").finish_reason == "abort"
     engine.step()
-    prefill_requests = [n.request.handoff_id for n in engine.core.handoffs.notices() if isinstance(n, DispatchPrefill)]
+    prefill_requests = [n.request.handoff_id for n in engine.core.take_notices() if isinstance(n, DispatchPrefill)]
     assert first not in prefill_requests
     fail(engine, woken, prefill_requests[0])
     engine.go()
@@ -406,7 +406,7 @@ def make_prefill_request(engine: Engine, **change) -> RemotePrefillRequest:
         "seed": 1,
         "cache_salt": "",
         "skip": 0,
-        "fingerprint": engine.core.handoffs.fingerprint,
+        "fingerprint": engine.core.fingerprint,
         "decode": Peer("decode", "tcp://127.0.0.1:9", 1),
     }
     return RemotePrefillRequest(**{**fields, **change})
@@ -427,7 +427,7 @@ def test_a_prefill_engine_computes_a_prefill_request_and_holds_its_blocks(make_e
     assert woken.wait(20)  # nobody gives a sign of life, so the lease ends
     engine.go()
     assert engine.last("h").finish_reason == "abort"
-    assert engine.core.handoffs.stats().lease_expiries == 1
+    assert engine.core.handoff_channel.stats().lease_expiries == 1
 
 
 @pytest.mark.parametrize(
@@ -485,10 +485,10 @@ def test_nobody_hears_of_blocks_that_a_step_under_way_may_still_write_into(make_
     """That step may compute one token too many for a sequence that has just ended and given its blocks back; if they
     are to receive KV from elsewhere, the other engine is asked only once the step has ended."""
     engine = make_engine(handoff=HandoffConfig(role="prefill", transport="tcp"), overlap=overlap)
-    core, runner, endpoint = engine.core, engine.core.runner, engine.core.handoffs
+    core, runner = engine.core, engine.core.runner
     launched: list[int] = []
     planned_during: list[int] = []  # steps that had not ended when the newest plan was made
-    schedule, launch, collect, forward = core.scheduler.schedule, runner.launch, runner.collect, endpoint.forward
+    schedule, launch, collect, submit = core.scheduler.schedule, runner.launch, runner.collect, core._submit_handoffs
 
     def note_schedule(now):
         planned_during[:] = launched
@@ -502,14 +502,14 @@ def test_nobody_hears_of_blocks_that_a_step_under_way_may_still_write_into(make_
         launched.remove(step.inputs.plan.step)
         return collect(step)
 
-    def note_forward():
+    def note_submit():
         assert not set(planned_during) & set(launched)
-        forward()
+        submit()
 
     monkeypatch.setattr(core.scheduler, "schedule", note_schedule)
     monkeypatch.setattr(runner, "launch", note_launch)
     monkeypatch.setattr(runner, "collect", note_collect)
-    monkeypatch.setattr(endpoint, "forward", note_forward)
+    monkeypatch.setattr(core, "_submit_handoffs", note_submit)
     for i in range(3):
         engine.add(f"request {i}", max_tokens=3 + i)
     engine.go()

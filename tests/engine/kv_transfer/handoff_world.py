@@ -11,6 +11,14 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.config import HandoffConfig
+from engine.kv_transfer.protocol.actions import (
+    AcceptPrefill,
+    CancelHandoff,
+    FinishPrefill,
+    OpenHandoff,
+    RefusePrefill,
+    ReportProgress,
+)
 from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Received
 from engine.kv_transfer.protocol.messages import (
     Attach,
@@ -24,6 +32,7 @@ from engine.kv_transfer.protocol.messages import (
 )
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.kv_transfer.protocol.receive_state import hash_prompt
+from engine.wire.messages import RemotePrefillFailed
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
 
@@ -143,16 +152,16 @@ class Engine:
         blocks = self._take(-(-(len(tokens) - skip) // BLOCK))
         assert blocks is not None
         self.opened[prefill_request.handoff_id] = prefill_request, blocks
-        self.protocol.open(prefill_request, blocks, self.now)
+        self.protocol.apply(OpenHandoff(prefill_request, blocks), self.now)
         self.flush()
         return prefill_request
 
     def cancel(self, handoff_id: str) -> None:
-        self.protocol.cancel(handoff_id, self.now)
+        self.protocol.apply(CancelHandoff(handoff_id), self.now)
         self.flush()
 
     def remote_prefill_failed(self, handoff_id: str, reason: str = "died", retry: bool = True) -> None:
-        self.protocol.remote_prefill_failed(handoff_id, reason, retry, self.now)
+        self.protocol.apply(RemotePrefillFailed(handoff_id, reason, retry), self.now)
         self.flush()
 
     def read_step(self, read: RunningRead, error: str | None = None) -> None:
@@ -181,12 +190,12 @@ class Engine:
     def accept(self, prefill_request: RemotePrefillRequest) -> None:
         blocks = self._take(-(-(len(prefill_request.token_ids) - prefill_request.skip) // BLOCK))
         if blocks is None:
-            self.protocol.refuse(prefill_request, "no room", self.now)
+            self.protocol.apply(RefusePrefill(prefill_request, "no room"), self.now)
         else:
             assert prefill_request.handoff_id not in self.jobs
             self.results.pop(prefill_request.handoff_id, None)  # a prefill request may come again after its lease
             self.jobs[prefill_request.handoff_id] = Job(prefill_request, blocks, prefill_request.skip)
-            self.protocol.accept(prefill_request, self.now)
+            self.protocol.apply(AcceptPrefill(prefill_request), self.now)
         self.flush()
 
     def compute(self, handoff_id: str, num_tokens: int, wrong_prompt_hash: bool = False) -> None:
@@ -198,14 +207,15 @@ class Engine:
         for i, block in enumerate(job.blocks):
             self.memory[0, block] = tuple(tokens[: min(job.computed, skip + (i + 1) * BLOCK)])
         named = job.blocks[: -(-(job.computed - skip) // BLOCK)]
-        self.protocol.progress(handoff_id, job.computed, named, self.now)
+        self.protocol.apply(ReportProgress(handoff_id, job.computed, named), self.now)
         if job.computed == len(tokens):
             prompt_hash = b"wrong" if wrong_prompt_hash else hash_prompt(job.prefill_request, BLOCK)
-            self.protocol.finish(handoff_id, FirstToken(sum(tokens), None, prompt_hash, 0), self.now)
+            first = FirstToken(sum(tokens), None, prompt_hash, 0)
+            self.protocol.apply(FinishPrefill(handoff_id, first), self.now)
         self.flush()
 
     def refuse(self, handoff_id: str, reason: str = "failed") -> None:
-        self.protocol.refuse(self.jobs[handoff_id].prefill_request, reason, self.now)
+        self.protocol.apply(RefusePrefill(self.jobs[handoff_id].prefill_request, reason), self.now)
         self.flush()
 
     # -- parts -------------------------------------------------------------------------------------------------

@@ -12,6 +12,14 @@ import zmq
 from engine.config import HandoffConfig
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.channel import HandoffChannel
+from engine.kv_transfer.protocol.actions import (
+    AcceptPrefill,
+    CancelHandoff,
+    FinishPrefill,
+    OpenHandoff,
+    RefusePrefill,
+    ReportProgress,
+)
 from engine.kv_transfer.protocol.events import Closed, Failed, Noted, Received
 from engine.kv_transfer.protocol.messages import Envelope, FirstToken, Released
 from engine.kv_transfer.protocol.receive_state import hash_prompt
@@ -38,9 +46,7 @@ class Engine:
             config,
             engine_id=name,
             host="127.0.0.1",
-            fingerprint="f",
-            worker_addresses=[worker.address for worker in workers],
-            ranks=[worker.description for worker in workers],
+            workers=workers,
             block_size=BLOCK,
             wake=self.woken.set,
         )
@@ -114,16 +120,16 @@ def first_of(prefill_request):
 def test_kv_travels_between_two_engines_while_prefill_computes(engines):
     decode, prefill = engines("d", [FakeKVWorker(rank) for rank in range(2)]), engines("p")
     prefill_request = prefill_request_for(decode)
-    decode.channel.open(prefill_request, [20, 21, 22, 23])
-    prefill.channel.accept(prefill_request)
+    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
+    prefill.channel.submit(AcceptPrefill(prefill_request))
     source = prefill.workers[0].memory
     source.update({5: "one", 6: "two"})
-    prefill.channel.progress("h", 8, [5, 6])
+    prefill.channel.submit(ReportProgress("h", 8, [5, 6]))
     for worker in decode.workers:
         assert worker.has_read.wait(WAIT_S)
     source.update({7: "three", 8: "four"})
-    prefill.channel.progress("h", 14, [5, 6, 7, 8])
-    prefill.channel.finish("h", first_of(prefill_request))
+    prefill.channel.submit(ReportProgress("h", 14, [5, 6, 7, 8]))
+    prefill.channel.submit(FinishPrefill("h", first_of(prefill_request)))
     assert decode.wait_for_event() == Received("h", first_of(prefill_request))
     assert prefill.wait_for_event() == Closed("h", "released")
     for worker in decode.workers:
@@ -138,9 +144,9 @@ def test_kv_travels_between_two_engines_while_prefill_computes(engines):
 def test_the_events_of_decode_tell_what_became_of_a_request(engines):
     decode, prefill = engines("d"), engines("p")
     prefill_request = prefill_request_for(decode)
-    decode.channel.open(prefill_request, [20, 21, 22, 23])
-    prefill.channel.accept(prefill_request)
-    prefill.channel.refuse(prefill_request, "out of luck")
+    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
+    prefill.channel.submit(AcceptPrefill(prefill_request))
+    prefill.channel.submit(RefusePrefill(prefill_request, "out of luck"))
     decode.wait_for_event()
     assert prefill.wait_for_event() == Closed("h", "cancelled")
     lines = [event.what.what for event in decode.noted]
@@ -153,13 +159,13 @@ def test_the_events_of_decode_tell_what_became_of_a_request(engines):
 def test_a_cancelled_handoff_stops_its_reads_before_prefill_gives_up_its_blocks(engines):
     decode, prefill = engines("d", [FakeKVWorker(holding=True)]), engines("p")
     prefill_request = prefill_request_for(decode)
-    decode.channel.open(prefill_request, [20, 21, 22, 23])
-    prefill.channel.accept(prefill_request)
-    prefill.channel.progress("h", 8, [5, 6])
+    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
+    prefill.channel.submit(AcceptPrefill(prefill_request))
+    prefill.channel.submit(ReportProgress("h", 8, [5, 6]))
     assert decode.workers[0].has_read.wait(WAIT_S)
     (info,) = decode.channel.snapshot()
     assert (info.handoff_id, info.request_id, info.peer, info.state) == ("h", "r", "p", "reading")
-    decode.channel.cancel("h")
+    decode.channel.submit(CancelHandoff("h"))
     assert decode.wait_for_event() == Failed("h", "cancelled", 0, False)
     assert prefill.wait_for_event() == Closed("h", "cancelled")
     assert decode.workers[0].memory == {}
@@ -170,9 +176,9 @@ def test_a_failed_read_lets_the_pair_rest(engines):
     decode, prefill = engines("d"), engines("p", [gone])
     prefill_request = prefill_request_for(decode)
     del FakeKVWorker.everyone[gone.address.encode()]
-    decode.channel.open(prefill_request, [20, 21, 22, 23])
-    prefill.channel.accept(prefill_request)
-    prefill.channel.progress("h", 8, [5, 6])
+    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
+    prefill.channel.submit(AcceptPrefill(prefill_request))
+    prefill.channel.submit(ReportProgress("h", 8, [5, 6]))
     assert decode.wait_for_event() == Failed("h", "read", 0, True, "rank 0: connection lost")
     assert decode.channel.quarantined() == decode.channel.stats().quarantined == ["p"]
     FakeKVWorker.everyone[gone.address.encode()] = gone
@@ -181,11 +187,11 @@ def test_a_failed_read_lets_the_pair_rest(engines):
 def test_an_engine_whose_agent_does_not_stop_must_end(engines):
     decode, prefill = engines("d", [FakeKVWorker(holding=True, mute=True)], HASTY), engines("p")
     prefill_request = prefill_request_for(decode)
-    decode.channel.open(prefill_request, [20, 21, 22, 23])
-    prefill.channel.accept(prefill_request)
-    prefill.channel.progress("h", 8, [5, 6])
+    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
+    prefill.channel.submit(AcceptPrefill(prefill_request))
+    prefill.channel.submit(ReportProgress("h", 8, [5, 6]))
     assert decode.workers[0].has_read.wait(WAIT_S)
-    decode.channel.cancel("h")
+    decode.channel.submit(CancelHandoff("h"))
     assert decode.wait_until_broken() == "rank 0 does not stop reading for handoff h"
 
 
@@ -193,7 +199,7 @@ def test_a_decode_engine_that_is_gone_loses_its_lease(engines):
     decode, prefill = engines("d"), engines("p", config=HASTY)
     prefill_request = prefill_request_for(decode)
     decode.channel.close()
-    prefill.channel.accept(prefill_request)
+    prefill.channel.submit(AcceptPrefill(prefill_request))
     assert prefill.wait_for_event() == Closed("h", "expired")
     assert prefill.channel.stats().lease_expiries == 1
 
@@ -201,8 +207,8 @@ def test_a_decode_engine_that_is_gone_loses_its_lease(engines):
 def test_a_prefill_engine_that_ends_says_so(engines):
     decode, prefill = engines("d"), engines("p")
     prefill_request = prefill_request_for(decode)
-    decode.channel.open(prefill_request, [20, 21, 22, 23])
-    prefill.channel.accept(prefill_request)
+    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
+    prefill.channel.submit(AcceptPrefill(prefill_request))
     decode.wait_for_stats(lambda stats: "accept" in stats.phase_seconds)
     prefill.channel.close()
     assert decode.wait_for_event() == Failed("h", "refused", 0, True, "the engine ends")
@@ -211,9 +217,9 @@ def test_a_prefill_engine_that_ends_says_so(engines):
 def test_a_channel_closes_though_an_agent_does_not_answer(engines):
     decode, prefill = engines("d", [FakeKVWorker(holding=True, mute=True)]), engines("p")
     prefill_request = prefill_request_for(decode)
-    decode.channel.open(prefill_request, [20, 21, 22, 23])
-    prefill.channel.accept(prefill_request)
-    prefill.channel.progress("h", 8, [5, 6])
+    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
+    prefill.channel.submit(AcceptPrefill(prefill_request))
+    prefill.channel.submit(ReportProgress("h", 8, [5, 6]))
     assert decode.workers[0].has_read.wait(WAIT_S)
     decode.channel.close()
     assert "handoff-channel d" not in [thread.name for thread in threading.enumerate()]
@@ -227,27 +233,27 @@ def test_nonsense_from_the_network_is_counted_and_harms_nobody(engines):
         stranger.send(msgspec.msgpack.encode(Envelope(prefill.channel.peer, 1, Released("h", 1, True))))  # not for us
         decode.wait_for_stats(lambda stats: stats.malformed_messages == stats.stale_messages == 1)
     prefill_request = prefill_request_for(decode)
-    decode.channel.open(prefill_request, [20, 21, 22, 23])
-    prefill.channel.refuse(prefill_request, "no room")
+    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
+    prefill.channel.submit(RefusePrefill(prefill_request, "no room"))
     assert decode.wait_for_event() == Failed("h", "refused", 0, True, "no room")
 
 
 def test_a_prefill_request_with_an_impossible_address_harms_nobody_else(engines):
     decode, prefill = engines("d"), engines("p", config=HASTY)
-    prefill.channel.accept(prefill_request_for(decode, "bad", address="nowhere"))
+    prefill.channel.submit(AcceptPrefill(prefill_request_for(decode, "bad", address="nowhere")))
     assert prefill.wait_for_event() == Closed("bad", "expired")
     assert prefill.channel.stats().malformed_messages >= 1
     prefill_request = prefill_request_for(decode)
-    decode.channel.open(prefill_request, [20, 21, 22, 23])
-    prefill.channel.refuse(prefill_request, "no room")
+    decode.channel.submit(OpenHandoff(prefill_request, [20, 21, 22, 23]))
+    prefill.channel.submit(RefusePrefill(prefill_request, "no room"))
     assert decode.wait_for_event().reason == "refused"
 
 
 def test_a_channel_whose_thread_has_died_ends_its_engine(engines):
     engine = engines("d")
     prefill_request = prefill_request_for(engine)
-    engine.channel.accept(prefill_request)
-    engine.channel.accept(prefill_request)  # forbidden
+    engine.channel.submit(AcceptPrefill(prefill_request))
+    engine.channel.submit(AcceptPrefill(prefill_request))  # forbidden
     assert "a prefill request is accepted once" in engine.wait_until_broken()
 
 
@@ -266,11 +272,11 @@ def test_real_agents_bring_the_heads_of_every_rank(engines, decode_ranks, prefil
     remote_workers, _ = workers(whole, prefill_ranks)
     decode, prefill = engines("d", local_workers), engines("p", remote_workers)
     prefill_request = prefill_request_for(decode)
-    decode.channel.open(prefill_request, [3, 2, 1, 0])
-    prefill.channel.accept(prefill_request)
-    prefill.channel.progress("h", 8, [5, 9])
-    prefill.channel.progress("h", 14, [5, 9, 12, 13])
-    prefill.channel.finish("h", first_of(prefill_request))
+    decode.channel.submit(OpenHandoff(prefill_request, [3, 2, 1, 0]))
+    prefill.channel.submit(AcceptPrefill(prefill_request))
+    prefill.channel.submit(ReportProgress("h", 8, [5, 9]))
+    prefill.channel.submit(ReportProgress("h", 14, [5, 9, 12, 13]))
+    prefill.channel.submit(FinishPrefill("h", first_of(prefill_request)))
     assert isinstance(decode.wait_for_event(), Received)
     assert prefill.wait_for_event() == Closed("h", "released")
     received = torch.cat(local, dim=3)
