@@ -1,4 +1,4 @@
-"""Inputs of one forward pass, as tensors."""
+"""The inputs of one forward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Several tokens of one sequence, computed in one step: rows [first_row, first_row + count)."""
+    """Several tokens of one sequence that one step computes: rows [first_row, first_row + count)."""
 
     seq: int
     first_row: int
@@ -22,38 +22,37 @@ class Chunk:
 class Batch:
     """Sequences laid end to end, each with the tokens it computes in this step.
 
-    positions:    [tokens] int64, position of each token in its sequence
-    slot_mapping: [tokens] int64, where each token's KV goes: block id * block_size + offset
-    query_start:  [seqs + 1] int32, row where each sequence starts; the last one is the number of tokens
-    kv_len:       [seqs] int32, tokens of each sequence whose KV exists once this step has written its own
-    block_table:  [seqs, max_blocks] int32, block ids in token order; entries past the sequence's end are arbitrary
-    kv_cache:     [num_blocks, layers, 2 (K, V), kv_heads, block_size, head_dim]; a block is contiguous over all
-                  layers, so that handing it to another pool is one large copy, and a range of heads is contiguous too
-    single:       [n] int32, the sequences that compute one token; attention wants them apart from the others
-    chunks:       the sequences that compute more, known on the host
-    tiles:        what an attention kernel makes of the two, once for all layers; None until it does
-    kv_scales:    [layers, 2 (K, V)] float32 for a cache in float8_e4m3fn, else None: a value is what is stored times
-                  its scale. The tensor stays where it is for as long as the cache does
-
-    In a batch that only decodes, rows may be padding, so that batches of a few sizes are enough (cuda_graphs.py): such
-    a row is a sequence of its own, with slot_mapping -1, position 0 and kv_len 0. Nothing is written or read for it,
-    and attention gives zeros.
+    In a batch that only decodes, rows may be padding, so that a few batch sizes are enough (cuda_graphs.py): such a row
+    is a sequence of its own, with slot_mapping -1, position 0 and kv_len 0. Nothing is written or read for it, and
+    attention gives zeros.
     """
 
     positions: Tensor
+    """[tokens] int64, position of each token in its sequence."""
     slot_mapping: Tensor
+    """[tokens] int64, where each token's KV goes: block id * block_size + offset."""
     query_start: Tensor
+    """[seqs + 1] int32, row where each sequence starts; the last entry is the number of tokens."""
     kv_len: Tensor
+    """[seqs] int32, tokens of each sequence whose KV exists once this step has written its own."""
     block_table: Tensor
+    """[seqs, max_blocks] int32, block ids in token order; entries past the sequence's end are arbitrary."""
     kv_cache: Tensor
+    """[num_blocks, layers, 2 (K, V), kv_heads, block_size, head_dim]. A block is contiguous over all layers, so that
+    handing it to another pool is one large copy, and a range of heads is contiguous too."""
     single: Tensor
+    """[n] int32, sequences that compute one token; attention treats them apart from the others."""
     chunks: list[Chunk]
+    """Sequences that compute several tokens, known on the host."""
     tiles: Tensor | None = None
+    """The attention kernel's division of `single` and `chunks`, made by the first layer for all layers."""
     kv_scales: Tensor | None = None
+    """[layers, 2 (K, V)] float32 for a cache in float8_e4m3fn: a value is what is stored times its scale. The tensor
+    stays at its address for as long as the cache does."""
 
 
 def split(counts: list[int], kv_lens: list[int]) -> tuple[Tensor, list[Chunk]]:
-    """`single`, on the host, and `chunks` of a Batch, from each sequence's tokens in this step and in all."""
+    """Return `single`, on the host, and `chunks` of a Batch, from each sequence's tokens in this step and in all."""
     single, chunks, row = [], [], 0
     for seq, (count, kv_len) in enumerate(zip(counts, kv_lens, strict=True)):
         if count == 1:

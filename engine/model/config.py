@@ -1,7 +1,7 @@
-"""What a model is, read from the config.json of its folder. Whatever would change the output and is not supported
-is an error at start, never ignored.
+"""The shape of a model, read from the config.json of its folder. A field that would change the output and is not
+supported is an error at start, never ignored.
 
-Imports torch for quantized models only, so that what merely looks at a model is fast.
+Imports torch for quantized models only, so that reading a configuration stays fast.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from engine.errors import ConfigError, ModelFolderError
 from engine.model.folder import eos_token_ids, read_json
@@ -22,22 +22,16 @@ if TYPE_CHECKING:
 
 Fields = dict[str, Any]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
-DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # with the bytes of a number
+ROPE_TYPES = get_args(RopeType)
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-# Each changes the output when it is set.
-UNSUPPORTED = (
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "use_bidirectional_attention",
-)
+# Fields of config.json that change the output when they are set.
+UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """One set of rotary frequencies. Fields after `factor` belong to one type each; see engine/model/layers/rope.py.
-
-    attention_factor: multiplies cos and sin (yarn).
-    """
+    """One set of rotary frequencies. Fields after `factor` belong to one type each; see engine/model/layers/rope.py."""
 
     type: RopeType = "default"
     theta: float = 10_000.0
@@ -49,33 +43,28 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    """Multiplies cos and sin (yarn)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """Mixture of experts, in the layers that are sparse; the others have an ordinary MLP."""
+    """Mixture of experts."""
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
     norm_topk_prob: bool
     layers: frozenset[int]
+    """Sparse layers; the others have an ordinary MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder-only transformer; sizes are of the whole model, not of one rank.
-
-    rope, window: one entry per layer; a window w lets a token see itself and the w - 1 before it, None sees all.
-    attention_scale: factor on q @ k.
-    max_position_embeddings: longest sequence the rotary embedding is made for, context extension included.
-    dtype: name of that of the stored weights, where they are not quantized.
-    quantization: which linear layers of the checkpoint are quantized, and how.
-    eos_token_ids: tokens that end a generation; empty where the model names none.
-    """
+    """Shape of a decoder-only transformer. Sizes are those of the whole model, not of one rank."""
 
     architecture: str
     dtype: str
+    """Data type of the stored weights that are not quantized."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -84,24 +73,31 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     attention_scale: float
+    """Factor on q @ k."""
     activation: str
     rms_norm_eps: float
     max_position_embeddings: int
+    """Longest sequence that the rotary embedding is made for, context extension included."""
     rope: tuple[RopeConfig, ...]
+    """One per layer."""
     window: tuple[int | None, ...]
+    """One per layer: with a window w, a token sees itself and the w - 1 tokens before it; None shows it all."""
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
     eos_token_ids: frozenset[int]
+    """Tokens that end a generation; empty if the model names none."""
     moe: MoEConfig | None
     quantization: Scheme | None = None
+    """Which linear layers of the checkpoint are quantized, and how."""
 
     @classmethod
     def from_folder(cls, folder: Path, quantization: str | None = None) -> ModelConfig:
-        """quantization: `fp8` for weights that are to be rounded when they are loaded.
+        """quantization: `fp8` to round the weights as they are loaded.
 
-        Raise UnsupportedArchitecture, ModelFolderError that names the field of config.json, or ConfigError."""
+        Raises UnsupportedArchitecture, ModelFolderError that names the field of config.json, or ConfigError.
+        """
         raw = read_json(folder, "config.json")
         architecture = (raw.get("architectures") or ["none"])[0]
         family = find_family(architecture)
@@ -118,7 +114,7 @@ class ModelConfig:
         return cfg.rounded() if quantization == "fp8" else cfg
 
     def rounded(self) -> ModelConfig:
-        """The same model with weights in FP8, whether they are stored so or not. Raises ConfigError."""
+        """Return the same model with weights in FP8. Raises ConfigError if it is quantized in another way."""
         from engine.model.quantization.scheme import ONLINE_FP8
 
         if self.quantization is None:
@@ -128,9 +124,10 @@ class ModelConfig:
         return self
 
     def weight_format(self, prefix: str, *names: str) -> WeightFormat | None:
-        """How the checkpoint stores the weights of linear layers that are merged into one; None: as they are.
+        """The format of linear layers that are merged into one; None if they are not quantized.
 
-        Raises ConfigError if they are stored in different ways."""
+        Raises ConfigError if their formats differ.
+        """
         if self.quantization is None:
             return None
         try:
@@ -139,9 +136,10 @@ class ModelConfig:
             raise ConfigError(f"quantization_config.{e.key}", e.value, e.limit) from e
 
     def kv_heads_per_rank(self, tp_size: int = 1) -> int:
-        """With more ranks than KV heads, every head is held by several ranks.
+        """KV heads that a rank holds; with more ranks than heads, several ranks hold the same one.
 
-        Raises ConfigError when heads and ranks do not divide."""
+        Raises ConfigError when heads and ranks do not divide.
+        """
         if self.num_heads % tp_size:
             raise ConfigError("tensor_parallel", tp_size, f"a divisor of the model's {self.num_heads} heads")
         if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
@@ -150,7 +148,7 @@ class ModelConfig:
         return max(1, self.num_kv_heads // tp_size)
 
     def longest_sequence(self, max_model_len: int | None) -> int:
-        """In tokens; None is the model's own context. Raises ConfigError for more than that."""
+        """Tokens of the longest sequence; None stands for the model's own context, more raises ConfigError."""
         longest = self.max_position_embeddings if max_model_len is None else max_model_len
         if longest > self.max_position_embeddings:
             limit = f"at most the model's own context ({self.max_position_embeddings})"
@@ -158,12 +156,12 @@ class ModelConfig:
         return longest
 
     def kv_bytes_per_token(self, itemsize: int, tp_size: int = 1) -> int:
-        """Bytes of K and V of one token over all layers, on one rank. itemsize: bytes of a number."""
+        """Bytes of one token's K and V in all layers, on one rank; `itemsize` bytes per number."""
         return 2 * self.num_layers * self.kv_heads_per_rank(tp_size) * self.head_dim * itemsize
 
 
 class _Unsupported(Exception):
-    """A field of config.json has a value that this engine cannot honour."""
+    """A field of config.json has a value that this engine does not support."""
 
     def __init__(self, field: str, value: object):
         super().__init__(field, value)
@@ -181,7 +179,7 @@ def _parse(architecture: str, raw: Fields, eos: frozenset[int]) -> ModelConfig:
     attention_bias = bool(raw.get("attention_bias"))
     return ModelConfig(
         architecture=architecture,
-        dtype=_dtype(raw),
+        dtype=_one_of("dtype", raw.get("dtype") or raw.get("torch_dtype") or "float32", tuple(DTYPES)),
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
         intermediate_size=raw["intermediate_size"],
@@ -190,7 +188,7 @@ def _parse(architecture: str, raw: Fields, eos: frozenset[int]) -> ModelConfig:
         num_kv_heads=raw.get("num_key_value_heads") or num_heads,
         head_dim=head_dim,
         attention_scale=float(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5,
-        activation=_activation(raw),
+        activation=_one_of("hidden_act", raw.get("hidden_activation") or raw["hidden_act"], ACTIVATIONS),
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         max_position_embeddings=_max_positions(raw["max_position_embeddings"], ropes),
         rope=ropes,
@@ -205,11 +203,10 @@ def _parse(architecture: str, raw: Fields, eos: frozenset[int]) -> ModelConfig:
     )
 
 
-def _dtype(raw: Fields) -> str:
-    name: str = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if name not in DTYPES:
-        raise _Unsupported("dtype", name)
-    return name
+def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise _Unsupported(field, value)
+    return value
 
 
 def _quantization(raw: Fields) -> Scheme | None:
@@ -224,24 +221,15 @@ def _quantization(raw: Fields) -> Scheme | None:
     return found
 
 
-def _activation(raw: Fields) -> str:
-    name: str = raw.get("hidden_activation") or raw["hidden_act"]
-    if name not in ACTIVATIONS:
-        raise _Unsupported("hidden_act", name)
-    return name
-
-
 def _windows(raw: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Sliding window of each layer. Families say it in four ways: per layer, by a pattern (Gemma 3: every sixth layer
-    is global), from a layer on (Qwen), or for all (Mistral)."""
+    """The sliding window of each layer. Families state it per layer, by a pattern (Gemma 3: every sixth layer is
+    global), from some layer on (Qwen), or for all layers (Mistral)."""
     window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
     if window is None:
         return (None,) * num_layers
     if types := raw.get("layer_types"):
-        for t in types:
-            if t not in ("full_attention", "sliding_attention"):
-                raise _Unsupported("layer_types", t)
-        sliding = [t == "sliding_attention" for t in types]
+        allowed = ("full_attention", "sliding_attention")
+        sliding = [_one_of("layer_types", t, allowed) == "sliding_attention" for t in types]
     elif pattern := raw.get("sliding_window_pattern"):
         sliding = [(i + 1) % pattern != 0 for i in range(num_layers)]
     else:
@@ -250,11 +238,8 @@ def _windows(raw: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _ropes(raw: Fields, windows: tuple[int | None, ...]) -> tuple[RopeConfig, ...]:
-    """Rotary embedding of each layer.
-
-    transformers 5 writes `rope_parameters`, one set or one per layer type; before, it was `rope_theta` with
-    `rope_scaling`, and for Gemma 3 `rope_local_base_freq` for its windowed layers.
-    """
+    """The rotary embedding of each layer. transformers 5 writes `rope_parameters`, one set or one per layer type;
+    before, it was `rope_theta` with `rope_scaling`, and `rope_local_base_freq` for Gemma 3's windowed layers."""
     context = raw["max_position_embeddings"]
     parameters = raw.get("rope_parameters") or {}
     if "full_attention" in parameters or "sliding_attention" in parameters:
@@ -267,10 +252,8 @@ def _ropes(raw: Fields, windows: tuple[int | None, ...]) -> tuple[RopeConfig, ..
 
 
 def _rope(parameters: Fields, theta: float, context: int) -> RopeConfig:
-    """One set of parameters; `theta` and `context` (max_position_embeddings) where it does not say its own."""
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise _Unsupported("rope_type", kind)
+    """One set of parameters. `theta` and `context` (max_position_embeddings) apply where it has none of its own."""
+    kind = _one_of("rope_type", parameters.get("rope_type") or parameters.get("type") or "default", ROPE_TYPES)
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise _Unsupported("partial_rotary_factor", parameters["partial_rotary_factor"])
     theta = parameters.get("rope_theta", theta)
@@ -280,14 +263,8 @@ def _rope(parameters: Fields, theta: float, context: int) -> RopeConfig:
         return RopeConfig(type="linear", theta=theta, factor=parameters["factor"])
     original = parameters.get("original_max_position_embeddings") or context
     if kind == "llama3":
-        return RopeConfig(
-            type="llama3",
-            theta=theta,
-            factor=parameters["factor"],
-            original_max_position_embeddings=original,
-            low_freq_factor=parameters["low_freq_factor"],
-            high_freq_factor=parameters["high_freq_factor"],
-        )
+        own = {key: parameters[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        return RopeConfig(type="llama3", theta=theta, original_max_position_embeddings=original, **own)
     factor = parameters.get("factor") or context / original
     return RopeConfig(
         type="yarn",
@@ -302,7 +279,7 @@ def _rope(parameters: Fields, theta: float, context: int) -> RopeConfig:
 
 
 def _yarn_attention_factor(parameters: Fields, factor: float) -> float:
-    """YaRN, arXiv:2309.00071, section 3.4; DeepSeek's variant divides by a second such term."""
+    """The factor of YaRN, arXiv:2309.00071, section 3.4; DeepSeek's variant divides it by a second such term."""
     given = parameters.get("attention_factor")
     if given is not None:
         return float(given)
@@ -315,7 +292,7 @@ def _yarn_attention_factor(parameters: Fields, factor: float) -> float:
 
 
 def _max_positions(stated: int, ropes: tuple[RopeConfig, ...]) -> int:
-    """Qwen ships YaRN with the original context in max_position_embeddings; what the scaling reaches counts."""
+    """The context that YaRN reaches, if it exceeds the stated one: Qwen states the original context."""
     reached = [int(r.factor * r.original_max_position_embeddings) for r in ropes if r.type == "yarn"]
     return max([stated, *reached])
 

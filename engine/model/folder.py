@@ -1,4 +1,4 @@
-"""A model's name -> its folder, and the small JSON files in it."""
+"""Finds the folder of a model by its name, and reads the small JSON files in it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from engine import pocket
 from engine.errors import ModelFolderError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# tokenizer files beside *.json: sentencepiece, merges
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-# copies of the weights in other layouts
-HUB_IGNORED = ["*/*", "consolidated*"]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # the last two: sentencepiece, merges
+HUB_IGNORED = ["*/*", "consolidated*"]  # copies of the weights in other layouts
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def resolve(model: str, weights: bool = True) -> Path:
-    """Folder of `pocket` (bundled), of a local path, or of a Hub id "org/name", which is downloaded if need be.
+    """Return the folder of `pocket` (bundled), of a local path, or of a Hub id "org/name", downloading it if needed.
 
-    weights: False where none are needed. Raises ModelFolderError where there is none, or where it lacks config.json or
+    weights: False if none are needed. Raises ModelFolderError if there is no such folder, or if it lacks config.json or
     safetensors weights.
     """
     if model == "pocket":
@@ -37,7 +35,7 @@ def resolve(model: str, weights: bool = True) -> Path:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Raises ModelFolderError if the file is missing or not a JSON object."""
+    """Read a JSON object. Raises ModelFolderError if the file is missing or anything else."""
     try:
         value = json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError as e:
@@ -50,8 +48,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:
-    """Tokens that end a generation: generation_config.json knows best, since chat models end turns with a token of
-    their own; config.json otherwise."""
+    """Tokens that end a generation, from generation_config.json if it names any, since chat models end turns with a
+    token of their own; otherwise from config.json."""
     for fields in (_generation_config(folder), read_json(folder, "config.json")):
         ids = fields.get("eos_token_id")
         if ids is not None:
@@ -60,7 +58,7 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
 
 
 def default_sampling(folder: Path) -> dict[str, float]:
-    """What the model's authors recommend, by SamplingParams' names; only what they name."""
+    """The sampling parameters that the model's authors recommend, by SamplingParams' names."""
     fields = _generation_config(folder)
     return {name: fields[name] for name in SAMPLING_FIELDS if fields.get(name) is not None}
 
@@ -71,7 +69,7 @@ def _generation_config(folder: Path) -> dict[str, Any]:
 
 
 def _download(model: str) -> Path:
-    """Complete local copies are used without a network."""
+    """Download the model, or return a complete local copy without using the network."""
     from huggingface_hub import snapshot_download  # slow to import, and not needed for a local folder
 
     try:

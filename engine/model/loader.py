@@ -1,6 +1,6 @@
-"""Weights of a model folder -> the sharded parameters of one rank.
+"""Loads the weights in a model folder into the sharded parameters of one rank.
 
-Files are memory-mapped and only this rank's part of each tensor is read, one tensor at a time, so loading needs no
+Files are memory-mapped and only this rank's shard of each tensor is read, one tensor at a time, so loading needs no
 memory beyond the parameters themselves and one tensor.
 """
 
@@ -28,9 +28,9 @@ from engine.model.shard import Shard, Sharded, Shards, TensorSlice
 logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
-# Tensors that a checkpoint may hold and that are known without: rotary frequencies and a copy of a tied head; of
-# quantized weights their shape and a trivial order of columns; scales of activations that were fixed beforehand, since
-# here inputs are scaled as they come. Those of an FP8 KV cache are read by engine/runner/kv_cache.py.
+# Tensors that a checkpoint may hold but that nobody needs: rotary frequencies, a copy of a tied head, shapes and
+# trivial column orders of quantized weights, and fixed scales of activations: here inputs are scaled as they
+# come. The scales of an FP8 KV cache are read by engine/runner/kv_cache.py.
 UNUSED = (
     ".inv_freq", "lm_head.weight", ".weight_shape", ".g_idx",
     ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".prob_scale",
@@ -68,7 +68,7 @@ def pack_weights(model: Model) -> None:
 
 
 def count_parameters(model: Model) -> int:
-    """Of this rank, before they are packed."""
+    """Number of parameters of this rank, before they are packed."""
     quantized = sum(layer.quantized_parameters for layer in model.modules() if isinstance(layer, Sharded))
     return quantized + sum(parameter.numel() for parameter in model.parameters())
 
@@ -81,10 +81,10 @@ def load_tensor(shard: Shard, target: Tensor, source: TensorSlice, name: str, fo
 
 
 def fill_with_noise(model: Model) -> None:
-    """Random weights in place of a checkpoint's, to measure. Tensors that every rank holds are the same on all."""
+    """Fill the model with random weights, for measurements. Tensors that every rank holds are the same on all."""
     for name, (_, target) in checkpoint_shards(model).items():
         generator = torch.Generator(target.device).manual_seed(zlib.crc32(name.encode()))
-        if not target.dtype.is_floating_point:  # of quantized weights: values, or the groups of columns
+        if not target.dtype.is_floating_point:  # a quantized weight's values, or its groups of columns
             target.zero_() if target.dim() == 1 else target.random_(generator=generator)
             continue
         noise = torch.randn(target.shape, generator=generator, dtype=torch.float32, device=target.device)
@@ -104,13 +104,13 @@ def checkpoint_shards(model: Model) -> Shards:
 
 def checkpoint_name(name: str, packed: dict[str, tuple[str, str]]) -> str:
     """`layers.0.self_attn.qkv_proj.q.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
-    for original, (layer, part) in packed.items():
-        name = name.replace(f".{layer}.{part}.", f".{original}.")
+    for original, (layer, own) in packed.items():
+        name = name.replace(f".{layer}.{own}.", f".{original}.")
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def zero_biases(files: dict[Path, list[str]], wanted: set[str]) -> set[str]:
-    """Biases that the model does not have and that are 0: older GPTQ checkpoints hold one for every layer."""
+    """Biases that are 0 and that the model does not have: older GPTQ checkpoints hold one for every layer."""
     found = set()
     for file, names in files.items():
         if biases := [name for name in names if name.endswith(".bias") and name not in wanted]:
@@ -120,7 +120,7 @@ def zero_biases(files: dict[Path, list[str]], wanted: set[str]) -> set[str]:
 
 
 def check_names(folder: Path, wanted: set[str], found: list[str]) -> None:
-    """Raise ModelFolderError unless `found` is `wanted`, once each."""
+    """Raise ModelFolderError unless `found` holds each of `wanted` once, and nothing else."""
     twice = {name for name, count in Counter(found).items() if count > 1}
     extra = {name for name in set(found) - wanted if not name.endswith(UNUSED)}
     for problem, names in (("missing", wanted - set(found)), ("unexpected", extra), ("duplicate", twice)):
@@ -130,7 +130,7 @@ def check_names(folder: Path, wanted: set[str], found: list[str]) -> None:
 
 
 def tensors_by_file(folder: Path) -> dict[Path, list[str]]:
-    """Names in every safetensors file of the model; other files may lie beside those that the index names."""
+    """Names in every safetensors file of the model; only the files that the index names, if there is one."""
     if (folder / INDEX).exists():
         files = sorted({folder / file for file in read_json(folder, INDEX).get("weight_map", {}).values()})
     elif (folder / "model.safetensors").exists():

@@ -46,7 +46,7 @@ _numbers = itertools.count()
 _calls: WeakValueDictionary[int, OpaqueCall] = WeakValueDictionary()
 
 
-class OpaqueCall:
+class OpaqueCall(nn.Module):
     """A call that is one node of torch.compile's graph, whatever happens inside.
 
     call: x [tokens, ...] and other tensors, or None -> [tokens, outputs], a new tensor of x's dtype.
@@ -54,12 +54,13 @@ class OpaqueCall:
     """
 
     def __init__(self, call: Callable[..., Tensor], outputs: int | None = None):
+        super().__init__()
         self.call, self.outputs = call, outputs
         # in a tensor, since torch.compile makes constants of plain numbers and would compile each layer by itself
         self.number = torch.tensor(next(_numbers), device="cpu")
         _calls[int(self.number)] = self
 
-    def __call__(self, x: Tensor, *others: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, *others: Tensor | None) -> Tensor:
         return torch.ops.manta.opaque_call(x, others, self.number, self.outputs or x.shape[1])
 
 
@@ -84,15 +85,6 @@ class OpaqueAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         return self.call(q, k, v)
-
-
-class OpaqueExperts(nn.Module):
-    def __init__(self, experts: MixtureOfExperts):
-        super().__init__()
-        self.call = OpaqueCall(experts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(x)
 
 
 class OpaqueSums(TPGroup):
@@ -146,7 +138,7 @@ def prepare(layer: nn.Module, cfg: ModelConfig, tp: TPGroup) -> None:
     """Put plain operations where Inductor can fuse them, and opaque calls where it must not look."""
     sums = tp if tp.size == 1 else OpaqueSums(tp)
     if isinstance(layer.mlp, MixtureOfExperts):
-        layer.mlp = OpaqueExperts(layer.mlp)
+        layer.mlp = OpaqueCall(layer.mlp)
     for module in layer.modules():
         if isinstance(module, RMSNorm):
             module.rms_norm, module.add_rms_norm = norm.rms_norm_plain, norm.add_rms_norm_plain
@@ -154,13 +146,8 @@ def prepare(layer: nn.Module, cfg: ModelConfig, tp: TPGroup) -> None:
             module.activation = activation.PLAIN[cfg.activation]
         if isinstance(module, RowParallelLinear):
             module.tp = sums
-        if isinstance(module, Linear):
-            hide_kernel(module)
-
-
-def hide_kernel(layer: Linear) -> None:
-    if layer.kernel is not None:
-        layer.kernel = OpaqueCall(layer.kernel, layer.outputs)
-    elif layer.weight is not None and layer.weight.is_mkldnn:
-        weight = layer.weight
-        layer.kernel = OpaqueCall(lambda x, bias: linear.linear(x, weight, bias), layer.outputs)
+        if isinstance(module, Linear) and module.kernel is not None:
+            module.kernel = OpaqueCall(module.kernel, module.outputs)
+        elif isinstance(module, Linear) and module.weight is not None and module.weight.is_mkldnn:
+            call = lambda x, bias, weight=module.weight: linear.linear(x, weight, bias)  # noqa: E731
+            module.kernel = OpaqueCall(call, module.outputs)

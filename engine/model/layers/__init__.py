@@ -1,1 +1,1 @@
-"""Parallel layers: what a model file is built from. Each takes a TPGroup and holds its rank's shard."""
+"""Parallel layers, which model files are built from. Each takes a TPGroup and holds its rank's shards."""

@@ -12,11 +12,10 @@ from engine.model.ops import attention
 
 
 class Attention(nn.Module):
-    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim]; the memory of q
-    and k may be used.
+    """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim].
 
-    Turns q and k by their positions, and writes K and V of this step's tokens first, so that a token also sees itself
-    and its neighbours.
+    q and k are rotated by their positions, possibly in place, and this step's K and V are written to the cache first,
+    so that a token also sees itself and its neighbours.
     """
 
     def __init__(self, cfg: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device):

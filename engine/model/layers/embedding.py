@@ -1,4 +1,4 @@
-"""Embedding and LM head, split over the ranks by vocabulary."""
+"""The embedding and the LM head, split over the ranks by vocabulary."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from engine.model.shard import OUTPUTS, Shard, Sharded, Shards
 
 
 class VocabParallel(Sharded):
-    """Rows of a [vocab_size, hidden_size] matrix. The vocabulary is padded to a multiple of the ranks; the padding's
-    rows stay uninitialised, since no id points to them and their logits are cut off."""
+    """This rank's rows of a [vocab_size, hidden_size] matrix. The vocabulary is padded to a multiple of the ranks; the
+    padding stays uninitialised, since no id points to it and its logits are cut off."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup):
         super().__init__()
@@ -49,10 +49,8 @@ class LMHead(VocabParallel):
         return logits[:, : self.vocab_size].float()
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Largest logit of each row [rows] float32, and its id [rows] int64: the lowest one where several are equal.
-
-        As `forward(hidden).max(-1)`, but the ranks exchange two numbers per row instead of the logits.
-        """
+        """The largest logit of each row [rows] float32, and its id [rows] int64, the lowest of equals. The same as
+        `forward(hidden).max(-1)`, but the ranks exchange two numbers per row instead of the logits."""
         own = linear.linear(hidden, self.weight)[:, : self.stop - self.start].float()
         if self.start == self.stop:  # a rank past the end of an odd vocabulary
             own = hidden.new_full((len(hidden), 1), -torch.inf, dtype=torch.float32)
@@ -63,11 +61,11 @@ class LMHead(VocabParallel):
         return values, ids.gather(1, rank[:, None]).squeeze(1).long()
 
     def pack(self) -> None:
-        self.weight = packed(self.weight)  # of a tied head, a copy: the embedding needs the rows as they are
+        self.weight = packed(self.weight)  # a copy if the head is tied: the embedding needs its rows as they are
 
 
 class TiedLMHead(LMHead):
-    """Shares its matrix with the embedding, and so reads nothing from the checkpoint."""
+    """A head that shares the embedding's matrix, so it reads nothing from the checkpoint."""
 
     def __init__(self, embedding: VocabEmbedding):
         Sharded.__init__(self)

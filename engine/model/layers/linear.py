@@ -1,5 +1,5 @@
-"""Linear layers split over the ranks. A column-parallel layer, some elementwise work and a row-parallel layer need one
-all-reduce together: Megatron-LM, arXiv:1909.08053, section 3."""
+"""Linear layers split over the ranks. A column-parallel layer, elementwise work and a row-parallel layer together need
+one all-reduce: Megatron-LM, arXiv:1909.08053, section 3."""
 
 from __future__ import annotations
 
@@ -89,10 +89,9 @@ class ColumnParallelLinear(Linear):
 
 
 class QKVLinear(ColumnParallelLinear):
-    """Query, key and value projections: [tokens, hidden] -> q [tokens, heads, head_dim], k and v [tokens, kv_heads,
-    head_dim], of this rank's heads.
+    """Query, key and value projections of this rank's heads: [tokens, hidden] -> q [tokens, heads, head_dim], k and v
+    [tokens, kv_heads, head_dim]. With more ranks than KV heads, neighbouring ranks hold the same KV head.
 
-    With more ranks than KV heads, neighbouring ranks hold the same KV head.
     prefix: the layer's name in the checkpoint (`layers.0.self_attn`).
     """
 
@@ -114,7 +113,7 @@ class QKVLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(Linear):
-    """[tokens, inputs / ranks] -> [tokens, outputs], the sum of what every rank contributes."""
+    """[tokens, inputs / ranks] -> [tokens, outputs], summed over the ranks."""
 
     def __init__(self, inputs: int, outputs: int, tp: TPGroup, bias: bool = False, format: WeightFormat | None = None):
         super().__init__({"": Shard.of_rank((outputs, inputs), INPUTS, tp, "input size")}, format)

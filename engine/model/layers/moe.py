@@ -1,5 +1,5 @@
-"""Mixture of experts in place of an MLP. Every rank holds a slice of every expert, so ranks have equal work whatever
-the router picks, and one all-reduce ends the layer as in an ordinary MLP."""
+"""Mixture of experts. Every rank holds a slice of every expert, so that ranks have equal work whatever the router
+picks, and one all-reduce ends the layer as it does an ordinary MLP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Router(Sharded):
-    """x [tokens, hidden] -> the experts of each token [tokens, k] int64, and their weights [tokens, k] in x's dtype."""
+    """x [tokens, hidden] -> each token's experts [tokens, k] int64, and their weights [tokens, k] in x's dtype."""
 
     def __init__(self, hidden_size: int, moe: MoEConfig):
         super().__init__()
@@ -42,7 +42,7 @@ class Experts(Sharded):
 
     gate_up: [experts, 2 * slice, hidden], down: [experts, hidden, slice]
 
-    format: of quantized weights, which are dequantized when they are packed: there is no kernel for them yet.
+    format: how quantized weights are stored. `pack` dequantizes them, since there is no kernel for them yet.
     """
 
     def __init__(
@@ -94,8 +94,10 @@ class Experts(Sharded):
 class MixtureOfExperts(nn.Module):
     """[tokens, hidden] -> [tokens, hidden]. Sparse layers as in Qwen 3, arXiv:2505.09388: no shared expert."""
 
-    def __init__(self, cfg: ModelConfig, moe: MoEConfig, tp: TPGroup, prefix: str = ""):
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str = ""):
         super().__init__()
+        moe = cfg.moe
+        assert moe is not None
         self.gate = Router(cfg.hidden_size, moe)
         projections = ("gate_proj", "up_proj", "down_proj")
         names = [f"experts.{i}.{projection}" for i in range(moe.num_experts) for projection in projections]

@@ -12,7 +12,7 @@ from engine.model.shard import Sharded, Shards, replicated
 
 
 class RMSNorm(Sharded):
-    """Over the last dimension, computed in float32, scaled by `shift` + weight. Every rank holds the whole weight."""
+    """RMSNorm over the last dimension, in float32, scaled by `shift` + weight. Every rank holds the whole weight."""
 
     shift: ClassVar[float] = 0.0
 
@@ -26,7 +26,7 @@ class RMSNorm(Sharded):
         return self.rms_norm(x, self.weight, self.eps, self.shift)
 
     def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + y, its norm), which a GPU computes at once."""
+        """Return (x + y, its norm), which a GPU computes in one kernel."""
         return self.add_rms_norm(x, y, self.weight, self.eps, self.shift)
 
     def shards(self) -> Shards:

@@ -1,6 +1,6 @@
 """Rotary position embedding, arXiv:2104.09864, with the context extensions that models ship with.
 
-Formulas and their float32 order of operations follow transformers' modeling_rope_utils.py, so that results agree.
+Formulas and their float32 order of operations follow transformers' modeling_rope_utils.py, so that results match.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.model.config import RopeConfig
 
 @lru_cache(maxsize=8)  # layers share a table, as do models of one kind
 def rope_table(rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[positions, head_dim]: cos of every frequency, then sin. Computed in float32, rounded to `dtype` at the end."""
+    """[positions, head_dim]: cosines of all frequencies, then sines, computed in float32 and rounded at the end."""
     angles = torch.outer(torch.arange(positions, device=device).float(), inverse_frequencies(rope, head_dim).to(device))
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor).to(dtype)
 
@@ -35,7 +35,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Long waves are stretched, short ones kept, those between interpolated: Llama 3.1, arXiv:2407.21783."""
+    """Stretch long waves, keep short ones and interpolate between them: Llama 3.1, arXiv:2407.21783."""
     context = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     smooth = (context / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

@@ -10,7 +10,8 @@ from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.norm import RMSNorm
-from engine.model.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+from engine.model.models.llama import LlamaForCausalLM, LlamaLayer
+from engine.model.models.qwen3 import Qwen3Attention
 
 
 class GemmaRMSNorm(RMSNorm):
@@ -19,15 +20,8 @@ class GemmaRMSNorm(RMSNorm):
     shift = 1.0
 
 
-class Gemma3Attention(LlamaAttention):
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
-        super().__init__(cfg, tp, layer)
-        self.q_norm = GemmaRMSNorm(cfg.head_dim, cfg.rms_norm_eps)
-        self.k_norm = GemmaRMSNorm(cfg.head_dim, cfg.rms_norm_eps)
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        q, k, v = self.qkv_proj(x)
-        return self.o_proj(self.attend(self.q_norm(q), self.k_norm(k), v, batch))
+class Gemma3Attention(Qwen3Attention):
+    norm_type = GemmaRMSNorm
 
 
 class Gemma3Layer(LlamaLayer):

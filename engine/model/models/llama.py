@@ -13,6 +13,7 @@ from engine.model.layers.attention import Attention
 from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
 from engine.model.layers.linear import QKVLinear, RowParallelLinear
 from engine.model.layers.mlp import GatedMLP
+from engine.model.layers.moe import MixtureOfExperts
 from engine.model.layers.norm import RMSNorm
 
 # Modules are named as in the checkpoint, except those that merge several of its layers: name in the checkpoint ->
@@ -54,10 +55,8 @@ class LlamaLayer(nn.Module):
         self.input_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
         self.self_attn = self.attention_type(cfg, tp, layer)
         self.post_attention_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
-        self.mlp = self.make_mlp(cfg, tp, layer)
-
-    def make_mlp(self, cfg: ModelConfig, tp: TPGroup, layer: int) -> nn.Module:
-        return GatedMLP(cfg, tp, f"layers.{layer}.mlp")
+        mlp_type = MixtureOfExperts if cfg.moe is not None and layer in cfg.moe.layers else GatedMLP
+        self.mlp: nn.Module = mlp_type(cfg, tp, f"layers.{layer}.mlp")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         attended = self.self_attn(self.input_layernorm(x), batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from engine.distributed.tp_group import TPGroup
@@ -12,10 +14,12 @@ from engine.model.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLay
 
 
 class Qwen3Attention(LlamaAttention):
+    norm_type: ClassVar[type[RMSNorm]] = RMSNorm
+
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__(cfg, tp, layer)
-        self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
-        self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+        self.q_norm = self.norm_type(cfg.head_dim, cfg.rms_norm_eps)
+        self.k_norm = self.norm_type(cfg.head_dim, cfg.rms_norm_eps)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v = self.qkv_proj(x)

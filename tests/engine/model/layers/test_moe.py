@@ -41,8 +41,8 @@ def test_experts_equal_a_loop_over_tokens_on_any_number_of_ranks(size, tokens):
                 tensors[f"experts.{i}.{name}.weight"] for name in ("gate_up_proj.gate", "gate_up_proj.up", "down_proj")
             )
             expected[token] += weight * (down @ (F.silu(gate @ row) * (up @ row)))
-    cfg = tiny_config(hidden_size=HIDDEN)
-    for out in run_sharded(size, lambda tp: MixtureOfExperts(cfg, make_moe(), tp), tensors, lambda rank: (x,)):
+    cfg = tiny_config(hidden_size=HIDDEN, moe=make_moe())
+    for out in run_sharded(size, lambda tp: MixtureOfExperts(cfg, tp), tensors, lambda rank: (x,)):
         torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
 
