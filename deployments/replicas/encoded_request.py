@@ -15,11 +15,9 @@ from engine.wire.remote_prefill import RemotePrefillRequest
 class EncodedRequest:
     """A GenerateRequest or RemotePrefillRequest in msgpack, beside the fields that the control actor reads."""
 
-    request_id: str
-    """Of a RemotePrefillRequest, the id of its handoff."""
+    request_id: str  #: the handoff id of a RemotePrefillRequest
     timeout_s: float | None
-    model: ModelIdentity | None
-    """A replica of another model refuses the request; None goes anywhere."""
+    model: ModelIdentity | None  #: a replica of another model refuses the request; None goes anywhere
     body: bytes
 
     @classmethod

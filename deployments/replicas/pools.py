@@ -18,8 +18,7 @@ class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__
     The tag is that of an EngineStatus, so that each of the two can be read as the other.
     """
 
-    prefill_routing: RoutingStats | None = None
-    """How its prefill requests found their engines; None if it sends none."""
+    prefill_routing: RoutingStats | None = None  #: of its prefill requests; None if it sends none
 
     @classmethod
     def of(cls, status: EngineStatus, prefill_routing: RoutingStats | None) -> ReplicaStatus:

@@ -18,11 +18,9 @@ from engine.wire.messages import EngineUpdate
 
 @dataclass(frozen=True, slots=True)
 class RoutingDecision:
-    engines: list[str]
-    """All engines, best first; the request is placed on the first one."""
+    engines: list[str]  #: all of them, best first; the request is placed on the first one
     reason: RoutingReason
-    cached_tokens: int
-    """Prompt tokens that are expected to be cached there."""
+    cached_tokens: int  #: prompt tokens that are expected to be cached there
 
 
 class Balancer:

@@ -1,10 +1,11 @@
-"""How requests find their engine: what serve_config.yaml says of it."""
+"""Options of routing in serve_config.yaml."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from engine.config import option
 from engine.errors import ConfigError
 
 PolicyName = Literal["prefix_aware", "power_of_two", "round_robin"]
@@ -15,20 +16,22 @@ RUNNING_WEIGHT = {"decode": 0.25, "prefill": 0.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingConfig:
-    """How the replicas of one pool are chosen (docs/routing.md).
+    """How a router chooses among the replicas of one pool (docs/routing.md)."""
 
-    policy: `prefix_aware` takes the one where a request costs least; `power_of_two` the less busy of two at random;
-        `round_robin` one after the other.
-    prefix_weight: what a block of the prompt costs that has to be computed, where a block that is queued before it
-        costs 1. Larger values follow the cache, 0 looks at load only. 2: who computes it waits for it once, and
-        whoever comes after it once more.
-    running_weight: what a KV block costs that is in use by others. None means 0.25 where answers are computed, and 0
-        where only prompts are.
-    """
-
-    policy: PolicyName = "prefix_aware"
-    prefix_weight: float = 2.0
-    running_weight: float | None = None
+    policy: PolicyName = option(
+        "prefix_aware",
+        "`prefix_aware` takes the replica where a request costs least, `power_of_two` the less busy of two random ones, "
+        "`round_robin` one after the other.",
+    )
+    # 2: the request that computes a block waits for it once, and whoever comes after it once more
+    prefix_weight: float = option(
+        2.0,
+        "Cost of a block of the prompt that has to be computed, relative to a block that is queued before it. Larger "
+        "values follow the cache, 0 looks at load only.",
+    )
+    running_weight: float | None = option(
+        None, "Cost of a KV block that other requests use; by default 0.25 in a decode pool and 0 in a prefill pool."
+    )
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(PolicyName):

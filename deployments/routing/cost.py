@@ -15,8 +15,7 @@ class EngineCandidate:
 
     engine: str
     load: EngineLoad
-    cached: int
-    """Leading blocks of the prompt that it has or will have."""
+    cached: int  #: leading blocks of the prompt that it has or will have
 
 
 @dataclass(frozen=True, slots=True)

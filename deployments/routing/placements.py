@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
 
@@ -14,18 +15,12 @@ class Placement:
     """One request on one engine, from the router's choice until the engine has computed its prompt."""
 
     engine: str
-    tokens: int
-    """Prompt tokens that have to be computed there."""
-    blocks: int
-    """KV blocks that it takes beside the cached ones."""
-    keys: Sequence[int] = ()
-    """Blocks that the engine will have cached once the prompt is computed."""
-    cached_tokens: int = 0
-    """Prompt tokens that the router expects to be cached."""
-    pending: bool = True
-    """Whether the engine's reports do not include it yet."""
-    ended: bool = False
-    """Whether the call is over and only the engine's last word on the prompt is missing."""
+    tokens: int  #: prompt tokens that have to be computed there
+    blocks: int  #: KV blocks that it takes beside the cached ones
+    keys: Sequence[int]  #: blocks that the engine will have cached once the prompt is computed
+    cached_tokens: int  #: prompt tokens that the router expects to be cached
+    pending: bool = True  #: the engine's reports do not include it yet
+    ended: bool = False  #: its call is over, and only the engine's last word on the prompt is missing
 
 
 @dataclass(slots=True)
@@ -37,8 +32,7 @@ class EngineRecord:
     pending_tokens: int = 0
     pending_blocks: int = 0
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
-    last_update: int | None = None
-    """Number of the newest update whose block changes were applied; None before the first snapshot."""
+    last_update: int | None = None  #: number of the newest update whose block changes were applied
 
     def add_pending(self, placement: Placement, sign: int) -> None:
         self.pending_sequences += sign
@@ -72,7 +66,7 @@ class Placements:
     """
 
     def __init__(self) -> None:
-        self._engines: dict[str, EngineRecord] = {}
+        self._engines: defaultdict[str, EngineRecord] = defaultdict(EngineRecord)
         self._placements: dict[str, Placement] = {}
 
     @property
@@ -87,20 +81,20 @@ class Placements:
         """Record that the request was sent to `placement.engine`, and no longer waits at another."""
         self.resolve(request_id)
         self._placements[request_id] = placement
-        record = self._record(placement.engine)
+        record = self._engines[placement.engine]
         record.add_pending(placement, 1)
         record.prefixes.expect(placement.keys)
 
     def report(self, engine: str, load: EngineLoad, admitted: Iterable[str]) -> None:
         """Take over the engine's load, which includes the admitted requests."""
-        self._record(engine).reported = load
+        self._engines[engine].reported = load
         for request_id in admitted:
             if (placement := self._placements.get(request_id)) is not None:
                 self._settle_load(placement)
 
     def update_blocks(self, update: EngineUpdate) -> bool:
         """Apply the update's block changes. Return False if an update before it is missing: a snapshot is needed."""
-        record = self._record(update.engine_id)
+        record = self._engines[update.engine_id]
         if update.snapshot:
             record.prefixes.reset(block_keys(update.stored))
             lost = [r for r, p in self._placements.items() if p.ended and p.engine == update.engine_id]
@@ -154,12 +148,6 @@ class Placements:
             assert sums == (record.pending_sequences, record.pending_tokens, record.pending_blocks)
         assert all(placement.engine in self._engines for placement in self._placements.values())
         assert EngineRecord(prefixes=UNKNOWN.prefixes) == UNKNOWN, "the record of unknown engines has changed"
-
-    def _record(self, engine: str) -> EngineRecord:
-        record = self._engines.get(engine)
-        if record is None:
-            record = self._engines[engine] = EngineRecord()
-        return record
 
     def _settle_load(self, placement: Placement) -> None:
         if placement.pending:

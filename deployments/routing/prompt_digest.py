@@ -13,10 +13,8 @@ from engine.wire.block_hash import block_hashes
 class PromptDigest:
     request_id: str
     num_tokens: int
-    keys: Sequence[int]
-    """`block_keys` of its full blocks, in order."""
-    session: str = ""
-    """Requests of one session should meet in one engine; empty for none."""
+    keys: Sequence[int]  #: `block_keys` of its full blocks, in order
+    session: str = ""  #: requests of one session should meet in one engine; empty for none
 
 
 class PromptDigester:

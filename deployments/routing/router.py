@@ -1,10 +1,9 @@
-"""Which replica gets a call. Serve makes one of these wherever there is a handle: for decode replicas in every ingress,
-for prefill replicas in every decode replica."""
+"""Serve's request router with our Balancer inside. Serve makes one wherever there is a handle: for decode replicas in
+every ingress, for prefill replicas in every decode replica."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from functools import partial
 from typing import Any
 
@@ -19,16 +18,16 @@ from deployments.routing.subscriber import KVEventSubscriber
 from engine.wire.messages import EngineUpdate
 from engine.wire.model_identity import ModelIdentity
 
-logger = logging.getLogger(__name__)
-
 
 def engine_id_of(replica_id: ReplicaID) -> str:
     return f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
 
 
 def eligible_replicas(candidates: list[RunningReplica], call: RoutingContext) -> list[RunningReplica]:
-    """Those of the model that the call is for, or else all, which then refuse it; of these not those to avoid, if there
-    are others."""
+    """Return the replicas of the call's model, but not those to avoid if there are others.
+
+    Without a replica of that model, all of them are eligible, and refuse the call.
+    """
     fitting = [r for r in candidates if call.model in (None, _model_of(r))] or candidates
     return [r for r in fitting if engine_id_of(r.replica_id) not in call.avoid] or fitting
 
@@ -39,14 +38,14 @@ def _model_of(replica: RunningReplica) -> ModelIdentity:
 
 
 class EngineRouter(CallRouter):
-    """Asks a Balancer, and feeds it with what engines say. Serve keeps the set of replicas, and the limits of each."""
+    """Asks a Balancer, and feeds it with what engines report. Serve keeps the set of replicas and the limits of each."""
 
     _balancer: Balancer
     _subscriber: KVEventSubscriber | None = None  # until the first call: some handles only ask for statuses
     _receive_task: asyncio.Task[None] | None = None
 
     def initialize_state(self, *, role: Role, block_size: int, **routing: Any) -> None:
-        """Of RequestRouterConfig.request_router_kwargs. routing: keys of RoutingConfig."""
+        """Take over RequestRouterConfig.request_router_kwargs. routing: keys of RoutingConfig."""
         self._balancer = Balancer(RoutingConfig(**routing), role, block_size)
 
     async def choose_replicas(
@@ -78,6 +77,7 @@ class EngineRouter(CallRouter):
         self._subscribe()
 
     def _subscribe(self) -> None:
+        """Follow the engines of the current replicas, and no others."""
         engines = {engine_id_of(replica_id): replica for replica_id, replica in self.curr_replicas.items()}
         self._balancer.keep(engines)
         if self._subscriber is not None:
@@ -86,13 +86,12 @@ class EngineRouter(CallRouter):
 
     def _apply(self, update: EngineUpdate) -> bool:
         understood = self._balancer.update(update)
+        load = self._balancer.placements.engine(update.engine_id).load
         for replica_id in self.curr_replicas:
             if engine_id_of(replica_id) == update.engine_id:
-                # Serve's own count of open calls: of calls over gRPC it hears too late, and it asks the replica anew
+                # Serve's own count of open calls: it hears of the end of gRPC calls too late, and asks the replica anew
                 # when it has had no call for some seconds
-                self.on_new_queue_len_info(
-                    replica_id, self._balancer.placements.engine(update.engine_id).load.sequences
-                )
+                self.on_new_queue_len_info(replica_id, load.sequences)
         return understood
 
     def _end(self, request_id: str, engine_id: str, outcome: CallOutcome) -> None:

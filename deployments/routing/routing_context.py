@@ -1,4 +1,4 @@
-"""What goes along with a Serve call for the router of its handle, which runs in the same process."""
+"""What a caller tells the router of its Serve handle about one call."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from engine.wire.model_identity import ModelIdentity
 
 # answered: the engine had the request, and has ended it. lost: the replica is gone, or its engine. ended: all else.
 CallOutcome = Literal["answered", "lost", "ended"]
-NOTHING = PromptDigest("", 0, ())
+EMPTY = PromptDigest("", 0, ())
 
 
 class RoutingContext:
-    """An argument of the call. Nothing of it travels to the replica: what arrives there is empty.
+    """An argument of a Serve call, for the router, which runs in the caller's process but perhaps in another thread.
 
-    The caller closes it when the call has ended, whatever Serve knows by then: over gRPC it hears that a replica has
-    accepted a call only when that ends. The router may run in another thread.
-
-    avoid: engines that should not get it if there are others. model: that it is for, if there are such engines.
-    stats: where the router counts. note: is told in words where the router sends it, each time it tries.
+    Nothing of it travels to the replica: what arrives there is empty. The caller closes it when the call has ended,
+    whatever Serve knows by then: over gRPC, Serve learns that a replica has accepted a call only when the call ends.
     """
 
     def __init__(
         self,
-        prompt: PromptDigest = NOTHING,
+        prompt: PromptDigest = EMPTY,
         stats: RoutingStats | None = None,
         avoid: Sequence[str] = (),
         model: ModelIdentity | None = None,
         note: Callable[[str], None] | None = None,
     ):
+        """stats: where the router counts.
+        avoid: engines that should not get the call if there are others.
+        model: the model that the call is for, if there are such engines.
+        note: called with a sentence about where the router sends the call, each time it tries.
+        """
         self.prompt, self.avoid, self.model = prompt, avoid, model
         self.stats = RoutingStats() if stats is None else stats
         self.note = note or (lambda _: None)

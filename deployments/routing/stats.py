@@ -1,4 +1,4 @@
-"""What one router counts."""
+"""Counters of one router."""
 
 from __future__ import annotations
 
@@ -8,24 +8,20 @@ import msgspec
 
 from deployments.routing.config import PolicyName
 
-# longest_prefix: no engine has more of the prompt. shorter_prefix: some other does. no_prefix: none has any of it.
+# longest_prefix: no engine has more of the prompt. shorter_prefix: some other has. no_prefix: none has any of it.
 # prefix_ignored: the policy does not look. session: where its session belongs. session_moved: elsewhere, since too much
 # was to do there.
 RoutingReason = Literal["longest_prefix", "shorter_prefix", "no_prefix", "prefix_ignored", "session", "session_moved"]
 
 
 class RoutingStats(msgspec.Struct):
-    """routed: requests, by reason.
-
-    Of those requests whose engine has said what was cached: estimated_tokens, cached_tokens: what was expected to be
-    cached, and what was. drift_tokens: the sum of how far the two were apart in each.
-    """
+    """Tokens are counted over the requests whose engine has reported what was cached."""
 
     policy: PolicyName = "prefix_aware"
     routed: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(get_args(RoutingReason), 0))
-    estimated_tokens: int = 0
-    cached_tokens: int = 0
-    drift_tokens: int = 0
+    estimated_tokens: int = 0  #: prompt tokens that were expected to be cached
+    cached_tokens: int = 0  #: prompt tokens that were
+    drift_tokens: int = 0  #: how far the two were apart, summed over requests
 
     def record_estimate(self, estimated: int, cached: int) -> None:
         self.estimated_tokens += estimated

@@ -19,13 +19,13 @@ RENEW_S = SUBSCRIPTION_S / 3
 
 
 class KVEventSubscriber:
-    """Subscribes to engines, and asks one again for a snapshot when a message of it was lost."""
+    """Subscribes to engines, and asks one for a new snapshot when an update of it was lost."""
 
     def __init__(self, host: str, on_update: Callable[[EngineUpdate], bool]):
         """host: address of this machine that engines reach. on_update: returns False if it needs a snapshot first."""
         self._on_update = on_update
-        self._asked: set[str] = set()  # engines that were asked for a snapshot, which has not come yet
-        self._engines: dict[str, str] = {}  # by id: where it takes commands
+        self._awaiting_snapshot: set[str] = set()
+        self._engines: dict[str, str] = {}  # by id: the address where it takes commands
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -35,13 +35,13 @@ class KVEventSubscriber:
         self._decode = msgspec.msgpack.Decoder(EngineUpdate).decode
 
     def subscribe(self, engines: Mapping[str, str]) -> None:
-        """From now on these and no others. engines: by id, the address where each takes commands."""
-        for engine_id in [e for e in self._engines if e not in engines]:
+        """Follow these engines from now on, and no others. engines: by id, the address where each takes commands."""
+        for engine_id in self._engines.keys() - engines:
             self._out.forget(self._engines.pop(engine_id))
-            self._asked.discard(engine_id)
-        for engine_id in [e for e in engines if e not in self._engines]:
+            self._awaiting_snapshot.discard(engine_id)
+        for engine_id in engines.keys() - self._engines:
             self._engines[engine_id] = engines[engine_id]
-            self._ask(engine_id, resync=True)
+            self._send(engine_id, resync=True)
 
     async def run(self) -> None:
         """Receive updates until cancelled, then close the sockets."""
@@ -58,7 +58,7 @@ class KVEventSubscriber:
         while True:
             await asyncio.sleep(RENEW_S)
             for engine_id in self._engines:
-                self._ask(engine_id, resync=engine_id in self._asked)
+                self._send(engine_id, resync=engine_id in self._awaiting_snapshot)
 
     def _handle(self, message: bytes) -> None:
         try:
@@ -67,14 +67,14 @@ class KVEventSubscriber:
             logger.error("dropped a malformed engine update: %s", error)
             return
         if update.engine_id not in self._engines:
-            return  # it is gone, for all that Serve says
+            return  # Serve says that it is gone
         if self._on_update(update):
-            self._asked.discard(update.engine_id)
-        elif update.engine_id not in self._asked:
-            logger.info("lost an update of engine_id=%s before number=%d", update.engine_id, update.number)
-            self._ask(update.engine_id, resync=True)
+            self._awaiting_snapshot.discard(update.engine_id)
+        elif update.engine_id not in self._awaiting_snapshot:
+            logger.info("lost an update engine_id=%s before number=%d", update.engine_id, update.number)
+            self._send(update.engine_id, resync=True)
 
-    def _ask(self, engine_id: str, *, resync: bool) -> None:
+    def _send(self, engine_id: str, *, resync: bool) -> None:
         if resync:
-            self._asked.add(engine_id)
+            self._awaiting_snapshot.add(engine_id)
         self._out.send(self._engines[engine_id], msgspec.msgpack.encode(Subscribe(self._address, resync)))

@@ -17,7 +17,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID
 
 from deployments.routing.prompt_digest import PromptDigest
 from deployments.routing.router import EngineRouter, engine_id_of
-from deployments.routing.routing_context import NOTHING, RoutingContext
+from deployments.routing.routing_context import EMPTY, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.wire.messages import Command, EngineLoad, EngineUpdate, Subscribe
 from tests.deployments.routing.pools import BLOCK, prompt
@@ -214,7 +214,7 @@ def test_nothing_of_a_routed_call_travels_to_the_replica():
     long = RoutingContext(PromptDigest("r", 10_000, list(range(10_000))), RoutingStats(), ["decode-m-a"])
     assert len(cloudpickle.dumps(long)) < 200
     arrived = pickle.loads(pickle.dumps(long))
-    assert isinstance(arrived, RoutingContext) and arrived.prompt == NOTHING
+    assert isinstance(arrived, RoutingContext) and arrived.prompt == EMPTY
 
 
 def test_the_name_of_an_engine_is_that_of_its_replica():
