@@ -65,22 +65,20 @@ class ChoiceParser:
     def add(self, chunk: TextChunk) -> list[OutputEvent]:
         if self._reasoning_parser is not None:
             self._reasoning_parser.count_tokens(chunk.offsets)
-        return [event for event in self._parse(chunk) if self._is_shown(event)]
+        final = chunk.finish_reason is not None
+        events: list[OutputEvent] = [Content(chunk.text)] if chunk.text else []
+        for parser in (self._reasoning_parser, self._call_parser):
+            if parser is not None:
+                events = _parse_content(parser, events, final=final)
+        return [event for event in events if self._keep(event)]
 
     def finish_reason(self, chunk: TextChunk) -> FinishReason | None:
         """Return the reason as OpenAI reports it: `stop` also after a call of the function that the request named."""
         called = self.num_tool_calls > 0 and self._output_format.tool_calls != "named"
         return "tool_calls" if called and chunk.finish_reason == "stop" else chunk.finish_reason
 
-    def _parse(self, chunk: TextChunk) -> list[OutputEvent]:
-        final = chunk.finish_reason is not None
-        events: list[OutputEvent] = [Content(chunk.text)] if chunk.text else []
-        for parser in (self._reasoning_parser, self._call_parser):
-            if parser is not None:
-                events = _parse_content(parser, events, final=final)
-        return events
-
-    def _is_shown(self, event: OutputEvent) -> bool:
+    def _keep(self, event: OutputEvent) -> bool:
+        """Count the tool calls, and return whether the client gets the event."""
         match event:
             case CallStart():
                 self.num_tool_calls += 1

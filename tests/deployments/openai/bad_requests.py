@@ -1,4 +1,4 @@
-"""Requests that no server may accept, and what each is answered. The servers' models have a context of 512 tokens."""
+"""Requests that no server may accept, and the response to each. The servers' models have a context of 512 tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 @dataclass(frozen=True)
 class Bad:
-    """param: the field that the response must name. body: JSON, or bytes that are sent as they are."""
-
     path: str
     body: Any
+    """JSON, or bytes that are sent as they are."""
     param: str | None = None
+    """The field that the response must name."""
     status: int = 400
     method: str = "POST"
     headers: dict[str, str] = field(default_factory=lambda: JSON)
@@ -36,7 +36,7 @@ class Bad:
         return httpx.Request(self.method, base_url + self.path, content=content, headers=self.headers)
 
     def check(self, response: httpx.Response) -> None:
-        """The status, and the one shape that all errors have."""
+        """Check the status, and the body: all errors have the same shape."""
         assert response.status_code == self.status, (str(self), response.status_code, response.text)
         assert response.headers["content-type"] == "application/json", str(self)
         assert set(response.json()) == {"error"}, (str(self), response.text)

@@ -81,7 +81,7 @@ VOCAB_SIZE = 500
 
 
 def hf_tokenizer(template: str, markers: str = "tokens") -> transformers.PreTrainedTokenizerFast:
-    """markers: tags are `tokens`, `special` tokens, or plain `text`."""
+    """Make a tokenizer. markers: tags are `tokens`, `special` tokens, or plain `text`."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     if markers != "text":
@@ -98,5 +98,5 @@ def chat_tokenizer(template: str, markers: str = "tokens") -> Tokenizer:
 
 
 def answers(tokenizer: Tokenizer, text: str, *, ended: bool = True) -> Script:
-    """A script that answers every request with `text`; unless it `ended`, max_tokens cut it off."""
+    """Return a script that answers every request with `text`; unless it `ended`, max_tokens cut it off."""
     return lambda request: tokenizer.encode(text, add_special_tokens=False) + ([EOS] if ended else [])

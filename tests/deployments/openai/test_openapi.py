@@ -33,7 +33,7 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The API over HTTP, in a thread of its own."""
+    """Serve the API over HTTP in a thread, and return its URL."""
     started, stop = threading.Event(), threading.Event()
     port = 0
 

@@ -25,12 +25,12 @@ def no_waiting(monkeypatch):
 
 
 def refusal(model: ModelIdentity, after: int = 0) -> Death:
-    """after: tokens that the request has already."""
+    """after: number of tokens that the request has by then."""
     return Death(after, error=OtherModel("a", model.weights, model.vocabulary))
 
 
 def outcome(*deaths: Death, **fields: Any) -> tuple[Outcome | Exception, list[GenerateRequest], dict[str, int]]:
-    """What the client gets, the attempts as the engines see them, and the replays that were counted."""
+    """Return the client's response, the attempts as the engines see them, and the replays that were counted."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     asked = GenerateRequest(request_id="a", prompt=[5, 6], params=params, **{"model": OLD, **fields})
 

@@ -14,12 +14,12 @@ TEXT = "The quick brown fox 👩‍🚀 jumps, héhé."
 def test_tokens_of_a_text_come_back_as_the_text():
     async def scenario() -> None:
         async with fake_api() as api:
-            answer = (await api.client.post("/tokenize", json={"prompt": TEXT})).json()
-            assert answer["tokens"] == tokenizer().encode(TEXT)
-            assert answer["count"] == len(answer["tokens"])
-            assert answer["max_model_len"] == MAX_MODEL_LEN
-            assert answer["token_strs"] is None
-            back = (await api.client.post("/detokenize", json={"tokens": answer["tokens"]})).json()
+            response = (await api.client.post("/tokenize", json={"prompt": TEXT})).json()
+            assert response["tokens"] == tokenizer().encode(TEXT)
+            assert response["count"] == len(response["tokens"])
+            assert response["max_model_len"] == MAX_MODEL_LEN
+            assert response["token_strs"] is None
+            back = (await api.client.post("/detokenize", json={"tokens": response["tokens"]})).json()
             assert back["prompt"].endswith(TEXT)
 
     asyncio.run(scenario())
@@ -28,9 +28,9 @@ def test_tokens_of_a_text_come_back_as_the_text():
 def test_tokens_of_messages_are_those_that_a_chat_sends_to_the_engine():
     async def scenario() -> None:
         async with fake_api() as api:
-            answer = (await api.client.post("/tokenize", json={"model": "fake", "messages": HELLO})).json()
+            response = (await api.client.post("/tokenize", json={"model": "fake", "messages": HELLO})).json()
             await api.post("chat/completions", messages=HELLO, max_tokens=1)
-            assert answer["tokens"] == api.engine.added[0].prompt
+            assert response["tokens"] == api.engine.added[0].prompt
 
     asyncio.run(scenario())
 
@@ -40,9 +40,9 @@ def test_special_tokens_are_as_in_a_completion(special):
     async def scenario() -> None:
         async with fake_api() as api:
             body = {"prompt": "a b", "add_special_tokens": special}
-            answer = (await api.client.post("/tokenize", json=body)).json()
+            response = (await api.client.post("/tokenize", json=body)).json()
             await api.post("completions", max_tokens=1, **body)
-            assert answer["tokens"] == api.engine.added[0].prompt
+            assert response["tokens"] == api.engine.added[0].prompt
 
     asyncio.run(scenario())
 
@@ -51,9 +51,9 @@ def test_token_strings_are_those_of_the_vocabulary():
     async def scenario() -> None:
         async with fake_api() as api:
             body = {"prompt": "a é", "return_token_strs": True, "add_special_tokens": False}
-            answer = (await api.client.post("/tokenize", json=body)).json()
-            assert answer["token_strs"] == [tokenizer().token(i) for i in answer["tokens"]]
-            assert answer["token_strs"][0] == "a"
+            response = (await api.client.post("/tokenize", json=body)).json()
+            assert response["token_strs"] == [tokenizer().token(i) for i in response["tokens"]]
+            assert response["token_strs"][0] == "a"
 
     asyncio.run(scenario())
 
@@ -74,9 +74,9 @@ def test_tools_and_template_options_are_as_in_a_chat():
             plain = (await api.client.post("/tokenize", json={"messages": HELLO})).json()
             tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
             body = {"messages": HELLO, "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
-            answer = (await api.client.post("/tokenize", json=body)).json()
+            response = (await api.client.post("/tokenize", json=body)).json()
             await api.post("chat/completions", max_tokens=1, **body)
-            assert answer["tokens"] == api.engine.added[0].prompt
-            assert answer["count"] > plain["count"]
+            assert response["tokens"] == api.engine.added[0].prompt
+            assert response["count"] > plain["count"]
 
     asyncio.run(scenario())

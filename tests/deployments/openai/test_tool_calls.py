@@ -35,7 +35,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 async def serving(
     text: str = "", template: str = QWEN, *, markers: str = "tokens", ended: bool = True, **info: Any
 ) -> AsyncGenerator[FakeApi]:
-    """An API whose model answers `text`."""
+    """Run an API whose model answers `text`."""
     tokenizer = chat_tokenizer(template, markers)
     script = answers(tokenizer, text, ended=ended)
     async with fake_api(script, text_model=tokenizer, vocab_size=VOCAB_SIZE, **info) as api:
@@ -43,14 +43,14 @@ async def serving(
 
 
 async def ask(api: FakeApi, **body: Any) -> dict[str, Any]:
-    """The only choice of the answer."""
-    answer = await api.post("chat/completions", **{"messages": HELLO, **body})
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]
+    """Return the only choice of the response."""
+    response = await api.post("chat/completions", **{"messages": HELLO, **body})
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
 
 
 async def ask_streamed(api: FakeApi, **body: Any) -> dict[str, Any]:
-    """The same, put together from a stream: chunk by chunk as OpenAI's clients do."""
+    """Return the only choice of a stream, put together chunk by chunk as OpenAI's clients do."""
     message: dict[str, Any] = {"role": None, "content": None, "refusal": None}
     calls: list[dict[str, Any]] = []
     reason = None
@@ -72,7 +72,7 @@ async def ask_streamed(api: FakeApi, **body: Any) -> dict[str, Any]:
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """With an empty content as None: streams begin with an empty one."""
+    """Return the message without its call ids, and with empty content as None: streams begin with an empty one."""
     for call in message.get("tool_calls", []):
         assert call.pop("id").startswith("call_")
     return {**message, "content": message["content"] or None}
@@ -249,9 +249,9 @@ def test_reasoning_has_a_field_of_its_own_and_its_tokens_are_counted(template, t
 def test_reasoning_stays_in_the_content_where_no_parser_is_configured():
     async def scenario() -> None:
         async with serving("<think>a</think>b", reasoning_parser="none") as api:
-            answer = (await api.post("chat/completions", messages=HELLO)).json()
-            assert answer["choices"][0]["message"] == message("<think>a</think>b")
-            assert "completion_tokens_details" not in answer["usage"]
+            response = (await api.post("chat/completions", messages=HELLO)).json()
+            assert response["choices"][0]["message"] == message("<think>a</think>b")
+            assert "completion_tokens_details" not in response["usage"]
 
     run(scenario())
 
@@ -318,9 +318,9 @@ def test_bad_tools_are_a_400_that_names_the_field(template, body, field):
     async def scenario() -> None:
         async with serving("hi", template) as api:
             for stream in (True, False):
-                answer = await api.post("chat/completions", **{"messages": HELLO, **body}, stream=stream)
-                assert answer.status_code == 400, answer.text
-                error = answer.json()["error"]
+                response = await api.post("chat/completions", **{"messages": HELLO, **body}, stream=stream)
+                assert response.status_code == 400, response.text
+                error = response.json()["error"]
                 assert error["param"] in (field, field.partition("[")[0]) and field in error["message"], error
             assert not api.engine.added
 
@@ -331,8 +331,8 @@ def test_legacy_fields_are_answered_with_what_replaced_them():
     async def scenario() -> None:
         async with serving("hi") as api:
             for field, instead in (("functions", "tools"), ("function_call", "tool_choice")):
-                answer = await api.post("chat/completions", messages=HELLO, **{field: {"name": "f"}})
-                assert f"use {instead}" in answer.json()["error"]["message"]
+                response = await api.post("chat/completions", messages=HELLO, **{field: {"name": "f"}})
+                assert f"use {instead}" in response.json()["error"]["message"]
 
     run(scenario())
 

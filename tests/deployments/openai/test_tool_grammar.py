@@ -58,7 +58,7 @@ def ll_tokenizer(markers: str) -> LLTokenizer:
 
 
 def matches(params: StructuredOutputsParams | None, text: str, markers: str = "tokens") -> bool:
-    """Whether the grammar lets `text` pass, and lets it end there."""
+    """Return whether the grammar accepts `text` as a complete output."""
     assert params is not None
     matcher = LLMatcher(ll_tokenizer(markers), source(params), log_level=0)
     assert not matcher.is_error(), matcher.get_error()

@@ -22,7 +22,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 def read(
     output_format: OutputFormat, parts: list[str], *, streaming: bool = True, reason: str = "stop"
 ) -> list[OutputEvent]:
-    """All events, neighbours of one kind joined."""
+    """Return all events, with neighbours of one kind joined."""
     parser, events, length = ChoiceParser(output_format, streaming=streaming), [], 0
     for i, text in enumerate(parts):
         last = reason if i == len(parts) - 1 else None
