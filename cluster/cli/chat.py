@@ -25,17 +25,17 @@ A line that ends with \\ goes on in the next. Ctrl-C stops an answer, Ctrl-D end
 
 @dataclass(slots=True)
 class Answer:
-    """What has come of it so far. id: as the server names it. Seconds from when it was asked for."""
+    """An answer as far as it has come. Seconds count from the question."""
 
     text: str = ""
-    id: str = ""
+    id: str = ""  #: the server's name for it
     tokens: int | None = None
     first_s: float | None = None
     seconds: float = 0.0
 
     @property
     def figures(self) -> str:
-        """On one line; what is not known is left out."""
+        """Tokens and times that are known, on one line."""
         parts = [] if self.tokens is None else [f"{self.tokens} token" + "s" * (self.tokens != 1)]
         if self.first_s is not None:
             if self.tokens is not None and self.tokens > 1 and self.seconds > self.first_s:
@@ -46,19 +46,17 @@ class Answer:
 
 @dataclass(slots=True)
 class Conversation:
-    """options: fields of each request beside its messages. messages: since the beginning, without the system's."""
-
     client: OpenAIClient
     model: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  #: fields of each request beside its messages
     system: str | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)  #: without the system message
 
     async def ask(self, question: str, answer: Answer) -> AsyncGenerator[tuple[str, bool]]:
-        """Pieces of the answer's text, and whether each is reasoning; `answer` grows with them.
+        """Yield pieces of the answer's text, and whether each is reasoning; `answer` grows with them.
 
-        An answer that is broken off by the caller is part of the conversation; one that fails takes its question back.
-        Raises EngineUnavailable with what the server says.
+        An answer that the caller breaks off stays in the conversation; one that fails takes its question back.
+        Raises EngineUnavailable with the server's message.
         """
         self.messages.append({"role": "user", "content": question})
         asked_at = time.monotonic()
@@ -100,12 +98,12 @@ def _pieces(chunk: Chunk) -> list[tuple[str, bool]]:
 
 
 def printable(text: str) -> str:
-    """Without what would steer the terminal: an answer may hold escape sequences."""
+    """Drop what would steer the terminal: an answer may hold escape sequences."""
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
 
 def chat(url: str, model: str | None, system: str | None, api_key: str | None, options: dict[str, Any]) -> None:
-    """Until the end of stdin; if that is no terminal, it is one question. options: as of Conversation.
+    """Talk until the end of stdin; if that is no terminal, it is one question. options: as in Conversation.
 
     Raises EngineUnavailable, InvalidApiKey, or RequestError.
     """
@@ -125,12 +123,12 @@ def chat(url: str, model: str | None, system: str | None, api_key: str | None, o
 
 
 async def _connect(url: str, api_key: str | None) -> OpenAIClient:
-    """Inside of the loop that it is used in."""
+    """Make a client inside the event loop that it is used in."""
     return OpenAIClient(url, api_key, timeout_s=3600.0)
 
 
 async def _answer_once(conversation: Conversation, question: str) -> None:
-    """The answer on stdout as it comes, and nothing else."""
+    """Write the answer to stdout as it comes, and nothing else."""
     if not question.strip():
         raise RequestError("stdin has no question", "question")
     async for text, reasoning in conversation.ask(question.strip(), Answer()):

@@ -1,4 +1,4 @@
-"""`manta generate`: a file of prompts -> a file of answers, line by line, resumable."""
+"""`manta generate`: turns a file of prompts into a file of answers, line by line, resumable."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
     error: str | None = None
 
 
-class Place(msgspec.Struct):
-    """What an earlier answer is looked at for."""
+class Index(msgspec.Struct):
+    """The one field that is read from an earlier answer."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    resumed: int  # lines that an earlier run had finished
+    resumed: int  #: lines that an earlier run had finished
     written: int
     failed: int
 
@@ -83,7 +83,7 @@ def generate_file(
 
 
 def complete_lines(output_file: Path) -> int:
-    """Answers that an earlier run has written; cuts off a line that it did not finish.
+    """Count the answers that an earlier run has written, and cut off a line that it did not finish.
 
     Raises RequestError, and changes nothing, if the file holds anything else.
     """
@@ -101,9 +101,9 @@ def complete_lines(output_file: Path) -> int:
 
 
 def _index_of(line: bytes) -> int | None:
-    """Of the input's line that this one answers; None if it answers none."""
+    """Return the index of the input's line that this one answers; None if it answers none."""
     try:
-        return msgspec.json.decode(line, type=Place).index
+        return msgspec.json.decode(line, type=Index).index
     except msgspec.MsgspecError:
         return None
 
@@ -113,7 +113,7 @@ def _not_an_output(file: Path, index: int) -> RequestError:
 
 
 def answers(llm: LLM, lines: list[bytes], first: int, defaults: dict[str, Any], progress: bool) -> Iterator[Answer]:
-    """Answers to lines `first` and on, as they are finished."""
+    """Answer lines `first` and on, in the order in which they finish."""
     refused: list[Answer] = []
     ids: dict[str, tuple[int, Any]] = {}
 
@@ -157,7 +157,7 @@ def check_fields(fields: dict[str, Any]) -> None:
 def to_request(
     llm: LLM, index: int, line: dict[str, Any], defaults: dict[str, Any]
 ) -> tuple[RequestOutput, SamplingParams]:
-    """The request's id, and so its seed, depends on the line alone: a resumed run gives what the first would have."""
+    """Make the request of a line. Its id, and so its seed, depends on the line alone: a resumed run gives the same."""
     own = {name: value for name, value in line.items() if name in SAMPLING_FIELDS}
     params = msgspec.convert({"max_tokens": None, **defaults, **own}, SamplingParams)
     if "messages" in line:
@@ -180,7 +180,7 @@ def to_answer(index: int, name: Any, output: RequestOutput) -> Answer:
 
 
 def in_order(answers: Iterator[Answer], first: int) -> Iterator[Answer]:
-    """The same answers by rising index; one that comes early waits for those before it."""
+    """Sort answers by index as they come: an early one waits for those before it."""
     early: dict[int, Answer] = {}
     for answer in answers:
         early[answer.index] = answer

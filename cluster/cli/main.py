@@ -29,6 +29,7 @@ Try it in two terminals, without any model of your own:
 `manta COMMAND --help` explains each command, with an example.
 """
 RUN, ASK, LOOK = "Run a server", "Ask a model", "Look inside, and measure"
+COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP)
 app.command(rich_help_panel=RUN)(serve)
@@ -37,7 +38,7 @@ app.add_typer(simulate, name="simulate", rich_help_panel=LOOK)
 k8s = typer.Typer(no_args_is_help=True, help="Manifests for Kubernetes (k8s/README.md).")
 app.add_typer(k8s, name="k8s", rich_help_panel=RUN)
 
-UrlOption = Annotated[str, typer.Option(help="Of the server.")]
+UrlOption = Annotated[str, typer.Option(help="Address of the server.")]
 ApiKeyOption = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
 URL = "http://127.0.0.1:8000"
 
@@ -49,13 +50,13 @@ def configure(verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Sho
 
 @app.command(rich_help_panel=RUN)
 def check(
-    config: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="As for `serve run`.")] = Path(
-        "serve_config.yaml"
-    ),
+    config: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="A Serve configuration, as for `serve run`.")
+    ] = Path("serve_config.yaml"),
 ) -> None:
     """Say in one line what is wrong with a serve_config.yaml, before any cluster is started.
 
-    Looks at every key, and at the model folders; exit code 1 if `serve run` would not get far.
+    Checks every key, and the model folders; exit code 1 if `serve run` would not get far.
 
     Example: manta check serve_config_pd.yaml
     """
@@ -70,27 +71,29 @@ def doctor(
         Path | None, typer.Option(exists=True, dir_okay=False, help="A serve_config.yaml: do its models fit?")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="Of a Ray cluster. Default: $RAY_ADDRESS, or the one here, if there is one.")
+        str | None,
+        typer.Option(
+            help="Address of a Ray cluster. Default: $RAY_ADDRESS, or the one on this machine, if there is one."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, for programs.")] = False,
 ) -> None:
-    """What this machine and its Ray cluster can run, and what is missing.
+    """Show what this machine and its Ray cluster can run, and what is missing.
 
-    Packages, CPU, memory, GPUs, ports, the cluster's nodes; and for a configuration, whether its replicas find a place,
-    how large their weights are, and how much KV cache is left. Exit code 1 if there is a problem.
+    Packages, GPUs, ports and the cluster's nodes; and for a configuration, whether its replicas fit, how large their
+    weights are, and how much KV cache is left. Exit code 1 if there is a problem.
 
     Example: manta doctor --config serve_config_pd.yaml
     """
-    from rich.console import Console
-
     from cluster.cli.check.doctor import examine
-    from cluster.cli.check.finding import show
 
     findings = list(examine(config, address))
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:
-        show(findings, Console(highlight=False, emoji=False))
+        for finding in findings:
+            typer.secho(f"{finding.level:8}", fg=COLORS[finding.level], nl=False)
+            print(f"{finding.topic:20}{finding}")
     if any(finding.level == "problem" for finding in findings):
         raise typer.Exit(1)
 
@@ -102,7 +105,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy. Default: the model's own.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
-    seed: Annotated[int | None, typer.Option(help="For answers that can be repeated.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed, for answers that can be repeated.")] = None,
     api_key: ApiKeyOption = None,
 ) -> None:
     """Talk to a model in the terminal; works with any OpenAI-compatible server.
@@ -122,9 +125,9 @@ def explain(
     request_id: Annotated[str, typer.Argument(help="An answer's `id`, its X-Request-Id, or an id from a log line.")],
     url: UrlOption = URL,
     api_key: ApiKeyOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As the server tells it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")] = False,
 ) -> None:
-    """What happened to a request: where it waited, which engines worked for it, and how it ended.
+    """Show what happened to a request: where it waited, which engines worked for it, and how it ended.
 
     All ingresses and engines are asked. They remember their newest requests (docs/observability.md).
 
@@ -177,7 +180,7 @@ def generate(
 
 @app.command(name="hash-key", rich_help_panel=RUN)
 def print_key_line(
-    name: Annotated[str, typer.Argument(help="Whose key it is; shown in logs, and the unit of fair sharing.")],
+    name: Annotated[str, typer.Argument(help="Owner of the key; shown in logs, and the unit of fair sharing.")],
     generate: Annotated[bool, typer.Option(help="Make a new key, and show it once.")] = False,
 ) -> None:
     """Print the line for an API key that goes into `ingress.api_keys_file`; the key itself is stored nowhere.
@@ -201,8 +204,8 @@ def lint_manifests(
 ) -> None:
     """Say what is wrong with manifests that Kubernetes would accept; exit code 1 if anything is.
 
-    Holds the Serve configuration in a RayService against its pods: whether replicas fit, whether ports, labels and
-    deadlines agree, who may reach which port, and what pods are allowed to do.
+    Compares the Serve configuration in a RayService with its pods: whether replicas fit, whether ports and deadlines
+    agree, and whether Ray's and HAProxy's own ports are closed. For schemas and pod security: k8s/README.md.
 
     Example: manta k8s lint k8s/overlays/single-gpu
     """
@@ -217,7 +220,7 @@ def lint_manifests(
 
 
 def main() -> None:
-    """Exit code 1 and one line for an error that the user can mend."""
+    """Run the command. An error that the user can mend is one line and exit code 1."""
     try:
         app()
     except ServingError as error:

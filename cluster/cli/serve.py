@@ -1,4 +1,4 @@
-"""`manta serve`: flags, or a serve_config.yaml, to a running application."""
+"""`manta serve`: runs the application that its flags, or a serve_config.yaml, stand for."""
 
 from __future__ import annotations
 
@@ -131,21 +131,21 @@ def given_keys(api: ApiFlags, replicas: ReplicaFlags, engine: dict[str, Any]) ->
 
 
 def configuration(model: str, given: dict[str, Any], http: dict[str, Any]) -> dict[str, Any]:
-    """A Serve configuration of one model.
+    """Return a Serve configuration of one model.
 
-    given: keys of its section, or of what stands above all models, by their paths (`decode.num_cpus`).
-    http: host, port.
+    given: keys of the model's section, or of the sections above all models, by their paths (`decode.num_cpus`).
+    http: host and port.
     """
     section: dict[str, Any] = {"name": Path(model).name, "model": model}
     args: dict[str, Any] = {"models": [section]}
     for path, value in given.items():
         *parents, key = path.split(".")
-        place = args if (parents or [key])[0] in ABOVE_MODELS else section
+        target = args if (parents or [key])[0] in ABOVE_MODELS else section
         for parent in parents:
-            place = place.setdefault(parent, {})
-            if not isinstance(place, dict):
+            target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
                 raise ConfigError(path, value, f"below a section, which {parent} is not")
-        place[key] = value
+        target[key] = value
     application = {
         "name": "manta",
         "route_prefix": "/",
@@ -157,8 +157,10 @@ def configuration(model: str, given: dict[str, Any], http: dict[str, Any]) -> di
 
 
 def check(serve_config: dict[str, Any], address: str | None) -> None:
-    """Raises StartupError for whatever can be seen before anything starts. address: of the Ray cluster that is there
-    already, and so has its ports."""
+    """Raise StartupError for any mistake that can be seen before anything starts.
+
+    address: of a Ray cluster that is running, and so has its ports already.
+    """
     from cluster.cli.check.serve_config import address_of, check_serve_config  # `manta --help` does without
     from cluster.cli.ports import check_ports
 
@@ -169,7 +171,7 @@ def check(serve_config: dict[str, Any], address: str | None) -> None:
 
 
 def _joins_a_cluster() -> bool:
-    """Whether `serve run` finds a Ray of this machine, from `ray start`, by itself."""
+    """Whether `serve run` will find a Ray on this machine by itself, started by `ray start`."""
     from deployments.ray_compat import ray_address_file  # seconds
 
     return bool(os.environ.get("RAY_ADDRESS")) or ray_address_file().exists()
@@ -184,8 +186,8 @@ def run(config: Path, address: str | None = None) -> NoReturn:
 
 @contextmanager
 def unnamed_file(text: str) -> Iterator[Path]:
-    """A path under which `text` can be read once, also by what takes the place of this process, after which nobody
-    would be left to delete a file."""
+    """Yield a path from which `text` can be read once, also by the program that takes the place of this process: then
+    nobody is left to delete a file."""
     with tempfile.TemporaryFile("w") as file:
         file.write(text)
         file.seek(0)  # also writes it out
@@ -194,7 +196,7 @@ def unnamed_file(text: str) -> Iterator[Path]:
 
 
 def _key_and_value(text: str) -> tuple[str, Any]:
-    """`handoff.policy=always`; the value is YAML."""
+    """Split `handoff.policy=always`; the value is YAML."""
     key, equals, value = text.partition("=")
     try:
         if not key or not equals:

@@ -30,7 +30,7 @@ GPU_QUERY = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--fo
 
 
 def examine(config: Path | None, address: str | None) -> Iterator[Finding]:
-    """config: a Serve configuration file. address: of a Ray cluster; None for the one of this machine, if there is one.
+    """Examine machine, cluster and configuration. address: of a Ray cluster; None for one on this machine, if any.
 
     Raises StartupError if there is no cluster at `address`.
     """
@@ -84,7 +84,7 @@ def check_extra(extra: str, use: str, needed: Iterable[Requirement]) -> Finding:
 
 
 def mismatch(needed: Requirement) -> str | None:
-    """What is wrong with an installed package; None if nothing is."""
+    """Say what is wrong with an installed package; None if nothing is."""
     try:
         found = version(needed.name)
     except PackageNotFoundError:
@@ -104,7 +104,7 @@ def check_gpus() -> Iterator[Finding]:
 
 
 def gpus_of_driver() -> list[str]:
-    """Lines like `NVIDIA L4, 550.54.15, 23034 MiB`; none without a driver."""
+    """Return lines like `NVIDIA L4, 550.54.15, 23034 MiB`; none without a driver."""
     if shutil.which(GPU_QUERY[0]) is None:
         return []
     done = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=20, check=False)
@@ -138,7 +138,7 @@ def find_nodes(address: str | None) -> list[Node] | None:
 
 
 def this_machine() -> Node:
-    """This machine as the node of a cluster that `manta serve` would start."""
+    """Return this machine as the node of a cluster that `manta serve` would start."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Node({"CPU": float(cores), "GPU": float(torch.cuda.device_count())}, {})
 

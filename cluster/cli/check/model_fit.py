@@ -1,4 +1,4 @@
-"""Whether the models of a configuration fit: replicas onto nodes, weights and KV cache into memory."""
+"""Checks whether the models of a configuration fit: replicas onto nodes, weights and KV cache into memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONVERTED = {"F64", "F32", "BF16", "F16"}  # dtypes in files that are turned int
 
 
 def check_models(config: AppConfig, nodes: Sequence[Node], *, here: bool) -> Iterator[Finding]:
-    """here: the nodes are this very machine, so what it has is what the engines get."""
+    """Check every pool, and all of them together. here: the only node is this machine, whose memory can be seen."""
     for model in config.models:
         for role in model.pools:
             yield check_placement(model, role, nodes)
@@ -44,7 +44,7 @@ def check_placement(model: ModelSection, role: Role, nodes: Sequence[Node]) -> F
 
 
 def check_together(deployments: Sequence[Deployment], nodes: Sequence[Node]) -> Finding:
-    """All replicas that there are at least, against the whole cluster."""
+    """Check whether the minimum number of replicas of all pools fits the cluster."""
     wanted = {deployment.name: deployment.min_replicas for deployment in deployments}
     placed = place(wanted, deployments, nodes)
     told = ", ".join(f"{name} {placed[name]} of {count}" for name, count in wanted.items())
@@ -70,7 +70,7 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
 def check_kv_cache(
     topic: str, engine: EngineConfig, shape: ModelConfig, dtype: torch.dtype, weights: int, *, on_gpu: bool
 ) -> Finding:
-    """Decide as a rank does at its start, on this machine with nothing else on it. weights: bytes per rank."""
+    """Choose a KV cache as a rank does at its start, on this machine with nothing else on it. weights: per rank."""
     if on_gpu:
         _, total = torch.cuda.mem_get_info()
         free, less = int(total * engine.gpu_memory_utilization) - weights, ", less what a step's activations take"
@@ -94,7 +94,7 @@ def check_kv_cache(
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Bytes of the whole model once it is loaded in `dtype`, read off the headers of its files."""
+    """Return the bytes of the whole model once it is loaded in `dtype`, from the headers of its files."""
     total = 0
     for file, names in tensors_by_file(folder).items():
         with safe_open(file, framework="pt") as tensors:

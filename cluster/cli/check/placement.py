@@ -1,4 +1,4 @@
-"""Whether nodes, or pods that will be nodes, can hold the replicas of a configuration."""
+"""Places the replicas of a configuration on nodes, or on pods that will be nodes, to see whether they fit."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from placement.spec import GroupSpec
 @dataclass(frozen=True, slots=True)
 class Deployment:
     name: str
-    spec: GroupSpec
-    """Resources of one replica."""
+    spec: GroupSpec  #: resources of one replica
     min_replicas: int
     max_replicas: int
 
 
 def deployments_of(config: AppConfig, overrides: Sequence[Mapping[str, Any]] = ()) -> list[Deployment]:
-    """All deployments of an application. overrides: its section `deployments`."""
+    """Return all deployments of an application. overrides: its section `deployments`."""
     given = (override.get("ray_actor_options") for override in overrides if override.get("name") == INGRESS)
     options, count = next(given, None) or {}, config.ingress.num_replicas
     cpus, labels = float(options.get("num_cpus", config.ingress.num_cpus)), options.get("label_selector") or {}
@@ -34,10 +33,8 @@ def deployments_of(config: AppConfig, overrides: Sequence[Mapping[str, Any]] = (
 
 
 @dataclass(slots=True)
-class Free:
-    """Resources of a node that no replica has taken."""
-
-    resources: dict[str, float]
+class FreeNode:
+    resources: dict[str, float]  #: that no replica has taken
     labels: Mapping[str, str]
 
     def take(self, bundle: Mapping[str, float], selector: Mapping[str, str]) -> bool:
@@ -51,12 +48,12 @@ class Free:
 
 
 def place(wanted: Mapping[str, int], deployments: Sequence[Deployment], nodes: Sequence[Node]) -> dict[str, int]:
-    """Number of replicas, out of those wanted of each deployment, that the nodes hold all together.
+    """Return how many replicas of each deployment, out of those wanted, the nodes hold all together.
 
     The largest replicas are placed first, each of their bundles on the first node with enough left.
     """
     # nodes without GPUs first, so that bundles without any leave the others alone
-    free = sorted((Free(dict(n.resources), n.labels) for n in nodes), key=lambda node: node.resources.get("GPU", 0))
+    free = sorted((FreeNode(dict(n.resources), n.labels) for n in nodes), key=lambda node: node.resources.get("GPU", 0))
     placed = dict.fromkeys(wanted, 0)
     for deployment in sorted(deployments, key=lambda d: (d.spec.num_gpus, d.spec.num_cpus), reverse=True):
         name, spec = deployment.name, deployment.spec

@@ -1,4 +1,4 @@
-"""A Serve configuration file, as far as it can be judged without Ray."""
+"""Checks of a Serve configuration file that need neither Ray nor weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cluster.config import BUILDER, HOST, PORT, AppConfig
 from cluster.model_info import model_info
 from engine.errors import ConfigError
 
-# Of Ray's schemas, which take any other key without a word; a test holds these against them.
+# Keys of Ray's schemas, which silently accept any other; a test compares these with them.
 TOP_KEYS = frozenset({
     "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
     "applications", "target_capacity",
@@ -36,7 +36,7 @@ def check(path: Path) -> list[str]:
 
 
 def check_serve_config(serve_config: dict[str, Any]) -> list[str]:
-    """Check the content of such a file."""
+    """Check the content of a file, as `check` does."""
     _check_keys(serve_config, TOP_KEYS, "")
     address_of(serve_config)
     names = []
@@ -73,7 +73,7 @@ def load(path: Path) -> dict[str, Any]:
 def parse(text: str, name: str) -> dict[str, Any]:
     """Return a Serve configuration with at least one application of Manta's. Raises ConfigError, with one line.
 
-    name: of what the text was read from.
+    name: of the file, for messages.
     """
     try:
         found = yaml.safe_load(text)
@@ -87,7 +87,7 @@ def parse(text: str, name: str) -> dict[str, Any]:
 
 
 def ours(serve_config: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Manta's applications, and their numbers in the list."""
+    """Yield Manta's applications, with their positions in the list."""
     for i, application in enumerate(serve_config["applications"]):
         if not isinstance(application, dict) or "import_path" not in application:
             raise ConfigError(f"applications[{i}].import_path", None, "given")
@@ -109,7 +109,7 @@ def _check_keys(section: Mapping[str, Any], known: Set[str], path: str) -> None:
 
 
 def _check_deployments(application: Mapping[str, Any], config: AppConfig, path: str) -> None:
-    """By their names; Serve looks at them only after it has built the application."""
+    """Check the names of deployments, which Serve does only after it has built the application."""
     known = ["ingress", *(f"{role}-{model.name}" for model in config.models for role in model.pools)]
     for i, deployment in enumerate(application.get("deployments") or []):
         name = deployment.get("name") if isinstance(deployment, dict) else deployment

@@ -52,7 +52,7 @@ def _text(path: Path) -> str:
 
 
 def quantity(value: Any) -> float:
-    """Cores or GPUs as Kubernetes writes them: `500m`, `8`."""
+    """Read cores or GPUs as Kubernetes writes them: `500m`, `8`."""
     return float(value[:-1]) / 1000 if str(value).endswith("m") else float(value)
 
 
@@ -60,8 +60,7 @@ def quantity(value: Any) -> float:
 class Group:
     """The head or a worker group of a RayCluster."""
 
-    where: str
-    """Its name in messages."""
+    where: str  #: its name in messages
     spec: Manifest
     config_maps: Mapping[str, Mapping[str, str]]
 
@@ -119,8 +118,8 @@ class Service:
         specs |= {f"group {spec['groupName']}": spec for spec in cluster.get("workerGroupSpecs") or []}
         self.groups = [Group(f"{self.name}, {name}", spec, maps) for name, spec in specs.items()]
         scales = bool(cluster.get("enableInTreeAutoscaling"))
+        # all pods that there may ever be, as Ray sees them
         self.nodes = [group.node for group in self.groups for _ in range(group.max_pods(autoscaler=scales))]
-        """All pods that there may ever be, as Ray sees them."""
 
     @cached_property
     def serve(self) -> Manifest:

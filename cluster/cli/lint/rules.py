@@ -31,7 +31,7 @@ class Finding:
 
 
 def lint(path: Path) -> list[Finding]:
-    """path: a YAML file or a folder for kustomize. Raises StartupError if it cannot be read or has no RayService."""
+    """Check a YAML file, or a folder for kustomize. Raises StartupError if it cannot be read or has no RayService."""
     manifests = read(path)
     if not any(manifest["kind"] == "RayService" for manifest in manifests):
         raise StartupError(f"{path} has no RayService")
@@ -60,7 +60,7 @@ def serve_port(service: Service) -> Iterator[Finding]:
 
 
 def deadlines(service: Service) -> Iterator[Finding]:
-    """Whatever ends, ends after the requests that it has accepted."""
+    """Everything that stops must outlive the requests that it has accepted."""
     drains_s = {f"{m.name}.{role}": p.drain_s for _, c in service.apps for m in c.models for role, p in m.pools.items()}
     drains_s |= {"ingress": max(config.ingress.drain_s for _, config in service.apps)}
     request_s, drain_s = max(config.ingress.request_timeout_s for _, config in service.apps), max(drains_s.values())
@@ -87,7 +87,7 @@ def deadlines(service: Service) -> Iterator[Finding]:
 
 
 def placement(service: Service) -> Iterator[Finding]:
-    """Serve would wait for ever for a pod that does not come."""
+    """Replicas must fit the pods: Serve would wait for ever for one that does not come."""
     deployments = [d for app, config in service.apps for d in deployments_of(config, app.get("deployments") or [])]
     wanted = {deployment.name: deployment.max_replicas for deployment in deployments}
     for deployment in deployments:
@@ -101,7 +101,7 @@ def placement(service: Service) -> Iterator[Finding]:
 
 
 def open_ports(service: Service) -> Iterator[Finding]:
-    """Ray's and HAProxy's ports are for the pods of the cluster only: anything can be run there."""
+    """Ray's and HAProxy's ports must be closed to pods of others, who could run anything there."""
     for group in service.groups:
         policies = [policy for policy in service.policies if _selects(policy, group)]
         if not policies:
@@ -133,7 +133,7 @@ def _labels(selector: Manifest | None) -> Any:
 
 
 def _closed_ports(rule: Manifest) -> list[int]:
-    """Ports that a rule opens and should not. A port that is given by name counts as all."""
+    """Return the ports that a rule opens and should not. A port that is given by name counts as all."""
     given = rule.get("ports") or [{}]
     if not all(isinstance(entry.get("port"), int) for entry in given):
         return sorted(CLOSED)
