@@ -173,7 +173,7 @@ class Replica:
         if self.times is not None:
             mean_s = (ends[-1] - self._began) / steps
             self.times.by_tokens.observe(running, mean_s, weight=running * steps)
-            self.times.by_sequences.stepped(running, mean_s)
+            self.times.by_sequences.observe_step(running, mean_s)
         self.busy_s += ends[-1] - self._began
         self._began = ends[-1]
         if finished := self._fast_forward.advance(ends):
@@ -187,7 +187,7 @@ class Replica:
             if token is not None and request.last_token_at is not None:
                 self.itl.add(now - request.last_token_at)
         if self.times is not None:
-            self.times.stepped(StepWork.of(plan), now - self._began)
+            self.times.observe_step(StepWork.of(plan), now - self._began)
         self.busy_s += now - self._began
         result = StepResult(plan.step, tokens, [None] * len(tokens), [None] * len(tokens))
         ended = len(self.ended)

@@ -222,7 +222,7 @@ class EngineCore:
         """A step has ended. It began when it was submitted, or when the one before it ended."""
         submitted_at, work = self._submitted.popleft()
         began_at, self.last_step_at = max(submitted_at, self.last_step_at), time.monotonic()
-        self.step_times.stepped(work, self.last_step_at - began_at)
+        self.step_times.observe_step(work, self.last_step_at - began_at)
 
     # -- handoffs ------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What the steps of an engine cost, learned as it runs. Pure Python: no clock."""
+"""Cost of an engine's steps, learned as it runs. Pure Python: no clock."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from engine.wire.plan import StepPlan
 
-STEP_MEMORY = 200_000.0  # tokens after which a step counts 1/e
-PROMPT_MEMORY = 50_000.0  # prompt tokens after which one counts 1/e
-DECODE_MEMORY = 200.0  # steps of about the same size after which one counts 1/e
-WARM_UP_STEPS = 4  # that compile kernels and touch memory for the first time: they say nothing of what a step costs
+STEP_MEMORY = 200_000.0  # tokens after which a step's weight is 1/e
+PROMPT_MEMORY = 50_000.0  # prompt tokens after which the weight of one is 1/e
+DECODE_MEMORY = 200.0  # steps of about the same size after which the weight of one is 1/e
+WARM_UP_STEPS = 4  # they compile kernels and touch memory for the first time, so their cost is not typical
 
 
 class LinearCost:
-    """seconds = fixed + slope * units, by least squares over observations that fade. Neither part is ever negative."""
+    """seconds = fixed + slope * units, by least squares over fading observations. Neither coefficient is negative."""
 
     def __init__(self, memory: float, prior_s: float = 0.0):
-        """memory: weight of newer observations after which one counts 1/e. prior_s: what holds without any."""
+        """memory: weight of newer observations after which an older one's is 1/e. prior_s: `fixed` before the first."""
         self._memory, self._prior_s = memory, prior_s
         self._n = self._w = self._x = self._y = self._xx = self._xy = 0.0
 
@@ -30,8 +30,8 @@ class LinearCost:
         self._xx += weight * units * units
         self._xy += weight * units * seconds
 
-    def forget(self, share: float) -> None:
-        self._fade(1.0 - share)
+    def forget(self, fraction: float) -> None:
+        self._fade(1.0 - fraction)
 
     @property
     def coefficients(self) -> tuple[float, float]:
@@ -43,7 +43,7 @@ class LinearCost:
         if variance <= 1e-9 * mean_x * mean_x:
             return mean_y, 0.0
         slope = max(0.0, (self._xy / self._w - mean_x * mean_y) / variance)
-        if slope * mean_x > mean_y:  # the line would meet zero on its way: it starts there
+        if slope * mean_x > mean_y:  # the line would go below zero: it starts there
             return 0.0, self._xy / self._xx
         return mean_y - slope * mean_x, slope
 
@@ -58,13 +58,13 @@ class LinearCost:
 
 
 class StepCost(LinearCost):
-    """What a step of this engine costs, by its tokens. Weighted by them: a long prompt chunk says more about the cost
-    of a token than many steps of a few decodes."""
+    """Cost of a step by its number of tokens. Observations are weighted by it: a long prompt chunk says more about the
+    cost of a token than many steps of a few decodes."""
 
     def __init__(self) -> None:
         super().__init__(STEP_MEMORY)
 
-    def stepped(self, tokens: int, seconds: float) -> None:
+    def observe_step(self, tokens: int, seconds: float) -> None:
         self.observe(tokens, seconds, weight=tokens)
 
 
@@ -83,23 +83,23 @@ class _Bucket:
 
 
 class DecodeCost:
-    """What a step costs in which every sequence computes one token, by their number.
+    """Cost of a step in which every sequence decodes one token, by their number.
 
-    Sizes of 1, 2 to 3, 4 to 7 and so on are remembered apart, each until it comes again: a load that stays the same for
-    hours must not wash out what was learned of others.
+    Sizes of 1, 2 to 3, 4 to 7 and so on are remembered separately, each until it comes again: hours of constant load
+    must not wash out what was learned of other sizes.
     """
 
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
 
-    def stepped(self, sequences: int, seconds: float) -> None:
+    def observe_step(self, sequences: int, seconds: float) -> None:
         self._buckets.setdefault(sequences.bit_length(), _Bucket()).add(sequences, seconds)
 
     @property
     def coefficients(self) -> tuple[float, float]:
-        """(seconds of any step, seconds more per sequence); zeros while nothing is known.
+        """(seconds per step, additional seconds per sequence); zeros while nothing is known.
 
-        With one size known, half of its time is taken to be due to its sequences.
+        If one size is known, half of its time is attributed to its sequences.
         """
         if len(self._buckets) == 1:
             (only,) = self._buckets.values()
@@ -112,12 +112,14 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """decodes: sequences that computed one token, and sampled. prefill_tokens: all others' tokens. prefills: sequences
-    of those that sampled, since their prompt was computed to its end."""
+    """Decodes and prefills of one step."""
 
     decodes: int
+    """Sequences that computed one token and sampled the next."""
     prefill_tokens: int
+    """Tokens of all other sequences."""
     prefills: int
+    """Those of them that sampled, since their prompt was computed to its end."""
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepWork:
@@ -129,32 +131,34 @@ class StepWork:
 
 
 class StepTimes:
-    """by_tokens: of all steps. by_sequences: of those that only decode.
-    prefill_tokens, prefills: computed so far; see StepWork."""
+    """Learned costs of an engine's steps, and totals of its prefills (see StepWork)."""
 
     def __init__(self) -> None:
-        self.by_tokens, self.by_sequences = StepCost(), DecodeCost()
+        #: Cost of all steps.
+        self.by_tokens = StepCost()
+        #: Cost of steps that only decode.
+        self.by_sequences = DecodeCost()
         self.prefill_tokens = self.prefills = 0
         self._steps = 0
         self._prompt_s = self._prompt_tokens = 0.0
 
     @property
     def prompt_token_s(self) -> float:
-        """Engine-seconds that a prompt token has cost of late, all told; 0 while that is not known.
+        """Recent engine-seconds per prompt token, fixed costs included; 0 while unknown.
 
-        A ratio and no fit: prompts come in chunks of about one size, which tell nothing of a slope.
+        A ratio, not a fit: prompts come in chunks of about one size, which say nothing about a slope.
         """
         return self._prompt_s / self._prompt_tokens if self._prompt_tokens else 0.0
 
-    def stepped(self, work: StepWork, seconds: float) -> None:
+    def observe_step(self, work: StepWork, seconds: float) -> None:
         self._steps += 1
         self.prefill_tokens += work.prefill_tokens
         self.prefills += work.prefills
         if self._steps <= WARM_UP_STEPS:
             return
-        self.by_tokens.stepped(work.decodes + work.prefill_tokens, seconds)
+        self.by_tokens.observe_step(work.decodes + work.prefill_tokens, seconds)
         if not work.prefill_tokens:
-            self.by_sequences.stepped(work.decodes, seconds)
+            self.by_sequences.observe_step(work.decodes, seconds)
             return
         per_step, per_sequence = self.by_sequences.coefficients if work.decodes else (0.0, 0.0)
         fade = math.exp(-work.prefill_tokens / PROMPT_MEMORY)

@@ -1,4 +1,4 @@
-"""Counts of values by size, as Prometheus has them. Pure Python, cheap enough for every token."""
+"""Histograms like those of Prometheus, cheap enough for every token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 def _one_two_five(first: int, last: int) -> list[float]:
-    """1, 2 and 5 times every power of ten from 10**first up to 10**last."""
+    """Return 1, 2 and 5 times every power of ten from 10**first up to 10**last."""
     return [*(m * 10.0**e for e in range(first, last) for m in (1, 2, 5)), 10.0**last]
 
 
@@ -17,11 +17,12 @@ TOKENS = _one_two_five(0, 6)
 
 
 class Histogram(msgspec.Struct, array_like=True):
-    """bounds: upper ends of the buckets, rising; a value equal to one belongs below it.
-    counts: one per bucket, and one more for what is above them all. Not cumulative."""
+    """Number of values per bucket, and their sum."""
 
     bounds: list[float]
+    """Upper bounds of the buckets, ascending and inclusive."""
     counts: list[int]
+    """One per bucket, not cumulative, and one for values above all bounds."""
     sum: float = 0.0
 
     @classmethod

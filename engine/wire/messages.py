@@ -1,11 +1,11 @@
-"""What travels between an engine and the processes that use it (msgspec over ZMQ).
+"""Messages between an engine and the processes that use it (msgspec over ZMQ).
 
 To the engine:      Add, Abort, Subscribe; Prefill, CancelPrefill (to one that computes prompts for others);
-                    RemotePrefillFailed, PrefillReplicas (to one that has its prompts computed)         (`Command`)
+                    RemotePrefillFailed, PrefillReplicas (to one whose prompts others compute)          (`Command`)
 From the engine:    TokenBatch to each ingress that has requests there, one per step;
                     EngineUpdate to each router that subscribes;
-                    to the replica's control actor (`Notice`) EngineStatus, at least once a second, and from one that
-                    has its prompts computed DispatchPrefill and CancelDispatch.
+                    to the replica's control actor (`Notice`) EngineStatus, at least once a second, and from an engine
+                    whose prompts others compute DispatchPrefill and CancelDispatch.
 """
 
 from __future__ import annotations
@@ -23,36 +23,34 @@ from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-MAX_LIVE_HANDOFFS = 200  # in one status
+MAX_LIVE_HANDOFFS = 200  # per status
 SUBSCRIPTION_S = 30.0
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate, in token ids. `n > 1` was split up before this point.
-
-    request_id: unique among live requests of one engine; also the source of the seed when none is given.
-    reply_to: ZMQ address of the ingress' token channel; empty for in-process use.
-    timeout_s: seconds that the engine may take from arrival; None for no limit.
-    priority: smaller runs first, used by the `priority` policy only.
-    cache_salt: requests share cached prefixes only with requests of the same salt.
-    prefill: where the prompt is computed; with `remote` the request fails where it would else be computed here.
-    model: a replica of another one refuses the request; None goes anywhere.
-    num_prompt: tokens of `prompt` from here on are output that another replica has given already; they count as output
-        for penalties, min_tokens and max_tokens. None for all of it.
-    session_id: requests of one session should meet in one engine; for routers, engines ignore it.
-    """
+    """One sequence to generate, in token ids. `n > 1` was split up before this point."""
 
     request_id: str
+    """Unique among the live requests of an engine; also the source of the seed if none is given."""
     prompt: list[int]
     params: SamplingParams
     reply_to: str = ""
+    """ZMQ address of the ingress's token channel; empty for in-process use."""
     timeout_s: float | None = None
+    """Time that the engine may take from arrival; None for no limit."""
     priority: int = 0
+    """Smaller runs first; used by the `priority` policy only."""
     cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt."""
     prefill: Literal["auto", "local", "remote"] = "auto"
+    """Where the prompt is computed; with `remote` the request fails if it would otherwise be computed locally."""
     num_prompt: int | None = None
+    """Tokens of `prompt` from this one on are output that another replica already gave: they count as output for
+    penalties, min_tokens and max_tokens. None if all of it is prompt."""
     model: ModelIdentity | None = None
+    """A replica of another model refuses the request; None is accepted by any."""
     session_id: str = ""
+    """Requests of one session should meet in one engine; read by routers, ignored by engines."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -63,8 +61,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
     token_id: int
     logprob: float
-    rank: int  # 1 = the most likely token
-    top: list[tuple[int, float]]  # (token id, logprob), most likely first
+    rank: int
+    """1 for the most likely token."""
+    top: list[tuple[int, float]]
+    """(token id, logprob), most likely first."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -83,70 +83,57 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds, on the engine's monotonic clock, relative to the request's arrival there.
-
-    handoff_s: start and end of the last attempt to have its prompt computed by another engine.
-    """
+    """Seconds since the request's arrival in the engine, on its monotonic clock."""
 
     scheduled_s: float
     first_token_s: float
     finished_s: float
     handoff_s: tuple[float, float] | None = None
+    """Start and end of the last attempt to have the prompt computed by another engine."""
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step brought for one request. The delta with a `finish_reason` is the last.
+    """Output of one step for one request. The delta with a `finish_reason` is the last.
 
-    One without tokens and `finish_reason` only brings what happened to a request that has no token for long.
-
-    position: in the sequence's output, of the first token here; also without a token, but not with an error.
-    stop_reason: the stop token id that ended it, if it was one of `stop_token_ids`.
-    num_cached_tokens: prompt tokens that came from the prefix cache; given with the first token.
-    prompt_logprobs: one per prompt token, the first None; given with the first token if asked for.
-    text_complete: with finish_reason `stop`: its grammar ended it, so the last token is text, not a token that stops.
-    times: given with the first token, and with the last delta of a request that was scheduled at all.
-    timeline: what happened to the request in its engines since the delta before.
+    A delta without tokens and `finish_reason` only brings the timeline of a request that waits for a token.
     """
 
     request_id: str
     position: int = 0
+    """Position of the first token in the sequence's output; also given without a token, but not with an error."""
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    """One per prompt token, the first None; given with the first token if asked for."""
     num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache; given with the first token."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
+    """Stop token id that ended the sequence, if it is one of `stop_token_ids`."""
     text_complete: bool = False
+    """The grammar ended the sequence (`stop`), so its last token is text and no stop token."""
     error: ErrorInfo | None = None
     times: RequestTimes | None = None
+    """Given with the first token, and with the last delta of a request that was scheduled."""
     num_preemptions: int = 0
     timeline: list[TimelineEvent] = []
+    """Events of the request in its engines since the delta before."""
 
 
 class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """All deltas of one engine step for one ingress.
-
-    commands_to: ZMQ address where the engine takes commands.
-    """
+    """All deltas of one engine step for one ingress."""
 
     engine_id: str
     commands_to: str
+    """ZMQ address where the engine takes commands."""
     step: int
     deltas: list[TokenDelta]
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """State of one engine now, and totals since its start.
+    """Current state of one engine, and totals since its start.
 
     Blocks: total = free + cached + used, and used = held by running requests + reserved + leased.
-    blocks_reserved: that only requests hold whose KV comes from another engine, or has come and waits for a slot.
-    blocks_leased: that only computed prompts hold, which another engine may still read.
-    receiving, leased: such requests. queued_tokens: prompt tokens that are still to be computed.
-    seconds_per_step, seconds_per_token: what a step costs here, fitted as it runs; 0 where not known yet.
-    decode_seconds_per_step, decode_seconds_per_sequence: the same of steps that only decode.
-    prompt_seconds_per_token: of computing prompts, all told, beside the decoding of others in the same step.
-    prefill_tokens, prefills: prompt tokens that steps computed here, and prompts that they computed to their end.
-    prefill_decisions: where prompts were sent to be computed, and why: {"local": {"short_prompt": 3}, "remote": ...}.
     """
 
     running: int
@@ -162,87 +149,94 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
-    finished: dict[str, int]  # by finish reason
+    finished: dict[str, int]
+    """Requests that ended, by finish reason."""
     blocks_reserved: int = 0
+    """Blocks that only requests hold whose KV comes from another engine, or has come and waits for a slot."""
     blocks_leased: int = 0
+    """Blocks that only computed prompts hold which another engine may still read."""
     receiving: int = 0
+    """Requests whose KV comes from another engine."""
     leased: int = 0
+    """Computed prompts whose blocks another engine may still read."""
     queued_tokens: int = 0
+    """Prompt tokens that are still to be computed."""
     seconds_per_step: float = 0.0
+    """Fixed cost of a step, fitted while the engine runs; 0 while unknown."""
     seconds_per_token: float = 0.0
     decode_seconds_per_step: float = 0.0
+    """Fixed cost of a step that only decodes."""
     decode_seconds_per_sequence: float = 0.0
     prompt_seconds_per_token: float = 0.0
+    """Cost of a prompt token, fixed costs included, without the decodes of the same step."""
     prefill_tokens: int = 0
+    """Prompt tokens that were computed here."""
     prefills: int = 0
+    """Prompts that were computed here to their end."""
     prefill_decisions: dict[str, dict[str, int]] = {}
-    histograms: dict[str, Histogram] = {}  # by the names of engine/core/stats.py
+    """Where prompts were sent to be computed, and why: {"local": {"short_prompt": 3}, "remote": ...}."""
+    histograms: dict[str, Histogram] = {}
+    """By the names of engine/core/stats.py."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the control actor: which requests ended since the last status, and how the engine is doing.
-
-    ended: ids of requests, and of handoffs that were computed here for another engine.
-    last_step_age_s: 0 when there is nothing to compute.
-    handoffs: what `EngineConfig.handoff` asks for; None without. live_handoffs: at most MAX_LIVE_HANDOFFS of them.
-    fingerprint: what engines must have in common to hand KV over; empty without `handoff`.
-    """
+    """Tells the control actor which requests ended since the last status, and how the engine is doing."""
 
     engine_id: str
     ended: list[str]
+    """Ids of requests, and of handoffs that were computed here for another engine."""
     stats: EngineStats
     last_step_age_s: float
+    """0 when there is nothing to compute."""
     handoffs: HandoffStats | None = None
+    """None without `EngineConfig.handoff`."""
     live_handoffs: list[HandoffInfo] = []
+    """At most MAX_LIVE_HANDOFFS."""
     fingerprint: str = ""
+    """Equal in engines that can hand KV over to each other; empty without `handoff`."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What one engine has to do, for whoever chooses between engines.
-
-    sequences: that run, wait, or wait for their KV; each needs one of `slots` to run.
-    queued_tokens: prompt tokens that are still to be computed. blocks_used: of `blocks_total` KV blocks.
-    slots, blocks_total: 0 where nothing is known of the engine.
-    """
+    """Work of one engine, for those who choose between engines. All 0 if nothing is known of the engine."""
 
     sequences: int = 0
+    """Sequences that run, wait, or wait for their KV; each needs one of `slots` to run."""
     queued_tokens: int = 0
+    """Prompt tokens that are still to be computed."""
     blocks_used: int = 0
     slots: int = 0
     blocks_total: int = 0
 
 
 class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """Load of an engine and its KV events since the update before, sent to every router that subscribes.
-
-    number: one more than that of the update before, so that a lost one is noticed.
-    snapshot: `stored` and `admitted` are complete, not changes.
-    stored, removed: hashes of KV blocks that can be matched from now on, and of those that no longer can;
-        BLOCK_HASH_BYTES each.
-    admitted: requests and remote prefills that arrived; `load` includes them.
-    prefilled: admitted requests whose prompt is computed, or that ended; each with its number of cached prompt
-        tokens, or -1 if it never ran.
-    """
+    """Load of an engine and its KV events since the update before, sent to every router that subscribes."""
 
     engine_id: str
     number: int
+    """One more than that of the update before, so that a lost one is noticed."""
     snapshot: bool
+    """`stored` and `admitted` are complete, not changes."""
     load: EngineLoad
     stored: bytes
+    """Hashes of KV blocks that can be matched from now on, BLOCK_HASH_BYTES each."""
     removed: bytes
+    """Hashes of KV blocks that can no longer be matched."""
     admitted: list[str]
+    """Requests and remote prefills that arrived; `load` includes them."""
     prefilled: list[tuple[str, int]]
+    """Admitted requests whose prompt is computed, or that ended, with their number of cached prompt tokens, or -1 if
+    they never ran."""
 
 
 class DispatchPrefill(msgspec.Struct, frozen=True, tag=True):
-    """To the control actor: have some prefill engine take this prefill request (Prefill); tell RemotePrefillFailed if none does,
-    or if the call fails before the engine has taken it."""
+    """Asks the control actor to send a prompt to a prefill engine (Prefill). It answers RemotePrefillFailed if none
+    accepts it, or if the call fails before."""
 
     request: RemotePrefillRequest
 
 
 class CancelDispatch(msgspec.Struct, frozen=True, tag=True):
-    """To the control actor: the call that carries this prefill request is of no use any more."""
+    """Tells the control actor that the call of a DispatchPrefill is no longer needed."""
 
     handoff_id: str
 
@@ -257,23 +251,19 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """End a request; unknown ids are ignored (it may just have finished).
-
-    reason: `stop` when its text has reached a stop string, which an engine knows nothing of.
-    """
+    """End a request; unknown ids are ignored (it may just have finished)."""
 
     request_id: str
     reason: Literal["abort", "stop"] = "abort"
+    """`stop` if its text has reached a stop string, which an engine cannot see."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=True):
-    """Send each EngineUpdate to `address` for the next SUBSCRIPTION_S, a snapshot first unless that has been sent.
-
-    resync: send a snapshot in any case, since a message was lost.
-    """
+    """Send each EngineUpdate to `address` for the next SUBSCRIPTION_S, a snapshot first unless that has been sent."""
 
     address: str
     resync: bool = False
+    """Send a snapshot in any case, since an update was lost."""
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):
@@ -283,7 +273,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelPrefill(msgspec.Struct, frozen=True, tag=True):
-    """The caller of the prefill request is gone."""
+    """End a prompt of another engine: the call that brought it is gone."""
 
     handoff_id: str
 

@@ -1,4 +1,4 @@
-"""Which model an engine runs, so that a text that one model began is never continued by another."""
+"""Identity of a model, so that a text that one model began is never continued by another."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import msgspec
 from engine.errors import ModelFolderError
 
 PAGE = 4096  # bytes
-PAGES = 64  # read of every file of weights
+PAGES = 64  # pages that are read of every file of weights
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):
-    """weights: digest of config.json and the weights.
-    vocabulary: digest of what each token id stands for; empty for a model without a tokenizer. Engines of one
-    vocabulary understand each other's prompts, whatever their weights.
-    """
+    """Digests that differ between models and between versions of a model."""
 
     weights: str
+    """Digest of config.json and the weights."""
     vocabulary: str
+    """Digest of what each token id stands for; empty for a model without a tokenizer. Engines of one vocabulary
+    understand each other's prompts, whatever their weights."""
 
     @classmethod
     def of(cls, folder: Path) -> ModelIdentity:
-        """Reads little, and imports no torch. Raises ModelFolderError."""
+        """Identify the model in `folder`; reads little and imports no torch. Raises ModelFolderError."""
         try:
             weights = hashlib.sha256((folder / "config.json").read_bytes())
             sample_weights(weights, sorted(folder.glob("*.safetensors")))
@@ -35,25 +35,25 @@ class ModelIdentity(msgspec.Struct, frozen=True):
             raise ModelFolderError(str(folder), f"cannot be read: {error}") from error
 
 
-def sample_weights(total: hashlib._Hash, files: Iterable[Path]) -> None:
-    """Names, sizes and headers of safetensors files and a sample of their pages. That tells models and their versions
-    apart in milliseconds; it is no proof against somebody who changes a few bytes in between. Raises OSError."""
+def sample_weights(digest: hashlib._Hash, files: Iterable[Path]) -> None:
+    """Add names, sizes and headers of safetensors files and a sample of their pages. That tells models and their
+    versions apart in milliseconds, but does not detect a deliberate change of a few bytes. Raises OSError."""
     for path in files:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = file.read(8)  # of the header, which follows
-            total.update(f"{path.name} {size} ".encode() + length + file.read(int.from_bytes(length, "little")))
+            digest.update(f"{path.name} {size} ".encode() + length + file.read(int.from_bytes(length, "little")))
             for page in range(PAGES):
                 file.seek(page * max(0, size - PAGE) // max(1, PAGES - 1))
-                total.update(file.read(PAGE))
+                digest.update(file.read(PAGE))
 
 
-def short(total: hashlib._Hash) -> str:
-    return total.hexdigest()[:16]
+def short(digest: hashlib._Hash) -> str:
+    return digest.hexdigest()[:16]
 
 
 def _vocabulary(path: Path) -> str:
-    """Of the content, since the same vocabulary may be written in many ways."""
+    """Digest the content, since the same vocabulary may be written in many ways."""
     if not path.is_file():
         return ""
     try:

@@ -1,4 +1,4 @@
-"""What one engine step runs, and what came out. Sent from rank 0 to the other ranks, so only changes are in it."""
+"""Plan and result of one engine step. Rank 0 sends the plan to the other ranks, so it only holds changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.wire.sampling_params import SamplingParams
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
-    """Everything a runner must know of a sequence that enters a slot; sent once, and again after preemption."""
+    """A sequence that enters a slot; sent once, and again after preemption."""
 
     slot: int
     tokens: list[int]
@@ -19,7 +19,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockChange(msgspec.Struct, frozen=True, array_like=True):
-    """The block table of `slot` holds `blocks` from entry `index` on."""
+    """Entries of the block table of `slot` from `index` on."""
 
     slot: int
     index: int
@@ -27,12 +27,7 @@ class BlockChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step. The four lists run in parallel, one entry per sequence that computes something.
-
-    starts, counts: the step computes tokens [start, start + count) of the sequence.
-    samples: True where that reaches the sequence's last token, so that a new one is sampled.
-    masked: entries whose token must obey a grammar; masks: a row of bits for each, see compute_mask in grammar.py.
-    """
+    """One step. `slots`, `starts`, `counts` and `samples` are parallel: one entry per sequence that computes tokens."""
 
     step: int
     added: list[NewSequence]
@@ -40,9 +35,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     slots: list[int]
     starts: list[int]
     counts: list[int]
+    """The step computes tokens [start, start + count) of the sequence."""
     samples: list[bool]
+    """True where that reaches the sequence's last token, so that a new one is sampled."""
     masked: list[int] = []
+    """Entries whose token must obey a grammar."""
     masks: bytes = b""
+    """A row of bits for each of them (Grammar.mask)."""
 
     @property
     def num_tokens(self) -> int:
@@ -50,14 +49,12 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """One entry per plan entry.
-
-    tokens: the sampled token; None where none was asked for, -1 where the logits were not finite.
-    logprobs: for sequences that asked for them.
-    prompt_logprobs: of the prompt tokens that follow those computed in this step, where asked for.
-    """
+    """One entry per plan entry."""
 
     step: int
     tokens: list[int | None]
+    """Sampled tokens; None where none was asked for, -1 where the logits were not finite."""
     logprobs: list[TokenLogprob | None]
+    """Given for sequences that asked for them."""
     prompt_logprobs: list[list[TokenLogprob] | None]
+    """Log-probabilities of the prompt tokens that follow those computed in this step, if asked for."""

@@ -1,4 +1,4 @@
-"""What a user may ask of one generation. Names, meaning and ranges follow vLLM's SamplingParams."""
+"""Sampling parameters of a request. Names, meaning and ranges follow vLLM's SamplingParams."""
 
 from __future__ import annotations
 
@@ -15,35 +15,34 @@ MAX_STOP_STRINGS = 16
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Immutable; travels with the request. Raises InvalidParameter when a value is out of its range.
-
-    temperature: 0 is greedy, and then top_p, top_k and min_p have no effect.
-    seed: None lets the engine derive one from the request id.
-    max_tokens: None means as many as the context still holds.
-    logprobs, prompt_logprobs: number of most likely alternatives to report, beside the token itself.
-    bad_words: words that must not be produced; `bad_words_token_ids` is their form for the engine,
-        filled in where the tokenizer is (text and tokens are two worlds).
-    """
+    """Sampling parameters of a request. Raises InvalidParameter for a value out of its range."""
 
     n: int = 1
     temperature: float = 1.0
+    """0 is greedy; then top_p, top_k and min_p have no effect."""
     top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: no limit
+    top_k: int = 0
+    """0 or -1 for no limit."""
     min_p: float = 0.0
     seed: int | None = None
+    """None lets the engine derive one from the request id."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = []
+    """Words that must not be produced."""
     bad_words_token_ids: list[list[int]] = []
+    """`bad_words` in tokens, filled in by the process that has the tokenizer."""
     stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     max_tokens: int | None = 16
+    """None for as many as the context still holds."""
     min_tokens: int = 0
     logprobs: int | None = None
+    """Number of most likely alternatives to report besides the token itself."""
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -85,8 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0.0
 
     def sequence(self, index: int) -> SamplingParams:
-        """Parameters of one of the `n` sequences; equal seeds would make them all the same."""
-        # wraps round where the next 64-bit integer does
+        """Return the parameters of one of the `n` sequences; equal seeds would make them all the same."""
+        # signed 64-bit integers wrap around
         seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
         return msgspec.structs.replace(self, n=1, seed=seed)
 

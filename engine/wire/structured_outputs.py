@@ -1,4 +1,4 @@
-"""What form an answer must have. Names and meaning follow vLLM's StructuredOutputsParams."""
+"""Form that an answer must have. Names and meaning follow vLLM's StructuredOutputsParams."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ from engine.errors import InvalidParameter
 Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
 KINDS: tuple[Kind, ...] = ("json", "regex", "choice", "grammar", "json_object")
 MAX_CHARS = 200_000
-MAX_GBNF_CHARS = 20_000  # it is translated to Lark in Python
+MAX_GBNF_CHARS = 20_000  # GBNF is translated to Lark in Python
 LARK = re.compile(r"^[ \t]*(?:%llguidance|start[ \t]*:(?!:))", re.MULTILINE)
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Immutable. Raises InvalidParameter unless exactly one form is given. Whether it can be enforced is known only
-    once the engine has compiled it.
-
-    json: a JSON schema, as an object or as its text. A keyword that cannot be enforced is an error, never ignored.
-    regex: of the whole answer, in Rust's syntax: no look-around and no back references.
-    choice: the answer is one of these texts.
-    grammar: context-free, in Lark as llguidance reads it (with a rule `start`) or in llama.cpp's GBNF (`root`).
-    json_object: True for any JSON object.
-    field: what the user knows these parameters as, for error messages.
-    """
+    """Exactly one form, or it raises InvalidParameter. Whether it can be enforced is known only once the engine has
+    compiled it."""
 
     json: str | dict[str, Any] | None = None
+    """A JSON schema, as an object or as its text. A keyword that cannot be enforced is an error, never ignored."""
     regex: str | None = None
+    """A regular expression for the whole answer, in Rust's syntax: no look-around and no back references."""
     choice: list[str] | None = None
+    """The answer is one of these texts."""
     grammar: str | None = None
+    """A context-free grammar, in Lark as llguidance reads it (with a rule `start`) or in llama.cpp's GBNF (`root`)."""
     json_object: bool = False
+    """The answer is any JSON object."""
     field: str = "structured_outputs"
+    """The user's name for these parameters, for error messages."""
 
     def __post_init__(self) -> None:
         given = self._given()
@@ -42,9 +40,9 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
             raise InvalidParameter(self.field, {kind: getattr(self, kind) for kind in given}, limit)
         if self.choice is not None and not (self.choice and all(self.choice)):
             raise self.invalid("a list of at least one text, none of them empty")
-        most = MAX_GBNF_CHARS if self.is_gbnf else MAX_CHARS
-        if len(self.text) > most:
-            raise self.invalid(f"at most {most} characters (these are {len(self.text)})")
+        max_chars = MAX_GBNF_CHARS if self.is_gbnf else MAX_CHARS
+        if len(self.text) > max_chars:
+            raise self.invalid(f"at most {max_chars} characters (these are {len(self.text)})")
 
     @property
     def kind(self) -> Kind:
@@ -52,7 +50,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 
     @property
     def text(self) -> str:
-        """All there is to compile; schemas and choices as JSON."""
+        """Text to compile; schemas and choices as JSON."""
         value = getattr(self, self.kind)
         if self.kind in ("regex", "grammar"):
             return cast(str, value)
@@ -72,7 +70,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
         return self.grammar is not None and not LARK.search(self.grammar)
 
     def invalid(self, limit: str) -> InvalidParameter:
-        """The error that these parameters are not `limit`."""
+        """Return the error that these parameters are not `limit`."""
         field = f"{self.field}.{self.kind}" if self.field == "structured_outputs" else self.field
         return InvalidParameter(field, getattr(self, self.kind), limit)
 

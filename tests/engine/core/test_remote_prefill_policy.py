@@ -19,7 +19,7 @@ def make(
     """Of an engine whose steps cost 2 ms and 1 ms per token."""
     cost = StepCost()
     for tokens in (1, 8, 64, 512):
-        cost.stepped(tokens, 0.002 + TOKEN_S * tokens)
+        cost.observe_step(tokens, 0.002 + TOKEN_S * tokens)
     policy = RemotePrefillPolicy(HandoffConfig(role="decode", policy=option), cost, lambda: quarantined or set())
     policy.replicas = replicas
     return policy
