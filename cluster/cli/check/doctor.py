@@ -25,7 +25,7 @@ from engine.errors import StartupError
 from placement.capacity import Node, can_grow, cluster_nodes
 
 DISTRIBUTION = "manta-serve"
-EXTRAS = {"gpu": "FlashAttention on GPUs", "nixl": "KV between pools over RDMA", "otel": "traces"}
+EXTRAS = {"nixl": "KV between pools over RDMA", "otel": "traces"}
 GPU_QUERY = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
 
 

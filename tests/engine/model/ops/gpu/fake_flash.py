@@ -1,4 +1,4 @@
-"""What the flash-attn packages say of their functions, computed slowly; the kernels themselves need a GPU."""
+"""What FlashAttention 3 says of its function, computed slowly; the kernel itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -41,37 +41,6 @@ def causal_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]
     return (window_size[0], 0) if causal else window_size
 
 
-def flash_attn_2() -> ModuleType:
-    """flash_attn 2.8: flash_attn_with_kvcache and flash_attn_varlen_func."""
-    module = ModuleType("flash_attn")
-
-    def flash_attn_with_kvcache(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, softmax_scale: float, causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1), block_table: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        check(k_cache, v_cache, block_table, multiple=256)
-        assert q.shape[1] == 1
-        starts = torch.arange(len(q) + 1)
-        window = causal_window(causal, window_size)
-        pages = (k_cache, v_cache)
-        return attend_all(q[:, 0], pages, starts, cache_seqlens, block_table, softmax_scale, window)[:, None]
-
-    def flash_attn_varlen_func(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-        max_seqlen_k: int, softmax_scale: float, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
-        block_table: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        check(k, v, block_table, multiple=256)
-        assert max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
-        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-        window = causal_window(causal, window_size)
-        return attend_all(q, (k, v), cu_seqlens_q, cu_seqlens_k.diff(), block_table, softmax_scale, window)
-
-    module.flash_attn_with_kvcache = flash_attn_with_kvcache
-    module.flash_attn_varlen_func = flash_attn_varlen_func
-    return module
-
-
 def flash_attn_3() -> ModuleType:
     """hopper/flash_attn_interface.py: flash_attn_with_kvcache."""
     module = ModuleType("flash_attn_interface")
@@ -80,7 +49,7 @@ def flash_attn_3() -> ModuleType:
         q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, page_table: Tensor, cu_seqlens_q: Tensor,
         max_seqlen_q: int, softmax_scale: float, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
     ) -> Tensor:  # fmt: skip
-        check(k_cache, v_cache, page_table, multiple=1)
+        check(k_cache, v_cache, page_table)
         assert max_seqlen_q >= cu_seqlens_q.diff().max() and cu_seqlens_q.dtype == torch.int32
         window = causal_window(causal, window_size)
         pages = (k_cache, v_cache)
@@ -90,8 +59,6 @@ def flash_attn_3() -> ModuleType:
     return module
 
 
-def check(k: Tensor, v: Tensor, table: Tensor, multiple: int) -> None:
-    if k.shape[1] % multiple:
-        raise RuntimeError(f"Paged KV cache block size must be divisible by {multiple}")
+def check(k: Tensor, v: Tensor, table: Tensor) -> None:
     assert k.stride(-1) == v.stride(-1) == table.stride(-1) == 1
     assert table.dtype == torch.int32
