@@ -1,4 +1,4 @@
-"""The decode deployment: replicas that answer requests. Tokens go from the engine straight to the ingress that asked."""
+"""The decode deployment: replicas that answer requests. Tokens go from the engine straight to the ingress."""
 
 from __future__ import annotations
 

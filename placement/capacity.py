@@ -1,4 +1,4 @@
-"""Whether the cluster could ever hold a replica. Ray itself would wait for a fitting node for ever, in silence."""
+"""A check whether the cluster can ever hold a replica. Ray itself would wait for ever for a fitting node, silently."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from placement.spec import GroupSpec
 
 EPSILON = 1e-6
 NODE_GROUP = "ray.io/node-group"  # label of nodes that an autoscaler or KubeRay has started
-OWN_RESOURCES = ("node:", "memory", "object_store_memory")  # which every node has
+OWN_RESOURCES = ("node:", "memory", "object_store_memory")  # of every node
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """resources: in total, whoever uses them now."""
-
-    resources: Mapping[str, float]
+    resources: Mapping[str, float]  #: in total, including those in use
     labels: Mapping[str, str]
 
 
@@ -29,12 +27,12 @@ def cluster_nodes() -> list[Node]:
 
 
 def can_grow(nodes: Sequence[Node]) -> bool:
-    """Whether somebody may add nodes: an autoscaler, or KubeRay, whose pods come one after the other."""
+    """Return whether nodes may be added: by an autoscaler, or by KubeRay, whose pods start one after the other."""
     return any(node.labels.get(NODE_GROUP) for node in nodes)
 
 
 def missing(spec: GroupSpec, nodes: Sequence[Node]) -> str | None:
-    """Why `nodes` cannot hold one replica, even if nothing else ran there; None if they can."""
+    """Return why `nodes` cannot hold one replica, even if nothing else ran there; None if they can."""
     usable = [node for node in nodes if matches(node.labels, spec.label_selector)]
     found = _ranks_that_fit(spec, usable)
     if found >= spec.num_ranks:
@@ -58,7 +56,7 @@ def missing(spec: GroupSpec, nodes: Sequence[Node]) -> str | None:
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Ray's label selectors: each value is `v`, `!v`, `in(v, w)` or `!in(v, w)`."""
+    """Evaluate Ray's label selectors: each value is `v`, `!v`, `in(v, w)` or `!in(v, w)`."""
     for key, wanted in selector.items():
         negated = wanted.startswith("!")
         listed = re.fullmatch(r"in\((.*)\)", wanted.removeprefix("!"))
@@ -87,12 +85,12 @@ def _ranks_that_fit(spec: GroupSpec, nodes: Sequence[Node]) -> int:
 
 
 def _capacity(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:
-    """How often `bundle` fits."""
+    """Return how many times the bundle fits."""
     return min(int((resources.get(resource, 0.0) + EPSILON) / amount) for resource, amount in bundle.items())
 
 
 def _describe_shortage(spec: GroupSpec, nodes: Sequence[Node]) -> str:
-    """Names what no node has enough of to hold the first bundle."""
+    """Name the resource that no node has enough of to hold the first bundle."""
     for resource, amount in spec.bundles[0].items():
         largest = max(node.resources.get(resource, 0.0) for node in nodes)
         if largest + EPSILON < amount:

@@ -21,14 +21,12 @@ CONVERSION = re.compile(r"(?:(\w+)=)?%[-#0 +]*[\d*]*(?:\.[\d*]+)?[a-zA-Z]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """level `debug` also shows each step of every request's life."""
-
     format: LogFormat = "text"
-    level: LogLevel = "info"
+    level: LogLevel = "info"  #: `debug` also shows each step of every request's life
 
 
 def log_to_console(who: str, config: LogConfig = LogConfig()) -> None:
-    """Show this process' own log lines, each with `who` wrote it. Other libraries keep their settings."""
+    """Show our packages' log lines, each with `who`, this process' name. Other libraries keep their settings."""
     handler = logging.StreamHandler(sys.__stderr__)  # Serve may have turned sys.stderr into a log file of its own
     text = logging.Formatter(TEXT.format(who=who), datefmt="%H:%M:%S")
     handler.setFormatter(JsonFormatter(who) if config.format == "json" else text)
@@ -40,10 +38,9 @@ def log_to_console(who: str, config: LogConfig = LogConfig()) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line. Values that a message names, as in `steps=%d`, are keys of their own.
+    """Writes one JSON object per line. Values that a message names, as in `steps=%d`, are keys of their own.
 
-    They are taken from the arguments of the call and not from the finished text, so whatever stands in a client's
-    request id, it cannot forge a key.
+    They come from the arguments of the call, not from the finished text, so a client's request id cannot forge a key.
     """
 
     def __init__(self, who: str):
@@ -65,7 +62,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def named_values(message: object, args: object) -> dict[str, Any]:
-    """`%` arguments that have a name right before them."""
+    """Return the `%` arguments that have a name right before them."""
     if not isinstance(message, str) or not isinstance(args, tuple):
         return {}
     names = [match[1] for match in CONVERSION.finditer(message.replace("%%", ""))]

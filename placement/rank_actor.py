@@ -1,4 +1,4 @@
-"""The Ray actor around one rank: a process of its own, so that HTTP and scheduling never share a GIL."""
+"""The Ray actor around one rank: a process of its own, so HTTP and scheduling never share a GIL."""
 
 from __future__ import annotations
 
@@ -23,29 +23,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """What all ranks of one engine are told.
-
-    status_to: where the engine reports (ZMQ). timeout_s: for the ranks to find each other.
-    """
+    """The task that all ranks of one engine share."""
 
     config: EngineConfig
     engine_id: str
-    status_to: str
-    timeout_s: float
+    status_to: str  #: ZMQ address to which the engine reports
+    timeout_s: float  #: for the ranks to find each other
     log: LogConfig
 
 
 @dataclass(frozen=True, slots=True)
 class RankReady:
-    """What rank 0 tells once all ranks have loaded. address: where the engine takes commands (ZMQ)."""
+    """The answer of rank 0 once all ranks have loaded."""
 
-    address: str
+    address: str  #: ZMQ address where the engine takes commands
     max_model_len: int
 
 
 class RankActor:
-    """Hosts a rank: the engine on rank 0, a worker on others. A dead rank is never restarted by itself: its whole
-    replica is replaced."""
+    """Hosts the engine on rank 0, a worker on other ranks. A dead rank is never restarted: its replica is replaced."""
 
     def __init__(self) -> None:
         # when rank 0 ends first, torch would print a page about a lost connection
@@ -54,13 +50,13 @@ class RankActor:
         self._process: EngineServer | Worker
 
     def location(self) -> RankLocation:
-        """Where Ray has put this actor."""
+        """Return where Ray has put this actor."""
         context = ray.get_runtime_context()
         devices = tuple(context.get_accelerator_ids().get("GPU", []))
         return RankLocation(context.get_node_id(), devices, ray.util.get_node_ip_address())
 
     def listen(self, task: RankTask) -> str:
-        """Rank 0 of several: the address for the others."""
+        """Return the address that the other ranks connect to. For rank 0 of several."""
         from engine.distributed.tp_group import TPGroup
 
         config = task.config
@@ -68,9 +64,9 @@ class RankActor:
         return self._group.address
 
     def start(self, task: RankTask, rank: int, rank_0: str) -> RankReady | None:
-        """Load this rank's part of the model; returns when all ranks have. rank_0: its address, if there are others.
+        """Load this rank's shards of the model; return when all ranks have. Raises the StartupError of any rank.
 
-        Raises StartupError, of this rank or of another.
+        rank_0: address of rank 0, if there are several.
         """
         log_to_console(f"{task.engine_id}/rank{rank}", task.log)
         location = self.location()
@@ -84,7 +80,7 @@ class RankActor:
         return None
 
     def run(self) -> None:
-        """Serve until the process ends. That this call is open is how the rank group knows that the rank lives.
+        """Serve until the process ends. While this call is open, the rank group knows that the rank lives.
 
         Raises EngineUnavailable when another rank dies.
         """

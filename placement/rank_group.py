@@ -21,12 +21,12 @@ from placement.spec import GroupSpec
 
 logger = logging.getLogger(__name__)
 
-VERDICT_S = 1.0  # after one rank's failure, for others to fail too: the one that was first knows the reason best
-RELAYED = re.compile(r"rank \d+( cannot be reached|: )")  # how an engine tells of another rank's failure
+VERDICT_S = 1.0  # after one rank's failure, for others to fail too: the first one knows the reason best
+RELAYED = re.compile(r"rank \d+( cannot be reached|: )")  # an error that is about another rank's failure
 
 
 class RankGroup:
-    """Rank actors, from their start to the first death among them. Owned by the control actor: they die with it."""
+    """Rank actors, from their start to the first death among them. The control actor owns them: they die with it."""
 
     def __init__(self, spec: GroupSpec):
         self._spec = spec
@@ -44,7 +44,7 @@ class RankGroup:
             raise
 
     async def run(self) -> str:
-        """Let all ranks serve; returns why the first of them ended."""
+        """Let all ranks serve; return why the first of them ended."""
         running = [asyncio.ensure_future(_ended(rank, number)) for number, rank in enumerate(self._ranks)]
         try:
             done, others = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -58,7 +58,7 @@ class RankGroup:
                 ended.cancel()
 
     def kill(self) -> None:
-        """End the ranks' processes, also those that hang."""
+        """End the ranks' processes, even those that hang."""
         for rank in self._ranks:
             ray.kill(rank)
 
@@ -80,7 +80,7 @@ class RankGroup:
         return ready
 
     def _create(self) -> list[Any]:
-        """One actor per bundle."""
+        """Create one actor per bundle."""
         group = ray.util.get_current_placement_group()
         assert group is not None, "a replica is deployed with the bundles of its GroupSpec"
         actor = ray.remote(RankActor)
@@ -94,7 +94,7 @@ class RankGroup:
         ]
 
     async def _all(self, calls: Sequence[Awaitable[Any]], deadline: float) -> list[Any]:
-        """Answers of ranks 0, 1, ... in that order."""
+        """Return the answers to all calls, which are in the order of `self._ranks`."""
         waiting = [asyncio.ensure_future(call) for call in calls]
         try:
             done, late = await asyncio.wait(
@@ -114,7 +114,7 @@ class RankGroup:
 
 
 async def _ended(rank: Any, number: int) -> str | None:
-    """Why: short, since clients read it. None if it ended in order."""
+    """Wait for the rank's end and return its reason, short, since clients read it. None if it ended in order."""
     try:
         await rank.run.remote()
     except RayTaskError as error:
@@ -129,9 +129,9 @@ async def _ended(rank: Any, number: int) -> str | None:
 
 
 def _verdict(errors: Sequence[BaseException | None]) -> ServingError:
-    """What to say when ranks failed to start. `errors` is in rank order.
+    """Choose the error to report when ranks failed to start. `errors` is in rank order.
 
-    A death is nobody else's consequence; then comes what a rank says of itself, then what ranks say of each other.
+    A death has no cause in another rank, so it comes first; then a rank's own error; then errors about other ranks.
     """
     deaths: list[ServingError] = []
     own: list[ServingError] = []

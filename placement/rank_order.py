@@ -1,4 +1,4 @@
-"""Which bundle of a replica's placement group becomes which rank."""
+"""The order in which the bundles of a replica's placement group become ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """Where Ray has put the actor of a bundle.
+    """The node and devices that Ray has given to the actor of one bundle."""
 
-    node: Ray's id of it. devices: GPUs that the actor may use, as in CUDA_VISIBLE_DEVICES. host: the node's address.
-    """
-
-    node: str
-    devices: tuple[str, ...] = ()
-    host: str = ""
+    node: str  #: Ray's node id
+    devices: tuple[str, ...] = ()  #: GPUs that the actor may use, as in CUDA_VISIBLE_DEVICES
+    host: str = ""  #: the node's address
 
     def __str__(self) -> str:
         gpus = f" GPU {','.join(self.devices)}" if self.devices else ""
@@ -23,9 +20,9 @@ class RankLocation:
 
 
 def rank_order(locations: Sequence[RankLocation], home: str) -> list[int]:
-    """Bundle indices in rank order: ranks of one node are neighbours there, in the order of their devices.
+    """Return bundle indices in rank order: ranks of one node are neighbours, in the order of their devices.
 
-    locations: of each bundle. home: the control actor's node, which comes first if any bundle is there.
+    locations: one per bundle. home: the control actor's node, which comes first if any bundle is there.
 
     Ray promises neither: with PACK, neighbouring bundles may be on different nodes, and devices come in any order.
     """
@@ -41,5 +38,5 @@ def rank_order(locations: Sequence[RankLocation], home: str) -> list[int]:
 
 
 def _number(device: str) -> tuple[float, str]:
-    """So that 10 comes after 9. Devices may also be UUIDs."""
+    """Sort key by which 10 comes after 9. Devices may also be UUIDs."""
     return (int(device) if device.isdigit() else float("inf")), device

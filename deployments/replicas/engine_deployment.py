@@ -1,4 +1,4 @@
-"""What decode and prefill replicas have in common: a Serve replica that controls one engine."""
+"""The base of decode and prefill replicas: a Serve replica that controls one engine."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class EngineDeployment:
     """The control actor. Neither tokens nor KV pass here."""
 
     _engine: EngineReplica
-    _ranks: RankGroup | None = None  # until the constructor has got there
-    _commands_to: str
+    _ranks: RankGroup | None = None  # until the constructor starts them
+    _commands_to: str  # where the engine takes commands
     _model: ModelIdentity
     _tasks: Sequence[asyncio.Task[None]] = ()
 
     @asynccontextmanager
     async def _starting(self) -> AsyncGenerator[None]:
-        """Around all that a constructor does."""
+        """Wrap a constructor: report why a replica cannot start, and stop what has started."""
         started = time.monotonic()
         try:
             yield
@@ -59,9 +59,9 @@ class EngineDeployment:
     async def _start_engine(
         self, config: EngineConfig, spec: GroupSpec, prefill: PrefillPool | None = None
     ) -> RankReady:
-        """Returns once the model is loaded. prefill: where its engine may have prompts computed.
+        """Return once the model is loaded. Raises StartupError or EngineUnavailable.
 
-        Raises StartupError, or EngineUnavailable.
+        prefill: where its engine may have prompts computed.
         """
         replica_id = serve.get_replica_context().replica_id
         engine_id = f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
@@ -76,27 +76,29 @@ class EngineDeployment:
         return ready
 
     async def record_replica_metadata(self) -> dict[str, str]:
-        """Called by Serve once, for all routers (engine_router.py). commands_to: where the engine takes commands."""
+        """Tell all routers (routing/router.py) about this replica. Called by Serve once."""
         return {"commands_to": self._commands_to, "weights": self._model.weights, "vocabulary": self._model.vocabulary}
 
     async def status(self) -> bytes:
-        """The newest ReplicaStatus, in msgpack. Raises EngineUnavailable if the engine hangs or is gone."""
+        """Return the newest ReplicaStatus, in msgpack. Raises EngineUnavailable if the engine hangs or is gone."""
         return msgspec.msgpack.encode(self._engine.status())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve once a second where the model is autoscaled."""
+        """Return the numbers of a ReplicaReport. Called by Serve once a second if the model is autoscaled."""
         try:
             return ReplicaReport.of(self._engine.status()).numbers()
         except EngineUnavailable:
             return {}
 
     async def check_health(self) -> None:
-        """Called by Serve, which replaces the replica after three failures."""
+        """Raise EngineUnavailable if the engine is unhealthy. Serve replaces the replica after three failures."""
         self._engine.check_health()
 
     async def _exit_with_engine(self, ranks: RankGroup) -> None:
-        """When a rank dies, or the engine hangs. Serve would stop a replica that hangs in an orderly way, and give its
-        requests `drain_s` to end, which they would not."""
+        """End this process when a rank dies or the engine hangs.
+
+        Serve would stop a replica that hangs in an orderly way, and give its requests `drain_s` to end, in vain.
+        """
         ends = [asyncio.create_task(ranks.run()), asyncio.create_task(self._engine.until_unhealthy())]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -107,11 +109,11 @@ class EngineDeployment:
         logger.error("replica exits, since its engine ended: %s", reason)
         self._engine.fail(reason)
         ranks.kill()  # those whose `run` failed still live
-        # An exit makes Serve replace the group at once; failing health checks would take it much longer.
+        # an exit makes Serve replace the group at once; failing health checks would take it much longer
         asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
 
     async def __del__(self) -> None:
-        """Serve calls this after the last request, when it removes the replica."""
+        """Called by Serve after the last request, when it removes the replica."""
         self._stop()
 
     def _stop(self) -> None:

@@ -31,8 +31,8 @@ from engine.wire.remote_prefill import RemotePrefillRequest
 
 logger = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 1.0  # how often `until_unhealthy` looks
-MAX_FAILED_POLLS = 3  # unhealthy as often in a row: after a pause of this very process, statuses are still to be read
+POLL_INTERVAL_S = 1.0  # of `until_unhealthy`
+MAX_FAILED_POLLS = 3  # in a row: after a pause of this very process, statuses are still to be read
 TIMEOUT_GRACE_S = 5.0  # the engine ends a late request itself; this is for one that does not
 
 
@@ -44,7 +44,8 @@ class EngineReplica:
 
     def __init__(self, host: str, stall_timeout_s: float = 10.0, prefill: PrefillPool | None = None):
         """host: address of this machine under which the engine reaches `status_to`.
-        stall_timeout_s: without a step while work is queued, or without any status, until the engine counts as hung.
+        stall_timeout_s: time without a step while work is queued, or without any status, after which the engine counts
+            as hung.
         prefill: where the engine may have prompts computed.
         """
         self._stall_timeout_s = stall_timeout_s
@@ -65,7 +66,7 @@ class EngineReplica:
         self._status_at = time.monotonic()
 
     async def run(self) -> None:
-        """Take in statuses until cancelled, then close the sockets."""
+        """Receive notices until cancelled, then close the sockets."""
         decode = msgspec.msgpack.Decoder(Notice).decode
         if self._dispatcher is not None:
             self._dispatcher.start(self.status)
@@ -117,7 +118,7 @@ class EngineReplica:
             self._calls.pop(name)
 
     def fail(self, reason: str) -> None:
-        """The engine is gone: end all open calls with EngineUnavailable, and refuse new ones."""
+        """End all open calls with EngineUnavailable, and refuse new ones: the engine is gone."""
         self._broken = reason
         if self._dispatcher is not None:
             self._dispatcher.close()
@@ -126,7 +127,7 @@ class EngineReplica:
                 ended.set_exception(EngineUnavailable(reason))
 
     def check_health(self) -> None:
-        """Raises EngineUnavailable if the engine is gone, silent, or makes no progress."""
+        """Raise EngineUnavailable if the engine is gone, is silent, or makes no progress."""
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
         silent_s = time.monotonic() - self._status_at
@@ -136,7 +137,7 @@ class EngineReplica:
             raise EngineUnavailable(f"work is queued, but no step ended for {self._status.last_step_age_s:.0f} s")
 
     async def until_unhealthy(self) -> str:
-        """Returns what is wrong once `check_health` raises and goes on raising."""
+        """Return what is wrong once `check_health` raises and goes on raising."""
         failures = 0
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -149,7 +150,7 @@ class EngineReplica:
                     return str(error)
 
     def status(self) -> ReplicaStatus:
-        """The newest status. Raises EngineUnavailable if the engine is unhealthy or has not reported yet."""
+        """Return the newest status. Raises EngineUnavailable if the engine is unhealthy or has not reported yet."""
         self.check_health()
         if self._status is None:
             raise EngineUnavailable("the engine has just started")

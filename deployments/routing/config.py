@@ -20,7 +20,7 @@ class RoutingConfig:
 
     policy: PolicyName = option(
         "prefix_aware",
-        "`prefix_aware` takes the replica where a request costs least, `power_of_two` the less busy of two random ones, "
+        "`prefix_aware` takes the replica where a request costs least, `power_of_two` the less busy of two at random, "
         "`round_robin` one after the other.",
     )
     # 2: the request that computes a block waits for it once, and whoever comes after it once more

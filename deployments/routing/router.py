@@ -38,7 +38,7 @@ def _model_of(replica: RunningReplica) -> ModelIdentity:
 
 
 class EngineRouter(CallRouter):
-    """Asks a Balancer, and feeds it with what engines report. Serve keeps the set of replicas and the limits of each."""
+    """Asks a Balancer, and feeds it with what engines report. Serve keeps the replicas and the limits of each."""
 
     _balancer: Balancer
     _subscriber: KVEventSubscriber | None = None  # until the first call: some handles only ask for statuses

@@ -1,4 +1,4 @@
-"""What an engine tells the routers that subscribe to it: its load, and which KV blocks it has. Knows no socket."""
+"""Publishes an engine's load and its KV blocks to the routers that subscribe. Knows no socket."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from engine.wire.messages import SUBSCRIPTION_S, EngineLoad, EngineUpdate, Subsc
 
 logger = logging.getLogger(__name__)
 
-UPDATE_PERIOD_S = 0.1  # between two messages, while there is something to say
-HEARTBEAT_S = 1.0  # and where there is not
+UPDATE_PERIOD_S = 0.1  # between two updates while something changes
+HEARTBEAT_S = 1.0  # and while nothing does
 
 
 @dataclass(slots=True)
 class _Subscriber:
     until: float
-    synced: bool = False  # it has had a snapshot
+    synced: bool = False  # has had a snapshot
 
 
 class KVEventPublisher:
-    """Everybody gets the same messages, after a snapshot of their own. Without subscribers, nothing is recorded."""
+    """Every subscriber gets the same updates, after a snapshot of its own. Without subscribers, nothing is recorded."""
 
     def __init__(self, engine_id: str, scheduler: Scheduler):
         self._engine_id, self._scheduler, self._pool = engine_id, scheduler, scheduler.pool
         self._subscribers: dict[str, _Subscriber] = {}  # by address
-        self._number = 0
         self._sent_at = self._due_at = float("-inf")
-        self._load = EngineLoad()  # as it was sent last
+        self._number, self._load = 0, EngineLoad()  # of the last update
         self._admitted: list[str] = []
         self._prefilled: list[tuple[str, int]] = []
-        self._prefilling: set[str] = set()
+        self._prefilling: set[str] = set()  # admitted, but not reported as prefilled yet
 
     def subscribe(self, command: Subscribe, now: float) -> None:
         if not self._subscribers:
@@ -45,13 +44,13 @@ class KVEventPublisher:
         self._subscribers[command.address] = _Subscriber(now + SUBSCRIPTION_S, synced)
 
     def admitted(self, request_id: str) -> None:
-        """A request or a prefill request has come; it may be refused yet."""
+        """A request or a remote prefill has arrived; it may still be refused."""
         if self._subscribers:
             self._admitted.append(request_id)
             self._prefilling.add(request_id)
 
     def prefilled(self, event: Event) -> None:
-        """If it is the first of its request, its prompt is computed."""
+        """Take in any event of a request: the first one means that its prompt is computed."""
         if self._prefilling and event.delta.times is not None:
             self._resolve(event.request.request_id, event.request.num_cached)
 
@@ -59,7 +58,7 @@ class KVEventPublisher:
         self._resolve(request_id, -1)
 
     def messages(self, now: float) -> Iterator[tuple[EngineUpdate, list[str]]]:
-        """What is to be sent now, and the addresses that it goes to."""
+        """Yield the updates that are due, each with the addresses that it goes to."""
         if not self._subscribers:
             return
         for address in [a for a, subscriber in self._subscribers.items() if subscriber.until < now]:
@@ -85,7 +84,7 @@ class KVEventPublisher:
                 self._subscribers[address].synced = True
 
     def wait_s(self, now: float) -> float | None:
-        """Until something is to be sent, if nothing else happens. None if nobody follows."""
+        """Return the time until an update is due, if nothing else happens; None without subscribers."""
         return max(0.0, self._due_at - now) if self._subscribers else None
 
     def _has_changed(self, load: EngineLoad) -> bool:
@@ -96,30 +95,28 @@ class KVEventPublisher:
         stored, removed = self._pool.take_changes()
         admitted, self._admitted = self._admitted, []
         prefilled, self._prefilled = self._prefilled, []
-        return self._update(load, False, stored, removed, admitted, prefilled)
-
-    def _snapshot(self, load: EngineLoad) -> EngineUpdate:
-        """As of now. What has changed since the message of this number comes with the next one again, harmlessly."""
-        return self._update(load, True, self._pool.block_hashes(), [], list(self._scheduler.queue.live), [])
-
-    def _update(
-        self,
-        load: EngineLoad,
-        snapshot: bool,
-        stored: list[bytes],
-        removed: list[bytes],
-        admitted: list[str],
-        prefilled: list[tuple[str, int]],
-    ) -> EngineUpdate:
         return EngineUpdate(
             engine_id=self._engine_id,
             number=self._number,
-            snapshot=snapshot,
+            snapshot=False,
             load=load,
             stored=b"".join(stored),
             removed=b"".join(removed),
             admitted=admitted,
             prefilled=prefilled,
+        )
+
+    def _snapshot(self, load: EngineLoad) -> EngineUpdate:
+        """The state now. Changes since the update of this number come again with the next one, harmlessly."""
+        return EngineUpdate(
+            engine_id=self._engine_id,
+            number=self._number,
+            snapshot=True,
+            load=load,
+            stored=b"".join(self._pool.block_hashes()),
+            removed=b"",
+            admitted=list(self._scheduler.queue.live),
+            prefilled=[],
         )
 
     def _resolve(self, request_id: str, cached: int) -> None:
