@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from deployments.frontend.inbox import Inbox
 from engine.distributed.sockets import PushSockets
-from engine.wire.messages import Abort, TokenBatch, TokenDelta
+from engine.wire.messages import Abort, TokenBatch
 
 logger = logging.getLogger(__name__)
-
-Inbox = asyncio.Queue[TokenDelta | None]  # None never comes from an engine: a reader may use it to wake up
 
 
 class TokenChannel:
@@ -39,7 +38,7 @@ class TokenChannel:
 
     def open(self, request_ids: Iterable[str]) -> Inbox:
         """One inbox for all these requests."""
-        inbox: Inbox = asyncio.Queue()
+        inbox = Inbox()
         for request_id in request_ids:
             assert request_id not in self._inboxes, request_id
             self._inboxes[request_id] = inbox
@@ -51,25 +50,20 @@ class TokenChannel:
             self._working.pop(request_id, None)
 
     def move(self, old: str, new: str) -> None:
-        """The request goes on under another id, in another engine: what still comes for the old one is dropped.
-
-        Its engine is told, since it may still be alive, or only pause.
-        """
+        """The request goes on under another id, in another engine: what still comes for the old one is dropped."""
         self._inboxes[new] = self._inboxes.pop(old)
-        if old in self._working:
-            self._send(self._working.pop(old)[1], Abort(old))
+        self._working.pop(old, None)
 
-    def stop(self, request_id: str) -> None:
-        """Tell its engine that the text has reached a stop string. Only for a request that has had a delta."""
-        self._send(self._working[request_id][1], Abort(request_id, "stop"))
+    def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> None:
+        """End the request in the engine that works for it, if it is known: once a delta has come."""
+        if request_id in self._working:
+            _, address = self._working[request_id]
+            self._engines.forget_unused()
+            self._engines.send(address, msgspec.msgpack.encode(Abort(request_id, reason)))
 
     def engine_of(self, request_id: str) -> str:
         """Id of the engine that works for it. Only for a request that has had a delta."""
         return self._working[request_id][0]
-
-    def _send(self, address: str, command: Abort) -> None:
-        self._engines.forget_unused()
-        self._engines.send(address, msgspec.msgpack.encode(command))
 
     async def run(self) -> None:
         """Dispatch until cancelled, then close the socket."""

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from deployments.frontend.generation import ReportedError
+from deployments.frontend.sequence import ReportedError
 from deployments.observability.telemetry import CLIENT_LEFT
 from deployments.openai.responses import ErrorBody, ErrorDetail
 from engine.errors import Overloaded, ServingError

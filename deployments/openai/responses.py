@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from deployments.frontend.generation import Usage
+from deployments.frontend.sequence import Usage
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

@@ -12,6 +12,7 @@ import msgspec
 
 from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.generation import Generation
+from deployments.frontend.sequence import Frontend
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.chat import ChatResponse
@@ -90,8 +91,16 @@ class ServedModel:
             self._format.reasons,
             self._format.shows_tools,
         )
-        self._channel = channel
-        self._stats, self._timelines = telemetry.model(info.name, self.admission), telemetry.timelines
+        self._frontend = Frontend(
+            model=info.name,
+            tokenizer=self._tokens,
+            channel=channel,
+            pool=pool,
+            admission=self.admission,
+            stats=telemetry.model(info.name, self.admission),
+            timelines=telemetry.timelines,
+            max_replays=info.max_replays,
+        )
 
     async def check_health(self) -> None:
         """Raise EngineUnavailable if no replica is healthy, unless the model is scaled to zero."""
@@ -196,30 +205,20 @@ class ServedModel:
         # a client may use one id twice; engines must never see two live requests of one id
         request_id = f"{context.response_id}-{secrets.token_hex(4)}"
         requests = [
-            GenerateRequest(
-                request_id=f"{request_id}-{i * body.n + j}",
-                prompt=prompt,
-                params=params.sequence(j),
-                reply_to=self._channel.address,
-                timeout_s=timeout_s,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
-                session_id=context.session_id,
-                model=self.info.identity,
-            )
+            [
+                GenerateRequest(
+                    request_id=f"{request_id}-{i * body.n + j}",
+                    prompt=prompt,
+                    params=params.sequence(j),
+                    reply_to=self._frontend.channel.address,
+                    timeout_s=timeout_s,
+                    priority=body.priority,
+                    cache_salt=body.cache_salt,
+                    session_id=context.session_id,
+                    model=self.info.identity,
+                )
+                for j in range(body.n)
+            ]
             for i, prompt in enumerate(prompts)
-            for j in range(body.n)
         ]
-        return Generation(
-            requests,
-            samples_per_prompt=body.n,
-            tokenizer=self._tokens,
-            channel=self._channel,
-            pool=self.pool,
-            model=self.info.name,
-            stats=self._stats,
-            timelines=self._timelines,
-            admission=self.admission,
-            client=context.client,
-            max_replays=self.info.max_replays,
-        )
+        return Generation(self._frontend, requests, context.client)

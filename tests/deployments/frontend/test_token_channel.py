@@ -51,7 +51,7 @@ def test_a_stop_goes_to_the_engine_that_works_for_the_request_and_unused_sockets
                 tokens.send(msgspec.msgpack.encode(batch))
                 await inbox.get()
             for name, engine in zip("abc", [*engines, engines[1]], strict=True):
-                channel.stop(name)
+                channel.abort(name, "stop")
                 assert await asyncio.to_thread(engine.poll, 5000), f"no command for {name}"
                 assert msgspec.msgpack.decode(engine.recv(), type=Command) == Abort(name, "stop")
             assert len(channel._engines._sockets) == 1
@@ -63,7 +63,7 @@ def test_a_stop_goes_to_the_engine_that_works_for_the_request_and_unused_sockets
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
-def test_a_request_that_moves_keeps_its_inbox_and_its_old_engine_is_told_to_drop_it():
+def test_a_request_that_moves_keeps_its_inbox_after_its_old_engine_was_told_to_drop_it():
     async def scenario() -> None:
         channel = TokenChannel("127.0.0.1")
         task = asyncio.create_task(channel.run())
@@ -80,8 +80,10 @@ def test_a_request_that_moves_keeps_its_inbox_and_its_old_engine_is_told_to_drop
             async with asyncio.timeout(5):
                 say("a")
                 await inbox.get()
+                channel.abort("a")
+                channel.abort("b")  # no engine is known to work for it
                 channel.move("a", "a.1")
-                channel.move("b", "b.1")  # no engine is known to work for it
+                channel.move("b", "b.1")
                 assert await asyncio.to_thread(engine.poll, 5000)
                 assert msgspec.msgpack.decode(engine.recv(), type=Command) == Abort("a", "abort")
                 for name in ("a", "b", "b.1", "a.1"):

@@ -213,7 +213,7 @@ def test_a_request_that_somebody_else_cancels_counts_as_aborted_and_not_as_an_er
             api.engine.paused.set()
             asking = asyncio.create_task(api.post("completions", prompt="a"))
             await until(lambda: api.engine.num_live == 1)
-            (call,) = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Generation._generate"]
+            (call,) = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Sequence._generate"]
             call.cancel()
             assert (await asking).status_code == 500
             scrape = Scrape((await api.client.get("/metrics")).text)

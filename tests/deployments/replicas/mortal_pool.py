@@ -14,7 +14,8 @@ import zmq
 import zmq.asyncio
 
 from deployments.frontend.admission import Admission, AdmissionLimits
-from deployments.frontend.generation import Generation, Usage
+from deployments.frontend.generation import Generation
+from deployments.frontend.sequence import Frontend, Usage
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.stats import ModelStats
 from deployments.observability.timeline import RequestTimelines
@@ -175,19 +176,18 @@ class Ingress:
         self, requests: Sequence[GenerateRequest], pool: EnginePool, *, n: int = 1, max_replays: int = 3
     ) -> Generation:
         """n: sequences per prompt."""
-        return Generation(
-            [msgspec.structs.replace(request, reply_to=self.channel.address) for request in requests],
-            samples_per_prompt=n,
+        frontend = Frontend(
+            model="mortal",
             tokenizer=tokenizer(),
             channel=self.channel,
             pool=pool,
-            model="mortal",
+            admission=Admission(pool, LIMITS),
             stats=self.stats,
             timelines=self.timelines,
-            admission=Admission(pool, LIMITS),
-            client="test",
             max_replays=max_replays,
         )
+        sent = [msgspec.structs.replace(request, reply_to=self.channel.address) for request in requests]
+        return Generation(frontend, [sent[i : i + n] for i in range(0, len(sent), n)], "test")
 
 
 @asynccontextmanager

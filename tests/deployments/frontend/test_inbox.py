@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.frontend.backlog import MANY, take_backlog
+from deployments.frontend.inbox import MAX_UNMERGED, Inbox
 from engine.wire.messages import ErrorInfo, RequestTimes, TokenDelta, TokenLogprob
 from engine.wire.timeline import TimelineEvent
 
@@ -44,20 +44,19 @@ def taken(deltas: list[TokenDelta | None]) -> list[TokenDelta | None]:
     """What a reader gets that comes when all of `deltas` wait."""
 
     async def read() -> list[TokenDelta | None]:
-        inbox: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
+        inbox = Inbox()
         for delta in deltas:
             inbox.put_nowait(delta)
         out: list[TokenDelta | None] = []
         while not inbox.empty():
-            first = inbox.get_nowait()
-            out += [None] if first is None else take_backlog(first, inbox)
+            out += await inbox.take()
         return out
 
     return asyncio.run(read())
 
 
 def test_client_that_keeps_up_gets_every_delta_by_itself():
-    deltas = sequence("a", MANY, None)
+    deltas = sequence("a", MAX_UNMERGED, None)
     assert taken(list(deltas)) == deltas
 
 
@@ -70,9 +69,9 @@ def test_client_that_is_far_behind_gets_one_delta_per_sequence():
 
 
 def test_gap_within_a_backlog_stays_visible():
-    deltas = sequence("a", 2 * MANY, None)
-    got = taken(deltas[:MANY] + deltas[MANY + 1 :])
-    assert [(d.position, len(d.token_ids)) for d in got] == [(0, MANY), (MANY + 1, MANY - 1)]
+    deltas = sequence("a", 2 * MAX_UNMERGED, None)
+    got = taken(deltas[:MAX_UNMERGED] + deltas[MAX_UNMERGED + 1 :])
+    assert [(d.position, len(d.token_ids)) for d in got] == [(0, MAX_UNMERGED), (MAX_UNMERGED + 1, MAX_UNMERGED - 1)]
 
 
 @settings(deadline=None)

@@ -1,0 +1,172 @@
+"""One sequence of an HTTP request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from deployments.frontend.admission import Admission
+from deployments.frontend.attempt import Attempt
+from deployments.frontend.inbox import Inbox
+from deployments.frontend.retry import RetryState, TokensLost
+from deployments.frontend.sequence_metrics import SequenceMetrics
+from deployments.frontend.token_channel import TokenChannel
+from deployments.observability.stats import ModelStats
+from deployments.observability.telemetry import HttpRequest
+from deployments.observability.timeline import RequestTimelines
+from deployments.replicas.pools import EnginePool
+from engine.errors import EngineError, OtherModel, ServingError
+from engine.text.detokenizer import TokenBytes
+from engine.text.text_stream import TextChunk, TextStream
+from engine.wire.messages import ErrorInfo, GenerateRequest, TokenDelta
+from engine.wire.model_identity import ModelIdentity
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontend:
+    """What all sequences of one model share in an ingress."""
+
+    model: str
+    tokenizer: TokenBytes
+    channel: TokenChannel
+    pool: EnginePool
+    admission: Admission
+    stats: ModelStats
+    timelines: RequestTimelines
+    max_replays: int
+    """How often one sequence may go on in another engine."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of all sequences of an HTTP request. A prompt that several sequences share counts once."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class ReportedError(ServingError):
+    """An error that the engine reported in a request's final delta."""
+
+    def __init__(self, info: ErrorInfo):
+        super().__init__(info)
+        self.info = info
+
+    def __str__(self) -> str:
+        return self.info.message
+
+    @property
+    def code(self) -> str:
+        return self.info.code
+
+
+class Aborted(EngineError):
+    """The request's call was cancelled. Serve does so when the client is gone, sometimes before the ingress knows."""
+
+    def __init__(self, request_id: str):
+        super().__init__(request_id, "it was aborted")
+
+
+AttemptError = (ReportedError, Aborted, TokensLost)
+"""What `Sequence.add` raises when the attempt has failed."""
+
+
+class Sequence:
+    """Turns the deltas of its attempts into text, and begins another attempt when an engine is lost (retry.py)."""
+
+    def __init__(
+        self, index: int, request: GenerateRequest, http: HttpRequest, frontend: Frontend, usage: Usage, *, first: bool
+    ):
+        """index: among the sequences of the HTTP request. first: of those of its prompt, whose cached tokens count."""
+        self.index = index
+        self.finished = False
+        self.retry = RetryState(request, frontend.max_replays, time.monotonic())
+        self.metrics = SequenceMetrics(request, http, frontend.model, frontend.stats, frontend.timelines)
+        self._text = TextStream(request.params, frontend.tokenizer)
+        self._channel, self._pool, self._stats = frontend.channel, frontend.pool, frontend.stats
+        self._usage, self._counts_cached = usage, first
+        self._attempt: Attempt | None = None
+
+    def start(self, inbox: Inbox) -> None:
+        """Send the present attempt to an engine. inbox: woken when the attempt fails without a final delta."""
+        request_id = self.retry.request_id
+        self._attempt = Attempt(request_id, self._generate(), inbox.wake)
+        self.metrics.sent(request_id)
+
+    def add(self, delta: TokenDelta) -> TextChunk | None:
+        """Take a delta of the present attempt. Returns None if it has neither tokens nor an end.
+
+        Raises one of AttemptError if the attempt has failed.
+        """
+        if delta.timeline:
+            self.metrics.happened(delta.timeline, self._channel.engine_of(delta.request_id))
+            if not delta.token_ids and delta.finish_reason is None:
+                return None
+        if delta.finish_reason in ("error", "abort"):
+            raise Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error)
+        delta = self.retry.add(delta)
+        chunk = self._text.add(delta)
+        num_tokens = len(chunk.token_ids)
+        if not self.metrics.answered:
+            self.metrics.answered_by(self._channel.engine_of(delta.request_id))
+        self.metrics.delta(delta, num_tokens)
+        self._usage.completion_tokens += num_tokens
+        if self._counts_cached:
+            self._usage.cached_tokens += delta.num_cached_tokens
+        if chunk.finish_reason is not None:
+            self.finished = True
+            if delta.finish_reason is None:
+                self._channel.abort(delta.request_id, "stop")  # at a stop string, of which the engine does not know
+            self.metrics.ended(chunk.finish_reason)
+        return chunk
+
+    @property
+    def lost(self) -> BaseException | None:
+        """Why the present attempt will have no final delta; None as long as it may have one."""
+        return None if self._attempt is None else self._attempt.error
+
+    def go_on(self, error: BaseException, inbox: Inbox) -> None:
+        """The present attempt has failed: abort it and start the next. Raises an error if that is of no use."""
+        failed = self.retry.request_id
+        reason = self.retry.replay(error)
+        if reason is None:
+            self.finished = True
+            raise self.retry.failure(error)
+        self._stats.replays[reason] += 1
+        self.metrics.replayed(reason, error)
+        logger.warning(
+            "request replayed request_id=%s replay=%d received_tokens=%d reason=%s error=%s",
+            self.retry.request.request_id,
+            self.retry.num_replays,
+            len(self.retry.output),
+            reason,
+            error,
+        )
+        self.abort()
+        self._channel.move(failed, self.retry.request_id)
+        self.start(inbox)
+
+    def abort(self) -> None:
+        """End the present attempt in its engine: by its call, or where that has ended, by the token channel, since the
+        engine may live though its replica does not."""
+        if self._attempt is not None and not self._attempt.close():
+            self._channel.abort(self._attempt.request_id)
+
+    async def _generate(self) -> None:
+        """Return when the present attempt has ended in its engine. The pool waits for a replica if there is none."""
+        retry = self.retry
+        if retry.num_replays:
+            await asyncio.sleep(retry.back_off_s(time.monotonic()))
+            if retry.left_s(time.monotonic()) == 0.0:
+                raise retry.timeout()
+        while True:
+            try:
+                return await self._pool.generate(retry.attempt(time.monotonic()))
+            except OtherModel as error:
+                if not retry.adopt(ModelIdentity(error.weights, error.vocabulary)):
+                    raise
