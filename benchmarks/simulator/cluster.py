@@ -1,6 +1,6 @@
 """A real cluster behind HTTP, started as a user starts it, against a simulation of the same trace.
 
-What steps cost, and what HTTP adds to them, is fitted to probes (cluster/simulator/http_calibration.py) before and
+What steps cost, and what HTTP adds to them, is fitted to probes (http_calibration.py) before and
 after each group of runs: never to the runs themselves.
 """
 
@@ -20,12 +20,12 @@ import httpx
 import numpy as np
 import psutil
 
+from benchmarks.simulator.http_calibration import ROUNDS, HttpFit, Observation, completion, fit_observations, observe
 from benchmarks.simulator.traffic import grouped_trace, small_trace
 from cluster.cli.bench.openai_client import OpenAIClient, Outcome
 from cluster.cli.bench.prompts import FIRST_ID
 from cluster.cli.bench.serve import send_all
 from cluster.simulator.cluster import simulate
-from cluster.simulator.http_calibration import ROUNDS, HttpFit, Observation, completion, fit_observations, observe
 from cluster.simulator.results import Latencies, Report
 from cluster.simulator.spec import ClusterSpec, GoodputSlo, Network, PoolSpec
 from cluster.simulator.trace import PIECE, Trace

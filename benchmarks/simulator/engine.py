@@ -11,10 +11,9 @@ import time
 import numpy as np
 
 from benchmarks.simulator.traffic import capacity, small_trace
-from cluster.simulator.calibration import StepRecorder, measure_steps
+from cluster.simulator.calibration import StepRecorder, fit_cost, measure_steps
 from cluster.simulator.cluster import simulate
-from cluster.simulator.cost_model import CostModel, fit
-from cluster.simulator.requests import make_request
+from cluster.simulator.cost_model import CostModel
 from cluster.simulator.results import Latencies, Report
 from cluster.simulator.spec import ClusterSpec, GoodputSlo, Network, PoolSpec
 from cluster.simulator.trace import Trace
@@ -71,7 +70,7 @@ def run_engines(engines: list[TimedEngine], trace: Trace) -> tuple[np.ndarray, n
 
 
 def real_request(trace: Trace, index: int, core: EngineCore):
-    request = make_request(trace, index)
+    request = trace.request(index)
     vocab = core.model_config.vocab_size
     prompt = np.random.default_rng(index).integers(3, vocab, len(request.prompt)).tolist()
     return type(request)(request_id=request.request_id, prompt=prompt, params=request.params)
@@ -85,13 +84,13 @@ def engine() -> None:
     measure_steps(engines[1].core, clock=time.process_time)  # it is warm then, as the first one is
     for load in (0.4, 0.8):
         trace = small_trace(120, 1.0, 7)
-        trace = trace.at_rate(load * capacity(fit(*before).cost, trace) * ENGINES)
+        trace = trace.at_rate(load * capacity(fit_cost(*before).cost, trace) * ENGINES)
         recorders = [StepRecorder(timed.core, time.process_time) for timed in engines]
         with recorders[0], recorders[1]:
             first_at, last_at = run_engines(engines, trace)
         after = measure_steps(engines[0].core, clock=time.process_time)
-        apart = fit(before[0] + after[0], before[1] + after[1])
-        within = fit(recorders[0].works + recorders[1].works, recorders[0].seconds + recorders[1].seconds)
+        apart = fit_cost(before[0] + after[0], before[1] + after[1])
+        within = fit_cost(recorders[0].works + recorders[1].works, recorders[0].seconds + recorders[1].seconds)
         before = after
         print(f"{load:.0%} of capacity, {len(trace) / trace.duration_s:.1f} requests/s; median error of a step "
               f"{apart.error:.1%}, where the cost is fitted in the run {within.error:.1%}", flush=True)  # fmt: skip

@@ -12,7 +12,7 @@ from cluster.simulator.cost_model import CostModel
 from cluster.simulator.hardware import CARDS, MODELS, kv_tokens, roofline
 from cluster.simulator.results import Report
 from cluster.simulator.spec import ClusterSpec, GoodputSlo, PoolSpec
-from cluster.simulator.synthetic import make_trace, shared_prefix
+from cluster.simulator.trace import make_trace, shared_prefix
 from engine.config import EngineConfig
 
 NO_LIMIT = 10**9
@@ -40,7 +40,7 @@ def routing() -> None:
     print(f"ratio {reports['prefix_aware'].requests_per_s / reports['random'].requests_per_s:.2f}")
 
 
-STRICT = GoodputSlo(ttft_s=0.4, tpot_s=0.04, share=0.9)
+STRICT = GoodputSlo(ttft_s=0.4, tpot_s=0.04, fraction=0.9)
 DATA_SHEET = roofline(MODELS["opt-13b"], CARDS["a100"])
 # fitted to the paper's two figures of one phase alone: 5.6 prefills per second, and 10 requests that only decode
 ENGINE_OF_2023 = replace(DATA_SHEET, step_s=0.016, token_s=0.00017)
@@ -58,7 +58,7 @@ def goodput(cost: CostModel, decode: int, prefill: int, chunk: int, slo: Goodput
         spec = ClusterSpec(
             decode=pool, prefill=other if prefill else None, kv_bytes=model.kv_bytes, max_model_len=16_384
         )
-        return simulate(spec, make_trace("fixed", requests, rate), slo).good >= slo.share
+        return simulate(spec, make_trace("fixed", requests, rate), slo).good >= slo.fraction
 
     low, high = 0.0, 1.0
     while keeps(high):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cluster.simulator.cost_model import CostModel
-from cluster.simulator.synthetic import lognormal, make_trace
-from cluster.simulator.trace import PIECE, Trace
+from cluster.simulator.trace import PIECE, Trace, lognormal, make_trace
 
 BATCH = 16  # sequences of an engine that is called full
 

@@ -1,1 +1,1 @@
-"""Decides how many replicas each pool has (docs/autoscaling.md). Only policy.py knows Ray; the simulator uses the rest."""
+"""Decides how many replicas each pool has (docs/autoscaling.md). Only policy.py knows Ray."""

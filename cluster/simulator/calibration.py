@@ -1,13 +1,18 @@
-"""The cost of steps of a real engine, by running it."""
+"""Measures the steps of a real engine by running it, and fits a cost model to them."""
 
 from __future__ import annotations
 
+import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
 
 from cluster.cli.bench.prompts import random_ids
-from cluster.simulator.cost_model import Work
+from cluster.simulator.cost_model import LinearCostModel, Work
 from engine.core.engine import EngineCore
 from engine.core.scheduler import Event
 from engine.wire.messages import GenerateRequest
@@ -22,8 +27,10 @@ UNMEASURED = 4  # steps at the start, which compile kernels and touch memory for
 
 
 class StepRecorder:
-    """What each step of an engine without overlap computed, and how long it took, while this is entered: methods are
-    wrapped on the one object. The time is the whole turn of the loop, with planning, since requests wait for it all."""
+    """Records the work and the time of each step of an engine without overlap, while this is entered.
+
+    Methods are wrapped on the one object. The time is the whole turn of the loop, with planning: requests wait for it.
+    """
 
     def __init__(self, core: EngineCore, clock: Clock):
         self.works: list[Work] = []
@@ -57,8 +64,11 @@ class StepRecorder:
 def measure_steps(
     core: EngineCore, *, seed: int = 0, clock: Clock = time.perf_counter, progress: Callable[[], None] = lambda: None
 ) -> tuple[list[Work], list[float]]:
-    """Runs batches of several sizes and prompt lengths, all prompts at once, so that prompts, decoding and both in one
-    step occur. Returns what each step computed and its seconds by `clock`. progress: is called after each batch."""
+    """Run batches of several sizes and prompt lengths; return each step's work and its seconds by `clock`.
+
+    All prompts of a batch come at once, so that prompts, decoding and both in one step occur. progress: is called after
+    each batch.
+    """
     rng, recorder = random.Random(seed), StepRecorder(core, clock)
     vocab_size = core.model_config.vocab_size
     capacity = core.scheduler.pool.num_blocks * core.scheduler.pool.block_size
@@ -77,3 +87,51 @@ def measure_steps(
                     core.step()
             progress()
     return recorder.works[UNMEASURED:], recorder.seconds[UNMEASURED:]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A fitted cost. Errors are |predicted - measured| / measured over the steps."""
+
+    cost: LinearCostModel
+    steps: int
+    error: float  #: median
+    p90_error: float
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def fit_cost(works: Sequence[Work], seconds: Sequence[float]) -> Fit:
+    """Fit by least squares of the relative error, no coefficient negative, scaled to the measured sum of all steps.
+
+    Relative, because a step of a long prompt takes a hundred times as long as one that decodes, and both matter.
+    Scaled, because steps that were held up count for little in that, and yet requests waited for them.
+    """
+    if len(works) != len(seconds) or len(works) < len(Work._fields) + 1:
+        raise ValueError(f"{len(works)} steps with {len(seconds)} times are too few to fit a cost")
+    measured = np.asarray(seconds, dtype=np.float64)
+    features = np.column_stack([np.ones(len(works)), np.asarray(works, dtype=np.float64)])
+    coefficients = non_negative(features / measured[:, None])
+    coefficients *= measured.sum() / (features @ coefficients).sum()
+    errors = np.abs(features @ coefficients - measured) / measured
+    cost = LinearCostModel(*coefficients.tolist())
+    return Fit(cost, len(works), float(np.median(errors)), float(np.percentile(errors, 90)))
+
+
+def non_negative(features: np.ndarray) -> np.ndarray:
+    """Return the coefficients of least squares to 1.
+
+    Whatever comes out most negative is left out, until nothing is: for five features that is as good as a solver, and
+    they need not be scaled.
+    """
+    scale = np.linalg.norm(features, axis=0)
+    kept = [i for i in range(features.shape[1]) if scale[i] > 0]
+    while True:
+        found = np.linalg.lstsq(features[:, kept] / scale[kept], np.ones(len(features)), rcond=None)[0]
+        if len(kept) == 1 or found.min() >= 0:
+            break
+        del kept[int(found.argmin())]
+    coefficients = np.zeros(features.shape[1])
+    coefficients[kept] = np.maximum(found, 0) / scale[kept]
+    return coefficients

@@ -9,13 +9,11 @@ from dataclasses import replace
 
 from cluster.simulator.events import EventLoop
 from cluster.simulator.handoffs import HandoffTraffic
-from cluster.simulator.latency_histogram import LatencyHistogram
 from cluster.simulator.pool import Pool
 from cluster.simulator.replica import MAX_FAST_FORWARD_STEPS, Replica
-from cluster.simulator.requests import make_request
-from cluster.simulator.results import Report, Results
+from cluster.simulator.results import LatencyHistogram, Report, Results
 from cluster.simulator.scaling import Scaling
-from cluster.simulator.spec import ClusterSpec, GoodputSlo, PoolSpec
+from cluster.simulator.spec import ClusterSpec, GoodputSlo
 from cluster.simulator.trace import Trace
 from deployments.frontend.fair_queue import FairQueue, QueuedRequest
 from deployments.routing.config import Role
@@ -25,10 +23,10 @@ from engine.core.kv_events import UPDATE_PERIOD_S
 from engine.core.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.step_cost import StepTimes
 from engine.errors import PromptTooLong
-from engine.wire.messages import GenerateRequest, PrefillReplica
+from engine.wire.messages import GenerateRequest
 from engine.wire.remote_prefill import Peer
 
-POLL_INTERVAL_S = 1.0  # how often engines are asked how they are, as in the real cluster
+POLL_INTERVAL_S = 1.0  # between two polls of the engines, as in the real cluster
 NO_LIMIT = 10**12
 CLIENT = "everyone"
 
@@ -40,32 +38,32 @@ class Cluster:
 
     def __init__(self, spec: ClusterSpec, trace: Trace, *, fast_forward: int = MAX_FAST_FORWARD_STEPS):
         """fast_forward: 0 takes every step of every engine by itself, which is slow, and is what tests compare to.
-
-        turns: of the event loop so far. Raises PromptTooLong."""
+        Raises PromptTooLong."""
         if trace.longest >= spec.max_model_len:
             raise PromptTooLong(trace.longest, spec.max_model_len - 1)
         self.spec, self.trace, self.results = spec, trace, Results(trace)
+        self.turns = 0  # of the event loop
         self._loop, self._fast_forward = EventLoop(), 0 if spec.contention else fast_forward
         self._policies: list[RemotePrefillPolicy] = []
-        self.pools: dict[Role, Pool] = {"decode": Pool("decode", spec.decode, self._decode_replica, spec.seed)}
+        self._decode = Pool("decode", spec.decode, self._decode_replica, spec.seed)
+        self.pools: dict[Role, Pool] = {"decode": self._decode}
         self.handoffs: HandoffTraffic | None = None
         if spec.prefill is not None:
             self.pools["prefill"] = prefill = Pool("prefill", spec.prefill, self._prefill_replica, spec.seed + 1)
             self.handoffs = HandoffTraffic(spec.network, spec.kv_bytes, self._loop, prefill, self._after)
-        self._decode = self.pools["decode"]
-        max_waiting = NO_LIMIT if spec.max_waiting is None else spec.max_waiting
-        self._queue = FairQueue(self._decode.capacity, max_waiting, NO_LIMIT)
+        self._queue = FairQueue(
+            self._decode.capacity, NO_LIMIT if spec.max_waiting is None else spec.max_waiting, NO_LIMIT
+        )
         self.scaling = Scaling(spec.scaling, self.pools, self._queue, self._later) if spec.scaling else None
         self._waiting: dict[QueuedRequest, int] = {}
         self._running: dict[str, QueuedRequest] = {}
         self._polled_at = 0.0
         self._on_way = 0  # requests, to their replicas
-        self.turns = 0
+        self._done = 0
 
     def run(self, progress: Progress = lambda done: None) -> None:
-        """Until the last request of the trace has ended. progress: is told now and then how many have."""
-        loop, arrivals = self._loop, self.trace.arrivals_s.tolist()
-        come, self._done = 0, 0
+        """Run until the last request of the trace has ended. progress: is given now and then how many have."""
+        loop, arrivals, come = self._loop, self.trace.arrivals_s.tolist(), 0
         while self._done + self.results.refused < len(arrivals):
             next_at = loop.next_at
             if come < len(arrivals) and (next_at is None or arrivals[come] < next_at):
@@ -90,23 +88,23 @@ class Cluster:
         uses = {str(role): pool.use(duration_s) for role, pool in self.pools.items()}
         if self.scaling is not None:
             uses = {str(role): replace(uses[role], scaled=self.scaling.counts(role, duration_s)) for role in self.pools}
-        moved = self.handoffs.summary(duration_s) if self.handoffs else None
-        return self.results.report(slo, itl, uses, moved, self.spec.gpus, took_s)
+        handoffs = self.handoffs.use(duration_s) if self.handoffs else None
+        return self.results.report(slo, itl, uses, handoffs, self.spec.gpus, took_s)
 
     # -- a request -----------------------------------------------------------------------------------------
 
     def _arrive(self, index: int) -> None:
-        ticket = QueuedRequest(CLIENT, 1, int(self.trace.prompt_tokens[index]))
-        if self._queue.offer(ticket) is None:
+        queued = QueuedRequest(CLIENT, 1, int(self.trace.prompt_tokens[index]))
+        if self._queue.offer(queued) is None:
             self.results.refused += 1
             return
-        self._waiting[ticket] = index
+        self._waiting[queued] = index
         self._start()
 
     def _start(self) -> None:
-        for ticket in self._queue.start():
-            request = make_request(self.trace, self._waiting.pop(ticket))
-            self._running[request.request_id] = ticket
+        for queued in self._queue.start():
+            request = self.trace.request(self._waiting.pop(queued))
+            self._running[request.request_id] = queued
             replica = self._decode.choose(request.request_id, request.prompt)
             call_s = self.spec.network.call_s + self.spec.network.busy_s * self._busy()
             self._on_way += 1
@@ -118,13 +116,13 @@ class Cluster:
         self._after(replica)
 
     def _after(self, replica: Replica) -> None:
-        """Something has happened to the replica."""
+        """Take note that something has happened to the replica."""
         self._loop.watch(replica)
         pool = self.pools[replica.role]
-        if pool.follows:
+        if pool.wants_updates:
             pool.publish(replica, self._loop.now)
-            if replica.due is None:  # what there is to say now it says a little later, since nothing else will happen
-                self._loop.at(self._loop.now + UPDATE_PERIOD_S, lambda: pool.publish(replica, self._loop.now))
+            if replica.due is None:  # nothing else will happen to it, so what it has to say now it says a little later
+                self._later(UPDATE_PERIOD_S, lambda: pool.publish(replica, self._loop.now))
         if not replica.ended:
             return
         for request in replica.ended:
@@ -139,75 +137,56 @@ class Cluster:
 
     def _decode_replica(self, name: str) -> Replica:
         if self.spec.prefill is None:
-            return self._replica(name, "decode", self.spec.decode, None, StepTimes() if self.spec.scaling else None)
+            return self._replica(name, "decode", None, StepTimes() if self.spec.scaling else None)
         times = StepTimes()
         policy = RemotePrefillPolicy(HandoffConfig(role="decode", policy=self.spec.handoff), times.by_tokens)
         self._policies.append(policy)
-        peer = Peer(name, name, len(self._policies))
-        return self._replica(name, "decode", self.spec.decode, HandoffManager(policy, peer), times)
+        return self._replica(name, "decode", HandoffManager(policy, Peer(name, name, len(self._policies))), times)
 
     def _prefill_replica(self, name: str) -> Replica:
-        assert self.spec.prefill is not None
-        return self._replica(name, "prefill", self.spec.prefill, HandoffManager(), StepTimes())
+        return self._replica(name, "prefill", HandoffManager(), StepTimes())
 
-    def _replica(
-        self,
-        name: str,
-        role: Role,
-        pool: PoolSpec,
-        handoffs: HandoffManager | None,
-        times: StepTimes | None,
-    ) -> Replica:
-        def forward(actions: list[HandoffOutput], now: float) -> None:
-            assert self.handoffs is not None
-            self.handoffs.act(replica, actions, now)
-
-        replica = Replica(
+    def _replica(self, name: str, role: Role, handoffs: HandoffManager | None, times: StepTimes | None) -> Replica:
+        spec = self.spec.decode if role == "decode" else self.spec.prefill
+        assert spec is not None
+        return Replica(
             name,
             role,
-            pool.config,
-            pool.cost,
-            num_blocks=pool.num_blocks,
+            spec,
             max_model_len=self.spec.max_model_len,
             handoffs=handoffs,
             times=times,
             fast_forward=self._fast_forward,
-            forward=forward,
+            forward=self._forward,
             slowdown=self._slowdown if self.spec.contention else None,
         )
-        return replica
+
+    def _forward(self, replica: Replica, actions: list[HandoffOutput], now: float) -> None:
+        assert self.handoffs is not None
+        self.handoffs.act(replica, actions, now)
 
     def _slowdown(self, replica: Replica) -> float:
         on_way = self._on_way + (self.handoffs.on_way if self.handoffs else 0)
         return 1 + self.spec.contention * (self._busy(replica) + on_way)
 
     def _busy(self, but: Replica | None = None) -> int:
-        """Replicas that compute."""
+        """Count the replicas that compute."""
         return sum(r.due is not None and r is not but for pool in self.pools.values() for r in pool.replicas)
 
     def _poll(self) -> None:
-        """What the real cluster does about once a second."""
+        """Do what the real cluster does about once a second."""
         self._polled_at = now = self._loop.now
         for pool in self.pools.values():
-            pool.follow(now)
+            pool.subscribe(now)
             pool.forget_ended(now)
         if "prefill" in self.pools and self.spec.handoff == "auto":
-            found = [self._prefill_state(replica) for replica in self.pools["prefill"].up.values()]
+            states = [replica.prefill_state(now) for replica in self.pools["prefill"].up.values()]
             for policy in self._policies:
-                policy.replicas = found
+                policy.replicas = states
         if self.scaling is not None:
             self.scaling.poll(now)
             self._queue.window = self._decode.capacity
             self._start()
-
-    def _prefill_state(self, replica: Replica) -> PrefillReplica:
-        stats = replica.stats(self._loop.now)
-        return PrefillReplica(
-            engine_id=replica.name,
-            queued_tokens=stats.queued_tokens,
-            seconds_per_step=stats.seconds_per_step,
-            seconds_per_token=stats.seconds_per_token,
-        )
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
         self._loop.at(self._loop.now + seconds, call)
@@ -218,7 +197,7 @@ def simulate(spec: ClusterSpec, trace: Trace, slo: GoodputSlo, progress: Progres
     started = time.perf_counter()
     cluster = Cluster(spec, trace)
     gc.collect()
-    gc.freeze()  # what there is now stays to the end: no need to look through it for garbage all the time
+    gc.freeze()  # what there is now stays to the end, so that it need not be searched for garbage all the time
     try:
         cluster.run(progress)
     finally:

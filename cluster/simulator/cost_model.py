@@ -1,24 +1,24 @@
-"""What a step of an engine takes, by the work in it."""
+"""The time that a step of an engine takes, by the work in it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import numpy as np
+import msgspec
 
+from engine.errors import InvalidParameter
 from engine.wire.plan import StepPlan
 
 
 class Work(NamedTuple):
-    """Of one step. tokens: that are computed. sequences: that they belong to. pairs: of a computed token and one that
-    it attends to, itself included. context: tokens whose KV is read, once for each sequence."""
+    """The work of one step."""
 
-    tokens: int
-    sequences: int
-    pairs: int
-    context: int
+    tokens: int  #: computed tokens
+    sequences: int  #: sequences that they belong to
+    pairs: int  #: computed tokens, each times the tokens that it attends to, itself included
+    context: int  #: tokens whose KV is read, once for each sequence
 
     @classmethod
     def of(cls, plan: StepPlan) -> Work:
@@ -31,24 +31,19 @@ class Work(NamedTuple):
 
 class CostModel(Protocol):
     def seconds(self, tokens: int, sequences: int, pairs: int, context: int) -> float:
-        """For the fields of a Work; apart, since it is asked for every step."""
+        """Return the time of a step. The fields of a Work come apart, since this is called for every step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A step computes, or waits for memory, whichever takes longer (Williams et al. 2009); and some cost is fixed.
+    """A step computes, or waits for memory, whichever takes longer (Williams et al. 2009); and some cost is fixed."""
 
-    step_s, sequence_s: fixed, per step and per sequence (planning, sampling, launching kernels).
-    token_s, pair_s: of computing, per token and per attended pair. weights_s: to read them all, once per step.
-    context_s: to read the KV of a token.
-    """
-
-    step_s: float
-    sequence_s: float
-    token_s: float
-    pair_s: float
-    weights_s: float
-    context_s: float
+    step_s: float  #: per step: planning, launching kernels
+    sequence_s: float  #: per sequence: planning, sampling
+    token_s: float  #: computing a token
+    pair_s: float  #: computing an attended pair
+    weights_s: float  #: reading all weights, once per step
+    context_s: float  #: reading the KV of a token
 
     def seconds(self, tokens: int, sequences: int, pairs: int, context: int) -> float:
         compute = self.token_s * tokens + self.pair_s * pairs
@@ -58,7 +53,7 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class LinearCostModel:
-    """A sum of terms, as measured on an engine (`fit`): what fits where no peak rate is known, a CPU above all."""
+    """A sum of terms, as measured on an engine (calibration.py): for where no peak rate is known, a CPU above all."""
 
     step_s: float
     token_s: float
@@ -77,48 +72,17 @@ class LinearCostModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """error: median of |predicted - measured| / measured over the steps; p90_error: its 90th percentile."""
+class Measured:
+    """A cost file."""
 
     cost: LinearCostModel
-    steps: int
-    error: float
-    p90_error: float
+    request_s: float | None = None  #: of the time to the first token, what is not steps; None: not measured
 
 
-def fit(works: Sequence[Work], seconds: Sequence[float]) -> Fit:
-    """Least squares of the relative error, no part negative; then scaled, so that all steps together take as long as
-    they took.
-
-    Relative, because a step of a long prompt takes a hundred times as long as one that decodes, and both matter.
-    Scaled, because steps that were held up count for little in that, and yet requests waited for them.
-    """
-    if len(works) != len(seconds) or len(works) < len(Work._fields) + 1:
-        raise ValueError(f"{len(works)} steps with {len(seconds)} times are too few to fit a cost")
-    measured = np.asarray(seconds, dtype=np.float64)
-    features = np.column_stack([np.ones(len(works)), np.asarray(works, dtype=np.float64)])
-    coefficients = non_negative(features / measured[:, None])
-    coefficients *= measured.sum() / (features @ coefficients).sum()
-    predicted = features @ coefficients
-    errors = np.abs(predicted - measured) / measured
-    return Fit(
-        LinearCostModel(*coefficients.tolist()),
-        len(works),
-        float(np.median(errors)),
-        float(np.percentile(errors, 90)),
-    )
-
-
-def non_negative(features: np.ndarray) -> np.ndarray:
-    """Coefficients of least squares to 1. Whatever comes out most negative is left out, until nothing is: for five
-    features that is as good as a solver, and they need not be scaled."""
-    scale = np.linalg.norm(features, axis=0)
-    kept = [i for i in range(features.shape[1]) if scale[i] > 0]
-    while True:
-        found = np.linalg.lstsq(features[:, kept] / scale[kept], np.ones(len(features)), rcond=None)[0]
-        if len(kept) == 1 or found.min() >= 0:
-            break
-        del kept[int(found.argmin())]
-    coefficients = np.zeros(features.shape[1])
-    coefficients[kept] = np.maximum(found, 0) / scale[kept]
-    return coefficients
+def read_cost(path: Path) -> Measured:
+    """Raises InvalidParameter."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Measured)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        limit = f"a file that `manta simulate fit` wrote ({error})"
+        raise InvalidParameter("--cost", str(path), limit) from None

@@ -8,14 +8,14 @@ from typing import Any
 
 from cluster.simulator.replica import Replica
 
-STEP, MESSAGE = 0, 1  # of what happens at the same moment, steps end first
+STEP, MESSAGE = 0, 1  # steps end first, of what happens at the same moment
 
 
 class EventLoop:
-    """now: seconds since the start of the simulation."""
+    """Steps of replicas and messages between them, in order of time."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = 0.0  # seconds since the start of the simulation
         self._heap: list[tuple[float, int, int, Any, tuple[Any, ...]]] = []
         self._count = 0
         self._due: dict[Replica, float | None] = {}
@@ -41,7 +41,7 @@ class EventLoop:
             return None
         replica: Replica = target
         if replica.due != self.now:
-            return None  # what it was in was cut short
+            return None  # its fast-forward was cut short
         replica.wake(self.now)
         return replica
 

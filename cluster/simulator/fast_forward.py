@@ -10,16 +10,16 @@ from engine.core.scheduler import Event, Scheduler
 
 
 def token_of(request: Request) -> int:
-    """What is sampled for a request: always the same token, and another one than for any other request, so that no two
+    """Return the token that is sampled for a request: always the same, and never another request's, so that no two
     outputs share a block."""
     return OUTPUT_ID + request.seed % (OUTPUT_ID - 1)
 
 
 class FastForward:
-    """Takes many steps of a scheduler in one go over its requests, in place of two (schedule, commit) per step, while
-    each step does the same: all running requests decode, nobody else can start, and blocks suffice.
+    """Takes many steps of a scheduler in one pass over its requests, in place of two (schedule, commit) per step, while
+    each step does the same: all running requests decode, no other can start, and blocks suffice.
 
-    Tokens, blocks, prefix cache, finished requests and their times are as after so many single steps; only which of the
+    Tokens, blocks, prefix cache, finished requests and their times are as after so many single steps. Only which of the
     equal free blocks a request gets differs, and the engine's own histograms miss most times between tokens.
     """
 
@@ -27,12 +27,13 @@ class FastForward:
         self._scheduler, self._queue, self._pool = scheduler, scheduler.queue, scheduler.pool
 
     def max_steps(self, limit: int, now: float) -> int:
-        """How many steps may be taken at once, up to `limit`, where a step has ended now and nobody waits who could
-        start. The last of them may end requests. 0: the next step is not of that kind."""
-        running = self._queue.running
+        """Return how many steps may be taken at once, up to `limit`; 0 if the next step is of another kind.
+
+        The last of them may end requests. Call this where a step has ended now, and no waiting request can start.
+        """
+        running, steps = self._queue.running, limit
         if not running:
             return 0
-        steps = limit
         for request in running:
             if request.last_token_at != now or len(request.tokens) - request.computed != 1:
                 return 0  # it has some of its prompt left, or had when the last step began
@@ -40,21 +41,15 @@ class FastForward:
             if left < steps:
                 steps = left
         # a request takes at most this many blocks; count exactly only if they might not be there
-        size, available = self._pool.block_size, self._pool.num_available
-        if len(running) * (steps // size + 1) <= available:
+        if len(running) * (steps // self._pool.block_size + 1) <= self._pool.num_available:
             return steps
-        while steps and self._blocks_missing(steps) > available:
+        while steps and self._blocks_missing(steps) > self._pool.num_available:
             steps //= 2
         return steps
 
-    def _blocks_missing(self, steps: int) -> int:
-        size = self._pool.block_size
-        return sum(max(0, -(-(r.computed + steps) // size) - len(r.blocks)) for r in self._queue.running)
-
     def advance(self, ends: Sequence[float]) -> list[Event]:
         """Take as many steps as there are `ends`, the times at which they end. Returns the requests that finish."""
-        steps, size, totals = len(ends), self._pool.block_size, self._scheduler.totals
-        ended = []
+        steps, size, ended = len(ends), self._pool.block_size, []
         for request in self._queue.running:
             tokens = request.tokens
             request.computed = computed = request.computed + steps
@@ -70,9 +65,13 @@ class FastForward:
             else:
                 tokens.append(tokens[-1])
                 request.last_token_at = ends[-1]
-        totals.steps += steps
-        totals.generation_tokens += steps * len(self._queue.running) - len(ended)
+        self._scheduler.totals.steps += steps
+        self._scheduler.totals.generation_tokens += steps * len(self._queue.running) - len(ended)
         return [self._end(request, ends) for request in ended]
+
+    def _blocks_missing(self, steps: int) -> int:
+        size = self._pool.block_size
+        return sum(max(0, -(-(r.computed + steps) // size) - len(r.blocks)) for r in self._queue.running)
 
     def _end(self, request: Request, ends: Sequence[float]) -> Event:
         if len(ends) > 1:

@@ -1,4 +1,4 @@
-"""KV on its way from prefill to decode replicas: the schedulers say what is to be done, and here it takes time.
+"""KV on its way from prefill to decode replicas. The schedulers say what is to be done; here it takes time.
 
 Nothing is lost and nobody dies here, so leases and heartbeats (engine/kv_transfer/protocol/) are left out, but for the
 time that their messages take. Reading begins with the first chunk, while prefill computes the next, as it really does.
@@ -23,32 +23,33 @@ from engine.wire.remote_prefill import RemotePrefillRequest
 
 @dataclass(slots=True)
 class _Handoff:
-    """sent: tokens of the prompt whose KV is on its way or there; read_at: when the last of them is there."""
-
-    prefill_request: RemotePrefillRequest
     decode: Replica
     prefill: Replica
-    sent: int
-    read_at: float = 0.0
+    sent: int  #: tokens of the prompt whose KV is on its way or there
+    read_at: float = 0.0  #: when the last of them is there
 
 
 class HandoffTraffic:
-    """after: is told of a replica to which something has happened. on_way: prefill requests and last messages."""
+    """All handoffs between the two pools."""
 
-    def __init__(self, network: Network, kv_bytes: float, loop: EventLoop, prefill: Pool, after: Callable[..., None]):
+    def __init__(
+        self, network: Network, kv_bytes: float, loop: EventLoop, prefill: Pool, after: Callable[[Replica], None]
+    ):
+        """after: called with each replica to which something has happened."""
         self._network, self._kv_bytes, self._loop, self._pool, self._after = network, kv_bytes, loop, prefill, after
         self._live: dict[str, _Handoff] = {}
         self._link_free_at: dict[Replica, float] = {}
-        self.count = self.on_way = 0
+        self.on_way = 0  # requests to prefill replicas, and last messages of handoffs
+        self.count = 0
         self.bytes = self.link_s = 0.0
 
     def act(self, replica: Replica, actions: Sequence[HandoffOutput], now: float) -> None:
-        """What the replica's scheduler wants done."""
+        """Carry out what the replica's scheduler wants done."""
         for action in actions:
             match action:
                 case OpenHandoff(prefill_request):
                     self.on_way += 1
-                    self._loop.at(now + self._network.call_s, self._bring, prefill_request, replica)
+                    self._loop.at(now + self._network.call_s, self._dispatch, prefill_request, replica)
                 case ReportProgress(handoff_id, upto):
                     self._send(self._live[handoff_id], upto, now)
                 case FinishPrefill(handoff_id):
@@ -56,33 +57,32 @@ class HandoffTraffic:
                     self.on_way += 1
                     self._loop.at(max(now, handoff.read_at) + self._network.handoff_s, self._finish, handoff, action)
 
-    def summary(self, duration_s: float) -> HandoffUse:
+    def use(self, duration_s: float) -> HandoffUse:
         senders = max(1, len(self._link_free_at))
         return HandoffUse(
             count=self.count, gigabytes=self.bytes / 1e9, link_busy=self.link_s / (senders * max(duration_s, 1e-9))
         )
 
-    def _bring(self, prefill_request: RemotePrefillRequest, decode: Replica) -> None:
+    def _dispatch(self, prefill_request: RemotePrefillRequest, decode: Replica) -> None:
         self.on_way -= 1
-        prefill = self._pool.choose(prefill_request.handoff_id, prefill_request.token_ids)
+        handoff_id = prefill_request.handoff_id
+        prefill = self._pool.choose(handoff_id, prefill_request.token_ids)
+        # before the prefill engine has it, since it may be started at once and be reported on
+        self._live[handoff_id] = _Handoff(decode, prefill, prefill_request.skip)
         try:
-            # before the prefill engine has it, since it may be started at once and be reported on
-            self._live[prefill_request.handoff_id] = _Handoff(prefill_request, decode, prefill, prefill_request.skip)
             prefill.add_remote_prefill(prefill_request, self._loop.now)
         except ServingError as error:  # Overloaded: decode computes it itself
-            del self._live[prefill_request.handoff_id]
-            self._pool.ended(prefill_request.handoff_id)
-            decode.tell(
-                Failed(prefill_request.handoff_id, "remote_prefill_failed", prefill_request.skip, False, str(error)),
-                self._loop.now,
-            )
+            del self._live[handoff_id]
+            self._pool.ended(handoff_id)
+            failed = Failed(handoff_id, "remote_prefill_failed", prefill_request.skip, False, str(error))
+            decode.handle(failed, self._loop.now)
             self._after(decode)
             return
         self.count += 1
         self._after(prefill)
 
     def _send(self, handoff: _Handoff, upto: int, now: float) -> None:
-        """What one replica sends goes one after another."""
+        """Send the KV up to this token, after everything else that the replica sends."""
         num_bytes = (upto - handoff.sent) * self._kv_bytes
         seconds = num_bytes / self._network.bytes_per_s
         handoff.sent = upto
@@ -95,7 +95,7 @@ class HandoffTraffic:
         self.on_way -= 1
         del self._live[finish.handoff_id]
         self._pool.ended(finish.handoff_id)
-        handoff.prefill.tell(Closed(finish.handoff_id, "released"), self._loop.now)
+        handoff.prefill.handle(Closed(finish.handoff_id, "released"), self._loop.now)
         self._after(handoff.prefill)
-        handoff.decode.tell(Received(finish.handoff_id, finish.first), self._loop.now)
+        handoff.decode.handle(Received(finish.handoff_id, finish.first), self._loop.now)
         self._after(handoff.decode)

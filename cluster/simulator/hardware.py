@@ -1,4 +1,4 @@
-"""Cards and models by their data sheets, and the step cost that follows from them."""
+"""Cards and models by their data sheets, and the cost model that follows from them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from cluster.simulator.cost_model import Roofline
 from engine.errors import InvalidParameter
 from engine.model.config import DTYPES, ModelConfig
 
-COMPUTE_SHARE = 0.6  # of the dense peak that large matrix products reach
-ATTENTION_SHARE = 0.4  # and attention over long prompts
-MEMORY_SHARE = 0.8  # of the memory's bandwidth that a step of decoding reaches
-TP_SHARE = 0.9  # what is left of it all for every doubling of the ranks: all-reduces take the rest
+COMPUTE_FRACTION = 0.6  # of the dense peak is reached by large matrix products
+ATTENTION_FRACTION = 0.4  # of the dense peak is reached by attention over long prompts
+MEMORY_FRACTION = 0.8  # of the memory's bandwidth is reached by a step of decoding
+TP_FRACTION = 0.9  # of it all is left for every doubling of the ranks: all-reduces take the rest
 STEP_S = 0.002  # of a step beside the model: planning, launching, sampling
 SEQUENCE_S = 5e-6
-USABLE = 0.9  # of the memory, as `gpu_memory_utilization`; activations take another share of it
+USABLE = 0.9  # of the memory, as `gpu_memory_utilization`; activations take a fraction of that
 ACTIVATIONS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """From the maker's data sheet. flops: dense, bfloat16, per second. bandwidth: of its memory, bytes per second.
-    network: bytes per second that one card can send to another machine (a NIC of its own)."""
+    """Figures from the maker's data sheet."""
 
-    flops: float
-    bandwidth: float
-    memory: float
-    network: float
+    flops: float  #: per second, dense, bfloat16
+    bandwidth: float  #: of its memory, bytes per second
+    memory: float  #: bytes
+    network: float  #: bytes per second that one card can send to another machine, by a NIC of its own
 
 
 CARDS = {
@@ -40,28 +39,26 @@ CARDS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """parameters: all of them. active: that a token passes through; fewer in a mixture of experts, where a batch reads
-    all weights all the same. pair_flops: of a token that attends to one token, over all layers.
-    kv_bytes: of a token's keys and values, over all layers. heads, kv_heads: that ranks share out."""
+    """What of a model matters for the cost of its steps."""
 
     parameters: float
-    active: float
-    pair_flops: float
-    kv_bytes: float
+    active: float  #: parameters that a token passes through: a mixture of experts has fewer, though a batch reads all
+    pair_flops: float  #: of a token that attends to one token, over all layers
+    kv_bytes: float  #: of a token's keys and values, over all layers
     weight_bytes: float
     heads: int
     kv_heads: int
 
     @classmethod
     def dense(cls, parameters: float, layers: int, heads: int, kv_heads: int, head_dim: int) -> ModelShape:
-        """In bfloat16."""
+        """Return the shape of a dense model in bfloat16."""
         kv_bytes = 2 * 2 * layers * kv_heads * head_dim
         pair_flops = 4.0 * layers * heads * head_dim
         return cls(parameters, parameters, pair_flops, kv_bytes, 2 * parameters, heads, kv_heads)
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelShape:
-        """By the config.json in it. Raises ModelFolderError."""
+        """Read the config.json of a model folder. Raises ModelFolderError."""
         cfg = ModelConfig.from_folder(folder)
         attention = cfg.hidden_size * cfg.head_dim * (2 * cfg.num_heads + 2 * cfg.num_kv_heads)
         total = active = float(cfg.vocab_size * cfg.hidden_size)  # the head; looking up an embedding costs nothing
@@ -87,7 +84,7 @@ MODELS = {
 
 
 def find_model(name: str) -> ModelShape:
-    """One of MODELS, or a model folder. Raises ServingError."""
+    """name: one of MODELS, or a model folder. Raises ServingError."""
     if name in MODELS:
         return MODELS[name]
     if Path(name, "config.json").is_file():
@@ -102,21 +99,21 @@ def find_card(name: str) -> Card:
 
 
 def roofline(model: ModelShape, card: Card, tensor_parallel: int = 1) -> Roofline:
-    """The shares above are round numbers that fit published measurements within some tens of percent; a cost that was
-    fitted to the engine itself is better."""
-    ranks = tensor_parallel * TP_SHARE ** (tensor_parallel.bit_length() - 1)
+    """Return a cost model by round fractions, which fit published measurements within some tens of percent; a cost that
+    was fitted to the engine itself is better."""
+    ranks = tensor_parallel * TP_FRACTION ** (tensor_parallel.bit_length() - 1)
     return Roofline(
         step_s=STEP_S,
         sequence_s=SEQUENCE_S,
-        token_s=2 * model.active / (card.flops * COMPUTE_SHARE * ranks),
-        pair_s=model.pair_flops / (card.flops * ATTENTION_SHARE * ranks),
-        weights_s=model.weight_bytes / (card.bandwidth * MEMORY_SHARE * ranks),
-        context_s=model.kv_bytes / (card.bandwidth * MEMORY_SHARE * ranks),
+        token_s=2 * model.active / (card.flops * COMPUTE_FRACTION * ranks),
+        pair_s=model.pair_flops / (card.flops * ATTENTION_FRACTION * ranks),
+        weights_s=model.weight_bytes / (card.bandwidth * MEMORY_FRACTION * ranks),
+        context_s=model.kv_bytes / (card.bandwidth * MEMORY_FRACTION * ranks),
     )
 
 
 def kv_tokens(model: ModelShape, card: Card, tensor_parallel: int = 1) -> int:
-    """Tokens whose KV fits beside the weights. Raises InvalidParameter if not even they do."""
+    """Return the tokens whose KV fits beside the weights. Raises InvalidParameter if not even the weights fit."""
     usable = tensor_parallel * card.memory * USABLE * (1 - ACTIVATIONS)
     tokens = int((usable - model.weight_bytes) / model.kv_bytes)
     if tokens < 1:

@@ -1,4 +1,4 @@
-"""The fewest GPUs that meet the SLO, by simulating one cluster after another."""
+"""Finds the fewest GPUs that meet the SLO, by simulating one cluster after another."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from cluster.simulator.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """prefill: 0 for one pool that does both."""
+    """A cluster that was simulated."""
 
     decode: int
-    prefill: int
+    prefill: int  #: 0 for one pool that does both
     report: Report
 
     @property
     def gpus(self) -> int:
         return self.report.gpus
 
+    @property
+    def name(self) -> str:
+        if self.prefill:
+            return f"{self.prefill} prefill + {self.decode} decode"
+        return f"{self.decode} replica{'s' if self.decode > 1 else ''}"
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """shared, split: the smallest cluster of each kind that meets the SLO; None if none of up to `max_gpus` GPUs does,
-    or if none of the kind was tried. tried: all that were simulated."""
+    """The smallest cluster of each kind that meets the SLO. None if there is none, or if none of the kind was tried."""
 
     shared: Candidate | None
     split: Candidate | None
@@ -40,8 +45,10 @@ class Plan:
 
 
 class Planner:
-    """More replicas of a pool never make the share of good requests smaller, but for chance: that is what the search
-    relies on."""
+    """Searches up to `max_gpus` GPUs.
+
+    It relies on this: more replicas of a pool never make the fraction of good requests smaller, but for chance.
+    """
 
     def __init__(
         self,
@@ -51,8 +58,7 @@ class Planner:
         max_gpus: int,
         on_result: Callable[[Candidate], None] = lambda candidate: None,
     ):
-        """spec: its numbers of replicas are ignored; without a prefill pool there is no split. on_result: is given each
-        candidate when it has been simulated."""
+        """spec: its numbers of replicas are ignored; without a prefill pool there is no split."""
         self._spec, self._trace, self._slo, self._max_gpus, self._on_result = spec, trace, slo, max_gpus, on_result
         self._tried: dict[tuple[int, int], Candidate] = {}
 
@@ -62,11 +68,11 @@ class Planner:
         return Plan(shared, split, list(self._tried.values()))
 
     def _split(self) -> Candidate | None:
-        """Whichever pool gains more by it is doubled, until both suffice; then each shrinks as far as it can."""
+        """Double whichever pool gains more by it, until both suffice; then shrink each as far as it can."""
         best = self._try(1, 1)
         while not self._suffices(best):
             larger = [(2 * best.decode, best.prefill), (best.decode, 2 * best.prefill)]
-            found = [self._try(*sizes) for sizes in larger if self._gpus(*sizes) <= self._max_gpus]
+            found = [self._try(*sizes) for sizes in larger if self._with(*sizes).gpus <= self._max_gpus]
             if not found:
                 return None
             best = max(found, key=lambda c: (c.report.good, c.report.good_ttft + c.report.good_tpot, -c.gpus))
@@ -79,7 +85,7 @@ class Planner:
         return best
 
     def _fewest(self, of: Callable[[int], Candidate], low: int, limit: int) -> Candidate | None:
-        """The smallest n from `low` to `limit` that suffices: doubled until one does, then by halves."""
+        """Return the smallest n from `low` to `limit` that suffices: doubled until one does, then by halves."""
         high = low
         while not self._suffices(found := of(high)):
             if high >= limit:
@@ -95,16 +101,15 @@ class Planner:
         return best
 
     def _suffices(self, candidate: Candidate) -> bool:
-        return candidate.report.good >= self._slo.share
-
-    def _gpus(self, decode: int, prefill: int) -> int:
-        return self._with(decode, prefill).gpus
+        return candidate.report.good >= self._slo.fraction
 
     def _with(self, decode: int, prefill: int) -> ClusterSpec:
-        spec = replace(self._spec, decode=replace(self._spec.decode, replicas=decode))
-        if not prefill or spec.prefill is None:
-            return replace(spec, prefill=None)
-        return replace(spec, prefill=replace(spec.prefill, replicas=prefill))
+        pool = self._spec.prefill
+        return replace(
+            self._spec,
+            decode=replace(self._spec.decode, replicas=decode),
+            prefill=replace(pool, replicas=prefill) if prefill and pool is not None else None,
+        )
 
     def _try(self, decode: int, prefill: int) -> Candidate:
         if (decode, prefill) not in self._tried:

@@ -1,25 +1,78 @@
-"""Equal replicas, and the router in front of them."""
+"""Equal replicas, and the router of deployments/routing/ in front of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 
 from cluster.simulator.replica import Replica
 from cluster.simulator.results import PoolUse
-from cluster.simulator.routing import make_router
 from cluster.simulator.spec import PoolSpec
-from deployments.routing.config import Role
+from deployments.routing.balancer import Balancer
+from deployments.routing.config import Role, RoutingConfig
+from deployments.routing.prompt_digest import PromptDigester
+from engine.wire.messages import EngineUpdate
+
+
+class RandomRouter:
+    """Sends each request anywhere: published gains are measured against that."""
+
+    wants_updates = False
+
+    def __init__(self, seed: int):
+        self._random = random.Random(seed)
+
+    def choose(self, request_id: str, tokens: list[int], engines: Sequence[str]) -> str:
+        return engines[self._random.randrange(len(engines))]
+
+    def end(self, request_id: str) -> None:
+        pass
+
+    def update(self, update: EngineUpdate) -> None:
+        pass
+
+    def keep(self, engines: Sequence[str]) -> None:
+        pass
+
+
+class BalancerRouter:
+    """Routes by a real Balancer."""
+
+    def __init__(self, config: RoutingConfig, role: Role, block_size: int, seed: int):
+        self._balancer = Balancer(config, role, block_size, random.Random(seed))
+        self.wants_updates = config.policy != "round_robin"  # whether it wants the engines' updates
+        # the other policies ignore prefixes, so they need not be read
+        self._digester = PromptDigester(block_size if config.policy == "prefix_aware" else None)
+
+    def choose(self, request_id: str, tokens: list[int], engines: Sequence[str]) -> str:
+        return self._balancer.choose(self._digester.digest(request_id, tokens, ""), engines).engines[0]
+
+    def end(self, request_id: str) -> None:
+        """The request is over, or nothing is computed for it any more."""
+        self._balancer.end(request_id, confirmed=True)
+
+    def update(self, update: EngineUpdate) -> None:
+        assert self._balancer.update(update), "no message is lost here"
+
+    def keep(self, engines: Sequence[str]) -> None:
+        """Forget all engines but these."""
+        self._balancer.keep(engines)
 
 
 class Pool:
-    """replicas: all that there ever were. up: those that get requests."""
+    """The replicas of one role."""
 
     def __init__(self, role: Role, spec: PoolSpec, make: Callable[[str], Replica], seed: int):
-        """make: a replica of this name."""
+        """make: returns a new replica of the given name."""
         self.role, self.spec = role, spec
-        self.replicas: list[Replica] = []
-        self.up: dict[str, Replica] = {}
-        self._router = make_router(spec.router, role, spec.config.known_block_size, seed)
+        self.replicas: list[Replica] = []  # all that there ever were
+        self.up: dict[str, Replica] = {}  # those that get requests
+        self._router: RandomRouter | BalancerRouter
+        if spec.router == "random":
+            self._router = RandomRouter(seed)
+        else:
+            config = RoutingConfig(policy=spec.router)
+            self._router = BalancerRouter(config, role, spec.config.known_block_size, seed)
         self._names: list[str] = []
         self._make = make
         self._alive_s = 0.0
@@ -35,24 +88,24 @@ class Pool:
         self._router.end(request_id)
 
     @property
-    def follows(self) -> bool:
-        """Whether the router wants news of the engines."""
-        return self._router.follows
+    def wants_updates(self) -> bool:
+        """Whether the router wants the engines' updates."""
+        return self._router.wants_updates
 
-    def follow(self, now: float) -> None:
-        if self.follows:
+    def subscribe(self, now: float) -> None:
+        if self.wants_updates:
             for replica in self.up.values():
-                replica.follow(now)
+                replica.subscribe(now)
 
     def publish(self, replica: Replica, now: float) -> None:
-        """The engine tells the router how it is, if it is time."""
-        for news in replica.news(now):
+        """Pass the engine's updates on to the router, if it is time."""
+        for update in replica.updates(now):
             if replica.name in self.up:
-                self._router.news(news)
+                self._router.update(update)
 
     @property
     def capacity(self) -> int:
-        """Sequences that the ingress lets in: as `window` in deployments/frontend/admission.py without any news."""
+        """Sequences that the ingress lets in: as `window` in deployments/frontend/admission.py before any report."""
         max_num_seqs = self.spec.config.max_num_seqs
         return max(1, len(self.up) * (max_num_seqs + max(1, max_num_seqs // 8)))
 
@@ -60,18 +113,18 @@ class Pool:
         replica = self._make(f"{self.role}-{len(self.replicas)}")
         self.replicas.append(replica)
         self._since[replica] = now
-        if self.follows:
-            replica.follow(now)
+        if self.wants_updates:
+            replica.subscribe(now)
         self._set_up(self.up | {replica.name: replica})
 
     def drain(self) -> None:
-        """One replica gets no more requests: the one with the fewest."""
+        """Send no more requests to the replica with the fewest."""
         replica = min(self.up.values(), key=lambda r: len(r.scheduler.queue.running) + r.scheduler.queue.num_waiting)
         self._draining.append(replica)
         self._set_up({name: other for name, other in self.up.items() if other is not replica})
 
     def forget_ended(self, now: float) -> None:
-        """Drained replicas that have nothing to do any more are gone."""
+        """Let drained replicas go that have nothing left to do."""
         for replica in [r for r in self._draining if r.due is None and not r.scheduler.has_work]:
             self._draining.remove(replica)
             self._alive_s += now - self._since.pop(replica)

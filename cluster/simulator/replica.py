@@ -1,18 +1,16 @@
-"""One engine on the simulated clock: the real scheduler and block pool, steps that take what a cost says."""
+"""One engine on the simulated clock: the real scheduler and block pool, steps that take what a cost model says."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
 
-import msgspec
-
-from cluster.simulator.cost_model import CostModel, Work
+from cluster.simulator.cost_model import Work
 from cluster.simulator.fast_forward import FastForward, token_of
-from cluster.simulator.latency_histogram import LatencyHistogram
+from cluster.simulator.results import LatencyHistogram
+from cluster.simulator.spec import PoolSpec
 from cluster.simulator.trace import VOCABULARY
 from deployments.routing.config import Role
-from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.handoffs import HandoffManager, HandoffOutput
 from engine.core.kv_events import KVEventPublisher
@@ -20,61 +18,56 @@ from engine.core.request import Request
 from engine.core.scheduler import Event, Scheduler
 from engine.core.step_cost import StepTimes, StepWork
 from engine.kv_transfer.protocol.events import HandoffEvent
-from engine.wire.messages import EngineStats, EngineUpdate, GenerateRequest, Subscribe
+from engine.wire.messages import EngineUpdate, GenerateRequest, PrefillReplica, Subscribe
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_prefill import RemotePrefillRequest
 
-MAX_FAST_FORWARD_STEPS = 64  # steps at most in one: the next arrival may cut it short, and the rest of it was in vain
+MAX_FAST_FORWARD_STEPS = 64  # the next arrival may cut it short, and the rest of it was in vain
 
 
 class Replica:
-    """As the step loop of engine/core/engine.py without overlap: what comes while a step computes is planned for in the
-    next.
-
-    due: when it has to be woken next, because the step or fast-forward that it is in has ended; None: it has nothing to
-        do.
-    ended: requests that are over, oldest first; the caller empties it.
-    itl: times between tokens. busy_s: seconds in steps. times: what the engine itself learns of its steps.
-    """
+    """An engine as its step loop (engine/core/engine.py) runs it without overlap: what comes while a step computes is
+    planned for in the next."""
 
     def __init__(
         self,
         name: str,
         role: Role,
-        config: EngineConfig,
-        cost: CostModel,
+        spec: PoolSpec,
         *,
-        num_blocks: int,
         max_model_len: int,
         handoffs: HandoffManager | None = None,
         times: StepTimes | None = None,
         fast_forward: int = MAX_FAST_FORWARD_STEPS,
-        forward: Callable[[list[HandoffOutput], float], None] | None = None,
+        forward: Callable[[Replica, list[HandoffOutput], float], None] | None = None,
         slowdown: Callable[[Replica], float] | None = None,
     ):
-        """times: to learn into; nothing is learned without. fast_forward: 0 takes all steps one by one. forward: is
-        given what the scheduler wants done about handoffs, and when. slowdown: factor on the next step's cost, without
-        fast-forwards."""
+        """times: what the engine itself learns of its steps; None: nothing.
+        fast_forward: steps at once, at most; 0 takes all of them one by one.
+        forward: is given what the scheduler wants done about handoffs, and when.
+        slowdown: factor on the next step's cost, without fast-forward.
+        """
+        config = spec.config
         self.name, self.role, self.times = name, role, times
-        self.due: float | None = None
-        self.ended: list[Request] = []
+        self.due: float | None = None  # when it has to be woken, as its steps have ended; None: it has nothing to do
+        self.ended: list[Request] = []  # requests that are over, oldest first; the caller empties it
         self.itl = LatencyHistogram()
-        self.busy_s = 0.0
+        self.busy_s = 0.0  # seconds in steps
         self.scheduler = Scheduler(
             config,
-            BlockPool(num_blocks, config.known_block_size, config.enable_prefix_caching),
+            BlockPool(spec.num_blocks, config.known_block_size, config.enable_prefix_caching),
             max_model_len=max_model_len,
             vocab_size=VOCABULARY,
             handoffs=handoffs,
         )
         self._kv_events = KVEventPublisher(name, self.scheduler)
         self._fast_forward, self._max_steps = FastForward(self.scheduler), fast_forward
-        self._cost, self._forward, self._slowdown = cost, forward, slowdown
+        self._seconds, self._forward, self._slowdown = spec.cost.seconds, forward, slowdown
         self._inbox: list[HandoffEvent] = []
         self._plan: StepPlan | None = None  # the step that computes
         self._ends: list[float] = []  # or of the steps of a fast-forward that are not recorded yet
         self._began = 0.0
-        self._settled = False  # whoever waits cannot start before anything but decoding happens
+        self._settled = False  # no waiting request can start before anything but decoding happens
 
     def add(self, message: GenerateRequest, now: float) -> None:
         """Raises ServingError."""
@@ -88,8 +81,8 @@ class Replica:
         self._kv_events.admitted(prefill_request.handoff_id)
         self._came(now)
 
-    def tell(self, event: HandoffEvent, now: float) -> None:
-        """A handoff has got on; it is taken in between two steps."""
+    def handle(self, event: HandoffEvent, now: float) -> None:
+        """A handoff made progress; it is taken in between two steps."""
         self._inbox.append(event)
         self._came(now)
 
@@ -103,26 +96,27 @@ class Replica:
         self._begin(now)
 
     def catch_up(self, now: float) -> None:
-        """Record the steps of a fast-forward that have ended by now, so that the scheduler can be looked at."""
+        """Record the steps of a fast-forward that have ended by now, so that the scheduler shows the present."""
         if 0 < (steps := bisect_right(self._ends, now)) < len(self._ends):
             self._record(steps)
 
-    def follow(self, now: float) -> None:
-        """The router wants news of this engine; call again within SUBSCRIPTION_S."""
+    def subscribe(self, now: float) -> None:
+        """Collect updates for the router; call again within SUBSCRIPTION_S."""
         self._kv_events.subscribe(Subscribe("router"), now)
 
-    def news(self, now: float) -> list[EngineUpdate]:
-        """For the router, if it is time."""
+    def updates(self, now: float) -> list[EngineUpdate]:
+        """Return the updates for the router that are due."""
         return [update for update, _ in self._kv_events.messages(now)]
 
-    def stats(self, now: float) -> EngineStats:
-        """As EngineCore.stats."""
+    def prefill_state(self, now: float) -> PrefillReplica:
+        """Return what decode engines weigh a prompt by."""
+        assert self.times is not None
         self.catch_up(now)
-        stats = self.scheduler.stats()
-        if self.times is None:
-            return stats
         per_step, per_token = self.times.by_tokens.coefficients
-        return msgspec.structs.replace(stats, seconds_per_step=per_step, seconds_per_token=per_token)
+        queued = self.scheduler.load().queued_tokens
+        return PrefillReplica(
+            engine_id=self.name, queued_tokens=queued, seconds_per_step=per_step, seconds_per_token=per_token
+        )
 
     def _came(self, now: float) -> None:
         self._settled = False
@@ -134,14 +128,11 @@ class Replica:
 
     def _begin(self, now: float) -> None:
         scheduler, self._began, self._plan = self.scheduler, now, None
-        for handoff in self._inbox:
-            self._tell(scheduler.handle(handoff, now))
+        for event in self._inbox:
+            self._tell(scheduler.handle(event, now))
         self._inbox.clear()
-        if (
-            self._max_steps
-            and (self._settled or not scheduler.queue.waiting)
-            and (steps := self._fast_forward.max_steps(self._max_steps, now))
-        ):
+        quiet = self._settled or not scheduler.queue.waiting
+        if self._max_steps and quiet and (steps := self._fast_forward.max_steps(self._max_steps, now)):
             self._ends = self._step_ends(steps, now)
             self.due = self._ends[-1]
             return
@@ -152,13 +143,13 @@ class Replica:
             self.due = None
             return
         self._settled = not plan.added and max(plan.counts) == 1 and scheduler.totals.preemptions == preemptions
-        seconds = self._cost.seconds(*Work.of(plan))
+        seconds = self._seconds(*Work.of(plan))
         self.due = now + (seconds if self._slowdown is None else seconds * self._slowdown(self))
 
     def _step_ends(self, steps: int, now: float) -> list[float]:
         running = len(self.scheduler.queue.running)
         context = sum(len(request.tokens) for request in self.scheduler.queue.running)
-        seconds, ends = self._cost.seconds, []
+        seconds, ends = self._seconds, []
         for _ in range(steps):
             now += seconds(running, running, context, context)
             ends.append(now)
@@ -182,16 +173,16 @@ class Replica:
 
     def _commit(self, plan: StepPlan, now: float) -> None:
         _, requests = self.scheduler.planned[0]
-        tokens = [token_of(request) if asked else None for request, asked in zip(requests, plan.samples, strict=True)]
-        for request, token in zip(requests, tokens, strict=True):
-            if token is not None and request.last_token_at is not None:
+        tokens: list[int | None] = []
+        for request, asked in zip(requests, plan.samples, strict=True):
+            tokens.append(token_of(request) if asked else None)
+            if asked and request.last_token_at is not None:
                 self.itl.add(now - request.last_token_at)
         if self.times is not None:
             self.times.observe_step(StepWork.of(plan), now - self._began)
         self.busy_s += now - self._began
-        result = StepResult(plan.step, tokens, [None] * len(tokens), [None] * len(tokens))
-        ended = len(self.ended)
-        self._tell(self.scheduler.commit(result, now))
+        ended, nothing = len(self.ended), [None] * len(tokens)
+        self._tell(self.scheduler.commit(StepResult(plan.step, tokens, [*nothing], [*nothing]), now))
         self._settled = self._settled and len(self.ended) == ended
         self._act(now)
 
@@ -204,7 +195,7 @@ class Replica:
                     self.ended.append(event.request)
 
     def _act(self, now: float) -> None:
-        if (queue := self.scheduler.handoffs.actions) and self._forward is not None:
-            actions = list(queue)
-            queue.clear()
-            self._forward(actions, now)
+        if (pending := self.scheduler.handoffs.actions) and self._forward is not None:
+            actions = list(pending)
+            pending.clear()
+            self._forward(self, actions, now)

@@ -1,15 +1,60 @@
-"""What became of each request, and what that is in figures."""
+"""What became of each request, and the figures of a report."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from cluster.simulator.latency_histogram import LatencyHistogram
 from cluster.simulator.spec import GoodputSlo
 from cluster.simulator.trace import Trace
 from engine.core.request import Request
+
+PER_DOUBLING = 32  # classes of a histogram, so that a value is known to 1 percent
+SMALLEST_S = 1e-6
+
+
+class LatencyHistogram:
+    """Times between tokens, which are too many to keep: counted in classes of a factor of 2 ** (1 / PER_DOUBLING)."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (40 * PER_DOUBLING)
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        self._counts[self._index(seconds)] += count
+
+    def add_steps(self, ends: Sequence[float], count: int) -> None:
+        """Add the times between each end and the next, `count` times each; none is shorter than the one before it."""
+        first, last = self._index(ends[1] - ends[0]), self._index(ends[-1] - ends[-2])
+        if first == last:
+            self._counts[first] += count * (len(ends) - 1)
+            return
+        for before, end in pairwise(ends):
+            self.add(end - before, count)
+
+    def _index(self, seconds: float) -> int:
+        index = int(PER_DOUBLING * math.log2(seconds / SMALLEST_S)) if seconds > SMALLEST_S else 0
+        return min(index, len(self._counts) - 1)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LatencyHistogram) and self._counts == other._counts
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __iadd__(self, other: LatencyHistogram) -> LatencyHistogram:
+        self._counts = [a + b for a, b in zip(self._counts, other._counts, strict=True)]
+        return self
+
+    def percentile(self, percent: float) -> float | None:
+        """Return seconds; None if nothing was added."""
+        total = sum(self._counts)
+        if not total:
+            return None
+        index = int(np.searchsorted(np.cumsum(self._counts), percent / 100 * total))
+        return SMALLEST_S * float(2 ** ((min(index, len(self._counts) - 1) + 0.5) / PER_DOUBLING))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,63 +76,56 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaCounts:
-    """Of an autoscaled pool: replicas that took requests. mean: over the simulated time. wanted: the most that the
-    autoscaler wanted, which are more than `most` where they were not up before the end."""
+    """Replicas of an autoscaled pool that took requests."""
 
     least: int
     most: int
-    mean: float
-    wanted: int
+    mean: float  #: over the simulated time
+    wanted: int  #: the maximum that the autoscaler wanted; above `most` where they were not up before the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolUse:
-    """busy: share of the replicas' time in which they computed. replicas: at the start. gpu_hours: of all of them.
-    scaled: None where their number stays."""
+    """What the replicas of a pool did."""
 
-    replicas: int
-    busy: float
+    replicas: int  #: at the start
+    busy: float  #: fraction of the replicas' time in which they computed
     steps: int
     preemptions: int
     gpu_hours: float
-    scaled: ReplicaCounts | None = None
+    scaled: ReplicaCounts | None = None  #: None where the number of replicas stays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffUse:
-    """count: prompts that the prefill pool computed. link_busy: share of the time in which a prefill replica sent."""
+    """What was handed over between two pools."""
 
-    count: int
+    count: int  #: prompts that the prefill pool computed
     gigabytes: float
-    link_busy: float
+    link_busy: float  #: fraction of the time in which a prefill replica sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """duration_s: until the last request ended. goodput: requests per second that kept the SLO, in the time in which
-    requests came or were served. good: their share of all requests; good_ttft, good_tpot: of those that kept one half
-    of it at least. hit_rate: share of prompt tokens that were cached.
-
-    ttft_ms, tpot_ms, e2e_ms: over requests. itl_ms: over all pairs of tokens that follow each other, in classes of 2%.
-    """
+    """A simulation in figures."""
 
     trace: str
     requests: int
     completed: int
     refused: int
-    duration_s: float
+    duration_s: float  #: until the last request ended
     requests_per_s: float
     output_tokens_per_s: float
-    goodput: float
-    good: float
-    good_ttft: float
-    good_tpot: float
-    ttft_ms: Latencies | None
+    goodput: float  #: requests per second that kept the SLO
+    good: float  #: fraction of all requests that kept the SLO
+    good_ttft: float  #: fraction that kept its first half at least
+    good_tpot: float  #: fraction that kept its second half at least
+    ttft_ms: Latencies | None  #: over requests, as the next two
     tpot_ms: Latencies | None
     e2e_ms: Latencies | None
-    itl_p50_ms: float | None
+    itl_p50_ms: float | None  #: over all pairs of tokens that follow each other, in classes of 2%
     itl_p99_ms: float | None
-    hit_rate: float
+    hit_rate: float  #: fraction of prompt tokens that were cached
     gpus: int
     pools: dict[str, PoolUse]
     handoffs: HandoffUse | None
@@ -95,7 +133,7 @@ class Report:
 
 
 class Results:
-    """Arrays, one entry per request of the trace; nan where nothing is known. Seconds on the simulated clock."""
+    """Arrays with one entry per request of the trace; nan while unknown. Seconds on the simulated clock."""
 
     def __init__(self, trace: Trace):
         self._trace = trace
@@ -105,7 +143,7 @@ class Results:
         self.refused = 0
 
     def ended(self, request: Request, late_s: float) -> None:
-        """late_s: how long a token is on its way to the client."""
+        """late_s: a token's time on its way to the client."""
         index = int(request.request_id)
         assert request.first_token_at is not None and request.last_token_at is not None
         self.first_at[index] = request.first_token_at + late_s
@@ -118,13 +156,13 @@ class Results:
         return max(float(np.nanmax(self.last_at, initial=0.0)), 1e-9)
 
     def good(self, slo: GoodputSlo) -> np.ndarray:
-        """For each request, whether it kept each half of the SLO: two rows, first token and time per token."""
+        """Whether each request kept each half of the SLO: two rows, first token and time per token."""
         ttft, tpot = self.first_at - self._trace.arrivals_s, self.tpot_s()
         done = ~np.isnan(self.last_at)
         return np.stack([done & (ttft <= slo.ttft_s), done & ~(tpot > slo.tpot_s)])
 
     def tpot_s(self) -> np.ndarray:
-        """nan for requests of a single token."""
+        """Mean time per token after the first; nan for requests of a single token."""
         intervals = (self._trace.output_tokens - 1).astype(np.float64)
         intervals[intervals == 0] = np.nan
         return (self.last_at - self.first_at) / intervals

@@ -1,4 +1,4 @@
-"""The policy of cluster/autoscaling/ on the simulated clock."""
+"""Runs the policy of cluster/autoscaling/ on the simulated clock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Counters:
 
 
 class Scaling:
-    """history: of each pool, (when, replicas) after each change of what there should be. up: of what there is."""
+    """Starts and drains replicas as the autoscaler decides."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class Scaling:
         self._scaler = ModelScaler(spec.targets, spec.limits)
         self._wanted: dict[Role, int] = {role: len(pool.up) for role, pool in pools.items()}
         self._counters: dict[Replica, deque[_Counters]] = {}
+        # (when, replicas) after each change, of the replicas that there should be, and of those that are up
         self.history: dict[Role, list[tuple[float, int]]] = {role: [(0.0, n)] for role, n in self._wanted.items()}
         self.up: dict[Role, list[tuple[float, int]]] = {role: [(0.0, n)] for role, n in self._wanted.items()}
 
@@ -87,8 +88,7 @@ class Scaling:
             self.up[role].append((now, len(pool.up)))
 
     def _load(self, role: Role, now: float) -> PoolLoad:
-        pool = self._pools[role]
-        replicas = [self._replica_load(replica, now) for replica in pool.up.values()]
+        replicas = [self._replica_load(replica, now) for replica in self._pools[role].up.values()]
         answers = role == "decode"
         return PoolLoad(
             target_replicas=self._wanted[role],

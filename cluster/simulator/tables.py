@@ -8,8 +8,7 @@ import numpy as np
 from rich.table import Table
 
 from cluster.cli.bench.tables import Total, figure, make_table, show, totals
-from cluster.simulator.cost_model import Fit
-from cluster.simulator.http_calibration import HttpFit
+from cluster.simulator.calibration import Fit
 from cluster.simulator.planner import Candidate, Plan
 from cluster.simulator.results import PoolUse, Report
 from cluster.simulator.spec import GoodputSlo
@@ -46,7 +45,7 @@ def show_plan(plan: Plan, slo: GoodputSlo) -> None:
         report = candidate.report
         busy = " / ".join(figure(100 * use.busy, 0) for use in report.pools.values())
         table.add_row(
-            name(candidate),
+            candidate.name,
             str(report.gpus),
             figure(100 * report.good),
             figure(report.ttft_ms.p90 if report.ttft_ms else None),
@@ -59,20 +58,14 @@ def show_plan(plan: Plan, slo: GoodputSlo) -> None:
         show(f"two pools: {_found(plan.split)}")
     else:
         show("two pools: not tried; --prefill-replicas 1 tries them too")
-    show(f"take {name(plan.best)}" if plan.best else "nothing within the GPUs allowed meets the SLO")
+    show(f"take {plan.best.name}" if plan.best else "nothing within the GPUs allowed meets the SLO")
 
 
-def show_fit(found: Fit | HttpFit) -> None:
+def show_fit(found: Fit) -> None:
     table = make_table("part", "µs")
     for label, value in asdict(found.cost).items():
         table.add_row(label.removesuffix("_s"), figure(1e6 * value, 4))
-    if isinstance(found, HttpFit):
-        table.add_row("request, without its steps", figure(1e6 * found.request_s, 4))
-        table.add_row("for each busy replica on its way", figure(1e6 * found.busy_s, 4))
-        slower = f"a step takes {found.contention:.0%} longer for each other replica that computes"
-        show(f"{found.times} times that a client saw", table, slower, f"error of one: median {found.error:.1%}")
-    else:
-        show(f"{found.steps} steps", table, f"error of a step: median {found.error:.1%}, p90 {found.p90_error:.1%}")
+    show(f"{found.steps} steps", table, f"error of a step: median {found.error:.1%}, p90 {found.p90_error:.1%}")
     if found.error > NOISY:
         show("equal work took very unequal times: is another program using the machine? do not trust this fit")
 
@@ -87,14 +80,8 @@ def show_trace(trace: Trace) -> None:
     show(f"an endless prefix cache would have {trace.reuse():.1%} of all prompt tokens")
 
 
-def name(candidate: Candidate) -> str:
-    if candidate.prefill:
-        return f"{candidate.prefill} prefill + {candidate.decode} decode"
-    return f"{candidate.decode} replica{'s' if candidate.decode > 1 else ''}"
-
-
 def _found(candidate: Candidate | None) -> str:
-    return f"{name(candidate)}, {candidate.gpus} GPUs" if candidate else "none is good enough"
+    return f"{candidate.name}, {candidate.gpus} GPUs" if candidate else "none is good enough"
 
 
 def _latencies(report: Report) -> Table:

@@ -1,17 +1,41 @@
-"""The requests of a simulation: when they come, how long they are, and which prefixes they share."""
+"""The requests of a simulation: when they come, how long they are, and which prefixes they share.
+
+Traces are read from files, or drawn from published figures. Equal arguments draw equal traces. Lengths are log-normal,
+by median and mean: sigma = sqrt(2 ln(mean / median)).
+
+azure-conversation, azure-code: Azure's LLM traces of 2023. Medians from Splitwise (arXiv:2311.18677, section 3):
+    prompts of 1,020 and 1,500 tokens, answers of 129 and 13. Means of the published files: 1,155 and 2,048 in, 211 and
+    28 out. Nothing is known of shared prefixes. Which of these figures were looked up again: docs/simulator.md.
+mooncake: conversations of Kimi (arXiv:2407.00079, section 4.2): 7,590 tokens in and 182 out on average, and a large
+    cache has half of all blocks. Which turn follows which was not published in words; here a session draws one of a few
+    system prompts by Zipf's law, and each turn appends the last answer and a new question, so that prompts grow as
+    those do.
+shared-prefix: groups of prompts with one long beginning each, as in SGLang's benchmark of its cache-aware router.
+fixed: all the same, as in the first figure of DistServe (arXiv:2401.09670): 512 in, 64 out.
+
+Gaps between arrivals come from a gamma distribution, as BurstGPT (arXiv:2401.17644) describes measured traffic; a
+burstiness of 1 is a Poisson process, below 1 requests come in bursts.
+"""
 
 from __future__ import annotations
 
+import heapq
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import count
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.cli.bench.arrivals import arrival_times
 from engine.errors import InvalidParameter
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
 
 PIECE = 512  # tokens that one hash id stands for, as in Mooncake's traces
 OUTPUT_ID = 2**30  # ids from here on stand for tokens that are sampled
@@ -19,6 +43,7 @@ VOCABULARY = 2**31 - 1  # of the simulated model: a token is the id of the piece
 
 Times = NDArray[np.float64]
 Counts = NDArray[np.int64]
+Random = np.random.Generator
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -30,16 +55,14 @@ class _Line(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Parallel arrays, one entry per request, by rising time of arrival (seconds from the start).
-
-    hash_ids: for each request, a name for every PIECE tokens of its prompt, the last of them maybe fewer. Prompts that
-        begin with the same ids begin with the same tokens. None where no prompt shares anything.
-    """
+    """Parallel arrays with one entry per request, by rising time of arrival (seconds from the start)."""
 
     name: str
     arrivals_s: Times
     prompt_tokens: Counts
     output_tokens: Counts
+    #: An id for every PIECE tokens of each prompt, the last of them maybe fewer. Prompts that begin with the same ids
+    #: begin with the same tokens. None where no prompt shares anything.
     hash_ids: list[list[int]] | None = None
 
     def __len__(self) -> int:
@@ -55,7 +78,7 @@ class Trace:
         return int((self.prompt_tokens + self.output_tokens).max(initial=1))
 
     def prompt(self, index: int) -> list[int]:
-        """Token ids that are equal where, and only where, the trace says that prompts are."""
+        """Return token ids that are equal where, and only where, the trace says that prompts are."""
         length = int(self.prompt_tokens[index])
         if self.hash_ids is None:
             return [index] * length
@@ -64,8 +87,13 @@ class Trace:
             tokens += [piece] * min(PIECE, length - len(tokens))
         return tokens
 
+    def request(self, index: int) -> GenerateRequest:
+        """Return what an engine is sent. Its id is the index."""
+        params = _params(int(self.output_tokens[index]))
+        return GenerateRequest(request_id=str(index), prompt=self.prompt(index), params=params)
+
     def reuse(self) -> float:
-        """Share of all prompt tokens that a cache of infinite size would have, counted in whole pieces."""
+        """Fraction of all prompt tokens that a cache of infinite size would have, counted in whole pieces."""
         seen: set[int] = set()
         hits = 0
         for ids in self.hash_ids or []:
@@ -77,23 +105,20 @@ class Trace:
         return min(1.0, hits / max(1, int(self.prompt_tokens.sum())))
 
     def first(self, requests: int) -> Trace:
-        """The first so many."""
-        ids = self.hash_ids and self.hash_ids[:requests]
         arrays = self.arrivals_s[:requests], self.prompt_tokens[:requests], self.output_tokens[:requests]
-        return Trace(self.name, *arrays, ids)
+        return Trace(self.name, *arrays, self.hash_ids and self.hash_ids[:requests])
 
     def at_rate(self, requests_per_s: float) -> Trace:
-        """The same requests, sooner or later. Raises InvalidParameter."""
+        """Return the same requests, sooner or later. Raises InvalidParameter."""
         if not requests_per_s > 0:
             raise InvalidParameter("rate", requests_per_s, "above 0")
         if not self.duration_s:
             return self
-        factor = len(self) / requests_per_s / self.duration_s
-        return Trace(self.name, self.arrivals_s * factor, self.prompt_tokens, self.output_tokens, self.hash_ids)
+        return replace(self, arrivals_s=self.arrivals_s * (len(self) / requests_per_s / self.duration_s))
 
     @classmethod
     def read(cls, path: Path) -> Trace:
-        """From JSON lines in Mooncake's format (arXiv:2407.00079): timestamp in ms, input_length, output_length, and
+        """Read JSON lines in Mooncake's format (arXiv:2407.00079): timestamp in ms, input_length, output_length, and
         hash_ids, which may be left out. Raises InvalidParameter that names the line."""
         decoder = msgspec.json.Decoder(_Line)
         lines = []
@@ -126,7 +151,7 @@ class Trace:
         )
 
     def write(self, path: Path) -> None:
-        """In the format that `read` takes."""
+        """Write the format that `read` takes."""
         with path.open("w", encoding="utf-8") as file:
             for i in range(len(self)):
                 line = {
@@ -139,3 +164,106 @@ class Trace:
 
 def _complete(line: _Line, own: Iterator[int]) -> list[int]:
     return line.hash_ids + [next(own) for _ in range(-(-line.input_length // PIECE) - len(line.hash_ids))]
+
+
+@lru_cache(maxsize=4096)
+def _params(output_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=output_tokens, ignore_eos=True)
+
+
+# -- synthetic traces ----------------------------------------------------------------------------------------
+
+
+def make_trace(name: str, requests: int, rate: float, *, burstiness: float = 1.0, seed: int = 0) -> Trace:
+    """rate: requests per second. Raises InvalidParameter."""
+    if name not in KINDS:
+        raise InvalidParameter("trace", name, f"a file, or one of {', '.join(KINDS)}")
+    if requests < 1:
+        raise InvalidParameter("requests", requests, "at least 1")
+    if not (rate > 0 and math.isfinite(rate)):
+        raise InvalidParameter("rate", rate, "above 0 and finite")
+    if not burstiness > 0:
+        raise InvalidParameter("burstiness", burstiness, "above 0")
+    arrivals = np.array(arrival_times(requests, rate, burstiness, seed))
+    return KINDS[name](arrivals, np.random.default_rng([seed, 1]))
+
+
+def lognormal(random: Random, size: int, median: float, mean: float, longest: int) -> Counts:
+    """Draw whole numbers from 1 to `longest`."""
+    sigma = math.sqrt(2 * math.log(mean / median))
+    return np.clip(np.rint(random.lognormal(math.log(median), sigma, size)), 1, longest).astype(np.int64)
+
+
+def shared_prefix(
+    arrivals: Times, random: Random, *, groups: int, system: int, question: int, output: int, turns: int = 0
+) -> Trace:
+    """Begin every request with the system prompt of one of `groups` groups, drawn evenly; `system` in whole pieces.
+
+    turns: if given, each group has exactly so many requests, in random order.
+    """
+    size, pieces = len(arrivals), system // PIECE
+    group = random.integers(groups, size=size) if not turns else random.permutation(np.arange(size) % groups)
+    rest = -(-question // PIECE)
+    ids = [
+        [int(group[i]) * pieces + j for j in range(pieces)] + [groups * pieces + i * rest + j for j in range(rest)]
+        for i in range(size)
+    ]
+    return Trace("shared-prefix", arrivals, np.full(size, pieces * PIECE + question), np.full(size, output), ids)
+
+
+def _azure(name: str, prompt: tuple[float, float, int], output: tuple[float, float, int]) -> Callable[..., Trace]:
+    def draw(arrivals: Times, random: Random) -> Trace:
+        size = len(arrivals)
+        return Trace(name, arrivals, lognormal(random, size, *prompt), lognormal(random, size, *output))
+
+    return draw
+
+
+SYSTEM_PROMPTS, ZIPF = 40, 1.5
+SYSTEM_PIECES = (1, 6)  # how long a system prompt may be
+MORE_TURNS = 0.48  # chance that a session goes on
+THINK_S = 60.0  # mean time until a user's next turn
+FIRST = (2500.0, 4900.0, 100_000)  # median and mean of what a user brings first: often a document
+NEXT = (420.0, 1300.0, 30_000)
+ANSWER = (120.0, 182.0, 2_000)
+LONGEST = 120_000
+
+
+def _mooncake(arrivals: Times, random: Random) -> Trace:
+    """Make every arrival the next turn of the session that is due for one, or the first turn of a new one."""
+    weights = 1 / np.arange(1, SYSTEM_PROMPTS + 1) ** ZIPF
+    ids = count()
+    systems = [[next(ids) for _ in range(random.integers(*SYSTEM_PIECES))] for _ in range(SYSTEM_PROMPTS)]
+    size = len(arrivals)
+    outputs = lognormal(random, size, *ANSWER)
+    firsts, nexts = lognormal(random, size, *FIRST), lognormal(random, size, *NEXT)
+    chosen = random.choice(SYSTEM_PROMPTS, size, p=weights / weights.sum())
+    goes_on, waits = random.random(size) < MORE_TURNS, random.exponential(THINK_S, size)
+    due: list[tuple[float, int, list[int], int]] = []  # when a session goes on, its pieces and tokens
+    prompts, hash_ids = np.zeros(size, dtype=np.int64), []
+    for i, now in enumerate(arrivals):
+        if due and due[0][0] <= now:
+            _, _, pieces, tokens = heapq.heappop(due)
+            tokens += int(nexts[i])
+        else:
+            pieces = systems[chosen[i]]
+            tokens = len(pieces) * PIECE + int(firsts[i])
+        # only whole pieces stay what they are when the text goes on
+        pieces = [*pieces, *(next(ids) for _ in range(-(-tokens // PIECE) - len(pieces)))]
+        prompts[i] = tokens
+        hash_ids.append(pieces)
+        after = tokens + int(outputs[i])
+        if goes_on[i] and after < LONGEST:
+            heapq.heappush(due, (now + waits[i], i, pieces[: tokens // PIECE], after))
+    return Trace("mooncake", arrivals, prompts, outputs, hash_ids)
+
+
+KINDS: dict[str, Callable[[Times, Random], Trace]] = {
+    "azure-conversation": _azure("azure-conversation", (1020, 1155, 14_000), (129, 211, 2_000)),
+    "azure-code": _azure("azure-code", (1500, 2048, 14_000), (13, 28, 2_000)),
+    "mooncake": _mooncake,
+    "shared-prefix": lambda arrivals, random: shared_prefix(
+        arrivals, random, groups=64, system=2048, question=128, output=256
+    ),
+    "fixed": lambda arrivals, _: Trace("fixed", arrivals, np.full(len(arrivals), 512), np.full(len(arrivals), 64)),
+}

@@ -8,8 +8,7 @@ import pytest
 from cluster.autoscaling.slo import Limits, Slo
 from cluster.simulator.cluster import Cluster, simulate
 from cluster.simulator.spec import ClusterSpec, GoodputSlo, Network, ScalingSpec
-from cluster.simulator.synthetic import make_trace, shared_prefix
-from cluster.simulator.trace import Trace
+from cluster.simulator.trace import Trace, make_trace, shared_prefix
 from engine.errors import PromptTooLong
 from tests.cluster.simulator.small_cluster import MODEL, small_cluster, small_pool
 

@@ -6,9 +6,8 @@ from itertools import count
 
 import pytest
 
-from cluster.simulator.calibration import StepRecorder
-from cluster.simulator.cost_file import Measured, read_cost, write_cost
-from cluster.simulator.cost_model import LinearCostModel, Work, fit
+from cluster.simulator.calibration import StepRecorder, fit_cost
+from cluster.simulator.cost_model import LinearCostModel, Measured, Work, read_cost
 from cluster.simulator.hardware import CARDS, MODELS, find_model, kv_tokens, roofline
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
@@ -39,14 +38,14 @@ def test_work_of_a_plan_counts_pairs_as_causal_attention_does():
 
 def test_a_cost_is_found_again_from_what_it_says():
     cost = LinearCostModel(step_s=1e-3, token_s=2e-5, sequence_s=3e-5, pair_s=1e-8, context_s=2e-8)
-    found = fit(works(200), [cost.seconds(*work) for work in works(200)])
+    found = fit_cost(works(200), [cost.seconds(*work) for work in works(200)])
     assert astuple(found.cost) == pytest.approx(astuple(cost), rel=1e-3)
     assert found.error < 1e-6
 
 
 def test_no_part_of_a_fitted_cost_is_negative_however_noisy_the_steps():
     rng = random.Random(1)
-    found = fit(works(60), [rng.uniform(1e-3, 3e-3) for _ in range(60)])
+    found = fit_cost(works(60), [rng.uniform(1e-3, 3e-3) for _ in range(60)])
     assert min(astuple(found.cost)) >= 0
     assert 0.01 < found.error < 1
 
@@ -72,7 +71,7 @@ def run_one(core: EngineCore, prompt: list[int], output: int) -> None:
 
 def test_few_steps_are_no_ground_for_a_fit():
     with pytest.raises(ValueError, match="too few"):
-        fit(works(3), [1.0] * 3)
+        fit_cost(works(3), [1.0] * 3)
 
 
 def test_a_step_takes_what_the_data_sheet_allows():
@@ -98,8 +97,8 @@ def test_a_model_folder_says_how_large_the_model_is(tmp_path):
 
 
 def test_a_fitted_cost_survives_its_file(tmp_path):
-    found = fit(works(50), [1e-3 * work.tokens for work in works(50)])
-    write_cost(found, tmp_path / "cost.json")
+    found = fit_cost(works(50), [1e-3 * work.tokens for work in works(50)])
+    found.write(tmp_path / "cost.json")
     assert read_cost(tmp_path / "cost.json") == Measured(found.cost)
     (tmp_path / "cost.json").write_text("{}")
     with pytest.raises(InvalidParameter, match="manta simulate fit"):

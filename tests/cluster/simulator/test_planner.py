@@ -8,7 +8,7 @@ from cluster.cli import main as cli
 from cluster.simulator.cluster import simulate
 from cluster.simulator.planner import Planner
 from cluster.simulator.spec import GoodputSlo
-from cluster.simulator.synthetic import make_trace
+from cluster.simulator.trace import make_trace
 from tests.cluster.simulator.small_cluster import small_cluster
 
 TRACE = make_trace("fixed", 150, 40.0)
@@ -18,14 +18,14 @@ SLO = GoodputSlo(ttft_s=0.3, tpot_s=0.015)
 def test_the_plan_is_the_smallest_cluster_that_is_good_enough():
     plan = Planner(small_cluster(1, router="round_robin"), TRACE, SLO, 64).plan()
     assert plan.shared and plan.split and plan.best
-    assert plan.shared.report.good >= SLO.share
+    assert plan.shared.report.good >= SLO.fraction
     fewer = small_cluster(router="round_robin", replicas=plan.shared.decode - 1)
-    assert simulate(fewer, TRACE, SLO).good < SLO.share
-    assert plan.split.report.good >= SLO.share
+    assert simulate(fewer, TRACE, SLO).good < SLO.fraction
+    assert plan.split.report.good >= SLO.fraction
     for prefill, decode in ((plan.split.prefill - 1, plan.split.decode), (plan.split.prefill, plan.split.decode - 1)):
         if prefill and decode:
             smaller = simulate(small_cluster(prefill, replicas=decode, router="round_robin"), TRACE, SLO)
-            assert smaller.good < SLO.share
+            assert smaller.good < SLO.fraction
     assert plan.best.gpus == min(plan.shared.gpus, plan.split.gpus)
 
 

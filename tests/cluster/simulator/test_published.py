@@ -10,8 +10,7 @@ from benchmarks.simulator.published import ENGINE_OF_2023, STRICT, goodput, pref
 from cluster.simulator.cluster import simulate
 from cluster.simulator.hardware import CARDS, MODELS, kv_tokens, roofline
 from cluster.simulator.spec import ClusterSpec, GoodputSlo, Network, PoolSpec
-from cluster.simulator.synthetic import make_trace
-from cluster.simulator.trace import Trace
+from cluster.simulator.trace import Trace, make_trace
 from engine.config import EngineConfig
 
 SHEET = roofline(MODELS["opt-13b"], CARDS["a100"])

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from cluster.simulator.synthetic import KINDS, make_trace
-from cluster.simulator.trace import OUTPUT_ID, PIECE, Trace
+from cluster.simulator.trace import KINDS, OUTPUT_ID, PIECE, Trace, make_trace
 from engine.errors import InvalidParameter
 
 

@@ -1,24 +1,32 @@
-"""What steps of a running cluster take, and what HTTP adds to that, by a client's clock alone.
+"""Fits what the steps of a running cluster cost, and what HTTP adds to that, by a client's clock alone.
 
-What the engines do beside computing, and whatever else their machines do, is in it; `measure_steps` of an engine that
-has a process to itself knows nothing of that.
+python -m benchmarks.simulator.http_calibration --base-url http://127.0.0.1:8000 --replicas 2 --output cost.json
+
+The cost includes what the engines do beside computing, and whatever else their machines do; `manta simulate fit`, which
+gives an engine a process to itself, knows nothing of that. `manta simulate --cost cost.json` uses the result.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import statistics
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
+import typer
 from numpy.typing import NDArray
 
+from benchmarks.command import run
 from cluster.cli.bench.openai_client import Chunk, OpenAIClient, Outcome, StreamFailed
 from cluster.cli.bench.prompts import random_ids
-from cluster.simulator.cost_model import LinearCostModel, Work, non_negative
+from cluster.simulator.calibration import non_negative
+from cluster.simulator.cost_model import LinearCostModel, Work
 from engine.errors import EngineUnavailable, RequestError
 
 PATH = "/v1/completions"
@@ -125,16 +133,14 @@ def fit_observations(found: Sequence[Observation]) -> HttpFit:
     return min(tried, key=lambda each: each[0])[1]
 
 
-async def fit_cluster(
-    base_url: str, replicas: int, budget: int, *, progress: Callable[[], None] = lambda: None
-) -> HttpFit:
+async def fit_cluster(base_url: str, replicas: int, budget: int) -> HttpFit:
     """The first model that the cluster names. See `observe`. Raises ServingError."""
     async with OpenAIClient(base_url, None, TIMEOUT_S) as client:
         served = await client.models()
         if not served:
             raise RequestError(f"{client.base_url} does not say what it serves", "base_url")
         await observe(client, served[0], replicas, budget, rounds=1)  # connects, and compiles what is not yet compiled
-        return fit_observations(await observe(client, served[0], replicas, budget, progress=progress))
+        return fit_observations(await observe(client, served[0], replicas, budget))
 
 
 async def observe(
@@ -145,12 +151,11 @@ async def observe(
     *,
     apart: bool = False,
     rounds: int = ROUNDS,
-    progress: Callable[[], None] = lambda: None,
 ) -> list[Observation]:
     """Nobody else should use the cluster meanwhile. The prompts are in no cache.
 
     replicas: that decode. budget: tokens of a step at most. apart: whether others compute the prompts. rounds: of each
-    probe. progress: is called after each.
+    probe.
     Raises EngineUnavailable if a request fails, and RequestError if tokens do not come one by one.
     """
     rng, found = random.Random(), []
@@ -163,7 +168,6 @@ async def observe(
                 first_s.append(outcome.ttft_s)
                 gaps_s += _in_the_middle(outcome)
         found += observations(probe, budget, first_s, gaps_s)
-        progress()
     if all(observation.features[0] for observation in found):
         raise RequestError(f"{client.base_url} streams several tokens at a time: a step takes nobody knows what")
     beside: dict[int, list[float]] = {prompt: [] for prompt in PROMPTS}
@@ -238,3 +242,26 @@ def _in_the_middle(outcome: Outcome) -> list[float]:
     """Times between tokens while all streams of a probe run; none where chunks are not tokens."""
     gaps = outcome.itl_s
     return gaps[len(gaps) // 4 : -(len(gaps) // 4)] if len(gaps) == outcome.output_tokens - 1 else []
+
+
+def main(
+    output: Annotated[Path, typer.Option(dir_okay=False, help="File for `manta simulate --cost`.")],
+    base_url: Annotated[str, typer.Option(help="Of the running cluster, which has one pool, and no other user.")],
+    replicas: Annotated[int, typer.Option(min=1, help="Of the running cluster.")] = 1,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Of its engines.")] = 2048,
+) -> None:
+    """Fit the steps of a running cluster and its requests' way through HTTP, in some 15 s."""
+    found = asyncio.run(fit_cluster(base_url, replicas, max_num_batched_tokens))
+    write_cost(found, output)
+    for name, seconds in (asdict(found.cost) | {"request_s": found.request_s, "busy_s": found.busy_s}).items():
+        print(f"{name:12}{1e6 * seconds:12.4f} µs")
+    print(f"a step takes {found.contention:.0%} longer for each other replica that computes")
+    print(f"{found.times} times that a client saw; error of one: median {found.error:.1%}")
+
+
+def write_cost(found: HttpFit, path: Path) -> None:
+    path.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run(main)

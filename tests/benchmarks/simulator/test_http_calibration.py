@@ -7,14 +7,8 @@ from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from cluster.cli import main as cli
-from cluster.cli.bench.openai_client import Chunk, OpenAIClient, Outcome
-from cluster.simulator.cluster import Cluster
-from cluster.simulator.cost_file import Measured, read_cost, write_cost
-from cluster.simulator.cost_model import LinearCostModel
-from cluster.simulator.http_calibration import (
+from benchmarks.simulator.http_calibration import (
     BACKGROUND,
     BESIDE,
     PROMPTS,
@@ -23,10 +17,15 @@ from cluster.simulator.http_calibration import (
     Probe,
     first_token_beside,
     fit_observations,
+    main,
     observations,
     observe,
     probes,
+    write_cost,
 )
+from cluster.cli.bench.openai_client import Chunk, OpenAIClient, Outcome
+from cluster.simulator.cluster import Cluster
+from cluster.simulator.cost_model import LinearCostModel, Measured, read_cost
 from cluster.simulator.spec import ClusterSpec, GoodputSlo, Network
 from cluster.simulator.trace import Trace
 from engine.errors import EngineUnavailable, RequestError
@@ -149,8 +148,8 @@ def test_a_cluster_that_fails_a_probe_is_not_fitted(tmp_path):
     server, file = FakeOpenAIServer(), tmp_path / "cost.json"
     server.fails = True
     try:
-        result = CliRunner().invoke(cli.app, ["simulate", "fit", "--base-url", server.url, "--output", str(file)])
+        with pytest.raises(EngineUnavailable):
+            main(file, server.url)
     finally:
         server.close()
-    assert isinstance(result.exception, EngineUnavailable)
     assert not file.exists()
