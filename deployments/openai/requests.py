@@ -127,8 +127,7 @@ class GenerationBody(RequestBody):
 
         defaults: values that the model's authors recommend for the fields that the request leaves open.
         """
-        same_name = [name for name in SamplingParams.__struct_fields__ if name in type(self).model_fields]
-        given = {name: value for name in same_name if (value := getattr(self, name)) is not None}
+        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **{
                 **defaults,
@@ -187,6 +186,10 @@ class GenerationBody(RequestBody):
             grammar=outputs.grammar,
             json_object=bool(outputs.json_object),
         )
+
+
+SAMPLING_FIELDS = GenerationBody.model_fields.keys() & set(SamplingParams.__struct_fields__)
+"""Fields that SamplingParams has under the same name."""
 
 
 class TemplateBody(RequestBody):
