@@ -1,1 +1,1 @@
-"""Which engine gets a request: a router per Serve handle, its policies, and what it knows of the engines."""
+"""The choice of an engine for each request: a router per Serve handle, its policies, and its view of the engines."""

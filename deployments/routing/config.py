@@ -16,7 +16,7 @@ RUNNING_WEIGHT = {"decode": 0.25, "prefill": 0.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingConfig:
-    """How a router chooses among the replicas of one pool (docs/routing.md)."""
+    """The choice among the replicas of one pool (docs/routing.md)."""
 
     policy: PolicyName = option(
         "prefix_aware",

@@ -43,7 +43,7 @@ class RoutingCost:
         return prompt.num_tokens - self.cached_tokens(prompt, candidate)
 
     def cached_tokens(self, prompt: PromptDigest, candidate: EngineCandidate) -> int:
-        """At least one token is always computed."""
+        """Tokens that need not be computed; at least one always is."""
         return min(candidate.cached, (prompt.num_tokens - 1) // self.block_size) * self.block_size
 
     def new_blocks(self, prompt: PromptDigest, candidate: EngineCandidate) -> int:

@@ -1,4 +1,4 @@
-"""What one router knows about the engines of its pool and the requests it placed on them. No clock, no socket."""
+"""One router's memory: the engines of its pool and the requests it placed on them. No clock, no socket."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from deployments.routing.prompt_digest import PromptDigest
 from deployments.routing.stats import RoutingReason
 
 Lookup = Callable[[str], EngineCandidate]
-"""What is known of an engine. It takes time, so a policy looks up only the engines that it weighs."""
+"""Returns what is known of an engine. It takes time, so a policy looks up only the engines that it weighs."""
 
 
 class Policy(Protocol):

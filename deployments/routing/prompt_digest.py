@@ -1,4 +1,4 @@
-"""What a router compares of a prompt: computed once per prompt, where its token ids are known first."""
+"""The digest of a prompt that routers compare: computed once per prompt, where its token ids are known first."""
 
 from __future__ import annotations
 

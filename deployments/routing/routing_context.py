@@ -1,4 +1,4 @@
-"""What a caller tells the router of its Serve handle about one call."""
+"""An argument of a Serve call that is for the router of the handle alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EMPTY = PromptDigest("", 0, ())
 
 
 class RoutingContext:
-    """An argument of a Serve call, for the router, which runs in the caller's process but perhaps in another thread.
+    """The router runs in the caller's process, but perhaps in another thread.
 
     Nothing of it travels to the replica: what arrives there is empty. The caller closes it when the call has ended,
     whatever Serve knows by then: over gRPC, Serve learns that a replica has accepted a call only when the call ends.

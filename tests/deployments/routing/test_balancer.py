@@ -83,8 +83,8 @@ def test_each_weight_changes_where_a_request_goes(weights, chosen):
 
 
 def test_an_estimate_does_not_drift_from_what_engines_report():
-    """Requests end, are lost, are cancelled, and never reach their engine; and after each report the tracked
-    loads say what the report says."""
+    """Requests end, are lost, are cancelled, and never reach their engine; and after each report the load is
+    what the report says."""
     router, rng = balancer(), random.Random(1)
     for number in range(2000):
         request = plain(number % 50, 20)
@@ -255,7 +255,7 @@ def test_nothing_is_left_of_an_engine_that_is_gone():
     assert router.choose(prompt("3", tokens), [engine.name, "decode-m-b"]).reason == "no_prefix"
 
 
-def test_a_request_that_its_first_engine_did_not_take_is_charged_to_the_second_alone():
+def test_a_request_that_its_first_engine_did_not_take_is_placed_on_the_second_alone():
     router = balancer()
     first = router.choose(plain(1), ENGINES).engines[0]
     second = router.choose(plain(1), [e for e in ENGINES if e != first]).engines[0]

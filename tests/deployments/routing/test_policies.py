@@ -16,7 +16,7 @@ COST = RoutingCost(block_size=4, prefix_weight=2.0, running_weight=0.25)
 
 
 class Pool:
-    """Engines with so many sequences each, and which of them a policy has looked at."""
+    """Engines with so many sequences each, and which of them a policy has looked up."""
 
     def __init__(self, **sequences: int):
         self.engines, self.looked_up = list(sequences), set[str]()

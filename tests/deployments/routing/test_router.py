@@ -84,7 +84,7 @@ def test_calls_that_share_the_id_of_their_http_request_each_find_a_replica():
     asyncio.run(scenario())
 
 
-def test_a_call_is_charged_until_it_is_closed_whatever_serve_knows_of_it():
+def test_a_call_is_pending_until_it_is_closed_whatever_serve_knows_of_it():
     async def scenario() -> None:
         async with router(FakeReplica("a")) as r:
             calls = [plain(number) for number in range(3)]
@@ -112,7 +112,7 @@ def test_a_call_that_was_cancelled_before_it_was_placed_leaves_nothing():
     asyncio.run(scenario())
 
 
-def test_a_replica_whose_calls_are_too_many_is_passed_over_and_the_next_one_is_charged():
+def test_a_replica_whose_calls_are_too_many_is_passed_over_and_the_next_one_is_taken():
     async def scenario() -> None:
         replicas = [FakeReplica("a", 1, ongoing=1), FakeReplica("b", 1)]
         async with router(*replicas, policy="round_robin") as r:
