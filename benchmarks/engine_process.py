@@ -1,4 +1,4 @@
-"""Engines in processes and on cores of their own, without Ray: what two pools of one engine each are made of."""
+"""Engines in processes and on cores of their own, without Ray: two pools of one engine each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 class EngineProcess:
-    """config, cores: of the engine; it has as many threads as cores."""
+    """One engine, with as many threads as cores."""
 
     def __init__(self, context: zmq.Context, config: EngineConfig, cores: Sequence[int], *, name: str):
         self.name = name
@@ -80,10 +80,10 @@ class Engines:
     """Engines by name, with a thread in place of their control actors: it brings the prefill requests of `decode` to
     `prefill`. A context manager."""
 
-    def __init__(self, parts: dict[str, tuple[EngineConfig, Sequence[int]]]):
-        """parts: by name, an engine's configuration and its cores. Raises EngineUnavailable."""
+    def __init__(self, configs: dict[str, tuple[EngineConfig, Sequence[int]]]):
+        """Start the engines. configs: configuration and cores of each, by name. Raises EngineUnavailable."""
         self._context = zmq.Context()
-        self._engines = {name: EngineProcess(self._context, *part, name=name) for name, part in parts.items()}
+        self._engines = {name: EngineProcess(self._context, *config, name=name) for name, config in configs.items()}
         self._statuses: dict[str, EngineStatus] = {}
         self._closing = threading.Event()
         self._control = threading.Thread(target=self._run, name="control", daemon=True)
@@ -107,7 +107,7 @@ class Engines:
         return self._engines[name]
 
     def remote_prompts(self, name: str) -> int:
-        """How many prompts of this engine were sent away to be computed."""
+        """Return the number of prompts that this engine had computed elsewhere."""
         status = self._statuses.get(name)
         return sum(status.stats.prefill_decisions.get("remote", {}).values()) if status else 0
 

@@ -1,4 +1,4 @@
-"""What a GPU does for the engine, against what the card itself can do: `make bench-gpu`.
+"""Speed of the engine on a GPU, against the rates of the card itself: `make bench-gpu`.
 
     python -m benchmarks.gpu --out build/gpu
 
@@ -66,26 +66,23 @@ LIMIT_S = 150  # of one part
 
 @dataclass(slots=True)
 class Part:
-    """A row of the report. numbers: by their unit. problem: why there are none."""
+    """A row of the report."""
 
     name: str
     seconds: float = 0.0
-    numbers: dict[str, float] = field(default_factory=dict)
-    problem: str | None = None
+    numbers: dict[str, float] = field(default_factory=dict)  #: by unit
+    problem: str | None = None  #: the reason that there are no numbers
 
 
 @dataclass(slots=True)
 class Card:
-    """bytes_per_s: read plus written, while a large tensor is copied. flops: per second, of a product of two large
-    bfloat16 matrices."""
-
-    bytes_per_s: float = 0.0
-    flops: float = 0.0
+    bytes_per_s: float = 0.0  #: read plus written, while a large tensor is copied
+    flops: float = 0.0  #: per second, in a product of two large bfloat16 matrices
 
 
 class Decoding:
-    """An engine with random weights, and steps of it that are timed as they follow each other in earnest: with overlap,
-    so that the host works beside the card."""
+    """An engine with random weights, whose steps are timed as they follow each other in practice: with overlap, so that
+    the host works beside the card."""
 
     def __init__(self, shape: str, **options: Any):
         with tempfile.TemporaryDirectory() as folder:
@@ -136,7 +133,7 @@ def engine(shape: str, **options: Any) -> Iterator[Decoding]:
 
 
 def device_seconds(run: Callable[[], Any]) -> float:
-    """The fastest of REPEATS runs, by the card's clock."""
+    """Time the fastest of REPEATS runs, by the card's clock."""
     run()
     best = float("inf")
     for _ in range(REPEATS):
@@ -163,11 +160,11 @@ def matrix_rate(card: Card) -> dict[str, float]:
 
 
 def decode(card: Card, batch_size: int, top_p: float | None = None, **options: Any) -> dict[str, float]:
-    """Steps of `batch_size` sequences with CONTEXT tokens before and a little more; greedy without a top_p."""
-    room = -(-(CONTEXT + 4 * (WARM_STEPS + STEPS)) // 16) * 16
-    with engine("8B", max_num_seqs=batch_size, max_model_len=room, **options) as run:
+    """Measure steps of `batch_size` sequences behind CONTEXT tokens and a little more; greedy without a top_p."""
+    max_model_len = -(-(CONTEXT + 4 * (WARM_STEPS + STEPS)) // 16) * 16
+    with engine("8B", max_num_seqs=batch_size, max_model_len=max_model_len, **options) as run:
         for i in range(batch_size):
-            run.add(str(i), CONTEXT, room - CONTEXT, 0.0 if top_p is None else 1.0, top_p or 1.0)
+            run.add(str(i), CONTEXT, max_model_len - CONTEXT, 0.0 if top_p is None else 1.0, top_p or 1.0)
         prompts = -(-batch_size * CONTEXT // PROMPT)
         run.until(lambda: run.steps >= prompts + WARM_STEPS)
         steps, waited, started = run.steps, run.waited_s, time.perf_counter()
@@ -189,7 +186,7 @@ def decode(card: Card, batch_size: int, top_p: float | None = None, **options: A
 
 
 def matrix_bytes(config: ModelConfig, bytes_each: int) -> int:
-    """Of all weights that a step reads: the layers' matrices, and the head, which stays in bfloat16."""
+    """Return the bytes of all weights that a step reads: the layers' matrices, and the head in bfloat16."""
     return linear_parameters(config) * bytes_each + config.vocab_size * config.hidden_size * 2
 
 
@@ -200,7 +197,7 @@ def linear_parameters(config: ModelConfig) -> int:
 
 
 def prefill(card: Card, **options: Any) -> dict[str, float]:
-    """One prompt of PROMPT tokens in one step: the fastest of three, after one that compiles kernels."""
+    """Measure one prompt of PROMPT tokens in one step: the fastest of three, after one that compiles kernels."""
     with engine("8B", max_num_seqs=4, max_model_len=PROMPT + 16, enable_prefix_caching=False, **options) as run:
         seconds = []
         for i in range(4):
@@ -221,11 +218,11 @@ def prefill(card: Card, **options: Any) -> dict[str, float]:
 
 
 def nano_vllm(card: Card) -> dict[str, float]:
-    """The benchmark of nano-vLLM's README: 256 sequences, 100 to 1024 tokens in and as many out, temperature 0.6."""
+    """Run the benchmark of nano-vLLM's README: 256 sequences, 100 to 1024 tokens in and out, temperature 0.6."""
     rng = random.Random(0)
     sizes = [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
     with engine("0.6B", max_num_seqs=256, max_num_batched_tokens=16384, max_model_len=4096) as run:
-        # Kernels are compiled, and all batch sizes of the ladder recorded: none ends before the last prompt has been
+        # Kernels are compiled, and all batch sizes captured as graphs: none ends before the last prompt has been
         # computed, then few in each step, and the last ones one by one.
         for i, (prompt_len, _) in enumerate(sizes):
             run.add(f"warm {i}", prompt_len, 16 + i // 8 + max(0, i - 248), temperature=0.6)

@@ -1,4 +1,4 @@
-"""How much of a transfer hides behind the prompt's computing: `python -m benchmarks.handoff`.
+"""The fraction of a KV transfer that hides behind the prompt's computing: `python -m benchmarks.handoff`.
 
 A prefill and a decode engine, the prompt computed in chunks, and a link between them that is throttled so that the
 transfer alone takes half as long as the computing, as long, and twice as long. In the ideal the first token comes after
@@ -27,8 +27,8 @@ SHAPE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, 
 links: list[Link] = []
 
 
-class LinkedAgent(KVTransferWorker):
-    """Others reach its memory over a link."""
+class LinkedWorker(KVTransferWorker):
+    """A worker whose memory others reach over a link."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -64,7 +64,7 @@ def main() -> None:
     ranks = RankPool(), RankPool()
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch("engine.kv_transfer.transport.ranks.KVTransferWorker", LinkedAgent),
+        patch("engine.kv_transfer.transport.ranks.KVTransferWorker", LinkedWorker),
     ):
         model = make_model(Path(folder), "llama", **SHAPE)
         with Pair(config(model, "decode"), config(model, "prefill"), ranks) as pair:

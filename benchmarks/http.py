@@ -1,4 +1,4 @@
-"""What a streamed token costs on its way through HTTP, in CPU time of the servers."""
+"""The cost of a streamed token on its way through HTTP, in CPU time of the servers."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ PATH_PROCESSES = re.compile(r"ray::(ServeReplica|Proxy)|haproxy")  # Ray's own d
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """application: in `http_servers`; the bare one runs without Serve."""
+    """One way from an engine to a client."""
 
     name: str
-    application: str
+    application: str  #: in `http_servers`; the bare one runs without Serve
     environment: Mapping[str, str]
 
 
@@ -54,10 +54,8 @@ WAYS = [
 
 @dataclass(frozen=True, slots=True)
 class WayResult:
-    """us_per_token: CPU time of all processes between the engine and the client, one value per repetition."""
-
     name: str
-    us_per_token: list[float]
+    us_per_token: list[float]  #: CPU time of all processes between engine and client, per repetition
 
     @property
     def median(self) -> float:
@@ -73,7 +71,7 @@ class HttpReport:
 
 
 def measure(*, streams: int, tokens: int, repetitions: int, progress: Progress) -> HttpReport:
-    """tokens: per stream. The first run against each server does not count. Raises EngineUnavailable."""
+    """Run each server in turn; the first run against each does not count. Raises EngineUnavailable."""
     from benchmarks.http_servers import TICK_S
 
     ways = [way for way in WAYS if sys.platform == "linux" or not way.environment]
@@ -93,7 +91,7 @@ def measure(*, streams: int, tokens: int, repetitions: int, progress: Progress) 
 
 @contextmanager
 def _running(way: Way) -> Iterator[tuple[psutil.Process, str]]:
-    """The server's first process, and its URL."""
+    """Start a server; yield its first process, and its URL."""
     with tempfile.TemporaryDirectory(prefix="manta", dir="/tmp") as folder:  # Ray's socket paths must be short
         port = _free_port()
         environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", **way.environment}
@@ -141,7 +139,7 @@ async def _wait_until_up(url: str, process: subprocess.Popen[bytes], log: str) -
 
 
 async def _load(url: str, streams: int, tokens: int) -> int:
-    """Tokens that were received. Raises EngineUnavailable if any stream fell short."""
+    """Return the number of tokens received. Raises EngineUnavailable if any stream fell short."""
     body = {"model": "pocket", "prompt": [300], "max_tokens": tokens, "stream": True, "ignore_eos": True}
 
     async def receive(session: aiohttp.ClientSession) -> int:
@@ -160,7 +158,7 @@ async def _load(url: str, streams: int, tokens: int) -> int:
 
 
 def _cpu_seconds(server: psutil.Process) -> float:
-    """Of the processes on the way of a token, so far."""
+    """Sum the CPU time so far of the processes that a token passes through."""
     total = 0.0
     for process in [server, *server.children(recursive=True)]:
         try:
@@ -209,8 +207,8 @@ def main(
     repetitions: Annotated[int, typer.Option(min=1, help="Against each server, after one that does not count.")] = 3,
     as_json: JsonOption = False,
 ) -> None:
-    """What a streamed token costs on its way through HTTP, in CPU time of the servers: Manta's way, with a clock in
-    place of the engine, against uvicorn alone and against Serve's proxy and a streaming handle.
+    """Measure the cost of a streamed token on its way through HTTP, in CPU time of the servers: Manta's way, with a
+    clock for an engine, against uvicorn alone and against Serve's proxy and a streaming handle.
 
     Starts each of these servers in turn, with a Ray of its own.
 

@@ -31,14 +31,14 @@ MANY = 1024
 
 
 def event(index: int) -> bytes:
-    """What a bare server sends for one token: as large as a chunk of a completion."""
+    """Return an event of a bare server for one token, as large as a chunk of a completion."""
     choice = {"index": 0, "text": " word", "logprobs": None, "finish_reason": None, "stop_reason": None}
     chunk = {"id": f"cmpl-{index:036d}", "created": 0, "model": "pocket", "choices": [choice]}
     return b"data: " + json.dumps(chunk | {"object": "text_completion"}).encode() + b"\n\n"
 
 
 async def ticks(count: int) -> AsyncGenerator[bytes]:
-    """One event per tick."""
+    """Yield one event per tick."""
     due = time.monotonic()
     for index in range(count):
         due += TICK_S
@@ -52,7 +52,7 @@ bare = FastAPI()
 
 @bare.post("/v1/completions")
 async def complete(request: Request) -> StreamingResponse:
-    """Run by uvicorn, without Serve."""
+    """Stream an answer; uvicorn runs this without Serve."""
     return StreamingResponse(ticks((await request.json())["max_tokens"]), media_type="text/event-stream")
 
 
@@ -82,7 +82,7 @@ class Frontend:
 
 
 def plain(args: dict[str, Any]) -> Application:
-    """Serve's proxy, and an answer streamed through a deployment handle."""
+    """Return an application behind Serve's proxy that streams answers through a deployment handle."""
     backend = serve.deployment(Backend, name="backend", max_ongoing_requests=MANY, ray_actor_options={"num_cpus": 0.1})
     options = {"name": "frontend", "max_ongoing_requests": MANY, "ray_actor_options": {"num_cpus": 0.1}}
     return serve.deployment(Frontend, **options).bind(backend.bind())

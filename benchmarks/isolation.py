@@ -1,4 +1,4 @@
-"""What long prompts do to streams that are running: one engine for both, against a pool for each, on the same cores."""
+"""The effect of long prompts on running streams: one engine for both, against a pool for each, on the same cores."""
 
 from __future__ import annotations
 
@@ -36,20 +36,17 @@ ANSWER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """streams: that run all the time. prompt_len: tokens of each long prompt. interval_s: between two of them.
-    duration_s: of one measurement."""
-
-    streams: int
-    prompt_len: int
-    interval_s: float
-    duration_s: float
+    streams: int  #: that run all the time
+    prompt_len: int  #: tokens of each long prompt
+    interval_s: float  #: from one long prompt to the next
+    duration_s: float  #: of one measurement
     vocab_size: int
     seed: int
 
 
 @dataclass(slots=True)
 class Setup:
-    """One way to use the cores, and what was seen of it; one entry per repetition. Milliseconds."""
+    """One way to use the cores, and its latencies: one entry per repetition, in milliseconds."""
 
     name: str
     itl_p50_ms: list[float] = field(default_factory=list)
@@ -60,7 +57,7 @@ class Setup:
     remote_prompts: int = 0
 
     def median(self, name: str) -> float:
-        """Over the repetitions."""
+        """Return the median over the repetitions."""
         return statistics.median(getattr(self, name))
 
 
@@ -83,7 +80,7 @@ def measure(
     *, model: str, dtype: str, max_model_len: int | None, traffic: Traffic, repetitions: int, chunk: int,
     progress: Progress,
 ) -> IsolationReport:  # fmt: skip
-    """Alternates between the setups. chunk: tokens per step of the second shared engine, which spares its streams by
+    """Measure the setups in turn. chunk: tokens per step of the second shared engine, which spares its streams by
     taking prompts in small pieces."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     if len(cores) < 2:
@@ -141,7 +138,7 @@ async def _run(engines: Engines, traffic: Traffic, setup: Setup, seed: int) -> N
 
 
 class Client:
-    """Sends requests to the engine named `decode`, and notes when tokens came. Seconds of `time.perf_counter`."""
+    """Sends requests to the engine `decode`, and records the arrival times of tokens, by `time.perf_counter`."""
 
     def __init__(self, engines: Engines, traffic: Traffic, seed: int):
         self.sent: dict[str, float] = {}
@@ -152,7 +149,7 @@ class Client:
         self._context = zmq.asyncio.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._address = f"tcp://127.0.0.1:{self._inbox.bind_to_random_port('tcp://127.0.0.1')}"
-        self._news = asyncio.Event()
+        self._received = asyncio.Event()
 
     def add(self, request_id: str, prompt_len: int, output: int | None) -> None:
         prompt = self._random.integers(10, self._vocab_size, prompt_len).tolist()
@@ -166,8 +163,8 @@ class Client:
         self.add(f"{STREAM}{len(self.sent)}", STREAM_PROMPT, output=None)
 
     async def receive(self) -> None:
-        """Until cancelled; starts a new stream for each that has reached the model's limit. Raises EngineError if a
-        request fails."""
+        """Receive until cancelled; start a new stream for each that has reached the model's limit. Raises EngineError
+        if a request fails."""
         decode = msgspec.msgpack.Decoder(TokenBatch).decode
         while True:
             batch = decode(await self._inbox.recv())
@@ -179,16 +176,16 @@ class Client:
                     self.arrivals.setdefault(delta.request_id, []).append(now)
                 if delta.finish_reason is not None and is_stream(delta.request_id):
                     self.add_stream()
-            self._news.set()
+            self._received.set()
 
     async def until(self, condition: Callable[[], bool], receiving: asyncio.Task[None]) -> None:
-        """Raises what `receiving` raises, or TimeoutError."""
+        """Wait for a condition. Raises the error of `receiving`, or TimeoutError."""
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             while not condition():
-                self._news.clear()
-                news = asyncio.create_task(self._news.wait())
-                await asyncio.wait([news, receiving], return_when=asyncio.FIRST_COMPLETED)
-                news.cancel()
+                self._received.clear()
+                received = asyncio.create_task(self._received.wait())
+                await asyncio.wait([received, receiving], return_when=asyncio.FIRST_COMPLETED)
+                received.cancel()
                 if receiving.done():
                     receiving.result()
 
@@ -235,7 +232,7 @@ def main(
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest prompt + answer, in tokens.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What long prompts do to running streams: one engine for both, against a prefill and a decode pool.
+    """Measure the effect of long prompts on running streams: one engine for both, against two pools.
 
     The same cores for all: one engine with all of them, or two engines with half of them each. The first token of a
     long prompt may come later from the pools, since only half of the cores compute it.

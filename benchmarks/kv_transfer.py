@@ -1,4 +1,4 @@
-"""How fast blocks travel between two processes of this machine: `python -m benchmarks.kv_transfer [transport ...]`.
+"""Speed of blocks between two processes of this machine: `python -m benchmarks.kv_transfer [transport ...]`.
 
 A source process and this one, each with a cache of 1024 blocks of 64 KB (4 layers, 4 KV heads, 16 tokens of 32 floats:
 the pocket model's); reads of 256 blocks, median of 50.

@@ -1,4 +1,4 @@
-"""How much of the allocated KV memory holds no token: paging against reserving the longest possible sequence.
+"""The fraction of allocated KV memory that holds no token: paging against reserving the longest possible sequence.
 
 The real scheduler and block pool run a mix of requests; only the model is left out. Claims to check: PagedAttention
 wastes under 4 % of what it allocates, reserving the maximum 60 to 80 % (Kwon et al. 2023, arXiv:2309.06180, section
@@ -26,12 +26,12 @@ from engine.wire.plan import StepPlan, StepResult
 from engine.wire.sampling_params import SamplingParams
 
 SIGMA = 1.0  # spread of both log-normal distributions
-TOKEN = 1  # what the absent model says
+TOKEN = 1  # the answer of the absent model
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Shares of allocated token slots that hold no token, averaged over all steps."""
+    """Fractions of allocated token slots that hold no token, averaged over all steps."""
 
     requests: int
     steps: int
@@ -92,7 +92,7 @@ def measure(
 
 
 def draw_lengths(rng: random.Random, mean_prompt: float, mean_output: float, limit: int) -> tuple[int, int]:
-    """Tokens of prompt and output; at least one each, and `limit` together at most."""
+    """Draw the tokens of prompt and output: at least one each, and at most `limit` together."""
     # the mean of a log-normal distribution is exp(mu + sigma^2 / 2)
     prompt = round(rng.lognormvariate(math.log(mean_prompt) - SIGMA**2 / 2, SIGMA))
     output = round(rng.lognormvariate(math.log(mean_output) - SIGMA**2 / 2, SIGMA))
@@ -127,7 +127,7 @@ def main(
     max_model_len: Annotated[int, typer.Option(min=2, help="The context; what reserving would reserve.")] = 4096,
     as_json: JsonOption = False,
 ) -> None:
-    """KV memory that holds no token: paging against reserving the longest possible sequence.
+    """Measure the KV memory that holds no token: paging against reserving the longest possible sequence.
 
     Example: python -m benchmarks.memory --mean-prompt 200 --mean-output 100
     """

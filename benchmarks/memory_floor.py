@@ -1,4 +1,4 @@
-"""How fast a decode step could be if it only had to read what it must, once, from memory."""
+"""The minimum time of a decode step: reading its weights and KV once from memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ READS = 8
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, batch_size: int) -> float:
-    """Weights that a step of `batch_size` tokens reads: of an embedding only their rows, unless the head shares the
-    matrix; of experts, as many as an even choice would pick."""
+    """Return the bytes of weights that a step of `batch_size` tokens reads: only the tokens' rows of an embedding,
+    unless the head shares its matrix, and as many experts as an even choice would pick."""
     model = build_model(config, TPGroup.single(), dtype, "meta")  # shapes only; loaded weights may be packed by now
     total = float(sum(p.nbytes for p in model.parameters()))  # a shared matrix once
     for layer in model.modules():
@@ -36,13 +36,13 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, batch_size: int) -> fl
 
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Sequence[int]) -> float:
-    """Keys and values that attention reads for one more token of each sequence; `lengths` are their tokens so far."""
+    """Return the bytes of K and V that attention reads for one more token of each sequence. lengths: tokens so far."""
     token = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize  # in one layer
     return float(token * sum(min(length, window or length) for window in config.window for length in lengths))
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Bytes per second when torch reads a large tensor with all its threads; the best of several reads."""
+    """Return the bytes per second at which torch reads a large tensor with all its threads; the best of several."""
     floats = torch.ones(READ_BYTES // 4, dtype=torch.float32, device=device)
     integers = floats.view(torch.int64)
     # which of the two is held up by memory alone depends on the machine
@@ -59,6 +59,6 @@ def seconds_of(read: Callable[[], object], device: torch.device) -> float:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for what was launched: without that a clock on the host sees launches only."""
+    """Wait for the device: without that a clock on the host sees launches only."""
     if device.type == "cuda":
         torch.cuda.synchronize()

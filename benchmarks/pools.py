@@ -31,7 +31,7 @@ LAYOUTS = {  # replicas and ranks of prefill, then of decode
 
 
 def prompts() -> list[str]:
-    """From one word to some hundred tokens; every fourth begins as another does."""
+    """Return prompts of one word to some hundred tokens; every fourth begins as another does."""
     chance = random.Random(0)
     words = ["key", "value", "block", "pool", "lease", "token", "chunk", "cache", "prefill", "decode"]
     texts = [" ".join(chance.choices(words, k=chance.choice((1, 3, 16, 40, 90)))) for _ in range(PROMPTS)]

@@ -1,9 +1,9 @@
-"""What several ranks cost, in microseconds: python -m benchmarks.ranks [collectives | plans | steps | pocket]
+"""The cost of several ranks, in microseconds: python -m benchmarks.ranks [collectives | plans | steps | pocket]
 
 collectives: all-reduce of [rows, 768] between two ranks, over gloo and over shared memory.
-plans: from the moment that rank 0 sends a plan until rank 1 has it, and what sending takes of rank 0's time.
-steps: a whole step of a tiny model, whose computation takes next to nothing, on one rank and on two.
-pocket: the same of the bundled model.
+plans: time from sending a plan on rank 0 until rank 1 has it, and the time that sending takes on rank 0.
+steps: a whole step of a tiny model, which computes next to nothing, on one rank and on two.
+pocket: a whole step of the bundled model.
 """
 
 from __future__ import annotations
@@ -74,30 +74,30 @@ def plans(pool: RankPool) -> None:
         group.join(TIMEOUT_S)
         if name == "tcp":
             group.local_size = 1  # as if the other rank were on another machine
-        leader = PlanBroadcaster(group)
+        broadcaster = PlanBroadcaster(group)
         sent, costs = [], []
         for step in range(PLANS):
             time.sleep(0.002)  # the time of a step; the receiver falls asleep
             sent.append(time.monotonic())
-            leader.check()
-            leader.send(StepPlan(step, [], blocks, list(range(64)), [step] * 64, [1] * 64, [True] * 64))
+            broadcaster.check()
+            broadcaster.send(StepPlan(step, [], blocks, list(range(64)), [step] * 64, [1] * 64, [True] * 64))
             costs.append(time.monotonic() - sent[-1])
         received = json.loads(group.exchange("")[1])
         delays = [there - here for here, there in zip(sent, received, strict=True)]
         print(f"{name} delay={median(delays):.0f} sending={median(costs):.0f}", flush=True)
-        leader.close()
+        broadcaster.close()
         pool.answer(1)
 
 
 def receive_as_rank_1(address: str) -> None:
     group = TPGroup.connect(1, 2, address, TIMEOUT_S, device="cpu")
-    follower = PlanReceiver(group)
+    receiver = PlanReceiver(group)
     times = []
     for _ in range(PLANS):
-        follower.receive(TIMEOUT_S)
+        receiver.receive(TIMEOUT_S)
         times.append(time.monotonic())
     group.exchange(json.dumps(times))
-    follower.close()
+    receiver.close()
 
 
 def steps(pool: RankPool) -> None:

@@ -2,8 +2,8 @@
 
 Four decode replicas behind one ingress, by a real `serve run` for each policy and round, in turn. Prompts begin with
 one of GROUPS prefixes, at random, of which one replica's cache holds about a third; requests arrive at random, at the
-same times in every run. Prints the share of prompt tokens that were cached, as engines count them, and the time to the
-first token, as clients see it.
+same times in every run. Prints the fraction of prompt tokens that were cached, as engines count them, and the time to
+the first token, as clients see it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ START_S = 400.0
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """drift: how far the router's estimates were off, as a share of what was cached."""
-
     hit_rate: float
     ttft_s: list[float]
-    drift: float
+    drift: float  #: error of the router's estimates, as a fraction of the cached tokens
 
 
 def prompts() -> list[list[int]]:
@@ -100,9 +98,9 @@ def main(rounds: int) -> None:
 
 
 def line(policy: str, results: list[Result]) -> str:
-    """All runs of one policy together."""
+    """Describe all runs of one policy together."""
     ttft_ms = sorted(seconds * 1000 for result in results for seconds in result.ttft_s)
-    p50, p90, p99 = (ttft_ms[int(share * len(ttft_ms))] for share in (0.5, 0.9, 0.99))
+    p50, p90, p99 = (ttft_ms[int(fraction * len(ttft_ms))] for fraction in (0.5, 0.9, 0.99))
     cached = statistics.mean(result.hit_rate for result in results)
     drift = statistics.mean(result.drift for result in results)
     mean = statistics.mean(ttft_ms)

@@ -47,14 +47,14 @@ def main(num_engines: int = 100, num_blocks: int = 100_000) -> None:
     for policy, other in routers.items():
         other.placements = router.placements
         for name, session in ((policy, ""), (f"{policy}, with a session", "s")):
-            times(f"choice by {name}", lambda i, b=other, s=session: place(b, prompt, i, s, engines))
+            times(f"choice by {name}", lambda i, b=other, s=session: choose(b, prompt, i, s, engines))
     small = engines[0]
     stored = [rng.randbytes(50 * BLOCK_HASH_BYTES) for _ in range(ROUNDS)]
     times("a full round of the garbage collector, part of the p99 above", lambda i: gc.collect(), rounds=3)
     times("update of 50 new blocks", lambda i: router.update(update(small, EngineLoad(), stored[i], number=i + 1)))
 
 
-def place(router: Balancer, prompt: PromptDigest, number: int, session: str, engines: list[str]) -> None:
+def choose(router: Balancer, prompt: PromptDigest, number: int, session: str, engines: list[str]) -> None:
     request = PromptDigest(f"r{number}", prompt.num_tokens, prompt.keys, session)
     router.choose(request, engines)
     router.end(request.request_id, confirmed=False)
@@ -74,12 +74,12 @@ def update(engine: str, load: EngineLoad, stored: bytes, number: int = 0) -> Eng
 
 
 def times(what: str, call: Callable[[int], object], rounds: int = ROUNDS) -> None:
-    taken = []
+    seconds = []
     for number in range(rounds):
         start = time.process_time()
         call(number)
-        taken.append(time.process_time() - start)
-    print(f"{what}: {statistics.median(taken) * 1e3:.3f} ms, p99 {sorted(taken)[int(0.99 * rounds)] * 1e3:.3f} ms")
+        seconds.append(time.process_time() - start)
+    print(f"{what}: {statistics.median(seconds) * 1e3:.3f} ms, p99 {sorted(seconds)[int(0.99 * rounds)] * 1e3:.3f} ms")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes, in microseconds, beside what reading weights and KV from memory must take.
+"""Breakdown of a decode step's time, in microseconds, beside the time that reading weights and KV must take.
 
 The methods of one ordinary engine are wrapped on its objects, so nothing is slower elsewhere. Its steps run one after
 another (`overlap=False`), so the parts add up to the whole.
@@ -41,20 +41,17 @@ PARTS = ("schedule", "prepare", "forward", "logits", "rest", "commit", "loop")
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """Medians over the steps, in microseconds; each of `parts` by its name in PARTS.
-
-    forward: the model up to its last hidden states. logits: the head, with the choice of the most likely token.
-    rest: what the runner does beside these: token ids in and out, other sampling. loop: the engine around it all.
-    floor_us: weight_bytes and kv_bytes over the measured bandwidth; tokens are as many as in the middle of the run.
-    """
+    """Medians over the steps, in microseconds."""
 
     batch_size: int
     context_len: float
     parts: dict[str, float]
+    """Time by the names in PARTS. forward: the model up to its last hidden states. logits: the head, with the choice of
+    the likeliest token. rest: the runner beside these: token ids in and out, other sampling. loop: the rest."""
     total_us: float
     weight_bytes: float
     kv_bytes: float
-    floor_us: float
+    floor_us: float  #: weights and KV, of the middle of the run, over the measured bandwidth
     total_over_floor: float
 
 
@@ -72,15 +69,13 @@ class OpTime:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """profile: of the largest batch, the costliest operation first; watching makes them all a little slower."""
-
     model: str
     dtype: str
     threads: int
     steps: int
     bandwidth_gb_per_s: float
     batches: list[BatchReport]
-    profile: list[OpTime] | None
+    profile: list[OpTime] | None  #: of the largest batch, costliest first; watching slows them a little
 
 
 class Stopwatch:
@@ -109,7 +104,7 @@ class Stopwatch:
         setattr(owner, name, timed)
 
     def take(self) -> dict[str, float]:
-        """What was spent since the last time."""
+        """Return the time spent since the last call."""
         spent, self._spent = self._spent, defaultdict(float)
         return spent
 
@@ -136,7 +131,7 @@ class Decoder:
             self.step()
 
     def step(self) -> set[str]:
-        """Requests that got a token."""
+        """Run a step and return the requests that got a token."""
         events = self.core.step()
         for event in events:
             if event.delta.finish_reason:
@@ -145,7 +140,7 @@ class Decoder:
         return {event.delta.request_id for event in events}
 
     def lengths(self) -> list[int]:
-        """Tokens of each sequence; those whose prompt came first are ahead."""
+        """Return the tokens of each sequence; those whose prompt came first are ahead."""
         return [request.computed for request in self.core.scheduler.queue.running]
 
     def stop(self) -> None:
@@ -216,7 +211,7 @@ def measure(
 def config_for(
     model: str, model_config: ModelConfig, batch_size: int, context_len: int, steps: int, options: dict[str, Any]
 ) -> EngineConfig:
-    """An engine with room for one batch, until the last of its steps."""
+    """Return the configuration of an engine that holds one batch until the last of its steps."""
     defaults = EngineConfig()
     budget = options.get("max_num_batched_tokens", defaults.max_num_batched_tokens)
     block_size = options.get("block_size") or BLOCK_SIZES[open_device(options.get("device", "auto")).place.type]
@@ -235,13 +230,13 @@ def config_for(
         max_num_seqs=batch_size,
         num_blocks=batch_size * (-(-longest // block_size) + 1),
         overlap=False,
-        enforce_eager=True,  # a clock cannot look into a graph, nor stop while one is recorded
+        enforce_eager=True,  # no clock reads times inside a graph, or stops while one is recorded
         **options | {"block_size": block_size},
     )
 
 
 def timed_methods(core: EngineCore) -> Iterator[tuple[Any, str, str]]:
-    """(object, name of its method, part that its own time belongs to)"""
+    """Yield objects, the names of their methods, and the part that the time of each belongs to."""
     yield core, "step", "loop"
     yield core.scheduler, "schedule", "schedule"
     yield core.scheduler, "commit", "commit"
@@ -277,7 +272,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def profile_steps(decoder: Decoder, steps: int) -> list[OpTime]:
-    """The costliest first."""
+    """Profile some steps; the costliest operations come first."""
     for owner, name, part in timed_methods(decoder.core):
         setattr(owner, name, recorded(getattr(owner, name), part))
     for module in decoder.core.runner.model.children():
@@ -291,7 +286,7 @@ def profile_steps(decoder: Decoder, steps: int) -> list[OpTime]:
 
 
 def recorded(function: Callable[..., Any], label: str) -> Callable[..., Any]:
-    """The same, and the profiler shows it under this name."""
+    """Wrap a function so that the profiler shows it under this name."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -323,7 +318,7 @@ def show_report(report: StepReport, profile_rows: int) -> None:
         f"floor: weights and KV at {report.bandwidth_gb_per_s:.1f} GB/s, measured just before",
     )
     if report.profile is not None:
-        operations = make_table("operation", "calls", "µs", "share")
+        operations = make_table("operation", "calls", "µs", "fraction")
         whole = sum(op.self_us for op in report.profile)
         for op in report.profile[:profile_rows]:
             operations.add_row(op.op, figure(op.calls), figure(op.self_us), f"{op.self_us / whole:.1%}")
@@ -354,7 +349,7 @@ def main(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Where the time of a decode step goes, in µs, against the minimum that it could take.
+    """Break down the time of a decode step, in µs, and compare it with the minimum that it could take.
 
     The floor is the time to read the weights and the KV of the batch once, at the bandwidth that torch reaches on
     this machine; arithmetic is not in it, so large batches cannot reach it. A model that fits into the caches can go

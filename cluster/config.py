@@ -51,7 +51,7 @@ class PoolSection(Section):
     engine: EngineSection = EngineSection()  # type: ignore[valid-type]  # mypy cannot see into create_model
     """Keys of the model's `engine` section that are different in this pool."""
     routing: RoutingSection = RoutingSection()  # type: ignore[valid-type]
-    """How a replica is chosen for a request, or for a prompt (docs/routing.md)."""
+    """Choice of a replica for a request, or for a prompt (docs/routing.md)."""
     num_replicas: int = Field(default=1, ge=1)  #: a fixed number; or else the next two, between which load decides
     min_replicas: int | None = Field(default=None, ge=0)
     max_replicas: int | None = Field(default=None, ge=1)

@@ -173,8 +173,8 @@ def generate(
 
     defaults = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     summary = generate_file(lambda: LLM(model, **engine), input, output, defaults, progress=sys.stderr.isatty())
-    told = f"{summary.written} lines answered, {summary.failed} of them with an error"
-    print(f"{told}; {summary.resumed} were there before" if summary.resumed else told, file=sys.stderr)
+    message = f"{summary.written} lines answered, {summary.failed} of them with an error"
+    print(f"{message}; {summary.resumed} were there before" if summary.resumed else message, file=sys.stderr)
     raise typer.Exit(1 if summary.failed else 0)
 
 

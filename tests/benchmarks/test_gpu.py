@@ -1,4 +1,4 @@
-"""What of `make bench-gpu` needs no GPU: its floors, and how it goes on after a part that has lost the card."""
+"""`make bench-gpu` as far as it needs no GPU: its floors, and how it goes on after a part that has lost the card."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def walk(node: Any) -> Iterator[Any]:
 
 
 def selected(node: Any, scrape: Scrape) -> list[Series]:
-    """What a selector finds."""
+    """Return the series that a selector finds."""
     matchers = [(matcher.name, OPS[str(matcher.op)], matcher.value) for matcher in node.matchers.matchers]
     return scrape.select(node.name, matchers)
 

@@ -1,4 +1,4 @@
-"""What kustomize makes of each overlay, held against the schemas, `manta k8s lint`, and what its pods have to keep to."""
+"""Each overlay, as kustomize renders it, follows the schemas, `manta k8s lint`, and rules for its pods."""
 
 from __future__ import annotations
 

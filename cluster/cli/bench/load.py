@@ -1,4 +1,4 @@
-"""What a measurement asks an engine or a server for. Fast to import: `manta bench --help` lists these options."""
+"""The requests of a measurement. Fast to import: `manta bench --help` lists these options."""
 
 from __future__ import annotations
 

@@ -70,14 +70,14 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_needed(needed: Iterable[Requirement]) -> Finding:
-    if wrong := [told for told in map(mismatch, needed) if told]:
+    if wrong := [message for message in map(mismatch, needed) if message]:
         return Finding("problem", "packages", "; ".join(wrong), f"Install again: pip install {DISTRIBUTION}")
     found = f"Python {sys.version.split()[0]}, torch {version('torch')}, ray {version('ray')}, and all others needed"
     return Finding("ok", "packages", found)
 
 
 def check_extra(extra: str, use: str, needed: Iterable[Requirement]) -> Finding:
-    if wrong := [told for told in map(mismatch, needed) if told]:
+    if wrong := [message for message in map(mismatch, needed) if message]:
         advice = f"Only for {use}: pip install '{DISTRIBUTION}[{extra}]'"
         return Finding("ok", f"extra {extra}", "; ".join(wrong), advice)
     return Finding("ok", f"extra {extra}", f"installed ({use})")
@@ -99,8 +99,8 @@ def check_gpus() -> Iterator[Finding]:
         yield gpus_without_torch(gpus_of_driver())
     for number in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(number)
-        told = f"{number}: {card.name}, {card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-        yield Finding("ok", "GPU", told)
+        message = f"{number}: {card.name}, {card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+        yield Finding("ok", "GPU", message)
 
 
 def gpus_of_driver() -> list[str]:

@@ -47,11 +47,13 @@ def check_together(deployments: Sequence[Deployment], nodes: Sequence[Node]) -> 
     """Check whether the minimum number of replicas of all pools fits the cluster."""
     wanted = {deployment.name: deployment.min_replicas for deployment in deployments}
     placed = place(wanted, deployments, nodes)
-    told = ", ".join(f"{name} {placed[name]} of {count}" for name, count in wanted.items())
+    message = ", ".join(f"{name} {placed[name]} of {count}" for name, count in wanted.items())
     if placed == wanted:
-        return Finding("ok", "all replicas", f"fit together: {told}")
+        return Finding("ok", "all replicas", f"fit together: {message}")
     advice = "Some wait for the autoscaler to add nodes" if can_grow(nodes) else "Use fewer replicas, or less for each"
-    return Finding("warning" if can_grow(nodes) else "problem", "all replicas", f"do not fit together: {told}", advice)
+    return Finding(
+        "warning" if can_grow(nodes) else "problem", "all replicas", f"do not fit together: {message}", advice
+    )
 
 
 def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Finding]:
@@ -77,8 +79,8 @@ def check_kv_cache(
     else:
         free, less = kv_cache.free_host_bytes() // engine.tensor_parallel - weights, ""
     if free <= 0:
-        told = f"the weights ({weights / GIB:.2f} GiB per rank) do not fit into memory"
-        return Finding("problem", topic, told, "Raise tensor_parallel, or take a smaller model")
+        message = f"the weights ({weights / GIB:.2f} GiB per rank) do not fit into memory"
+        return Finding("problem", topic, message, "Raise tensor_parallel, or take a smaller model")
     device, tp = torch.device("cuda" if on_gpu else "cpu"), TPGroup(0, engine.tensor_parallel)
     size = engine.known_block_size
     try:
@@ -87,10 +89,10 @@ def check_kv_cache(
     except (OutOfMemory, ConfigError) as error:
         return Finding("problem", topic, str(error))
     tokens = blocks * size
-    told = f"KV cache for {tokens:,} tokens{less}: {tokens / longest:.1f} requests of max_model_len {longest:,}"
+    message = f"KV cache for {tokens:,} tokens{less}: {tokens / longest:.1f} requests of max_model_len {longest:,}"
     if longest < (engine.max_model_len or shape.max_position_embeddings):
-        return Finding("warning", topic, told, "The context is cut to what fits; raise kv_cache_memory_gib for more")
-    return Finding("ok", topic, told)
+        return Finding("warning", topic, message, "The context is cut to what fits; raise kv_cache_memory_gib for more")
+    return Finding("ok", topic, message)
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:

@@ -91,9 +91,9 @@ class Group:
         """One of its pods, as Ray sees it."""
         has, labels = self.main.get("resources") or {}, self.spec.get("labels") or {}
         has = {**(has.get("requests") or {}), **(has.get("limits") or {})}
-        told = {**(self.spec.get("rayStartParams") or {}), **(self.spec.get("resources") or {})}
-        cpus = told.get("CPU", told.get("num-cpus", has.get("cpu", 0)))
-        gpus = told.get("GPU", told.get("num-gpus", has.get("nvidia.com/gpu", 0)))
+        given = {**(self.spec.get("rayStartParams") or {}), **(self.spec.get("resources") or {})}
+        cpus = given.get("CPU", given.get("num-cpus", has.get("cpu", 0)))
+        gpus = given.get("GPU", given.get("num-gpus", has.get("nvidia.com/gpu", 0)))
         kind = labels.get("ray.io/accelerator-type")
         card = {} if kind is None else {f"accelerator_type:{kind}": 1.0}
         return Node({"CPU": quantity(cpus), "GPU": quantity(gpus), **card}, labels)

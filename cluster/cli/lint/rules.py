@@ -55,8 +55,8 @@ def serve_port(service: Service) -> Iterator[Finding]:
     for group in service.groups:
         opened = {entry.get("name"): entry["containerPort"] for entry in group.main.get("ports") or []}.get("serve")
         if opened != service.port:
-            told = f"container port `serve` must be http_options.port ({service.port}), got {opened}"
-            yield Finding("serve-port", group.where, told)
+            message = f"container port `serve` must be http_options.port ({service.port}), got {opened}"
+            yield Finding("serve-port", group.where, message)
 
 
 def deadlines(service: Service) -> Iterator[Finding]:
@@ -67,21 +67,21 @@ def deadlines(service: Service) -> Iterator[Finding]:
     request = f"request_timeout_s ({request_s:g})"
     for name, own_s in drains_s.items():
         if own_s < request_s:
-            told = f"{name} drain_s must be at least ingress.{request}, got {own_s:g}"
-            yield Finding("drain-requests", service.name, told)
+            message = f"{name} drain_s must be at least ingress.{request}, got {own_s:g}"
+            yield Finding("drain-requests", service.name, message)
     if (delay_s := _seconds(service.spec, DELETION_DELAY)) < request_s:
-        told = f"{DELETION_DELAY} must be at least {request}, got {delay_s:g}"
-        yield Finding("upgrade-cuts-requests", service.name, told)
+        message = f"{DELETION_DELAY} must be at least {request}, got {delay_s:g}"
+        yield Finding("upgrade-cuts-requests", service.name, message)
     for group in service.groups:
         grace_s, ray_s, stop_s = (
             _seconds(group.pod, GRACE), _seconds(group.env, RAY_DRAIN), _seconds(group.env, HARD_STOP)
         )  # fmt: skip
         if grace_s < drain_s:
-            told = f"{GRACE} must be at least the longest drain_s ({drain_s:g}), got {grace_s:g}"
-            yield Finding("drain-grace", group.where, told)
+            message = f"{GRACE} must be at least the longest drain_s ({drain_s:g}), got {grace_s:g}"
+            yield Finding("drain-grace", group.where, message)
         if not drain_s <= ray_s <= grace_s:
-            told = f"{RAY_DRAIN} must be between the longest drain_s ({drain_s:g}) and {GRACE} ({grace_s:g})"
-            yield Finding("drain-grace", group.where, f"{told}, got {ray_s:g}")
+            message = f"{RAY_DRAIN} must be between the longest drain_s ({drain_s:g}) and {GRACE} ({grace_s:g})"
+            yield Finding("drain-grace", group.where, f"{message}, got {ray_s:g}")
         if stop_s < request_s:
             yield Finding("haproxy-env", group.where, f"{HARD_STOP} must be at least {request}, got {stop_s:g}")
 
@@ -96,8 +96,8 @@ def placement(service: Service) -> Iterator[Finding]:
             yield Finding("bundles-fit", service.name, f"{deployment.name}: {problem}")
     for name, placed in place(wanted, deployments, service.nodes).items():
         if placed < wanted[name]:
-            told = f"{name} may grow to {wanted[name]} replicas, but the pods hold {placed} of them"
-            yield Finding("capacity", service.name, told)
+            message = f"{name} may grow to {wanted[name]} replicas, but the pods hold {placed} of them"
+            yield Finding("capacity", service.name, message)
 
 
 def open_ports(service: Service) -> Iterator[Finding]:
@@ -105,15 +105,15 @@ def open_ports(service: Service) -> Iterator[Finding]:
     for group in service.groups:
         policies = [policy for policy in service.policies if _selects(policy, group)]
         if not policies:
-            told = "no NetworkPolicy selects these pods, so all their ports are open to the whole cluster"
-            yield Finding("open-ports", group.where, told)
+            message = "no NetworkPolicy selects these pods, so all their ports are open to the whole cluster"
+            yield Finding("open-ports", group.where, message)
         for policy in policies:
             for rule in policy["spec"].get("ingress") or []:
                 ports = [] if all(_is_own(peer, service) for peer in rule.get("from") or [{}]) else _closed_ports(rule)
                 if ports:
                     opened = ", ".join(f"{port} ({CLOSED[port]})" for port in ports)
-                    told = f"NetworkPolicy {policy['metadata']['name']} opens {opened} to pods of others"
-                    yield Finding("open-ports", group.where, told)
+                    message = f"NetworkPolicy {policy['metadata']['name']} opens {opened} to pods of others"
+                    yield Finding("open-ports", group.where, message)
 
 
 def _selects(policy: Manifest, group: Group) -> bool:

@@ -1,4 +1,4 @@
-"""What `manta --help` and the help of its commands teach."""
+"""The help texts of `manta` and its commands."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from engine.errors import InvalidParameter
 
 
 def recipe(name: str, repetition: int, count: int, prompt: int, output: int) -> list[Job]:
-    """As other engines are given it."""
+    """A preset as other engines are given it."""
     rng = random.Random(f"{name}-{repetition}")
     return [Job([rng.randrange(10, 31000) for _ in range(prompt)], output) for _ in range(count)]
 

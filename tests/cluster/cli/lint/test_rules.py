@@ -21,7 +21,7 @@ ANYBODY = [{"namespaceSelector": {}}]
 
 @dataclass(frozen=True)
 class Fault:
-    """What is put where, which rule finds it, and what it says of it."""
+    """A value that is put at a path, the rule that finds it, and its message."""
 
     rule: str
     path: str
