@@ -60,7 +60,7 @@ class Layout:
 
     @property
     def section(self) -> dict[str, Any]:
-        """Of serve_config.yaml."""
+        """The model's section of serve_config.yaml."""
         section = {"name": "pocket", "model": self.model, "engine": {**ENGINE, "dtype": "bfloat16"}}
         section["decode"] = {"num_replicas": self.decode, "num_cpus": 0.25}
         if self.prefill:
@@ -68,7 +68,7 @@ class Layout:
         return section
 
     def trace(self, rate: float, seed: int) -> Trace:
-        """With shared prefixes where there is something to choose for the router."""
+        """Return a trace, with shared prefixes where the router has a choice."""
         return small_trace(REQUESTS, rate, seed) if self.prefill else grouped_trace(REQUESTS, rate, seed, GROUPS)
 
 
@@ -77,7 +77,7 @@ LAYOUTS = (Layout("two replicas", 0, 2), Layout("1 prefill + 1 decode", 1, 1))
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Of each run, what clients saw and what was simulated."""
+    """Figures of each run: those that clients saw, and those that were simulated."""
 
     title: str
     real: list[Figures]
@@ -95,7 +95,7 @@ def cluster() -> None:
 
 
 def larger() -> None:
-    """With steps of several ms, beside which HTTP is less: a model of 25M parameters, which are random."""
+    """Compare with steps of several ms, beside which HTTP is less: a model of 25M random parameters."""
     with tempfile.TemporaryDirectory() as folder:
         sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
         heads = {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096, "max_position_embeddings": MAX_MODEL_LEN}

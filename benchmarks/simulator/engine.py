@@ -55,7 +55,7 @@ class TimedEngine:
 
 
 def run_engines(engines: list[TimedEngine], trace: Trace) -> tuple[np.ndarray, np.ndarray]:
-    """When the first and the last token of each request came."""
+    """Return when the first and the last token of each request came."""
     first_at, last_at = np.full(len(trace), np.nan), np.full(len(trace), np.nan)
     queues = [[i for i in range(len(trace)) if i % len(engines) == n] for n in range(len(engines))]
     for engine, queue in zip(engines, queues, strict=True):

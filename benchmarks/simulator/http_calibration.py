@@ -98,7 +98,7 @@ def prefill(prompt: int, budget: int, beside: Work = NOTHING) -> NDArray[np.floa
 
 
 def first_token_beside(prompt: int, budget: int, replicas: int, apart: bool) -> NDArray[np.float64]:
-    """Where BESIDE streams decode at each of `replicas`: a request waits for half a step on average until one begins.
+    """Features of a first token beside BESIDE streams at each replica: a request waits for half a step until one begins.
     apart: prompts are computed elsewhere, so that it waits twice, and the steps of its prompt are its own."""
     others, way = decoding(BESIDE, BACKGROUND // 2), REQUEST + replicas * BUSY
     if apart:

@@ -70,8 +70,8 @@ def goodput(cost: CostModel, decode: int, prefill: int, chunk: int, slo: Goodput
 
 
 def split() -> None:
-    """With the cost of the engine of the paper's time, fitted to its two figures of one phase alone, and with the cost
-    that a data sheet gives."""
+    """Measure with the cost of the paper's engine, fitted to its two figures of one phase alone, and with that by the
+    data sheet."""
     for name, cost in (("engine of 2023", ENGINE_OF_2023), ("data sheet", DATA_SHEET)):
         alone = (
             goodput(cost, 8, 1, 8192, replace(STRICT, tpot_s=9.0)),

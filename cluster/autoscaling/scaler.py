@@ -76,7 +76,7 @@ class PoolLoad:
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """How many replicas a pool should have from now on, and why."""
+    """The number of replicas that a pool should have from now on, and why."""
 
     replicas: int
     desired: int  #: replicas that the load asks for now, before delays and bounds

@@ -1,4 +1,4 @@
-"""What happens next on the simulated clock."""
+"""The event loop on the simulated clock."""
 
 from __future__ import annotations
 

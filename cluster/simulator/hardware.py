@@ -39,7 +39,7 @@ CARDS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model matters for the cost of its steps."""
+    """The sizes of a model that decide the cost of its steps."""
 
     parameters: float
     active: float  #: parameters that a token passes through: a mixture of experts has fewer, though a batch reads all

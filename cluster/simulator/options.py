@@ -18,7 +18,7 @@ def option(panel: str, default: T, help: str, **settings: Any) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """Where the requests come from."""
+    """The source of the requests."""
 
     trace: str = option(
         TRAFFIC,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from cluster.simulator.replica import Replica
 from cluster.simulator.results import PoolUse
@@ -11,52 +11,6 @@ from cluster.simulator.spec import PoolSpec
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
 from deployments.routing.prompt_digest import PromptDigester
-from engine.wire.messages import EngineUpdate
-
-
-class RandomRouter:
-    """Sends each request anywhere: published gains are measured against that."""
-
-    wants_updates = False
-
-    def __init__(self, seed: int):
-        self._random = random.Random(seed)
-
-    def choose(self, request_id: str, tokens: list[int], engines: Sequence[str]) -> str:
-        return engines[self._random.randrange(len(engines))]
-
-    def end(self, request_id: str) -> None:
-        pass
-
-    def update(self, update: EngineUpdate) -> None:
-        pass
-
-    def keep(self, engines: Sequence[str]) -> None:
-        pass
-
-
-class BalancerRouter:
-    """Routes by a real Balancer."""
-
-    def __init__(self, config: RoutingConfig, role: Role, block_size: int, seed: int):
-        self._balancer = Balancer(config, role, block_size, random.Random(seed))
-        self.wants_updates = config.policy != "round_robin"  # whether it wants the engines' updates
-        # the other policies ignore prefixes, so they need not be read
-        self._digester = PromptDigester(block_size if config.policy == "prefix_aware" else None)
-
-    def choose(self, request_id: str, tokens: list[int], engines: Sequence[str]) -> str:
-        return self._balancer.choose(self._digester.digest(request_id, tokens, ""), engines).engines[0]
-
-    def end(self, request_id: str) -> None:
-        """The request is over, or nothing is computed for it any more."""
-        self._balancer.end(request_id, confirmed=True)
-
-    def update(self, update: EngineUpdate) -> None:
-        assert self._balancer.update(update), "no message is lost here"
-
-    def keep(self, engines: Sequence[str]) -> None:
-        """Forget all engines but these."""
-        self._balancer.keep(engines)
 
 
 class Pool:
@@ -67,12 +21,15 @@ class Pool:
         self.role, self.spec = role, spec
         self.replicas: list[Replica] = []  # all that there ever were
         self.up: dict[str, Replica] = {}  # those that get requests
-        self._router: RandomRouter | BalancerRouter
-        if spec.router == "random":
-            self._router = RandomRouter(seed)
-        else:
-            config = RoutingConfig(policy=spec.router)
-            self._router = BalancerRouter(config, role, spec.config.known_block_size, seed)
+        self._random = random.Random(seed)
+        self._balancer: Balancer | None = None
+        if spec.router != "random":  # which published gains are measured against, and no policy of the real router
+            block_size = spec.config.known_block_size
+            self._balancer = Balancer(RoutingConfig(policy=spec.router), role, block_size, self._random)
+            # the other policies ignore prefixes, so they need not be read
+            self._digester = PromptDigester(block_size if spec.router == "prefix_aware" else None)
+        #: Whether the router wants the engines' updates.
+        self.wants_updates = spec.router in ("prefix_aware", "power_of_two")
         self._names: list[str] = []
         self._make = make
         self._alive_s = 0.0
@@ -82,15 +39,15 @@ class Pool:
             self.grow(0.0)
 
     def choose(self, request_id: str, tokens: list[int]) -> Replica:
-        return self.up[self._router.choose(request_id, tokens, self._names)]
+        if self._balancer is None:
+            return self.up[self._names[self._random.randrange(len(self._names))]]
+        prompt = self._digester.digest(request_id, tokens, "")
+        return self.up[self._balancer.choose(prompt, self._names).engines[0]]
 
     def ended(self, request_id: str) -> None:
-        self._router.end(request_id)
-
-    @property
-    def wants_updates(self) -> bool:
-        """Whether the router wants the engines' updates."""
-        return self._router.wants_updates
+        """The request is over, or nothing is computed for it any more."""
+        if self._balancer is not None:
+            self._balancer.end(request_id, confirmed=True)
 
     def subscribe(self, now: float) -> None:
         if self.wants_updates:
@@ -100,8 +57,8 @@ class Pool:
     def publish(self, replica: Replica, now: float) -> None:
         """Pass the engine's updates on to the router, if it is time."""
         for update in replica.updates(now):
-            if replica.name in self.up:
-                self._router.update(update)
+            if replica.name in self.up and self._balancer is not None:
+                assert self._balancer.update(update), "no message is lost here"
 
     @property
     def capacity(self) -> int:
@@ -142,4 +99,5 @@ class Pool:
 
     def _set_up(self, up: dict[str, Replica]) -> None:
         self.up, self._names = up, list(up)
-        self._router.keep(self._names)
+        if self._balancer is not None:
+            self._balancer.keep(self._names)

@@ -1,4 +1,4 @@
-"""What became of each request, and the figures of a report."""
+"""The outcome of each request, and the figures of a report."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ReplicaCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolUse:
-    """What the replicas of a pool did."""
+    """Work of the replicas of a pool."""
 
     replicas: int  #: at the start
     busy: float  #: fraction of the replicas' time in which they computed
@@ -98,7 +98,7 @@ class PoolUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffUse:
-    """What was handed over between two pools."""
+    """Handoffs between two pools."""
 
     count: int  #: prompts that the prefill pool computed
     gigabytes: float

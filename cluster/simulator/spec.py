@@ -1,4 +1,4 @@
-"""What is simulated: frozen, and made from the options of `manta simulate`."""
+"""The cluster that is simulated: a frozen specification, made from the options of `manta simulate`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputSlo:
-    """What a request has to keep to count as good: both times, as in DistServe (arXiv:2401.09670)."""
+    """The two times that a request has to keep to count as good, as in DistServe (arXiv:2401.09670)."""
 
     ttft_s: float = 2.0  #: from its arrival to its first token
     tpot_s: float = 0.05  #: mean time between its tokens

@@ -1,4 +1,4 @@
-"""How simulations are shown to people."""
+"""Shows simulations to people."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def show_report(report: Report, slo: GoodputSlo) -> None:
             ("links busy, %", 100 * report.handoffs.link_busy, 1),
         ]
     title = f"{report.trace}, simulated in {report.took_s:.1f} s"
-    show(title, totals(rows), _latencies(report), _pools(report), _said(slo), *_never_up(report))
+    show(title, totals(rows), _latencies(report), _pools(report), _goal(slo), *_never_up(report))
 
 
 def show_plan(plan: Plan, slo: GoodputSlo) -> None:
@@ -52,7 +52,7 @@ def show_plan(plan: Plan, slo: GoodputSlo) -> None:
             figure(report.tpot_ms.p90 if report.tpot_ms else None, 2),
             busy,
         )
-    show("what was tried", table, _said(slo))
+    show("what was tried", table, _goal(slo))
     show(f"one pool: {_found(plan.shared)}")
     if any(candidate.prefill for candidate in plan.tried):
         show(f"two pools: {_found(plan.split)}")
@@ -96,14 +96,8 @@ def _latencies(report: Report) -> Table:
 def _pools(report: Report) -> Table:
     table = make_table("pool", "replicas", "busy, %", "steps", "preemptions", "GPU hours")
     for role, use in report.pools.items():
-        figures = (use.steps, use.preemptions)
-        table.add_row(
-            role,
-            _replicas(use),
-            figure(100 * use.busy),
-            *(figure(value, 0) for value in figures),
-            figure(use.gpu_hours, 3),
-        )
+        counts = figure(use.steps, 0), figure(use.preemptions, 0)
+        table.add_row(role, _replicas(use), figure(100 * use.busy), *counts, figure(use.gpu_hours, 3))
     return table
 
 
@@ -117,7 +111,7 @@ def _replicas(use: PoolUse) -> str:
 
 
 def _never_up(report: Report) -> list[str]:
-    """A note for each pool that was to have more replicas than it ever had."""
+    """Return a note for each pool that was to have more replicas than it ever had."""
     scaled = {role: use.scaled for role, use in report.pools.items() if use.scaled is not None}
     return [
         f"{role}: the autoscaler wanted up to {counts.wanted} replicas, and at most {counts.most} were up in time; "
@@ -127,5 +121,5 @@ def _never_up(report: Report) -> list[str]:
     ]
 
 
-def _said(slo: GoodputSlo) -> str:
+def _goal(slo: GoodputSlo) -> str:
     return f"good: first token within {1000 * slo.ttft_s:g} ms, and {1000 * slo.tpot_s:g} ms per token after it"

@@ -3,18 +3,9 @@
 Traces are read from files, or drawn from published figures. Equal arguments draw equal traces. Lengths are log-normal,
 by median and mean: sigma = sqrt(2 ln(mean / median)).
 
-azure-conversation, azure-code: Azure's LLM traces of 2023. Medians from Splitwise (arXiv:2311.18677, section 3):
-    prompts of 1,020 and 1,500 tokens, answers of 129 and 13. Means of the published files: 1,155 and 2,048 in, 211 and
-    28 out. Nothing is known of shared prefixes. Which of these figures were looked up again: docs/simulator.md.
-mooncake: conversations of Kimi (arXiv:2407.00079, section 4.2): 7,590 tokens in and 182 out on average, and a large
-    cache has half of all blocks. Which turn follows which was not published in words; here a session draws one of a few
-    system prompts by Zipf's law, and each turn appends the last answer and a new question, so that prompts grow as
-    those do.
-shared-prefix: groups of prompts with one long beginning each, as in SGLang's benchmark of its cache-aware router.
-fixed: all the same, as in the first figure of DistServe (arXiv:2401.09670): 512 in, 64 out.
-
-Gaps between arrivals come from a gamma distribution, as BurstGPT (arXiv:2401.17644) describes measured traffic; a
-burstiness of 1 is a Poisson process, below 1 requests come in bursts.
+docs/simulator.md has the figures and their sources. What they leave open is chosen here: a session of `mooncake` draws
+one of a few system prompts by Zipf's law, and each turn appends the last answer and a new question, so that prompts
+grow as those do. Gaps between arrivals are gamma distributed, as BurstGPT (arXiv:2401.17644) describes them.
 """
 
 from __future__ import annotations

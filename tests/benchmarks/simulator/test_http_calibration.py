@@ -37,7 +37,7 @@ REQUEST_S, BUDGET = 7e-3, 512
 
 
 def real_cluster(replicas: int, *, apart: bool = False) -> ClusterSpec:
-    """Which does as it is told: a simulated one."""
+    """A simulated cluster, which takes exactly these times."""
     spec = small_cluster(replicas=replicas, router="round_robin", max_num_seqs=64, max_num_batched_tokens=BUDGET)
     decode = replace(spec.decode, cost=COST)
     network = replace(Network().with_request(REQUEST_S), handoff_s=0.0, bytes_per_s=1e12)
@@ -101,7 +101,7 @@ def test_what_replicas_take_from_each_other_is_found_again():
 
 
 class ScriptedClient(OpenAIClient):
-    """Of a cluster that takes `first_s` to any first token, and `gap_s` to each of the others."""
+    """The client of a cluster that takes `first_s` to any first token, and `gap_s` to each of the others."""
 
     def __init__(self, first_s: float, gap_s: float):
         self.base_url = "http://scripted"

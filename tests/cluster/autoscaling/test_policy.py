@@ -33,7 +33,7 @@ IDLE = ReplicaReport(**dict.fromkeys(ReplicaReport.__dataclass_fields__, 0.0))
 
 
 def series(before: dict[str, float], after: dict[str, float]) -> dict[str, dict[str, list[TimeStampedValue]]]:
-    """What one replica reported, four seconds apart."""
+    """Two reports of one replica, four seconds apart."""
     return {
         name: {"replica-1": [TimeStampedValue(10.0, before[name]), TimeStampedValue(14.0, after[name])]}
         for name in after
@@ -41,7 +41,7 @@ def series(before: dict[str, float], after: dict[str, float]) -> dict[str, dict[
 
 
 def context(reports: Any, settings: PoolSettings | None, target: int = 1, queued: float = 0.0) -> SimpleNamespace:
-    """Of Serve's AutoscalingContext, what the policy reads."""
+    """The fields of Serve's AutoscalingContext that the policy reads."""
     return SimpleNamespace(
         current_num_replicas=1,
         target_num_replicas=target,

@@ -57,7 +57,7 @@ class World:
             self._second(traffic)
 
     def changes(self, last_s: int) -> int:
-        """How often the wanted replicas changed within the last seconds."""
+        """Count the changes of the wanted replicas within the last seconds."""
         return sum(a != b for a, b in pairwise(self.history[-last_s:]))
 
     def _second(self, traffic: Traffic) -> None:

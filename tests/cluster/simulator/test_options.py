@@ -1,4 +1,4 @@
-"""What `manta simulate` refuses, and what it says then."""
+"""Options that `manta simulate` refuses, and the words of the refusal."""
 
 from __future__ import annotations
 
