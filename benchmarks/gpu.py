@@ -88,7 +88,7 @@ class Decoding:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
             defaults = {"load_format": "dummy", "max_num_batched_tokens": PROMPT}
-            self.core = EngineCore(EngineConfig(model=folder, device="cuda", **{**defaults, **options}))
+            self.core = EngineCore.build(EngineConfig(model=folder, device="cuda", **{**defaults, **options}))
         self.config: ModelConfig = self.core.model_config
         self.waited_s = 0.0
         self.steps = 0

@@ -168,7 +168,7 @@ def measure(
     if min(batch_sizes) < 1:
         raise InvalidParameter("batch_sizes", min(batch_sizes), "at least 1")
     model_config = ModelConfig.from_folder(resolve(model))
-    core = EngineCore(config_for(model, model_config, max(batch_sizes), context_len, steps, options))
+    core = EngineCore.build(config_for(model, model_config, max(batch_sizes), context_len, steps, options))
     device, dtype = core.runner.device, core.runner.dtype
     bandwidth = measure_bandwidth(device)
     watch = Stopwatch(device)

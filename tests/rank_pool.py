@@ -31,7 +31,7 @@ class RankPool:
         """An engine of `config.tensor_parallel` ranks. options: of TPGroup.connect."""
         size = config.tensor_parallel
         if size == 1:
-            core = EngineCore(config)
+            core = EngineCore.build(config)
             yield core
             core.close()
             return
@@ -39,7 +39,7 @@ class RankPool:
         for rank in range(1, size):
             self.call(rank, run_worker, config, rank, group.address, options)
         group.join(TIMEOUT_S)
-        core = EngineCore(config, group)
+        core = EngineCore.build(config, group)
         try:
             yield core
         finally:

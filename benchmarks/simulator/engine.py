@@ -36,7 +36,7 @@ class TimedEngine:
     """A real engine on a clock of its own, which is `now`: it moves by the CPU time of each step."""
 
     def __init__(self) -> None:
-        self.core = EngineCore(CONFIG)
+        self.core = EngineCore.build(CONFIG)
         self.now = 0.0
         self.itl_s: list[float] = []
         self._last: dict[str, float] = {}

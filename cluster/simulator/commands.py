@@ -98,7 +98,7 @@ def fit(
     )  # fmt: skip
     with progress_bar() as progress:
         task = progress.add_task("batches", total=len(BATCHES) * len(PROMPTS))
-        core = EngineCore(config)
+        core = EngineCore.build(config)
         try:
             found = fit_cost(*measure_steps(core, progress=lambda: progress.advance(task)))
         finally:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -32,111 +33,144 @@ from engine.wire.messages import CancelDispatch, DispatchPrefill, EngineStats, G
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_prefill import RemotePrefillRequest
 
-if TYPE_CHECKING:  # both need pyzmq, which an engine of one rank without handoffs does without
+if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
     from engine.distributed.plan_broadcast import PlanBroadcaster
     from engine.kv_transfer.channel import HandoffChannel
+    from engine.kv_transfer.transport.worker import KVTransferWorker
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_POLL_S = 0.005  # between looks whether something can be computed now
-POLL_INTERVAL_S = 1.0  # how often a step that takes long is asked whether all ranks are there
+GRAMMAR_POLL_S = 0.005  # while nothing can be computed before a grammar or a mask is ready
+RANK_CHECK_INTERVAL_S = 1.0  # while a step computes
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    launched: Future[Launched]
+    submitted_at: float
+    work: StepWork
 
 
 class EngineCore:
     """Scheduler and runner of one engine, without any socket.
 
-    With `overlap` step n+1 is planned and prepared while step n computes: on a CPU in a thread of its own, on a GPU
-    beside the host in any case, and there step n+1 also lies ready in the GPU's queue before step n has ended. Without,
+    With overlap step n+1 is planned and prepared while step n computes: on a CPU the model has a thread of its own; a
+    GPU computes beside the host anyway, and has step n+1 in its queue before step n has ended. Without overlap
     everything happens in turn. Both give the same tokens.
-
-    idle: the last step found nothing to compute, and nor will the next before something has come from outside: a
-    command, or what `wake` tells of.
     """
 
-    def __init__(
-        self,
+    @classmethod
+    def build(
+        cls,
         config: EngineConfig,
         group: TPGroup | None = None,
         *,
         engine_id: str = "engine",
         host: str = "127.0.0.1",
         wake: Callable[[], None] = lambda: None,
-    ):
-        """group: of `config.tensor_parallel` ranks, joined; this is its rank 0. Raises StartupError.
+    ) -> EngineCore:
+        """Load the model, size the KV cache, and connect to the other ranks. Raises StartupError.
 
-        For handoffs: engine_id names this engine to others, which reach it at `host`; wake is called, from another
+        group: of `config.tensor_parallel` ranks, joined; this is its rank 0.
+        engine_id, host, wake: for handoffs: this engine's name and address for others; `wake` is called, from another
         thread, when a step has something to do again after `idle`.
         """
-        self.config = config
-        self._group = group or TPGroup.single()
-        if self._group.size != config.tensor_parallel:
-            raise ConfigError("tensor_parallel", config.tensor_parallel, f"the size of the group ({self._group.size})")
-        with self._group.starting():
+        group = group or TPGroup.single()
+        if group.size != config.tensor_parallel:
+            raise ConfigError("tensor_parallel", config.tensor_parallel, f"the size of the group ({group.size})")
+        broadcaster, channel, kv_worker, handoffs = None, None, None, None
+        with group.starting():
             folder = resolve(config.model, weights=config.load_format == "auto")
-            self.model_config = ModelConfig.from_folder(folder, config.quantization)
-            self.runner = ModelRunner(config, self.model_config, folder, self._group)
+            model_config = ModelConfig.from_folder(folder, config.quantization)
+            runner = ModelRunner(config, model_config, folder, group)
             if config.handoff is not None:
                 from engine.kv_transfer.transport.ranks import start_kv_worker
 
-                self._kv_worker, kv_workers = start_kv_worker(
-                    config.handoff, self.runner.kv_cache, self.model_config.num_kv_heads, self._group, host
-                )
-            self._plan_broadcaster: PlanBroadcaster | None = None
-            if self._group.size > 1:
+                num_heads = model_config.num_kv_heads
+                kv_worker, kv_workers = start_kv_worker(config.handoff, runner.kv_cache, num_heads, group, host)
+            if group.size > 1:
                 from engine.distributed.plan_broadcast import PlanBroadcaster
 
-                self._plan_broadcaster = PlanBroadcaster(self._group)
-        self.step_times = StepTimes()
-        self.handoff_channel: HandoffChannel | None = None
-        self.fingerprint = ""
-        handoffs = None
+                broadcaster = PlanBroadcaster(group)
+        step_times = StepTimes()
         if config.handoff is not None:
             from engine.kv_transfer.channel import HandoffChannel
 
-            self.fingerprint = fingerprint(
-                self.model_config, folder, self.runner.dtype, self.runner.kv_dtype, self.runner.block_size
-            )
-            self.handoff_channel = HandoffChannel(
+            channel = HandoffChannel(
                 config.handoff,
                 engine_id=engine_id,
                 host=host,
                 workers=kv_workers,
-                block_size=self.runner.block_size,
+                block_size=runner.block_size,
                 wake=wake,
             )
             policy = None
             if config.handoff.role == "decode":
-                quarantined = self.handoff_channel.quarantined
-                policy = RemotePrefillPolicy(config.handoff, self.step_times.by_tokens, quarantined)
-            handoffs = HandoffManager(policy, self.handoff_channel.peer, self.fingerprint)
-        self.max_model_len = self.runner.max_model_len
-        self.scheduler = Scheduler(
+                policy = RemotePrefillPolicy(config.handoff, step_times.by_tokens, channel.quarantined)
+            own = fingerprint(model_config, folder, runner.dtype, runner.kv_dtype, runner.block_size)
+            handoffs = HandoffManager(policy, channel.peer, own)
+        scheduler = Scheduler(
             config,
-            BlockPool(self.runner.num_blocks, self.runner.block_size, config.enable_prefix_caching),
-            max_model_len=self.max_model_len,
-            vocab_size=self.model_config.vocab_size,
-            eos_token_ids=frozenset(self.model_config.eos_token_ids),
+            BlockPool(runner.num_blocks, runner.block_size, config.enable_prefix_caching),
+            max_model_len=runner.max_model_len,
+            vocab_size=model_config.vocab_size,
+            eos_token_ids=frozenset(model_config.eos_token_ids),
             handoffs=handoffs,
         )
-        self._grammars = GrammarCompiler(folder, self.model_config.vocab_size, self.scheduler.eos_token_ids)
-        self._compiling: dict[Request, Compilation] = {}
-        self._grammar_compiled = threading.Event()  # rung when a grammar is compiled
-        self._in_flight: deque[Future[Launched]] = deque()
-        self._submitted: deque[tuple[float, StepWork]] = deque()  # of each of them: when, and what it computes
-        # with other ranks also without overlap, so that one that hangs can be noticed while a step waits for it; what
-        # returns before it has computed needs no thread
-        threaded = self._plan_broadcaster is not None or (self.runner.overlap and not self.runner.on.asynchronous)
-        self._executor = ThreadPoolExecutor(1, "model", self.runner.on.bind) if threaded else None
-        self._deadlines: list[tuple[float, int, Request]] = []  # heap of (when, number of arrival, request)
-        self.last_step_at = time.monotonic()
+        grammars = GrammarCompiler(folder, model_config.vocab_size, scheduler.eos_token_ids)
+        return cls(
+            config,
+            model_config,
+            group,
+            runner,
+            scheduler,
+            grammars,
+            step_times,
+            broadcaster=broadcaster,
+            channel=channel,
+            kv_worker=kv_worker,
+        )
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        group: TPGroup,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        grammars: GrammarCompiler,
+        step_times: StepTimes,
+        *,
+        broadcaster: PlanBroadcaster | None = None,
+        channel: HandoffChannel | None = None,
+        kv_worker: KVTransferWorker | None = None,
+    ):
+        self.config, self.model_config = config, model_config
+        self.runner, self.scheduler, self.step_times = runner, scheduler, step_times
+        self.max_model_len = scheduler.max_model_len
+        self.handoff_channel = channel
+        #: The last step found nothing to compute, and the next one will not either unless a command comes or `wake` is
+        #: called.
         self.idle = True
-        self._broken: str | None = None
+        self.last_step_at = time.monotonic()
+        self._group, self._grammars, self._broadcaster, self._kv_worker = group, grammars, broadcaster, kv_worker
+        self._compiling: dict[Request, Compilation] = {}
+        self._grammar_compiled = threading.Event()
+        self._deadlines: list[tuple[float, int, Request]] = []  # heap of (when, number of arrival, request)
         self._notices: list[DispatchPrefill | CancelDispatch] = []
+        self._broken: str | None = None
+        self._in_flight: deque[StepInFlight] = deque()
+        # with other ranks also without overlap, to notice one that hangs while a step waits for it; a device whose
+        # calls return before their work is done needs no thread
+        threaded = broadcaster is not None or (runner.overlap and not runner.on.asynchronous)
+        self._executor = ThreadPoolExecutor(1, "model", runner.on.bind) if threaded else None
+
+    # -- requests ------------------------------------------------------------------------------------------
 
     def add(self, message: GenerateRequest) -> None:
         """Take a request, or raise a ServingError."""
         now = time.monotonic()
-        self._took(self.scheduler.add(message, now), now)
+        self._admit(self.scheduler.add(message, now), now)
 
     def prefill(self, prefill_request: RemotePrefillRequest) -> bool:
         """Compute a prompt for another engine. False if it is refused, which that engine is told."""
@@ -152,7 +186,7 @@ class EngineCore:
             self.handoff_channel.submit(RefusePrefill(prefill_request, str(error)))
             return False
         self.handoff_channel.submit(AcceptPrefill(prefill_request))
-        self._took(request, now)
+        self._admit(request, now)
         return True
 
     def check(self, message: GenerateRequest) -> None:
@@ -167,62 +201,124 @@ class EngineCore:
         """End a request, if it is live; with `stop` its text has reached a stop string."""
         return self.scheduler.abort(request_id, time.monotonic(), reason=reason)
 
+    def _admit(self, request: Request, now: float) -> None:
+        """A request was added: start its deadline and the compilation of its grammar."""
+        if self.idle:
+            self.idle, self.last_step_at = False, now
+        if request.params.structured_outputs is not None:
+            output = request.tokens[request.num_prompt :]
+            compilation = self._grammars.start(request.params.structured_outputs, output, now)
+            compilation.prototype.add_done_callback(lambda _: self._grammar_compiled.set())
+            self._compiling[request] = compilation
+        if request.deadline_at is not None:
+            heapq.heappush(self._deadlines, (request.deadline_at, request.order[1], request))
+
+    def _abort_overdue(self) -> list[Event]:
+        now = time.monotonic()
+        events = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            when, _, request = heapq.heappop(self._deadlines)
+            if request.state not in (State.FINISHED, State.LEASED):
+                events += self._fail(request, RequestTimeout(request.request_id, when - request.arrived_at), now)
+        return events
+
+    def _fail(self, request: Request, error: ServingError, now: float) -> list[Event]:
+        event = self.scheduler.abort(request.request_id, now, error)
+        return [] if event is None else [event]
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    # -- the loop ------------------------------------------------------------------------------------------
+
     def step(self) -> list[Event]:
         """Plan a step, and finish the one before it (with overlap) or this one (without).
 
-        A step that raises leaves the engine without use: what its requests have computed is not known.
+        A step that raises leaves the engine unusable: what its requests have computed is unknown.
         """
         if self._broken is not None:
             raise EngineUnavailable(f"an earlier step failed: {self._broken}")
         try:
-            return self._step()
+            return self._overlapped_step() if self.runner.overlap else self._plain_step()
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
 
-    def _step(self) -> list[Event]:
-        if self._plan_broadcaster:
-            self._plan_broadcaster.check()
-        self.idle = False
-        events = self._expire() + self._take_compiled() + self._take_handoffs()
-        plan = self.scheduler.schedule(time.monotonic())
-        # A block that has just been reserved for KV from elsewhere may have belonged to a sequence that the step under
-        # way still writes for, past its end. That step ends before anybody hears of the reservation.
+    def _plain_step(self) -> list[Event]:
+        events, plan = self._plan()
+        self._submit_handoffs()
+        if plan is not None:
+            self._launch(plan)
+            events += self._finish_step()
+        elif not events:
+            self._wait_for_grammars()
+        return events
+
+    def _overlapped_step(self) -> list[Event]:
+        events, plan = self._plan()
+        # A block that was just reserved for KV from elsewhere may have belonged to a sequence that the step in flight
+        # still writes for, past its end. That step ends before anybody hears of the reservation.
         if not self._in_flight:
             self._submit_handoffs()
         if plan is not None:
-            self._submit(plan)
-            if self.runner.overlap and len(self._in_flight) == 1:
+            self._launch(plan)
+            if len(self._in_flight) == 1:
                 return events  # there may be more to plan while it computes
         if self._in_flight:
-            result = self._collect(self._in_flight.popleft())
-            self._measure()
-            events += self.scheduler.commit(result, self.last_step_at)
-            self._submit_handoffs()
-            if self._plan_broadcaster:
-                self._plan_broadcaster.committed(result)
+            events += self._finish_step()
         elif not events:
-            self._idle()
+            self._wait_for_grammars()
         return events
 
-    def _idle(self) -> None:
-        """All that is left waits for its grammar, or for what that allows next, or for another engine."""
+    def _plan(self) -> tuple[list[Event], StepPlan | None]:
+        if self._broadcaster:
+            self._broadcaster.check()
+        self.idle = False
+        events = self._abort_overdue() + self._take_compiled() + self._take_handoffs()
+        return events, self.scheduler.schedule(time.monotonic())
+
+    def _launch(self, plan: StepPlan) -> None:
+        submitted_at, work = time.monotonic(), StepWork.of(plan)
+        if self._broadcaster:
+            self._broadcaster.send(plan)
+        inputs = self.runner.prepare(plan)
+        if self._executor:
+            launched = self._executor.submit(self.runner.launch, inputs)
+        else:
+            launched = Future()
+            launched.set_result(self.runner.launch(inputs))
+        self._in_flight.append(StepInFlight(launched, submitted_at, work))
+
+    def _finish_step(self) -> list[Event]:
+        """Wait for the oldest step in flight, and record its result."""
+        step = self._in_flight.popleft()
+        result = self._collect(step.launched)
+        began_at, self.last_step_at = max(step.submitted_at, self.last_step_at), time.monotonic()
+        self.step_times.observe_step(step.work, self.last_step_at - began_at)
+        events = self.scheduler.commit(result, self.last_step_at)
+        self._submit_handoffs()
+        if self._broadcaster:
+            self._broadcaster.committed(result)
+        return events
+
+    def _collect(self, step: Future[Launched]) -> StepResult:
+        """Raises EngineUnavailable if a rank dies or hangs meanwhile."""
+        while self._broadcaster and not wait([step], RANK_CHECK_INTERVAL_S).done:
+            self._broadcaster.check()
+        launched = step.result()
+        while self._broadcaster and not launched.ready(RANK_CHECK_INTERVAL_S):
+            self._broadcaster.check()
+        return self.runner.collect(launched)
+
+    def _wait_for_grammars(self) -> None:
+        """Nothing can be computed: all requests wait for a grammar, a mask, or another engine."""
         if self._compiling or any(r.grammar for r in [*self.scheduler.queue.running, *self.scheduler.queue.waiting]):
             self._grammar_compiled.wait(GRAMMAR_POLL_S)
             self._grammar_compiled.clear()
         else:
             self.idle = True
         self.last_step_at = time.monotonic()  # no step is late
-
-    def _measure(self) -> None:
-        """A step has ended. It began when it was submitted, or when the one before it ended."""
-        submitted_at, work = self._submitted.popleft()
-        began_at, self.last_step_at = max(submitted_at, self.last_step_at), time.monotonic()
-        self.step_times.observe_step(work, self.last_step_at - began_at)
 
     # -- handoffs ------------------------------------------------------------------------------------------
 
@@ -251,74 +347,22 @@ class EngineCore:
 
     # -- grammars ------------------------------------------------------------------------------------------
 
-    def _compile(self, request: Request, now: float) -> None:
-        """If it needs a grammar: it waits for that in the scheduler, and for nothing if the grammar is known."""
-        if request.params.structured_outputs is not None:
-            output = request.tokens[request.num_prompt :]
-            compilation = self._grammars.start(request.params.structured_outputs, output, now)
-            compilation.prototype.add_done_callback(lambda _: self._grammar_compiled.set())
-            self._compiling[request] = compilation
-
     def _take_compiled(self) -> list[Event]:
-        """Requests whose grammar is there may run; those whose grammar cannot be compiled end."""
+        """Let requests run whose grammar is compiled, and end those whose grammar cannot be."""
         now = time.monotonic()
         events = []
         for request, compilation in list(self._compiling.items()):
-            ended = request.state is not State.WAITING_FOR_GRAMMAR
-            if not ended and not compilation.finished(now):
-                continue
-            del self._compiling[request]
-            if ended:
-                continue
-            try:
-                self.scheduler.set_grammar(request, self._grammars.finish(compilation))
-            except ServingError as error:
-                event = self.scheduler.abort(request.request_id, now, error)
-                events += [event] if event else []
+            if request.state is not State.WAITING_FOR_GRAMMAR:
+                del self._compiling[request]  # it has ended
+            elif compilation.finished(now):
+                del self._compiling[request]
+                try:
+                    self.scheduler.set_grammar(request, self._grammars.finish(compilation))
+                except ServingError as error:
+                    events += self._fail(request, error, now)
         return events
 
-    def _collect(self, step: Future[Launched]) -> StepResult:
-        """Raises EngineUnavailable if a rank dies meanwhile, or falls silent."""
-        while self._plan_broadcaster and not wait([step], POLL_INTERVAL_S).done:
-            self._plan_broadcaster.check()
-        launched = step.result()
-        while self._plan_broadcaster and not launched.ready(POLL_INTERVAL_S):
-            self._plan_broadcaster.check()
-        return self.runner.collect(launched)
-
-    def _submit(self, plan: StepPlan) -> None:
-        self._submitted.append((time.monotonic(), StepWork.of(plan)))
-        if self._plan_broadcaster:
-            self._plan_broadcaster.send(plan)
-        inputs = self.runner.prepare(plan)
-        if self._executor:
-            self._in_flight.append(self._executor.submit(self.runner.launch, inputs))
-        else:
-            done: Future[Launched] = Future()
-            done.set_result(self.runner.launch(inputs))
-            self._in_flight.append(done)
-
-    def _took(self, request: Request, now: float) -> None:
-        if self.idle:
-            self.idle, self.last_step_at = False, now
-        self._compile(request, now)
-        if request.deadline_at is not None:
-            heapq.heappush(self._deadlines, (request.deadline_at, request.order[1], request))
-
-    def _expire(self) -> list[Event]:
-        """End requests whose deadline has passed."""
-        now = time.monotonic()
-        events = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            when, _, request = heapq.heappop(self._deadlines)
-            if request.state not in (State.FINISHED, State.LEASED):
-                error = RequestTimeout(request.request_id, when - request.arrived_at)
-                event = self.scheduler.abort(request.request_id, now, error)
-                assert event is not None or request.prefill_request is not None, (
-                    "a request that is not finished is live"
-                )
-                events += [event] if event else []
-        return events
+    # -- state ---------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         times = self.step_times
@@ -347,7 +391,8 @@ class EngineCore:
             self._executor.shutdown(wait=True, cancel_futures=True)
         if self.handoff_channel is not None:  # while the other ranks are there, which may be reading
             self.handoff_channel.close()
+        if self._kv_worker is not None:
             self._kv_worker.close()
-        if self._plan_broadcaster:
-            self._plan_broadcaster.close()
+        if self._broadcaster:
+            self._broadcaster.close()
         self._group.close()

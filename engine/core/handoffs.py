@@ -36,7 +36,7 @@ class HandoffManager:
 
     def __init__(self, policy: RemotePrefillPolicy | None = None, peer: Peer | None = None, fingerprint: str = ""):
         """policy: of an engine that may have its prompts computed by others; `peer` is then this engine."""
-        self._policy, self._peer, self._fingerprint = policy, peer, fingerprint
+        self._policy, self._peer, self.fingerprint = policy, peer, fingerprint
         self.receiving: dict[str, Request] = {}
         self.leased: dict[str, Request] = {}
         self.actions: list[HandoffOutput] = []
@@ -108,7 +108,7 @@ class HandoffManager:
             seed=request.seed,
             cache_salt=request.cache_salt,
             skip=cached,
-            fingerprint=self._fingerprint,
+            fingerprint=self.fingerprint,
             decode=self._peer,
             timeout_s=None if request.deadline_at is None else max(0.0, request.deadline_at - now),
         )
@@ -146,9 +146,9 @@ class HandoffManager:
 
     def check(self, prefill_request: RemotePrefillRequest) -> None:
         """Raise RequestError if KV that is computed here would be of no use there."""
-        if prefill_request.fingerprint != self._fingerprint:
+        if prefill_request.fingerprint != self.fingerprint:
             raise InvalidParameter(
-                "fingerprint", prefill_request.fingerprint, f"that of this engine ({self._fingerprint})"
+                "fingerprint", prefill_request.fingerprint, f"that of this engine ({self.fingerprint})"
             )
 
     def report(self, request: Request, computed: int, block_size: int) -> None:

@@ -1,4 +1,4 @@
-"""An engine core with its sockets: requests come in, tokens go out, over ZMQ and msgspec."""
+"""Sockets of an engine core: requests come in, tokens go out, over ZMQ and msgspec."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+from typing import Literal
 
 import msgspec
 import zmq
@@ -37,19 +38,19 @@ from engine.wire.messages import (
 logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 1.0
-TIMELINE_PERIOD_S = 1.0  # after which a request without a token tells what happened to it
-QUEUED_MESSAGES = 100_000  # to a receiver that does not take them; newer ones are lost
-POLL_MS = 200  # how soon `stop` is noticed when there is nothing to do
+TIMELINE_PERIOD_S = 1.0  # after which a request without a token sends its timeline
+QUEUED_MESSAGES = 100_000  # per receiver that does not take them; newer ones are lost
+POLL_MS = 200  # while there is nothing to compute
 
 
 class EngineServer:
-    """Runs in the process of rank 0.
+    """Serves an EngineCore in the process of rank 0.
 
-    Receives `Command`s on a PULL socket at `address`. Pushes one `TokenBatch` per step to each ingress that has
-    requests in it, and an `EngineStatus` to the control actor whenever requests ended, at least once a second;
-    prefill requests for other engines go there too. Routers that ask for them get `EngineUpdate`. While there is nothing to compute, the
-    loop waits for commands and for its handoffs.
-    Sending never blocks the step loop: what a vanished peer does not take is dropped with its socket.
+    Takes `Command`s on a PULL socket at `address`. Pushes one `TokenBatch` per step to each ingress that has requests
+    in it, an `EngineStatus` to the control actor whenever requests ended and at least once a second, and prefill
+    requests for other engines; and `EngineUpdate` to routers that subscribe. While there is nothing to compute, the
+    loop waits for commands and handoffs. Sending never blocks it: what a vanished peer does not receive is dropped with
+    its socket.
     """
 
     def __init__(
@@ -61,10 +62,10 @@ class EngineServer:
         host: str = "127.0.0.1",
         group: TPGroup | None = None,
     ):
-        """group: as for EngineCore."""
+        """group: as for EngineCore.build."""
         self.engine_id = engine_id
         self._waker = Waker()
-        self._core = EngineCore(config, group, engine_id=engine_id, host=host, wake=self._waker.wake)
+        self._core = EngineCore.build(config, group, engine_id=engine_id, host=host, wake=self._waker.wake)
         self.model_config = self._core.model_config
         self.max_model_len = self._core.max_model_len
         self._context = zmq.Context()
@@ -80,20 +81,20 @@ class EngineServer:
         self._decode = msgspec.msgpack.Decoder(Command).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._kv_events = KVEventPublisher(engine_id, self._core.scheduler)
-        self._ended: list[str] = []
+        self._deltas: dict[str, list[TokenDelta]] = {}  # by reply address, since the last step
+        self._ended: list[str] = []  # requests and remote prefills, since the last status
         self._status_due = self._timelines_due = time.monotonic()
         self._stopping = threading.Event()
 
     def run(self) -> None:
-        """Serve until `stop` is called from another thread. On the way out, closes the sockets and ends other ranks.
+        """Serve until `stop` is called from another thread, then close the sockets and end the other ranks.
 
         Raises EngineUnavailable if one of those dies.
         """
         try:
             while not self._stopping.is_set():
-                refused = self._receive()
-                events = self._core.step()
-                self._send(events, refused)
+                self._receive()
+                self._send(self._core.step())
         finally:
             self._core.close()
             self._context.destroy(linger=0)
@@ -103,12 +104,8 @@ class EngineServer:
         self._stopping.set()
         self._waker.wake()
 
-    def _receive(self) -> dict[str, list[TokenDelta]]:
-        """Handle all commands that have come; wait for one if there is nothing to compute.
-
-        Returns final deltas of requests that were refused or aborted, by reply address.
-        """
-        answers: dict[str, list[TokenDelta]] = {}
+    def _receive(self) -> None:
+        """Handle all commands that have come; wait for one if there is nothing to compute."""
         next_update_s = self._kv_events.wait_s(time.monotonic())
         wait_ms = POLL_MS if next_update_s is None else min(POLL_MS, math.ceil(next_update_s * 1000))
         if self._core.idle and self._waker.fileno() in dict(self._poller.poll(wait_ms)):
@@ -117,21 +114,21 @@ class EngineServer:
             try:
                 command = self._decode(self._inbox.recv(zmq.NOBLOCK))
             except zmq.Again:
-                return answers
+                return
             except (msgspec.MsgspecError, ServingError) as error:
                 logger.error("dropped a malformed command: %s", error)
                 continue
             match command:
-                case Add():
-                    self._add(command.request, answers)
-                case Abort():
-                    self._abort(command, answers)
+                case Add(request):
+                    self._add(request)
+                case Abort(request_id, reason):
+                    self._abort(request_id, reason)
                 case Subscribe():
                     self._subscribe(command)
                 case _:
                     self._hand_over(command)
 
-    def _add(self, request: GenerateRequest, answers: dict[str, list[TokenDelta]]) -> None:
+    def _add(self, request: GenerateRequest) -> None:
         self._kv_events.admitted(request.request_id)
         try:
             self._peers.connect(request.reply_to)
@@ -139,18 +136,28 @@ class EngineServer:
             logger.error(
                 "dropped request_id=%s: no reply can be sent to %r: %s", request.request_id, request.reply_to, error
             )
-            self._ended.append(request.request_id)
+            self._end(request.request_id)
             return
         try:
             self._core.add(request)
         except ServingError as error:
             delta = TokenDelta(request_id=request.request_id, finish_reason="error", error=ErrorInfo.of(error))
-            answers.setdefault(request.reply_to, []).append(delta)
+            self._reply(request.reply_to, delta)
 
-    def _abort(self, command: Abort, answers: dict[str, list[TokenDelta]]) -> None:
-        event = self._core.abort(command.request_id, command.reason)
+    def _abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> None:
+        event = self._core.abort(request_id, reason)
         if event is not None:
-            answers.setdefault(event.request.reply_to, []).append(event.delta)
+            self._reply(event.request.reply_to, event.delta)
+
+    def _reply(self, address: str, delta: TokenDelta) -> None:
+        self._deltas.setdefault(address, []).append(delta)
+        if delta.finish_reason:
+            self._end(delta.request_id)
+
+    def _end(self, request_id: str) -> None:
+        """Tell routers and the control actor that a request or remote prefill is over."""
+        self._kv_events.finished(request_id)
+        self._ended.append(request_id)
 
     def _subscribe(self, command: Subscribe) -> None:
         try:
@@ -169,15 +176,15 @@ class EngineServer:
             case Prefill(prefill_request):
                 self._kv_events.admitted(prefill_request.handoff_id)
                 if not self._core.prefill(prefill_request):
-                    self._ended.append(prefill_request.handoff_id)
+                    self._end(prefill_request.handoff_id)
             case CancelPrefill(handoff_id):
-                self._core.abort(handoff_id)
+                self._abort(handoff_id)
             case RemotePrefillFailed():
                 channel.submit(command)
             case PrefillReplicas(replicas):
                 self._core.scheduler.handoffs.set_prefill_replicas(replicas)
 
-    def _send(self, events: list[Event], answers: dict[str, list[TokenDelta]]) -> None:
+    def _send(self, events: list[Event]) -> None:
         now = time.monotonic()
         if now >= self._timelines_due:
             events = events + self._core.scheduler.take_timelines(time.time() - TIMELINE_PERIOD_S)
@@ -185,18 +192,16 @@ class EngineServer:
         for event in events:
             self._kv_events.prefilled(event)
             if event.request.prefill_request is None:
-                answers.setdefault(event.request.reply_to, []).append(event.delta)
-            else:  # a prompt for another engine, which has heard of its end
-                self._ended.append(event.delta.request_id)
+                self._reply(event.request.reply_to, event.delta)
+            else:  # the other engine has heard of its end
+                self._end(event.request.request_id)
         for notice in self._core.take_notices():
             self._push(self._status_to, self._encode(notice))
-        steps = self._core.scheduler.totals.steps
-        for address, deltas in answers.items():
-            batch = TokenBatch(engine_id=self.engine_id, commands_to=self.address, step=steps, deltas=deltas)
+        deltas_by_address, self._deltas = self._deltas, {}
+        step = self._core.scheduler.totals.steps
+        for address, deltas in deltas_by_address.items():
+            batch = TokenBatch(engine_id=self.engine_id, commands_to=self.address, step=step, deltas=deltas)
             self._push(address, self._encode(batch))
-            self._ended += [delta.request_id for delta in deltas if delta.finish_reason]
-        for request_id in self._ended:
-            self._kv_events.finished(request_id)
         for update, addresses in self._kv_events.messages(now):
             message = self._encode(update)
             for address in addresses:
@@ -213,7 +218,7 @@ class EngineServer:
             last_step_age_s=self._core.last_step_age_s,
             handoffs=channel.stats() if channel else None,
             live_handoffs=channel.snapshot()[:MAX_LIVE_HANDOFFS] if channel else [],
-            fingerprint=self._core.fingerprint,
+            fingerprint=self._core.scheduler.handoffs.fingerprint,
         )
         self._push(self._status_to, self._encode(status))
         self._ended = []

@@ -74,12 +74,12 @@ class LLM:
     def _start(self) -> EngineCore:
         size = self.config.tensor_parallel
         if size == 1:
-            return EngineCore(self.config)
+            return EngineCore.build(self.config)
         group = TPGroup.listen(size, device=self.config.device)
         self._ranks = RankProcesses(self.config, group, group.address)
         try:
             group.join(RENDEZVOUS_TIMEOUT_S)
-            core = EngineCore(self.config, group)
+            core = EngineCore.build(self.config, group)
         except BaseException:
             group.close()
             self._ranks.close()

@@ -38,7 +38,7 @@ def requests(count: int, vocab_size: int, **params: Any) -> list[GenerateRequest
 
 def make_core(folder: Path, device: str, **options: Any) -> EngineCore:
     defaults = {"num_blocks": 256, "max_num_seqs": 16, "dtype": "float32", "max_num_batched_tokens": 256}
-    return EngineCore(EngineConfig(model=str(folder), device=device, **{**defaults, **options}))
+    return EngineCore.build(EngineConfig(model=str(folder), device=device, **{**defaults, **options}))
 
 
 def run(core: EngineCore, wanted: list[GenerateRequest]) -> dict[str, Answer]:

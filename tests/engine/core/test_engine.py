@@ -90,7 +90,7 @@ def make_engine(folder, overlap, monkeypatch):
         clock = FakeClock()
         monkeypatch.setattr("engine.core.engine.time", SimpleNamespace(monotonic=clock.monotonic))
         config = EngineConfig(**{"model": str(folder), **defaults, **options})
-        cores.append(EngineCore(config, wake=wake))
+        cores.append(EngineCore.build(config, wake=wake))
         return Engine(cores[-1], clock)
 
     yield make
@@ -406,7 +406,7 @@ def make_prefill_request(engine: Engine, **change) -> RemotePrefillRequest:
         "seed": 1,
         "cache_salt": "",
         "skip": 0,
-        "fingerprint": engine.core.fingerprint,
+        "fingerprint": engine.core.scheduler.handoffs.fingerprint,
         "decode": Peer("decode", "tcp://127.0.0.1:9", 1),
     }
     return RemotePrefillRequest(**{**fields, **change})

@@ -125,7 +125,7 @@ def folder(tmp_path_factory):
 def start(config: EngineConfig, groups: list[TPGroup], worker_config: EngineConfig) -> tuple[EngineCore, Worker]:
     with ThreadPoolExecutor(1) as pool:
         worker = pool.submit(Worker, worker_config, groups[1])
-        core = EngineCore(config, groups[0])
+        core = EngineCore.build(config, groups[0])
         return core, worker.result()
 
 
@@ -189,9 +189,9 @@ def test_a_model_that_does_not_divide_names_the_key(folder):
     groups = connect(3)
     config = make_config(folder, tensor_parallel=3)
     with pytest.raises(StartupError, match="configuration: tensor_parallel must be a divisor"):
-        on_all(3, lambda rank: Worker(config, groups[rank]) if rank else EngineCore(config, groups[0]))
+        on_all(3, lambda rank: Worker(config, groups[rank]) if rank else EngineCore.build(config, groups[0]))
 
 
 def test_a_group_of_another_size_than_configured_is_refused(folder):
     with pytest.raises(StartupError, match="tensor_parallel"):
-        EngineCore(make_config(folder, tensor_parallel=2))
+        EngineCore.build(make_config(folder, tensor_parallel=2))

@@ -51,7 +51,7 @@ def prompt(name: str, length: int = LENGTH) -> list[int]:
 def alone() -> Iterator[Callable[[Asked], list[int]]]:
     """What one engine answers."""
     before = torch.get_num_threads()
-    core = EngineCore(make_config(None))
+    core = EngineCore.build(make_config(None))
 
     def answer(asked: Asked) -> list[int]:
         core.add(asked.request)

@@ -52,7 +52,7 @@ def ranks() -> Iterator[tuple[RankPool, RankPool]]:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Any]:
     """What one engine answers. Params: as of SamplingParams."""
-    core = EngineCore(make_config(None, enable_prefix_caching=False))
+    core = EngineCore.build(make_config(None, enable_prefix_caching=False))
 
     @cache
     def answer(tokens: tuple[int, ...], params: tuple[tuple[str, Any], ...]) -> list[int]:
@@ -306,7 +306,7 @@ def test_small_pools_on_both_sides_only_make_it_slower(ranks, alone):
 def test_a_prompt_of_16k_tokens_comes_in_small_chunks(ranks, tmp_path):
     model = make_model(tmp_path, "llama", max_position_embeddings=16_500)
     options = {"model": str(model), "num_blocks": 1040}
-    core = EngineCore(make_config(None, **options))
+    core = EngineCore.build(make_config(None, **options))
     tokens = random.Random(16).choices(range(3, 90), k=16_384)
     core.add(GenerateRequest(request_id="a", prompt=tokens, params=SamplingParams(temperature=0.0, max_tokens=4)))
     expected = [token for token_ids in steps(core) for token in token_ids]

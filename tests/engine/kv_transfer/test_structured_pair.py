@@ -36,7 +36,7 @@ def test_the_answer_is_that_of_one_engine_and_both_hold_to_the_form(monkeypatch)
     monkeypatch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
     threads = torch.get_num_threads()
     prompt = list(range(100, 150))
-    alone = EngineCore(make_config(None))
+    alone = EngineCore.build(make_config(None))
     with Pair(make_config("decode"), make_config("prefill"), (RankPool(), RankPool())) as pair:
         for form in FORMS:
             params = SamplingParams(**fields(form))

@@ -82,7 +82,7 @@ class Run:
         config = EngineConfig(
             **{"model": str(reference.folder), "dtype": "float32", "overlap": overlap, **defaults, **options}
         )
-        self.core = EngineCore(config)
+        self.core = EngineCore.build(config)
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}

@@ -151,7 +151,9 @@ def test_without_a_compiler_the_engine_does_not_start_and_says_what_is_missing(f
 
 def test_enforce_eager_sets_torch_compile_aside(folder_of, caplog):
     caplog.set_level(logging.INFO, logger="engine.runner.model_runner")
-    core = EngineCore(EngineConfig(model=str(folder_of("llama")), torch_compile=True, enforce_eager=True, num_blocks=8))
+    core = EngineCore.build(
+        EngineConfig(model=str(folder_of("llama")), torch_compile=True, enforce_eager=True, num_blocks=8)
+    )
     core.close()
     assert "torch_compile is set aside by enforce_eager" in caplog.text
     assert "forward" not in vars(core.runner.model.layers[0])

@@ -61,7 +61,7 @@ def generate(monkeypatch) -> Generate:
             if device is not None:
                 patch.setattr("engine.runner.model_runner.open_device", lambda name: device)
             defaults = {"block_size": 4, "max_num_seqs": 8, "num_blocks": 64, "num_threads": 1, "dtype": "float32"}
-            core = EngineCore(EngineConfig(model=str(folder), **{**defaults, **options}))
+            core = EngineCore.build(EngineConfig(model=str(folder), **{**defaults, **options}))
         if cores is not None:
             cores.append(core)
         answers: Answers = {request.request_id: ([], []) for request in wanted}

@@ -62,7 +62,7 @@ def make_core(request, folder):
 
     def make(**options) -> EngineCore:
         config = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 4, "num_threads": 1, "overlap": request.param}
-        cores.append(EngineCore(EngineConfig(model=str(folder), **{**config, **options})))
+        cores.append(EngineCore.build(EngineConfig(model=str(folder), **{**config, **options})))
         return cores[-1]
 
     yield make

@@ -370,7 +370,7 @@ def test_a_grammar_that_other_parameters_contradict_ends_its_own_request(llm):
 
 
 def test_a_model_without_a_tokenizer_refuses_grammars_and_serves_the_rest(tmp_path):
-    core = EngineCore(EngineConfig(model=str(make_model(tmp_path, "llama")), num_blocks=64, num_threads=1))
+    core = EngineCore.build(EngineConfig(model=str(make_model(tmp_path, "llama")), num_blocks=64, num_threads=1))
     bound = SamplingParams(structured_outputs=structured(regex="a"))
     with pytest.raises(InvalidParameter, match="must be left out: this model's tokenizer cannot be used for it"):
         core.check(GenerateRequest(request_id="a", prompt=[1], params=bound))

@@ -143,7 +143,7 @@ def answer(core: EngineCore, tokens: list[int]) -> list[int]:
 
 def test_an_engine_stores_a_quarter_of_float32_and_says_what_it_costs_on_a_cpu(caplog):
     with caplog.at_level(logging.INFO, logger="engine.runner.kv_cache"):
-        core = EngineCore(make_config())
+        core = EngineCore.build(make_config())
     assert core.runner.kv_cache.dtype == FP8
     said = [record.getMessage() for record in caplog.records]
     assert any(line.startswith("kv cache in FP8 on a CPU: attention runs in plain torch") for line in said)
@@ -153,7 +153,7 @@ def test_an_engine_stores_a_quarter_of_float32_and_says_what_it_costs_on_a_cpu(c
 
 
 def test_kv_in_fp8_travels_between_engines_as_it_is():
-    alone = EngineCore(make_config(enable_prefix_caching=False))
+    alone = EngineCore.build(make_config(enable_prefix_caching=False))
     ranks = RankPool(), RankPool()
     with Pair(make_config("decode"), make_config("prefill"), ranks) as pair:
         for length in (5, 40, 100):
