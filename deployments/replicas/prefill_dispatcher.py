@@ -1,4 +1,4 @@
-"""Where a decode engine's prefill requests go. Knows no Ray."""
+"""Takes the prefill requests of a decode engine to prefill replicas. Knows no Ray."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from engine.wire.remote_prefill import RemotePrefillRequest
 
 logger = logging.getLogger(__name__)
 
-# deploying: replicas of the newest configuration are still to come; up: some replica runs
+# deploying: replicas of the newest configuration are still to come; up: a replica is running
 PoolState = Literal["deploying", "up", "down"]
 
-POLL_INTERVAL_S = 1.0  # how often the prefill engines are asked how they are
+POLL_INTERVAL_S = 1.0  # for the statuses of the prefill engines
 
 
 class PrefillPool(Protocol):
-    """The prefill replicas of one model.
+    """The prefill replicas of one model."""
 
-    routing: how prefill requests found their replicas.
-    """
-
-    routing: RoutingStats
+    routing: RoutingStats  #: how prefill requests found their replicas
 
     async def prefill(self, prefill_request: RemotePrefillRequest, avoid: list[str]) -> None:
-        """Returns when the handoff is over in the engine that took it, however it ended. Cancelling it drops the prefill request
-        there. avoid: ids of engines that should not get it, if there are others. Raises ServingError."""
+        """Have a replica compute the prompt; return when the handoff is over there, however it ended.
+
+        Cancelling this call cancels the request there. avoid: ids of engines that should not get the request, if there
+        are others. Raises ServingError.
+        """
 
     async def statuses(self) -> Sequence[EngineStatus]:
-        """One per healthy replica."""
+        """Return one status per healthy replica."""
 
     async def state(self) -> PoolState:
-        """What Serve says of them, which may be ahead of `statuses`."""
+        """Return what Serve says of the replicas, which may be ahead of `statuses`."""
 
 
 class PrefillDispatcher:
-    """One call per prefill request, open until its handoff is over: so a prefill replica that is to stop waits for it."""
+    """Makes one call per prefill request, open until its handoff is over, so that a stopping replica waits for it."""
 
     def __init__(self, pool: PrefillPool, send: Callable[[Command], None]):
-        """send: to the decode engine."""
+        """send: sends a command to the decode engine."""
         self.pool = pool
         self._send = send
         self._calls: dict[str, asyncio.Task[None]] = {}
@@ -55,12 +55,12 @@ class PrefillDispatcher:
         self._calls[prefill_request.handoff_id] = asyncio.create_task(self._call(prefill_request))
 
     def cancel(self, handoff_id: str) -> None:
-        """End the call, if it is still open."""
+        """End the call of a handoff, if it is still open."""
         if (call := self._calls.get(handoff_id)) is not None:
             call.cancel()
 
     def start(self, own: Callable[[], EngineStatus]) -> None:
-        """Tell the engine from now on which prefill engines there are. own: its newest status."""
+        """Tell the engine from now on which prefill engines are up. own: returns the engine's newest status."""
         self._watching = asyncio.create_task(self._watch(own))
 
     def close(self) -> None:
@@ -70,15 +70,16 @@ class PrefillDispatcher:
                 task.cancel()
 
     async def _call(self, prefill_request: RemotePrefillRequest) -> None:
+        handoff_id = prefill_request.handoff_id
         try:
             await self.pool.prefill(prefill_request, self._avoid)
         except ServingError as error:
             logger.warning("prefill request failed handoff_id=%s request_id=%s attempt=%d: %s",
-                           prefill_request.handoff_id, prefill_request.request_id, prefill_request.attempt, error)  # fmt: skip
-            retry = error.retryable and not isinstance(error, Overloaded)  # then all replicas are full
-            self._send(RemotePrefillFailed(prefill_request.handoff_id, str(error), retry))
+                           handoff_id, prefill_request.request_id, prefill_request.attempt, error)  # fmt: skip
+            retry = error.retryable and not isinstance(error, Overloaded)  # Overloaded: all replicas are full
+            self._send(RemotePrefillFailed(handoff_id, str(error), retry))
         finally:
-            del self._calls[prefill_request.handoff_id]
+            del self._calls[handoff_id]
 
     async def _watch(self, own: Callable[[], EngineStatus]) -> None:
         while True:

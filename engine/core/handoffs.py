@@ -1,4 +1,4 @@
-"""The scheduler's view of handoffs: whose KV is on its way, whose is read by others, and what has to be told of it."""
+"""The scheduler's view of handoffs: prompts that other engines compute, and prompts computed for them."""
 
 from __future__ import annotations
 
@@ -20,25 +20,23 @@ from engine.kv_transfer.protocol.messages import FirstToken
 from engine.wire.messages import CancelDispatch, DispatchPrefill, PrefillReplica, TokenLogprob
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 
-RESUMED = "resumed"  # its prompt was computed before, so there is nothing to decide
+RESUMED = "resumed"  # the prompt was computed before, so there is nothing to decide
 ASKED = "asked"  # the request says where
 HandoffOutput = HandoffAction | DispatchPrefill | CancelDispatch  # for the channel; for the control actor
 
 
 class HandoffManager:
-    """Belongs to one scheduler, which moves the requests and their blocks. Pure Python.
-
-    receiving: by handoff id, requests whose KV another engine computes. Their blocks must not be touched until it is
-        over, even if the request itself has ended.
-    leased: by handoff id, prompts that were computed for others, and whose blocks may still be read.
-    actions: for the channel, and for the control actor, oldest first; the caller empties it.
-    """
+    """Handoffs of one scheduler, which moves the requests and their blocks. Pure Python."""
 
     def __init__(self, policy: RemotePrefillPolicy | None = None, peer: Peer | None = None, fingerprint: str = ""):
-        """policy: of an engine that may have its prompts computed by others; `peer` is then this engine."""
+        """policy: None for an engine that computes all of its prompts. peer: this engine, as others know it."""
         self._policy, self._peer, self.fingerprint = policy, peer, fingerprint
+        #: requests whose KV another engine computes, by handoff id; their blocks must not be touched until the handoff
+        #: is over, even if the request itself has ended
         self.receiving: dict[str, Request] = {}
+        #: prompts that were computed for others, and whose blocks may still be read, by handoff id
         self.leased: dict[str, Request] = {}
+        #: for the channel and the control actor, oldest first; the caller empties it
         self.actions: list[HandoffOutput] = []
         self._opened_at: dict[str, float] = {}
         self._count = 0
@@ -47,11 +45,11 @@ class HandoffManager:
 
     @property
     def decides(self) -> bool:
-        """Whether there is a choice."""
+        """Whether prompts may be computed by other engines."""
         return self._policy is not None
 
     def decide(self, request: Request, cached: int, running: list[Request]) -> PrefillDecision:
-        """Where the prompt of a waiting request should be computed. cached: leading tokens that are here."""
+        """Decide where to compute the prompt of a waiting request. cached: leading tokens that this engine has."""
         if self._policy is None or request.prefill_request is not None:
             return PrefillDecision(False, "")
         load = LocalLoad(
@@ -81,12 +79,12 @@ class HandoffManager:
         return "failed" if request.local_prefill_only else ""
 
     def count(self, decision: PrefillDecision) -> None:
-        """It is carried out."""
+        """Count a decision that is carried out."""
         if self._policy is not None and decision.reason not in ("", RESUMED):
             self._policy.count(decision)
 
     def decisions(self) -> dict[str, dict[str, int]]:
-        """How often prompts were computed where, and why."""
+        """Return how many prompts were computed `local` and `remote`, by reason."""
         found: dict[str, dict[str, int]] = {}
         if self._policy is not None:
             for (where, reason), count in self._policy.decisions.items():
@@ -94,7 +92,10 @@ class HandoffManager:
         return found
 
     def open(self, request: Request, cached: int, now: float, block_size: int) -> None:
-        """The request holds all blocks that its prompt needs; the first `cached` tokens are there already."""
+        """Have another engine compute the prompt of a request, which holds all blocks for it.
+
+        cached: leading tokens whose KV is in the blocks already.
+        """
         assert self._peer is not None
         self._count += 1
         request.num_remote_attempts += 1
@@ -120,7 +121,7 @@ class HandoffManager:
         self.actions.append(DispatchPrefill(prefill_request))
 
     def cancel(self, request: Request) -> None:
-        """The request has ended; it stays in `receiving` until nothing writes into its blocks any more."""
+        """Cancel the handoff of an ended request, which stays in `receiving` while its blocks may be written."""
         self.actions.append(CancelHandoff(request.handoff_id))
         self.actions.append(CancelDispatch(request.handoff_id))
 
@@ -152,10 +153,10 @@ class HandoffManager:
             )
 
     def report(self, request: Request, computed: int, block_size: int) -> None:
-        """The KV of `computed` tokens is complete, and its full blocks are published.
+        """Report that the KV of `computed` tokens is complete, and that its full blocks are cached.
 
-        A block that is not full may still be exchanged for another of the same content when it is published, so only
-        the one at the very end of the prompt, which never is, is told of.
+        A block that is not full is reported at the end of the prompt only: a block in between may still be exchanged
+        for another one of the same content when it is cached.
         """
         prefill_request = request.prefill_request
         assert prefill_request is not None

@@ -1,4 +1,4 @@
-"""The handoff protocol with its thread and sockets, off the step loop. See protocol.py."""
+"""The thread and the sockets of the handoff protocol, off the step loop. See protocol/protocol.py."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 1.0  # for running reads to stop
 LINGER_MS = 200  # for the last messages to leave
 MAX_POLL_S = 1.0
-QUEUED_MESSAGES = 1000  # to a peer that does not take them; newer ones are lost, which the protocol stands
-# ms; connections of a link that was cut are made anew
+MAX_QUEUED_MESSAGES = 1000  # to a peer that does not take them; newer ones are lost, which the protocol tolerates
+# in ms: connections over a link that was cut are replaced
 PING: dict[int, int] = {zmq.HEARTBEAT_IVL: 1000, zmq.HEARTBEAT_TIMEOUT: 5000}
 
 
 class HandoffChannel:
-    """Rank 0's end of all handoffs of one engine. Every method may be called from any thread, and none blocks but
-    `close`."""
+    """Rank 0's end of all handoffs of one engine.
+
+    Every method may be called from any thread, and only `close` blocks.
+    """
 
     def __init__(
         self,
@@ -48,13 +50,14 @@ class HandoffChannel:
         block_size: int,
         wake: Callable[[], None],
     ):
-        """workers: of all ranks, in rank order. wake: called from the channel's thread when `events` has something new; must not block."""
+        """workers: KV workers of all ranks, in rank order.
+        wake: called from the channel's thread when `events` has something new; must not block."""
         self._wake = wake
         self._context = zmq.Context()
         self._inbox, address = self._bind(host)
-        self._answers, reply_to = self._bind(host)  # of the own workers
+        self._answers, reply_to = self._bind(host)  # from the own KV workers
         self.peer = Peer(engine_id, address, random.SystemRandom().getrandbits(64))
-        self._peers = PushSockets(self._context, PING | {zmq.SNDHWM: QUEUED_MESSAGES})
+        self._peers = PushSockets(self._context, PING | {zmq.SNDHWM: MAX_QUEUED_MESSAGES})
         self._workers = PushSockets(self._context, PING)
         self._worker_addresses = [worker.address for worker in workers]
         self._encode = msgspec.msgpack.Encoder().encode
@@ -64,11 +67,11 @@ class HandoffChannel:
             config, self.peer, ranks=[worker.description for worker in workers], block_size=block_size
         )
         self._protocol.out.commands.append(Attach(reply_to))
-        self._lock = threading.Lock()  # around _protocol
+        self._lock = threading.Lock()  # guards _protocol
         self._actions: deque[HandoffAction] = deque()
         self._events: deque[HandoffEvent] = deque()
         self._broken: str | None = None
-        self._close_at: float | None = None  # at the latest, once `close` is called
+        self._close_at: float | None = None  # latest end of the thread, once `close` is called
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, name=f"handoff-channel {engine_id}", daemon=True)
         self._thread.start()
@@ -79,14 +82,17 @@ class HandoffChannel:
         self._waker.wake()
 
     def events(self) -> list[HandoffEvent]:
-        """What happened since the last call. Raises EngineUnavailable when this engine must end: a rank did not stop
-        writing into blocks (so they can never be used again), or the channel's thread has died."""
+        """Return what happened since the last call.
+
+        Raises EngineUnavailable when this engine must end: a rank did not stop writing into blocks, so they can never
+        be used again, or the channel's thread has died.
+        """
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def quarantined(self) -> list[str]:
-        """Ids of engines that should get no prefill requests for now."""
+        """Return the ids of engines that should get no prefill requests for now."""
         with self._lock:
             return self._protocol.quarantined()
 
@@ -99,7 +105,7 @@ class HandoffChannel:
             return self._protocol.stats()
 
     def close(self) -> None:
-        """Tell the peers, stop all reads, and end the thread; within about two seconds. Events are no longer told."""
+        """Tell the peers, stop all reads, and end the thread, within about two seconds. No more events come."""
         self.submit(Leave())
         self._thread.join(CLOSE_S + 2 * LINGER_MS / 1000 + MAX_POLL_S)
 
@@ -160,7 +166,7 @@ class HandoffChannel:
                 self._close_at = now + CLOSE_S
 
     def _flush(self, now: float) -> None:
-        """Do what the protocol wants done."""
+        """Carry out the effects that the protocol asks for."""
         out = self._protocol.out
         for command in out.commands:
             data = self._encode(command)
@@ -186,7 +192,7 @@ class HandoffChannel:
 
     def _send(self, address: str, data: bytes) -> None:
         try:
-            self._peers.send(address, data)  # or it is lost, as on the link: the protocol says it again, or gives up
+            self._peers.send(address, data)  # if it is lost, as on the link, the protocol repeats it or gives up
         except zmq.ZMQError as error:
             self._protocol.out.counters.malformed_messages += 1
             logger.error("dropped a message to %r: %s", address, error)
@@ -213,7 +219,7 @@ def _log(event: HandoffEvent) -> None:
 
 
 def _drain(inbox: zmq.Socket[bytes]) -> list[bytes]:
-    """All messages that have come."""
+    """Return all messages that have come."""
     messages = []
     while True:
         try:

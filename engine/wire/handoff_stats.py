@@ -11,46 +11,33 @@ Role = Literal["decode", "prefill"]
 
 
 class HandoffInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One live handoff as one of its two engines sees it.
-
-    peer: id of the other engine; empty until it is known. age_s: since it was opened or accepted here.
-    deadline_s: seconds until this side gives it up if it hears nothing more.
-    num_bytes: read so far (decode).
-    """
+    """One live handoff as one of its two engines sees it."""
 
     handoff_id: str
     request_id: str
     role: Role
-    peer: str
+    peer: str  #: id of the other engine; empty until it is known
     state: str
-    age_s: float
-    deadline_s: float
-    num_bytes: int = 0
+    age_s: float  #: since it was opened or accepted here
+    deadline_s: float  #: until this side gives up, if it hears nothing more
+    num_bytes: int = 0  #: read so far (decode)
 
 
 class HandoffStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals since the start of one engine, and what is live now.
-
-    results: handoffs that ended, by result (`received`, `failed`, `closed`) and reason.
-    phase_seconds: (how many, sum of seconds) by phase. Of decode: `accept` (prefill request to first answer), `compute` (to the
-        first token), `exposed` (first token to all read: what the client waits for the transfer), `release`, `total`;
-        and `read`, of each read of each rank.
-        Of prefill: `held` (first token to the end of the lease).
-    bytes_read: by transport. bytes_overlapped: of those, read before the first token was known.
-    lease_expiries: handoffs of prefill whose decode engine fell silent.
-    stale_messages: messages of or to a handoff or an engine that is no more. malformed_messages: not understood.
-    quarantined: engines that get no prefill requests for now, since the link to them failed.
-    """
+    """Totals since the start of one engine, and the handoffs that are live now."""
 
     live: int = 0
-    results: dict[str, dict[str, int]] = {}
+    results: dict[str, dict[str, int]] = {}  #: ended handoffs by result (received, failed, closed) and reason
     phase_seconds: dict[str, tuple[int, float]] = {}
-    bytes_read: dict[str, int] = {}
-    bytes_overlapped: int = 0
-    lease_expiries: int = 0
-    stale_messages: int = 0
+    """(count, sum of seconds) by phase. Decode: `accept` (dispatch to first answer), `compute` (to the first token),
+    `exposed` (first token to all blocks read: what the client waits for the transfer), `release`, `total`, and `read`
+    (each read of each rank). Prefill: `held` (first token to the end of the lease)."""
+    bytes_read: dict[str, int] = {}  #: by transport
+    bytes_overlapped: int = 0  #: bytes that were read before the first token was known
+    lease_expiries: int = 0  #: handoffs of a prefill engine whose decode engine fell silent
+    stale_messages: int = 0  #: messages to or about a handoff or an engine that is no more
     malformed_messages: int = 0
-    quarantined: list[str] = []
+    quarantined: list[str] = []  #: engines that get no prefill requests for now, since the link to them failed
 
 
 @dataclass(slots=True)

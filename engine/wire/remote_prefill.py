@@ -1,4 +1,4 @@
-"""What a decode engine asks of a prefill engine. Apart from messages.py, so that engine/wire/messages.py can carry it."""
+"""What a decode engine asks of a prefill engine. Its own file, so that engine/wire/messages.py can carry it."""
 
 from __future__ import annotations
 
@@ -8,35 +8,25 @@ from engine.wire.sampling_params import SamplingParams
 
 
 class Peer(msgspec.Struct, frozen=True, array_like=True):
-    """One engine as it names itself.
-
-    address: of its control channel (ZMQ). epoch: 64 random bits drawn at its start: a restarted engine is another one.
-    """
+    """One engine as it names itself to others."""
 
     engine_id: str
-    address: str
-    epoch: int
+    address: str  #: ZMQ address of its handoff channel
+    epoch: int  #: 64 random bits drawn at its start: a restarted engine is another one
 
 
 class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Ask a prefill engine to compute a prompt and the first token after it.
+    """Asks a prefill engine to compute a prompt and the first token after it."""
 
-    handoff_id: unique for ever: a second attempt for the same request is another handoff.
-    token_ids, num_prompt: the sequence; tokens from `num_prompt` on are output of an earlier replica (replay).
-    seed: the request's, resolved, so that both sides draw the same token.
-    skip: leading tokens whose KV decode has (whole blocks).
-    timeout_s: seconds that are left of the request's time; None for no limit.
-    """
-
-    handoff_id: str
+    handoff_id: str  #: never used twice: a second attempt for the same request is another handoff
     request_id: str
-    attempt: int
+    attempt: int  #: counts from 1
     token_ids: list[int]
-    num_prompt: int
+    num_prompt: int  #: tokens from here on are output of an earlier replica (retry)
     params: SamplingParams
-    seed: int
+    seed: int  #: the request's seed, resolved, so that both engines draw the same token
     cache_salt: str
-    skip: int
+    skip: int  #: leading tokens whose KV decode has, in whole blocks
     fingerprint: str
     decode: Peer
-    timeout_s: float | None = None
+    timeout_s: float | None = None  #: seconds left until the request's deadline; None for no deadline

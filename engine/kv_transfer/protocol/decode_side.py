@@ -29,13 +29,13 @@ from engine.kv_transfer.protocol.messages import (
 from engine.kv_transfer.protocol.receive_state import ReceiveState
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 
-READ_LIMIT = 12  # times progress_s, for one read that does move: then the link is too slow to be of use
+READ_LIMIT = 12  # times progress_s: a read that takes longer is given up, as the link is too slow to be of use
 LOST = ("unknown", "expired")  # reasons of Refused: the lease is over
 
-# Why a handoff fails, and whether another prefill engine may do better.
+# Reasons for which a handoff fails, and whether another prefill engine may succeed.
 FAILURES = {
     "cancelled": False,  # nobody wants it
-    "remote_prefill_failed": True,  # the call with the prefill request failed; whether to retry is the caller's word
+    "remote_prefill_failed": True,  # the call with the prefill request failed; the caller says whether to retry
     "not_accepted": True,  # no answer within accept_s
     "refused": True,  # prefill cannot or will not compute it
     "quarantined": True,  # the prefill request went to an engine to which the link has just failed
@@ -58,17 +58,20 @@ class DecodeHandoffState(Enum):
 
 @dataclass(slots=True)
 class RunningRead:
-    """waiting: ranks that have not ended. ticks: its age."""
+    """A read that not all ranks have ended."""
 
     read_id: int
     num_blocks: int
-    waiting: set[int]
-    ticks: int = 0
+    waiting: set[int]  #: ranks that have not ended
+    ticks: int = 0  #: its age
 
 
 class DecodeHandoff:
-    """Waits are counted in ticks of heartbeat_s, not in seconds: a decode engine that was itself paused has heard
-    nothing either, and must not take that for the death of others."""
+    """A prompt of this engine that a prefill engine computes.
+
+    Waits are counted in ticks of heartbeat_s, not in seconds: a decode engine that was itself paused has heard nothing
+    either, and must not take that for the death of others.
+    """
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class DecodeHandoff:
     # -- from the step loop --------------------------------------------------------------------------------
 
     def fail(self, reason: str, now: float, detail: str = "", retry: bool | None = None) -> None:
-        """Only the first reason counts. Failed follows as soon as nothing is being read."""
+        """Give the handoff up; Failed follows as soon as nothing is being read. Only the first reason counts."""
         if self.state in (DecodeHandoffState.STOPPING, DecodeHandoffState.OVER):
             return
         self.failure = (reason, detail, FAILURES[reason] if retry is None else retry)
@@ -152,7 +155,7 @@ class DecodeHandoff:
         self._out.counters.phase("total", now - self.opened_at)
         self._note(f"received, {self.num_bytes} bytes")
 
-    # -- from the own workers -------------------------------------------------------------------------------
+    # -- from the KV workers -------------------------------------------------------------------------------
 
     def on_read_ended(self, message: ReadEnded, now: float) -> None:
         read = self.reading
@@ -176,12 +179,12 @@ class DecodeHandoff:
         self._note(f"{self.receive_state.read} of {len(self.receive_state.local)} blocks read")
         self._advance(now)
         if self.state is DecodeHandoffState.READING:
-            self._send_heartbeat()  # at once: its echo proves what has just been read
+            self._send_heartbeat()  # at once: its echo validates what has just been read
 
     # -- time ----------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Call at `due`, or later."""
+        """Act on the time; to be called at `due` or later."""
         if self.state is DecodeHandoffState.OVER or now < self.due:
             return
         self.due = now + self._config.heartbeat_s
@@ -202,7 +205,7 @@ class DecodeHandoff:
             self._out.commands.append(StopRead(self.reading.read_id))
 
     def deadline_s(self, now: float) -> float:
-        """Seconds until this side gives up if it hears nothing more."""
+        """Return the seconds until this side gives up, if it hears nothing more."""
         return self.due - now + self._config.heartbeat_s * (self._patience() - self._missed)
 
     def _patience(self) -> int:
@@ -237,7 +240,7 @@ class DecodeHandoff:
             self._send_heartbeat()
 
     def _advance(self, now: float) -> None:
-        """Read the next blocks, or release if there are none."""
+        """Read the next blocks, or release the lease if all are read."""
         if self.reading is not None or self.state is not DecodeHandoffState.READING:
             return
         blocks = self.receive_state.start()
@@ -266,7 +269,7 @@ class DecodeHandoff:
         )
 
     def _end(self, now: float) -> None:
-        """Nothing is being read any more."""
+        """End a failed handoff, once nothing is being read."""
         assert self.failure is not None
         reason, detail, retry = self.failure
         self.state = DecodeHandoffState.OVER

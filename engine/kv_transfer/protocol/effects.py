@@ -1,4 +1,4 @@
-"""What the pure part of the protocol wants done; channel.py does it."""
+"""Effects that the pure protocol asks for; channel.py carries them out."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from engine.wire.remote_prefill import Peer
 
 @dataclass(slots=True)
 class Effects:
-    """messages: to other engines. commands: to the workers of all own ranks. events: to the own step loop.
-    lines: (request id, what happened), for the request's timeline."""
+    """What the protocol wants done since the channel last cleared the lists; the counters only grow."""
 
-    messages: list[tuple[Peer, Message]] = field(default_factory=list)
-    commands: list[KVWorkerCommand] = field(default_factory=list)
-    events: list[HandoffEvent] = field(default_factory=list)
-    lines: list[tuple[str, str]] = field(default_factory=list)
+    messages: list[tuple[Peer, Message]] = field(default_factory=list)  #: to other engines
+    commands: list[KVWorkerCommand] = field(default_factory=list)  #: to the KV workers of all own ranks
+    events: list[HandoffEvent] = field(default_factory=list)  #: to the own step loop
+    lines: list[tuple[str, str]] = field(default_factory=list)  #: (request id, what happened), for timelines
     counters: Counters = field(default_factory=Counters)

@@ -1,5 +1,8 @@
-"""What the handoff channel tells the step loop. Exactly one Received or Failed follows every `open`, and exactly one
-Closed every `accept`: until then the handoff's blocks must not be used for anything else."""
+"""Events from the handoff channel to the step loop.
+
+Exactly one Received or Failed follows every OpenHandoff, and exactly one Closed every AcceptPrefill. Until then the
+blocks of the handoff must not be used for anything else.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from engine.wire.timeline import TimelineEvent
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Decode: all KV of the prompt lies in the reserved blocks, and is right."""
+    """Decode: the KV of the whole prompt is in the reserved blocks, and correct."""
 
     handoff_id: str
     first: FirstToken
@@ -19,28 +22,26 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Decode: nothing writes into the reserved blocks any more. verified: leading tokens of the prompt, in whole blocks
-    and including those skipped, whose KV there is right. retry: another prefill engine may do better.
-    reason: one of a few words, for metrics (see FAILURES in decode_side.py). detail: for people."""
+    """Decode: the handoff failed, and nothing writes into the reserved blocks any more."""
 
     handoff_id: str
-    reason: str
-    verified: int
-    retry: bool
-    detail: str = ""
+    reason: str  #: a key of FAILURES (decode_side.py), for metrics
+    verified: int  #: leading tokens, in whole blocks and with those skipped, whose KV is correct
+    retry: bool  #: another prefill engine may succeed
+    detail: str = ""  #: for people
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Prefill: nobody reads the blocks any more. reason: `released`, `cancelled` or `expired`."""
+    """Prefill: nobody reads the blocks any more."""
 
     handoff_id: str
-    reason: str
+    reason: str  #: `released`, `cancelled` or `expired`
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """Decode: something for the timeline of the request whose prompt is handed over."""
+    """Decode: an event for the timeline of the request whose prompt is handed over."""
 
     request_id: str
     what: TimelineEvent

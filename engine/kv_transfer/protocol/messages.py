@@ -1,7 +1,9 @@
-"""What travels between a decode and a prefill engine (msgspec over ZMQ). See docs/handoff.md.
+"""Messages between a decode and a prefill engine, and between a channel and its KV workers (msgspec over ZMQ).
 
-The prefill request goes as a Serve call; all else on the control channel of the engines, off their step loops, and may be lost,
-doubled or late: every message is either cumulative or answered, and repeated until it is.
+The prefill request itself goes as a Serve call. All else goes over the channels of the engines, off their step loops,
+and may be lost, doubled or late: every message is either cumulative or answered, and repeated until it is. In all of
+them `lease` counts the prefill requests that the prefill engine has accepted: a request that comes twice gets other
+blocks. See docs/handoff.md.
 """
 
 from __future__ import annotations
@@ -14,76 +16,69 @@ from engine.wire.timeline import TimelineEvent
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    """What prefill sampled after the prompt. prompt_hash: hash of the prompt's last block, full or not, which names all
-    tokens up to it. cached: prompt tokens that prefill had in its cache. timeline: what happened to the
-    prompt there."""
+    """The token that prefill sampled after the prompt, and what decode has to know of the prompt."""
 
     token: int
     logprob: TokenLogprob | None
-    prompt_hash: bytes
-    cached: int
-    timeline: list[TimelineEvent] = []
+    prompt_hash: bytes  #: hash of the prompt's last block, full or not, which stands for all tokens up to it
+    cached: int  #: prompt tokens that prefill had in its cache
+    timeline: list[TimelineEvent] = []  #: what happened to the prompt there
 
-
-# In all messages, lease counts the prefill requests that prefill has accepted: one that comes twice gets other blocks.
 
 # -- prefill to decode -------------------------------------------------------------------------------------
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Cumulative: the newest one says all. Sent on acceptance, after every chunk, and in answer to every heartbeat.
+    """All that is known of a handoff; the newest message replaces the others.
 
-    ranks: for each rank of the sender, how others reach its memory, by transport.
-    blocks: ids at prefill of the blocks from token `skip` on whose KV is complete up to token `upto`.
-    first: set once the prompt is computed.
-    echo: number of the newest heartbeat; 0 before the first. The blocks were the handoff's own when it came.
+    Sent on acceptance, after every chunk, and in answer to every heartbeat.
     """
 
     handoff_id: str
     lease: int
-    ranks: list[dict[str, bytes]]
-    blocks: list[int]
+    ranks: list[dict[str, bytes]]  #: how others reach the memory of each rank of the sender, by transport
+    blocks: list[int]  #: blocks at prefill from token `skip` on, whose KV is complete up to token `upto`
     upto: int
-    first: FirstToken | None
-    echo: int
+    first: FirstToken | None  #: set once the prompt is computed
+    echo: int  #: newest heartbeat, 0 before the first; the blocks belonged to the handoff when it came
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Prefill cannot do it, or no longer knows of it. lease: 0 if it was never accepted."""
+    """Prefill cannot compute the prompt, or no longer knows of it."""
 
     handoff_id: str
-    lease: int
+    lease: int  #: 0 if the request was never accepted
     reason: str
 
 
 class Released(msgspec.Struct, frozen=True, tag=True):
-    """held: the blocks were the handoff's own until this lease was released, so what was read is right."""
+    """Answers Release."""
 
     handoff_id: str
     lease: int
-    held: bool
+    held: bool  #: the blocks belonged to the handoff until this release, so what was read is correct
 
 
 # -- decode to prefill -------------------------------------------------------------------------------------
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Extends the lease, and asks for Progress. number: counts from 1."""
+    """Extends the lease, and asks for Progress."""
 
     handoff_id: str
     lease: int
-    number: int
+    number: int  #: counts from 1
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """All is read. Repeated until answered."""
+    """All blocks are read. Repeated until answered."""
 
     handoff_id: str
     lease: int
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Decode wants nothing more of it, and reads nothing more."""
+    """Decode wants nothing more of the handoff, and reads nothing more."""
 
     handoff_id: str
     lease: int
@@ -93,31 +88,28 @@ Message = Progress | Refused | Released | Heartbeat | Release | Cancel
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """sender: who says it. to_epoch: for whom it is; any other engine drops it, and counts it."""
+    """A message with its sender and its receiver."""
 
     sender: Peer
-    to_epoch: int
+    to_epoch: int  #: the engine it is for; any other engine drops it, and counts it
     message: Message
 
 
-# -- between the channel of an engine (rank 0) and the workers of its ranks ------------------------------------
+# -- between the channel of an engine (rank 0) and the KV workers of its ranks ------------------------------
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """The first command to an agent. reply_to: ZMQ address (PULL) for its answers."""
+    """The first command to a KV worker: where to send its answers."""
 
-    reply_to: str
+    reply_to: str  #: ZMQ address (PULL)
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """To every rank of decode: read blocks `source_blocks` of the source into `local_blocks`, one for one.
-
-    source_epoch: names the source; ranks: as in Progress.
-    """
+    """Command to every rank of decode: read `source_blocks` of the source into `local_blocks`, one for one."""
 
     read_id: int
-    source_epoch: int
-    ranks: list[dict[str, bytes]]
+    source_epoch: int  #: names the source
+    ranks: list[dict[str, bytes]]  #: as in Progress
     source_blocks: list[int]
     local_blocks: list[int]
 
@@ -135,10 +127,7 @@ class DropSource(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadEnded(msgspec.Struct, frozen=True, tag=True):
-    """From one rank, exactly once per Read: it writes nothing more for it.
-
-    error: None when all of it was read and passed the transport's checks; `stopped` after StopRead or DropSource.
-    """
+    """One rank has ended a read, and writes nothing more for it. Sent exactly once per Read."""
 
     read_id: int
     rank: int
@@ -146,6 +135,7 @@ class ReadEnded(msgspec.Struct, frozen=True, tag=True):
     num_bytes: int
     seconds: float
     error: str | None = None
+    """None when all blocks were read and passed the transport's checks; `stopped` after StopRead or DropSource."""
 
 
 KVWorkerCommand = Attach | Read | StopRead | DropSource

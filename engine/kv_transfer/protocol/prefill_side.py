@@ -11,10 +11,12 @@ from engine.kv_transfer.protocol.events import Closed
 from engine.kv_transfer.protocol.messages import FirstToken, Progress, Refused
 from engine.wire.remote_prefill import RemotePrefillRequest
 
-RESEND_HEARTBEATS = 1.5  # heartbeats without a word of decode: it may not know who computes for it, or has forgotten
+RESEND_HEARTBEATS = 1.5  # silent heartbeats before Progress is sent again: decode may never have got it
 
 
 class PrefillHandoff:
+    """A prompt that this engine computes for a decode engine, and the lease of its blocks."""
+
     def __init__(
         self,
         prefill_request: RemotePrefillRequest,
@@ -58,7 +60,7 @@ class PrefillHandoff:
         self._tell(now)
 
     def refuse(self, reason: str, now: float) -> None:
-        """Decode may still be reading, so the blocks are held until it cancels; but the lease is not extended more."""
+        """Decode may still be reading, so the blocks are held until it cancels, but the lease is no longer extended."""
         self._refused = reason
         self._tell(now)
 
@@ -84,7 +86,7 @@ class PrefillHandoff:
         return min(self.lease_until, self._resend_at)
 
     def tick(self, now: float) -> None:
-        """Call at `due`, or later."""
+        """Act on the time; to be called at `due` or later."""
         if now >= self.lease_until:
             self._out.counters.lease_expiries += 1
             self._out.messages.append((self.decode, Refused(self.prefill_request.handoff_id, self.lease, "expired")))

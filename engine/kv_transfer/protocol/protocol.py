@@ -1,10 +1,10 @@
-"""All handoffs of one engine, decode's side (decode_side.py) and prefill's (handoff.py). Pure: no clock, socket or thread.
+"""All handoffs of one engine, decode's side (decode_side.py) and prefill's (prefill_side.py). Pure: no clock or socket.
 
-    decode                                  prefill
-    open, reserves blocks
-      ── RemotePrefillRequest (a call by Serve) ──▶  accept                     a lease begins
+    decode                                    prefill
+    OpenHandoff: blocks are reserved
+      ── RemotePrefillRequest (Serve call) ─▶  AcceptPrefill              a lease begins
       ◀─ Progress(blocks so far) ───────────  after each chunk, and in answer to each heartbeat
-      ── Heartbeat(n) ──────────────────────▶  extends the lease         every second, and after each read
+      ── Heartbeat(n) ──────────────────────▶  extends the lease          every second, and after each read
          reads the new blocks, one-sided
       ◀─ Progress(all blocks, first token) ─
          reads the last blocks
@@ -14,29 +14,30 @@
 
 Messages may be lost, doubled, late and out of order, and either side may stop for a while or die.
 
-Why what decode keeps is right. Only `Closed` ends prefill's claim on the blocks, and a closed handoff answers no
-heartbeat with Progress. So when prefill handles a heartbeat with Progress, the blocks have been the handoff's own until
-this moment. Decode sends a heartbeat after a read has ended. When its echo comes back, the read was over before prefill
-handled the heartbeat, and what it brought is right, whatever becomes of prefill afterwards. Such blocks are called
-validated; they outlive a failed handoff. Release proves all blocks at once: it is first sent when all reads are over, and
-none is started later; Released(held=True) says that it found the handoff open. All this is an order of causes, not of
-clocks, so no drift, no suspended machine and no late timer can make it false. What a read brought that is not validated,
-say because prefill was stopped past the lease and then reused the blocks, is never counted.
+**What decode keeps is correct.** Only `Closed` ends prefill's claim on the blocks, and a closed handoff answers no
+heartbeat with Progress. So when prefill handles a heartbeat with Progress, the blocks have belonged to the handoff
+until this moment. Decode sends a heartbeat after a read has ended. When its echo comes back, the read was over before
+prefill handled the heartbeat, and what it brought is correct, whatever becomes of prefill afterwards. Such blocks are
+called validated; they outlive a failed handoff. Release validates all blocks at once: it is first sent when all reads
+are over, and none is started later; Released(held=True) says that it found the handoff open. All this is an order of
+causes, not of clocks, so no drift, no suspended machine and no late timer can make it false. What a read brought that
+is not validated, say because prefill was stopped past the lease and then reused the blocks, is never counted.
 
-Why local blocks are not written late. Failed is told when every rank has said that it writes nothing more for the
+**Local blocks are never written late.** Failed follows when every rank has said that it writes nothing more for the
 handoff. If a rank does not say so, though asked again and again for 2 x progress_s, the engine must end (`broken`):
-blocks that somebody may still write into can neither be used nor freed, and only the end of the process is sure to stop
-a writer that does not answer. The replica is replaced, and its requests are replayed elsewhere.
+blocks that somebody may still write into can neither be used nor freed, and only the end of the process is sure to
+stop a writer that does not answer. The replica is replaced, and its requests are retried elsewhere.
 
-Why nothing is held for ever. Prefill's claim ends one lease after the newest heartbeat. Decode sends heartbeats only
-while it waits for blocks or reads them. Each of its waits for a message ends by a count of unanswered ones; a read that
-stands still is ended by its agent, one that crawls by READ_LIMIT; waiting in prefill's queue ends by the request's own
-deadline (`cancel`).
+**Nothing is held for ever.** Prefill's claim ends one lease after the newest heartbeat. Decode sends heartbeats only
+while it waits for blocks or reads them. Each of its waits for a message ends by a count of unanswered ones; a read
+that stands still is ended by its KV worker, one that crawls by READ_LIMIT; waiting in prefill's queue ends by the
+request's own deadline (CancelHandoff).
 
-Who is meant. A handoff_id is never used twice, an engine is known by the epoch of its start, and a handoff is bound to
-the first engine that answers for it, and to the lease that it names: should that engine get the prefill request a second time,
-after the first lease has ended, it counts as another. Another one that got the same prefill request is told to cancel, and so is
-one that goes on with a handoff that is over here. Anything else from the past is dropped, and counted.
+**Nobody is mistaken for another.** A handoff_id is never used twice, an engine is known by the epoch of its start,
+and a handoff is bound to the first engine that answers for it and to the lease that it names: should that engine get
+the request a second time, after the first lease has ended, it counts as another. Another engine that got the same
+request is told to cancel, and so is one that goes on with a handoff that is over here. Anything else from the past is
+dropped, and counted.
 """
 
 from __future__ import annotations
@@ -72,12 +73,15 @@ from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.messages import RemotePrefillFailed
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 
-REMEMBER_S = 60.0  # answers to repeated Releases, and sources of which nothing is read any more
+REMEMBER_S = 60.0  # for answers to repeated Releases, and for sources of which nothing is read any more
 LINK_FAILURES = ("silent", "read", "prompt_hash")  # failures that speak against the link between two engines
 
 
 class HandoffProtocol:
-    """`now`: seconds on any clock that does not go back. What is to be done about a call is in `out` after it."""
+    """All handoffs of one engine. After every call `out` holds what is to be done about it.
+
+    `now` is in seconds, on any clock that does not go back.
+    """
 
     def __init__(self, config: HandoffConfig, peer: Peer, *, ranks: list[dict[str, bytes]], block_size: int):
         self.peer, self.out = peer, Effects()
@@ -93,7 +97,7 @@ class HandoffProtocol:
 
     @property
     def broken(self) -> str | None:
-        """Why this engine must end."""
+        """The reason for which this engine must end, or None."""
         for handoff in self.decode_handoffs.values():
             if handoff.unstoppable:
                 assert handoff.reading is not None
@@ -102,7 +106,7 @@ class HandoffProtocol:
         return None
 
     def apply(self, action: HandoffAction, now: float) -> None:
-        """Do what the step loop asks for; see actions.py."""
+        """Carry out what the step loop asks for."""
         match action:
             case OpenHandoff(prefill_request, blocks):
                 self._open(prefill_request, blocks, now)
@@ -149,7 +153,7 @@ class HandoffProtocol:
             self._from_decode(sender, message, now)
 
     def tick(self, now: float) -> None:
-        """Call at `due`, or later."""
+        """Act on the time; to be called at `due` or later."""
         for handoff in list(self.decode_handoffs.values()):
             handoff.tick(now)
             self._settle(handoff, now)
@@ -165,7 +169,7 @@ class HandoffProtocol:
 
     @property
     def due(self) -> float | None:
-        """When to call `tick`; None: no handoff needs it."""
+        """Time of the next `tick`; None when no handoff needs one."""
         times = [handoff.due for handoff in self.decode_handoffs.values()]
         times += [handoff.due for handoff in self.prefill_handoffs.values()]
         return min(times, default=None)
@@ -246,7 +250,7 @@ class HandoffProtocol:
     def _from_decode(self, sender: Peer, message: Heartbeat | Release | Cancel, now: float) -> None:
         handoff = self.prefill_handoffs.get(message.handoff_id)
         if handoff is None or (handoff.decode, handoff.lease) != (sender, message.lease):
-            self._about_a_closed_one(sender, message)
+            self._answer_for_closed(sender, message)
             return
         if isinstance(message, Heartbeat):
             handoff.on_heartbeat(message.number, now)
@@ -258,7 +262,7 @@ class HandoffProtocol:
             handoff.on_cancel(now)
         self._drop_if_over(handoff)
 
-    def _about_a_closed_one(self, sender: Peer, message: Heartbeat | Release | Cancel) -> None:
+    def _answer_for_closed(self, sender: Peer, message: Heartbeat | Release | Cancel) -> None:
         released = self._released.get(message.lease)
         held = released is not None and released[0] == sender
         if not held:
@@ -282,7 +286,7 @@ class HandoffProtocol:
         return read_id
 
     def _settle(self, handoff: DecodeHandoff, now: float) -> None:
-        """Forget it if it is over, and remember what it says about the link to its source."""
+        """Forget a handoff that is over, and remember what it tells about the link to its source."""
         if handoff.state is not DecodeHandoffState.OVER:
             return
         del self.decode_handoffs[handoff.prefill_request.handoff_id]

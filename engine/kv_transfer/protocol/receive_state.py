@@ -1,4 +1,4 @@
-"""Which blocks of one handoff may be read, have been read, and are validated right. Pure; see protocol.py."""
+"""Blocks of one handoff on the decode side: readable, read and validated ones. Pure; see protocol.py."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from engine.kv_transfer.protocol.messages import FirstToken, Progress
 from engine.wire.block_hash import block_hash, root_hash
 from engine.wire.remote_prefill import RemotePrefillRequest
 
-READ_TOKENS = 4096  # at most, in one read: what has been read in earlier ones survives the death of prefill
+MAX_READ_TOKENS = 4096  # per read, so that what earlier reads brought survives the death of prefill
 
 
 class ReceiveState:
-    """local: blocks here, from the prefill request's token `skip` on. Counts are of these, from the first one on:
-    started, read, validated: that are being read or have been; that have been; that prefill held until after that."""
+    """Progress of a handoff through its blocks, which are read in order."""
 
     def __init__(self, prefill_request: RemotePrefillRequest, local: list[int], block_size: int):
-        self.local, self.started, self.read, self.validated = local, 0, 0, 0
+        """local: blocks here for the tokens from `skip` on."""
+        self.local = local
         self.remote: list[int] = []
+        self.started = 0  #: leading blocks that are being read, or have been
+        self.read = 0  #: leading blocks that have been read
+        self.validated = 0  #: leading blocks that prefill still held after they had been read
         self.ranks: list[dict[str, bytes]] = []
         self.first: FirstToken | None = None
         self._prefill_request, self._block_size = prefill_request, block_size
         self._num_tokens, self._upto = len(prefill_request.token_ids), prefill_request.skip
-        self._unvalidated: deque[tuple[int, int]] = deque()  # (heartbeat, blocks that its echo proves)
+        self._unvalidated: deque[tuple[int, int]] = deque()  # (heartbeat, blocks that its echo validates)
 
     def update(self, message: Progress) -> str | None:
-        """Returns what is wrong with the message."""
+        """Return what is wrong with the message, or None."""
         if message.upto < self._upto:
             return None  # an older one that comes late
         if problem := self._problem(message):
@@ -35,23 +38,23 @@ class ReceiveState:
         return None
 
     def start(self) -> tuple[int, int] | None:
-        """The next blocks to read, [start, stop)."""
+        """Return the next blocks to read, as [start, stop), or None when there are none yet."""
         # before the end only full blocks: a later chunk writes the rest of a partial one
         whole = self._upto == self._num_tokens
         readable = len(self.local) if whole else (self._upto - self._prefill_request.skip) // self._block_size
         if readable == self.started:
             return None
         start = self.started
-        self.started = min(readable, start + max(1, READ_TOKENS // self._block_size))
+        self.started = min(readable, start + max(1, MAX_READ_TOKENS // self._block_size))
         return start, self.started
 
     def ended(self, next_heartbeat: int) -> None:
-        """All that was started has been read, and that was before this heartbeat is sent."""
+        """All blocks that were started have been read, before this heartbeat is sent."""
         self.read = self.started
         self._unvalidated.append((next_heartbeat, self.read))
 
     def echoed(self, heartbeat: int) -> None:
-        """Prefill held all blocks when it got this heartbeat."""
+        """Prefill held all of its blocks when it got this heartbeat."""
         while self._unvalidated and self._unvalidated[0][0] <= heartbeat:
             self.validated = self._unvalidated.popleft()[1]
 
@@ -66,7 +69,7 @@ class ReceiveState:
 
     @property
     def verified(self) -> int:
-        """Leading tokens of the prompt, in whole blocks, whose KV is here and right."""
+        """Leading tokens of the prompt, in whole blocks, whose KV is here and correct."""
         verified = self._prefill_request.skip + self.validated * self._block_size
         return min(verified, self._num_tokens // self._block_size * self._block_size)
 
@@ -84,7 +87,7 @@ class ReceiveState:
 
 
 def hash_prompt(prefill_request: RemotePrefillRequest, block_size: int) -> bytes:
-    """Name of the last block of the prefill request's tokens, full or not, as FirstToken.prompt_hash gives it."""
+    """Return the hash of the request's last block, full or not, which stands for all tokens of its prompt."""
     parent = root_hash((prefill_request.cache_salt,))
     for start in range(0, len(prefill_request.token_ids), block_size):
         parent = block_hash(parent, prefill_request.token_ids[start : start + block_size])

@@ -1,4 +1,4 @@
-"""What a transport does: reach the KV cache of another engine's rank, and read blocks of it into the own one.
+"""Interface of a transport, which reads KV blocks of another engine's rank into the own cache.
 
 The reader drives. Nobody writes into another's memory, so a late or dead peer cannot harm blocks that meanwhile belong
 to somebody else.
@@ -17,27 +17,26 @@ import msgspec
 from engine.kv_transfer.transport.head_map import HeadPart
 
 STOPPED = "stopped"
-TICK_S = 0.02  # how soon a waiting read notices that it is to stop
+POLL_INTERVAL_S = 0.02  # within which a waiting read notices that it has to stop
 
 
 class TransportError(Exception):
-    """A read did not end well; what it was to write is undefined, and nothing more is written.
+    """A read failed: its target blocks are undefined, and nothing more is written to them.
 
-    The message is what ReadEnded.error carries: `stopped`, or what is wrong with the link or the peer.
+    ReadEnded.error carries the message: `stopped`, or what is wrong with the link or the peer.
     """
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Of a rank's cache, in bytes: [num_blocks, slabs, heads, head_bytes]. slabs: layers x (K, V). head_bytes: of one
-    head's part of a slab of a block, [block_size, head_dim]."""
+    """Shape of a rank's cache in bytes: [num_blocks, slabs, heads, head_bytes]."""
 
     num_blocks: int
-    slabs: int
+    slabs: int  #: layers x (K, V)
     heads: int
-    head_bytes: int
+    head_bytes: int  #: one head in one slab of a block: [block_size, head_dim]
 
     def piece_bytes(self, heads: int) -> int:
-        """Of `heads` heads of one block."""
+        """Return the size of `heads` heads of one block."""
         return self.slabs * heads * self.head_bytes
 
     def check(self, blocks: list[int], start: int, count: int) -> None:
@@ -50,7 +49,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class BlockReads:
-    """Block `remote[i]` of the source goes to block `local[i]`; of each, the heads of `part`."""
+    """A read: block `remote[i]` of the source goes to block `local[i]`, limited to the heads of `part`."""
 
     remote: list[int]
     local: list[int]
@@ -61,7 +60,7 @@ class BlockReads:
             raise ValueError(f"{len(self.remote)} blocks cannot be read into {len(self.local)}")
 
     def check(self, source: Layout, own: Layout) -> int:
-        """Returns the bytes of one block's heads. Raises TransportError where the reads do not fit into both."""
+        """Return the bytes of one block's heads. Raises TransportError if a block or head is outside either cache."""
         if (source.slabs, source.head_bytes) != (own.slabs, own.head_bytes):
             raise TransportError(f"the source has another layout of blocks: {source}, here {own}")
         source.check(self.remote, self.part.remote_start, self.part.count)
@@ -70,44 +69,47 @@ class BlockReads:
 
 
 class KVTransport(Protocol):
-    """One rank's end. `read` and `drop` may be called from several threads, for several sources."""
+    """One rank's end of a transport. `read` and `drop` may be called from several threads, for several sources."""
 
     name: str
 
     def describe(self) -> bytes:
-        """How others reach this rank's memory. No two transport objects describe themselves alike, not even one after
-        the other at the same address, so this names the memory as it is until `close`."""
+        """Return how others reach this rank's memory.
+
+        No two transport objects have the same description, not even one after the other at the same address, so it
+        names the memory as it is until `close`.
+        """
         ...
 
     def read(self, source: bytes, reads: BlockReads, stop: threading.Event) -> int:
-        """Return the number of bytes when all is read and has passed the transport's checks.
+        """Read blocks of the rank with the description `source`; return the number of bytes.
 
-        source: a description. Raises TransportError: when `stop` is set, when nothing came for the transport's
+        Raises TransportError: when `stop` is set, when nothing came for the transport's
         `progress_s`, or when the peer is gone, another one, or answers wrongly. Either way nothing is written after the
         end of the call.
         """
         ...
 
     def drop(self, source: bytes) -> None:
-        """Close connections to it and forget it. Reads from it that are under way fail."""
+        """Close connections to the source and forget it. Reads from it that are under way fail."""
         ...
 
     def close(self) -> None: ...
 
 
 class Progress:
-    """Ends the waits of a read."""
+    """Deadline of a read, which moves with every byte that comes."""
 
     def __init__(self, stop: threading.Event, limit_s: float):
         self._stop, self._limit_s = stop, limit_s
         self.made()
 
     def made(self) -> None:
-        """Something came."""
+        """Move the deadline, as something came."""
         self._deadline = time.monotonic() + self._limit_s
 
     def check(self) -> None:
-        """To be called every TICK_S or more often. Raises TransportError."""
+        """Raise TransportError if the read has to end; to be called every POLL_INTERVAL_S or more often."""
         if self._stop.is_set():
             raise TransportError(STOPPED)
         if time.monotonic() > self._deadline:
@@ -115,8 +117,10 @@ class Progress:
 
 
 def runs(blocks: list[int], *others: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, count) of indices over which all the lists count upwards by one: such blocks lie next to each other, and
-    can travel as one piece."""
+    """Yield (first, count) of indices over which all lists count upwards by one.
+
+    Such blocks lie next to each other, and can travel as one piece.
+    """
     first = 0
     for i in range(1, len(blocks) + 1):
         if i == len(blocks) or any(ids[i] != ids[i - 1] + 1 for ids in (blocks, *others)):

@@ -1,7 +1,8 @@
-"""Which KV heads a rank holds, and where another engine's rank finds them. Pure.
+"""KV heads that each rank holds, and where the ranks of another engine find them. Pure.
 
-The two engines may have different numbers of ranks. Heads are dealt out as by QKVLinear (engine/model/layers/linear.py): each
-rank holds a run of neighbouring heads; with more ranks than heads, neighbouring ranks hold copies of the same one.
+The two engines may have different numbers of ranks. Heads are dealt out as by QKVLinear
+(engine/model/layers/linear.py): each rank holds a run of neighbouring heads; with more ranks than heads, neighbouring
+ranks hold copies of the same one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank's KV cache as bytes, for transports."""
+"""The KV cache of a rank as bytes, for transports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ Bytes = NDArray[np.uint8]
 
 
 class BlockMemory:
-    """cache: [num_blocks, layers, 2, kv_heads, block_size, head_dim], contiguous, on any device."""
+    """The KV cache of one rank as [num_blocks, slabs, heads, head_bytes].
+
+    cache: [num_blocks, layers, 2, kv_heads, block_size, head_dim], contiguous, on any device.
+    """
 
     def __init__(self, cache: Tensor):
         num_blocks, layers, two, heads, block_size, head_dim = cache.shape
@@ -37,9 +40,11 @@ class BlockMemory:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """What a thread puts into a GPU's queue inside, it puts into this memory's own; tensors that it makes there are
-        safe for others than torch to write to as soon as they exist. Outside it would be the queue of the model's
-        steps: these would wait for a peer, and a copy for the steps."""
+        """Run GPU work of this thread on the memory's own stream.
+
+        Tensors that are made inside are safe for others than torch to write to as soon as they exist. On the stream of
+        the model's steps, steps would wait for a peer, and a copy for the steps.
+        """
         if self._stream is None:
             yield
         else:
@@ -47,7 +52,7 @@ class BlockMemory:
                 yield
 
     def settle(self, limit_s: float) -> None:
-        """Wait for all that was put into the memory's own queue. Raises RuntimeError when that takes too long."""
+        """Wait for all work on the memory's own stream. Raises RuntimeError after `limit_s`."""
         if self._stream is None:
             return
         with self.apart():
@@ -56,16 +61,16 @@ class BlockMemory:
             raise RuntimeError(f"the GPU has not moved KV for {limit_s:g} s")
 
     def direct(self, count: int) -> bool:
-        """Whether `count` heads of a block are one piece of host memory, so that sockets can read and write them."""
+        """Whether `count` heads of a block are one piece of host memory, which sockets can read and write."""
         return self._stream is None and count == self.layout.heads
 
     def views(self, blocks: list[int]) -> list[memoryview]:
-        """The memory of whole blocks, one view for each run of neighbours. Only where `direct`."""
+        """Return the memory of whole blocks, one view for each run of neighbours. Only where `direct`."""
         size = self.layout.piece_bytes(self.layout.heads)
         return [self._flat[blocks[i] * size : (blocks[i] + n) * size] for i, n in runs(blocks)]
 
     def gather(self, blocks: list[int], start: int, count: int) -> Bytes:
-        """A copy in host memory of heads [start, start + count) of the blocks, flat, block after block."""
+        """Copy heads [start, start + count) of the blocks to host memory, flat, block after block."""
         if self._stream is not None:
             with self.apart():
                 there = self.gather_tensor(blocks, start, count).to("cpu", non_blocking=True)  # into pinned memory
@@ -78,7 +83,7 @@ class BlockMemory:
         return out.reshape(-1)
 
     def gather_tensor(self, blocks: list[int], start: int, count: int) -> Tensor:
-        """As `gather`, but where the cache is."""
+        """Copy heads like `gather`, to the device of the cache."""
         if self._stream is None:
             return torch.from_numpy(self.gather(blocks, start, count))
         with self.apart():
@@ -88,7 +93,7 @@ class BlockMemory:
         return found
 
     def scatter(self, blocks: list[int], start: int, count: int, data: Bytes | Tensor) -> None:
-        """The opposite of `gather`. data: uint8, in host memory or where the cache is. Returns when it is written."""
+        """Write to the cache what `gather` reads. data: uint8, in host memory or on the device of the cache."""
         heads = slice(start, start + count)
         shape = (len(blocks), self.layout.slabs, count, self.layout.head_bytes)
         if self._stream is None:

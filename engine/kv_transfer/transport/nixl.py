@@ -1,9 +1,9 @@
-"""KV blocks through NIXL (UCX): shared memory, RDMA or NVLink, whatever UCX finds between the two. Optional package.
+"""NIXL transport (UCX): shared memory, RDMA or NVLink, whatever UCX finds between the two. Optional package.
 
-Blocks land in buffers of the transport's own and are copied into the cache from there. For a transfer that is under way
-cannot be taken back for sure: of one whose peer hangs, nobody knows whether it will still write. It keeps its buffer,
-then, and the blocks of the cache are free at once. The copy takes 0.4 of the time of the transfer itself (CPU, 16 MB,
-two processes of one machine).
+Transfers write to buffers of the transport's own, which are copied into the cache. A transfer under way cannot be
+taken back for sure: when its peer hangs, nobody knows whether it will still write. It then keeps its buffer, and the
+blocks of the cache are free at once. The copy takes 0.4 of the time of the transfer itself (CPU, 16 MB, two processes
+of one machine).
 
 NIXL itself has no checksums; the links that it uses do.
 """
@@ -32,25 +32,25 @@ from engine.kv_transfer.transport.memory import BlockMemory
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 1 << 20  # of one transfer: small enough that a slow link shows progress
-WINDOW = 4  # transfers under way at a time
+PIECE_BYTES = 1 << 20  # per transfer: small enough that a slow link shows progress
+MAX_TRANSFERS = 4  # under way at a time
 POLL_S = 0.0001
-PROGRESS_US = 10_000  # how often UCX is looked after even when it has not asked for it
+PROGRESS_US = 10_000  # interval at which UCX makes progress even if it has not asked to
 
 
 class NixlDescription(msgspec.Struct, frozen=True, array_like=True):
-    """metadata: of the NIXL agent. address: of the cache there. segment: kind of memory, as NIXL names it."""
+    """How others reach the cache of a rank."""
 
-    metadata: bytes
-    address: int
-    segment: str
+    metadata: bytes  #: of its NIXL agent
+    address: int  #: of the cache there
+    segment: str  #: kind of memory, as NIXL calls it
     device: int
     layout: Layout
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """blocks: local ones, whose pieces land in `buffer`."""
+    """A transfer to a buffer, from which its pieces go to local blocks."""
 
     handle: Any
     buffer: Tensor
@@ -61,21 +61,23 @@ class NixlTransport:
     name = "nixl"
 
     def __init__(self, memory: BlockMemory, progress_s: float):
-        """Raises TransportError where NIXL or its UCX backend cannot be had."""
+        """Raises TransportError if NIXL or its UCX backend is not available."""
         self._memory, self._progress_s = memory, progress_s
         self._segment = "VRAM" if memory.device.type == "cuda" else "DRAM"
         self._device = memory.device.index or 0
-        self._lock = threading.Lock()  # of the NIXL agent and all below
+        self._lock = threading.Lock()  # guards the NIXL agent and all below
         self._agent = start_agent()
         with nixl_errors():
             self._registered = [self._register(memory.tensor)]
             metadata = self._agent.get_agent_metadata()
         description = NixlDescription(metadata, memory.tensor.data_ptr(), self._segment, self._device, memory.layout)
         self._description = msgspec.msgpack.encode(description)
-        self._peers: dict[bytes, bytes] = {}  # description -> NIXL's name
+        self._peers: dict[bytes, bytes] = {}  # NIXL's name by description
         self._free: list[Tensor] = []
-        self._left: list[Transfer] = []  # nobody waits for them any more, but they may still write into their buffer
-        self._lost: list[Transfer] = []  # they failed, so it is never known; their buffers are never used again
+        self._left: list[Transfer] = []  # given up, but they may still write to their buffers
+        self._lost: list[
+            Transfer
+        ] = []  # failed: whether they still write is never known, so their buffers are not used again
 
     def describe(self) -> bytes:
         return self._description
@@ -93,13 +95,13 @@ class NixlTransport:
                 peer = self._peer(source)
             while transfers or piece is not None:
                 progress.check()
-                if piece is not None and len(transfers) < WINDOW:
+                if piece is not None and len(transfers) < MAX_TRANSFERS:
                     with nixl_errors(), self._lock:
                         transfers.append(self._start(peer, remote, piece, size))
                     piece = next(pieces, None)
                 elif self._done(transfers[0]):
                     progress.made()
-                    self._land(transfers.popleft(), reads, size)
+                    self._copy_to_cache(transfers.popleft(), reads, size)
                 else:
                     stop.wait(POLL_S)
         finally:
@@ -166,7 +168,7 @@ class NixlTransport:
         return buffer
 
     def _reclaim(self) -> None:
-        """Take back the buffers of transfers that nobody has waited for, once they are complete."""
+        """Take back the buffers of transfers that were given up, once they are complete."""
         left, self._left = self._left, []
         for transfer in left:
             state = "ERR"
@@ -189,7 +191,7 @@ class NixlTransport:
             raise TransportError("NIXL: the transfer failed")
         return bool(state == "DONE")
 
-    def _land(self, transfer: Transfer, reads: BlockReads, size: int) -> None:
+    def _copy_to_cache(self, transfer: Transfer, reads: BlockReads, size: int) -> None:
         part = reads.part
         data = transfer.buffer[: size * len(transfer.blocks)]
         self._memory.scatter(transfer.blocks, part.local_start, part.count, data)
@@ -223,7 +225,7 @@ def cut(reads: BlockReads, step: int) -> Iterator[BlockReads]:
 
 
 def addresses(remote: NixlDescription, reads: BlockReads) -> NDArray[np.uint64]:
-    """[pieces, (address, bytes, device)] of what is to be read, in the order of the blocks.
+    """Return what to read as [pieces, (address, bytes, device)], in the order of the blocks.
 
     Whole blocks next to each other are one piece: 16 MB in 16 KB pieces take 15.9 ms, in large ones 2.1 ms.
     """
@@ -243,7 +245,7 @@ def addresses(remote: NixlDescription, reads: BlockReads) -> NDArray[np.uint64]:
 
 
 def release(handle: Any) -> bool:
-    """False if the transfer is still under way."""
+    """Release a transfer. Returns False if it is still under way."""
     with suppress(TransportError), nixl_errors():
         handle.release()
         return True
@@ -252,7 +254,7 @@ def release(handle: Any) -> bool:
 
 @contextmanager
 def nixl_errors() -> Iterator[None]:
-    """NIXL's own kinds, which have no common base, as TransportError."""
+    """Raise NIXL's errors, which have no common base, as TransportError."""
     try:
         yield
     except TransportError:

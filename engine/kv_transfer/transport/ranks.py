@@ -1,4 +1,4 @@
-"""The KV workers of all ranks of one engine, made known to its rank 0 at the start."""
+"""KV workers of all ranks of one engine, made known to its rank 0 at the start."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from engine.kv_transfer.transport.worker import KVTransferWorker
 
 
 class KVWorkerInfo(msgspec.Struct, frozen=True):
-    """Of one rank: where its worker takes commands, and how others reach its memory, by transport."""
+    """KV worker of one rank, as rank 0 knows it."""
 
-    address: str
-    description: dict[str, bytes]
+    address: str  #: ZMQ address for its commands
+    description: dict[str, bytes]  #: how others reach the memory of the rank, by transport
 
 
 def start_kv_worker(
     config: HandoffConfig, cache: Tensor, num_kv_heads: int, group: TPGroup, host: str
 ) -> tuple[KVTransferWorker, list[KVWorkerInfo]]:
-    """This rank's worker, and what is known of those of all ranks; every rank has to call it, in `group.starting()`.
+    """Start this rank's KV worker; return it with what is known of those of all ranks.
 
-    num_kv_heads: of the model. host: at which others reach this rank. Raises StartupError.
+    Every rank has to call this, in `group.starting()`. num_kv_heads: all heads of the model. host: IP address at which
+    others reach this rank. Raises StartupError.
     """
     shard = HeadShard(num_kv_heads, group.rank, group.size)
     worker = KVTransferWorker(cache, shard=shard, host=host, transport=config.transport, progress_s=config.progress_s)

@@ -1,4 +1,4 @@
-"""KV blocks over TCP, with a checksum on every frame. It needs nothing special, and works between any two hosts.
+"""TCP transport, with a checksum on every frame. It needs nothing special, and works between any two hosts.
 
 A connection carries one read at a time. The reader asks for blocks and heads; the source answers with frames of about
 FRAME_BYTES, which both sides cut alike. Whole blocks go from cache to cache without a copy in between: sendmsg gathers
@@ -23,20 +23,20 @@ import msgspec
 import numpy as np
 import xxhash
 
-from engine.kv_transfer.transport.base import TICK_S, BlockReads, Layout, Progress, TransportError
+from engine.kv_transfer.transport.base import POLL_INTERVAL_S, BlockReads, Layout, Progress, TransportError
 from engine.kv_transfer.transport.memory import BlockMemory
 
 logger = logging.getLogger(__name__)
 
 FRAME_BYTES = 1 << 20
-MAX_BUFFERS = 1024  # of one sendmsg or recvmsg (IOV_MAX)
+MAX_BUFFERS = 1024  # per sendmsg or recvmsg (IOV_MAX)
 REQUEST = struct.Struct("<4s16sIHHQ")  # MAGIC, key, number of blocks, first head, heads, checksum; then block ids
 MAGIC = b"KV01"
 FRAME = struct.Struct("<IIQ")  # number, bytes, checksum; then the bytes
-REFUSED = 0xFFFFFFFF  # in place of a number: the bytes say why, in UTF-8
+REFUSED = 0xFFFFFFFF  # in place of a frame's number; the bytes are the reason, in UTF-8
 MAX_REASON = 1000  # bytes
-CLOSE_S = 1.0  # for a thread to end
-RETRY_S = 1.0  # until another connection is accepted, when there are too many
+CLOSE_S = 1.0  # limit for a thread to end
+RETRY_S = 1.0  # pause after a connection could not be accepted, as there are too many
 
 
 class TcpDescription(msgspec.Struct, frozen=True, array_like=True):
@@ -47,13 +47,13 @@ class TcpDescription(msgspec.Struct, frozen=True, array_like=True):
 
 
 def address_of(description: bytes) -> tuple[str, int]:
-    """Host and port in a description, for those who put something in between."""
+    """Return host and port of a description, for tests that put something in between."""
     found = decode(description)
     return found.host, found.port
 
 
 def with_address(description: bytes, host: str, port: int) -> bytes:
-    """The same memory, reached at another address."""
+    """Return a description of the same memory at another address."""
     return msgspec.msgpack.encode(msgspec.structs.replace(decode(description), host=host, port=port))
 
 
@@ -62,7 +62,7 @@ def decode(description: bytes) -> TcpDescription:
 
 
 class TcpTransport:
-    """progress_s: how long either side waits until the other takes or gives something."""
+    """Transport over TCP. progress_s: limit for either side to wait until the other takes or gives something."""
 
     name = "tcp"
 
@@ -120,7 +120,7 @@ class TcpTransport:
         size: int,
         reads: BlockReads,
     ) -> None:
-        """One frame. What is wrong in it may be in the cache by then; the read fails."""
+        """Receive one frame. If it is damaged, it may be in the cache already; the read fails."""
         got, num_bytes, checksum = receive_header(connection, progress)
         if (got, num_bytes) != (number, size * len(blocks)):
             raise TransportError(f"checksum: frame {number} of {size * len(blocks)} bytes came as {got} of {num_bytes}")
@@ -147,7 +147,7 @@ class TcpTransport:
             return connection
 
     def _give_up(self, source: bytes, connection: socket.socket) -> None:
-        """What it still carries belongs to nobody."""
+        """Close a connection whose read failed: what it still carries belongs to nobody."""
         with self._lock:
             if source in self._busy:
                 self._busy[source].discard(connection)
@@ -164,7 +164,7 @@ class TcpTransport:
 
 
 class TcpSource:
-    """Gives blocks of `memory` to whoever knows `key`. Has a thread that accepts, and one for each connection."""
+    """Serves blocks of `memory` to readers that know `key`, with a thread that accepts and one per connection."""
 
     def __init__(self, memory: BlockMemory, host: str, key: bytes, progress_s: float):
         self._memory, self._key, self._progress_s = memory, key, progress_s
@@ -218,11 +218,11 @@ class TcpSource:
             connection.close()
 
     def _answer(self, connection: socket.socket) -> bool:
-        """One read. False if there are no more on this connection."""
+        """Answer one read. Returns False at the end of the connection."""
         connection.settimeout(None)
         if not connection.recv(1, socket.MSG_PEEK):
             return False
-        connection.settimeout(TICK_S)
+        connection.settimeout(POLL_INTERVAL_S)
         progress = Progress(self._closing, self._progress_s)
         header = receive_bytes(connection, REQUEST.size, progress)
         magic, key, num_blocks, start, count, seed = REQUEST.unpack(header)
@@ -258,7 +258,7 @@ class TcpSource:
 
 
 def ask(connection: socket.socket, key: bytes, reads: BlockReads, progress: Progress) -> int:
-    """Returns what seeds the checksums of the answer, so that it answers this question."""
+    """Send a request; return the seed of the checksums of its answer, so that no other answer passes."""
     ids = np.array(reads.remote, np.uint32).tobytes()
     header = REQUEST.pack(MAGIC, key, len(reads.remote), reads.part.remote_start, reads.part.count, 0)[:-8]
     seed = digest([header, ids], 0)
@@ -267,7 +267,7 @@ def ask(connection: socket.socket, key: bytes, reads: BlockReads, progress: Prog
 
 
 def receive_header(connection: socket.socket, progress: Progress) -> tuple[int, int, int]:
-    """Number, bytes and checksum of the frame that follows. Raises TransportError if the source refuses."""
+    """Return number, bytes and checksum of the frame that follows. Raises TransportError if the source refuses."""
     number, num_bytes, checksum = FRAME.unpack(receive_bytes(connection, FRAME.size, progress))
     if number == REFUSED and num_bytes <= MAX_REASON:
         reason = receive_bytes(connection, num_bytes, progress).decode(errors="replace")
@@ -276,14 +276,14 @@ def receive_header(connection: socket.socket, progress: Progress) -> tuple[int, 
 
 
 def cut(blocks: list[int], size: int) -> Iterator[list[int]]:
-    """The blocks of each frame. size: bytes of one."""
+    """Yield the blocks of each frame. size: bytes of one block."""
     step = max(1, FRAME_BYTES // size)
     for first in range(0, len(blocks), step):
         yield blocks[first : first + step]
 
 
 def digest(buffers: Sequence[memoryview | bytes], seed: int) -> int:
-    """XXH3: as good as a CRC at finding errors of a link, and several times faster (over 20 GB/s in cache)."""
+    """Return the XXH3 checksum: finds errors of a link as well as a CRC, several times faster (20 GB/s in cache)."""
     total = xxhash.xxh3_64(seed=seed)
     for buffer in buffers:
         total.update(buffer)
@@ -298,12 +298,12 @@ def connect(host: str, port: int, progress: Progress) -> socket.socket:
         connection.setblocking(False)
         with suppress(BlockingIOError):
             connection.connect((host, port))
-        while not ready(connection, select.POLLOUT, TICK_S):
+        while not ready(connection, select.POLLOUT, POLL_INTERVAL_S):
             progress.check()
         error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
-        connection.settimeout(TICK_S)
+        connection.settimeout(POLL_INTERVAL_S)
     except BaseException:
         connection.close()
         raise
@@ -334,7 +334,7 @@ def receive_bytes(connection: socket.socket, num_bytes: int, progress: Progress)
 
 
 def send(connection: socket.socket, buffers: list[memoryview], progress: Progress) -> None:
-    """As `receive`."""
+    """Send the buffers. Raises OSError, or TransportError when `progress` ends the wait."""
     while buffers:
         progress.check()
         with suppress(TimeoutError):
@@ -344,7 +344,7 @@ def send(connection: socket.socket, buffers: list[memoryview], progress: Progres
 
 
 def rest(buffers: list[memoryview], done: int) -> list[memoryview]:
-    """What is left after `done` bytes."""
+    """Return what is left of the buffers after `done` bytes."""
     for i, buffer in enumerate(buffers):
         if done < len(buffer):
             return [buffer[done:], *buffers[i + 1 :]]
@@ -359,6 +359,6 @@ def ready(connection: socket.socket, events: int, timeout_s: float) -> bool:
 
 
 def shut_down(connection: socket.socket) -> None:
-    """Wakes whoever waits for it, in whatever thread."""
+    """Shut a connection down, which wakes threads that wait for it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

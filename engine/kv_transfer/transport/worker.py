@@ -1,4 +1,4 @@
-"""One rank's part in the handoff: lets others read its KV cache, and reads remote blocks into it when it is told to."""
+"""The KV worker of a rank lets others read its KV cache, and reads remote blocks into it on command."""
 
 from __future__ import annotations
 
@@ -21,23 +21,19 @@ from engine.kv_transfer.transport.tcp import TcpTransport
 
 logger = logging.getLogger(__name__)
 
-POLL_MS = 200  # how soon `close` is noticed
+POLL_MS = 200  # within which `close` is noticed
 
 
 @dataclass(slots=True, eq=False)
 class PeerState:
-    """What is known of another engine, of one epoch.
-
-    waiting: follow the task that `thread` does. transport: the one in use, as the log says. failed: transports that are
-    not tried again. descriptions: of its ranks, by transport, as far as they were used.
-    """
+    """Another engine, of one epoch, of which this rank reads."""
 
     epoch: int
-    waiting: deque[ReadTask] = field(default_factory=deque)
+    waiting: deque[ReadTask] = field(default_factory=deque)  #: tasks after the one that `thread` works on
     thread: threading.Thread | None = None
-    transport: str | None = None
-    failed: set[str] = field(default_factory=set)
-    descriptions: set[tuple[str, bytes]] = field(default_factory=set)
+    transport: str | None = None  #: the newest in use, for the log
+    failed: set[str] = field(default_factory=set)  #: transports that are not tried again
+    descriptions: set[tuple[str, bytes]] = field(default_factory=set)  #: (transport, rank's description) in use
 
 
 @dataclass(slots=True, eq=False)
@@ -48,11 +44,11 @@ class ReadTask:
 
 
 class KVTransferWorker:
-    """Serves from the constructor on, with threads of its own. Commands (KVWorkerCommand, msgpack) come to a ZMQ PULL
-    socket at `address`: Attach first, then Read, StopRead and DropSource. One ReadEnded answers every Read.
+    """Serves from the constructor on, with threads of its own.
 
-    Reads from one peer follow each other, those from different ones go side by side, so that a peer that hangs
-    holds up nothing else. `description`: transport -> how others reach this rank; goes into Progress.ranks.
+    Commands (KVWorkerCommand, msgpack) come to a ZMQ PULL socket at `address`: Attach first, then Read, StopRead and
+    DropSource. One ReadEnded answers every Read. Reads from one peer follow each other; reads from different peers run
+    side by side, so that a peer that hangs holds up nothing else.
     """
 
     def __init__(
@@ -65,15 +61,16 @@ class KVTransferWorker:
         progress_s: float = 5.0,
     ):
         """cache: [num_blocks, layers, 2, kv_heads, block_size, head_dim], as engine/runner/kv_cache.py allocates it.
-
-        shard: the heads in it. host: IP address at which others reach this rank. transport: `auto` offers nixl, where
-        it can be had, and tcp; any other only itself. progress_s: a read to which nothing comes for so long fails.
-        Raises StartupError if the transport cannot be had.
+        shard: the heads in the cache. host: IP address at which others reach this rank.
+        transport: `auto` offers nixl, if available, and tcp; any other only itself.
+        progress_s: a read to which nothing comes for so long fails.
+        Raises StartupError if the transport is not available.
         """
         if cache.shape[3] != shard.stop - shard.start:
             raise ValueError(f"the cache has {cache.shape[3]} heads, its shard {shard.stop - shard.start}")
         self._shard, self._auto = shard, transport == "auto"
         self._transports = open_transports(BlockMemory(cache), host, transport, progress_s)
+        #: how others reach this rank, by transport; goes into Progress.ranks
         self.description = {name: transport.describe() for name, transport in self._transports.items()}
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PULL)
@@ -84,16 +81,16 @@ class KVTransferWorker:
         port = self._commands.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
         self._encode = msgspec.msgpack.Encoder().encode
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards all below
         self._answers: zmq.Socket[bytes] | None = None
-        self._tasks: dict[int, ReadTask] = {}  # by read_id, until answered
+        self._tasks: dict[int, ReadTask] = {}  # by read id, until answered
         self._peers: dict[int, PeerState] = {}  # by epoch
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv worker", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop all reads, and let nobody read here any more. What others are to hear of it may be lost."""
+        """Stop all reads, and let nobody read here any more. Answers to reads may be lost."""
         self._closing.set()
         self._thread.join()
         with self._lock:
@@ -136,7 +133,7 @@ class KVTransferWorker:
             self._transports[name].drop(description)
 
     def _work(self, peer: PeerState) -> None:
-        """A thread: one task after the other, until there are none."""
+        """Do one task after the other, in a thread, until there are none."""
         while True:
             with self._lock:
                 if not peer.waiting:
@@ -154,13 +151,13 @@ class KVTransferWorker:
             name = self._choose(peer, read.ranks)
             for part in parts(self._shard, len(read.ranks)):
                 description = read.ranks[part.source_rank][name]
-                with self._lock:  # so that no task of a peer that was dropped makes it known again
+                with self._lock:  # so that no task of a dropped peer makes it known again
                     if task.stop.is_set():
                         raise TransportError(STOPPED)
                     peer.descriptions.add((name, description))
                 reads = BlockReads(read.source_blocks, read.local_blocks, part)
                 num_bytes += self._transports[name].read(description, reads, task.stop)
-        except (TransportError, ValueError, msgspec.MsgspecError) as problem:  # the latter: what was told is wrong
+        except (TransportError, ValueError, msgspec.MsgspecError) as problem:  # the last two: the command is wrong
             error = STOPPED if task.stop.is_set() else str(problem)
             logger.info("kv read ended read_id=%d transport=%s: %s", read.read_id, name, error)
         except Exception as problem:
@@ -171,7 +168,7 @@ class KVTransferWorker:
         return ReadEnded(read.read_id, self._shard.rank, name, num_bytes, time.monotonic() - started, error)
 
     def _choose(self, peer: PeerState, ranks: list[dict[str, bytes]]) -> str:
-        """The best transport that both sides have. Where there are two, one that has failed is left for the other."""
+        """Return the best transport that both sides have; one that has failed gives way to another."""
         if not ranks:
             raise TransportError("a source has at least one rank")
         common = [name for name in self._transports if all(name in rank for rank in ranks)]
@@ -217,7 +214,7 @@ class KVTransferWorker:
             self._end(task, ReadEnded(task.read.read_id, self._shard.rank, "", 0, 0.0, STOPPED))
 
     def _drop(self, epoch: int) -> set[tuple[str, bytes]]:
-        """Returns what transports are to forget, by name."""
+        """Return (transport, description) of all that transports have to forget."""
         peer = self._peers.pop(epoch, None)
         if peer is None:
             return set()
@@ -235,7 +232,7 @@ class KVTransferWorker:
 
 
 def open_transports(memory: BlockMemory, host: str, name: str, progress_s: float) -> dict[str, KVTransport]:
-    """By preference. Raises StartupError."""
+    """Return transports in the order of preference. Raises StartupError."""
     found: dict[str, KVTransport] = {}
     if name in ("auto", "nixl"):
         from engine.kv_transfer.transport.nixl import NixlTransport

@@ -17,7 +17,7 @@ from engine.kv_transfer.protocol.messages import (
     Release,
     Released,
 )
-from engine.kv_transfer.protocol.receive_state import READ_TOKENS
+from engine.kv_transfer.protocol.receive_state import MAX_READ_TOKENS
 from tests.engine.kv_transfer.handoff_world import BLOCK, CONFIG, World
 
 PROMPT = list(range(1, 31))  # 7 blocks and a half
@@ -79,7 +79,7 @@ def test_a_partial_block_is_read_only_when_the_prompt_ends_in_it():
 
 
 def test_a_long_prompt_that_is_there_at_once_is_read_in_several_reads():
-    prompt = list(range(2 * READ_TOKENS + 1))
+    prompt = list(range(2 * MAX_READ_TOKENS + 1))
     w, h = started(prompt, num_blocks=3000)
     w.prefill.compute(h, len(prompt))
     w.settle()

@@ -107,19 +107,6 @@ def test_a_prompt_computed_elsewhere_gives_the_same_tokens(fresh, alone, length)
     assert fresh.prefill.ended >= {prefill_request.handoff_id for prefill_request in fresh.prefill_requests}
 
 
-def test_a_prompt_computed_elsewhere_gives_the_same_log_probabilities(fresh):
-    found = []
-    for where in ("remote", "local"):
-        fresh.forget()
-        fresh.ingress.add(where, prompt(40), prefill=where, logprobs=0)
-        fresh.ingress.last(where)
-        found.append([p for delta in fresh.ingress.deltas[where] for p in delta.logprobs])
-    remote, local = found
-    assert len(fresh.prefill_requests) == 1
-    assert [p.token_id for p in remote] == [p.token_id for p in local]
-    assert [p.logprob for p in remote] == pytest.approx([p.logprob for p in local], abs=1e-4)
-
-
 def test_the_kv_travels_while_the_rest_is_computed(fresh, alone, monkeypatch):
     prefill, block_bytes = fresh.prefill.server._core, fresh.decode.server._core.runner.kv_cache[0].nbytes
     before, step = fresh.decode.status.handoffs, prefill.step
@@ -209,6 +196,20 @@ def test_many_prompts_at_once(fresh, alone):
     for i, length in enumerate(lengths):
         assert fresh.ingress.tokens(f"many {i}") == alone(prompt(length, i), **(RANDOM if i % 2 else {}))
     fresh.settle()
+
+
+def test_a_prompt_computed_elsewhere_gives_the_same_log_probabilities(fresh):
+    found = []
+    for where in ("remote", "local"):
+        fresh.forget()
+        name = f"log-probabilities {where}"
+        fresh.ingress.add(name, prompt(40), prefill=where, logprobs=0)
+        fresh.ingress.last(name)
+        found.append([p for delta in fresh.ingress.deltas[name] for p in delta.logprobs])
+    remote, local = found
+    assert len(fresh.prefill_requests) == 1
+    assert [p.token_id for p in remote] == [p.token_id for p in local]
+    assert [p.logprob for p in remote] == pytest.approx([p.logprob for p in local], abs=1e-4)
 
 
 # -- ends --------------------------------------------------------------------------------------------------
