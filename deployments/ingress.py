@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import ray
@@ -13,10 +14,12 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from deployments import ray_compat
 from deployments.frontend.token_channel import TokenChannel
-from deployments.observability.ingress_peers import IngressPeers
 from deployments.observability.scaling_report import QueueReport
+from deployments.observability.stats import IngressStats
 from deployments.observability.telemetry import Telemetry
+from deployments.observability.timeline import SequenceTimeline
 from deployments.observability.tracing import Tracing, TracingConfig
 from deployments.openai.app import openai_app
 from deployments.openai.middleware import AuthConfig
@@ -27,10 +30,31 @@ from placement.console_log import LogConfig, log_to_console
 
 logger = logging.getLogger(__name__)
 
+PEERS_TIMEOUT_S = 3.0
+
+
+class IngressPeers:
+    """All ingresses of the application, as one of them sees them. Those that do not answer in time are left out."""
+
+    async def stats(self) -> list[IngressStats]:
+        return [msgspec.msgpack.decode(answer, type=IngressStats) for answer in await self._ask("stats")]
+
+    async def timelines(self, name: str) -> list[SequenceTimeline]:
+        answers = await self._ask("timelines", name)
+        return [found for answer in answers for found in msgspec.msgpack.decode(answer, type=list[SequenceTimeline])]
+
+    async def _ask(self, method: str, *args: Any) -> list[bytes]:
+        handle = serve.get_deployment_handle(ray_compat.INGRESS, serve.get_replica_context().app_name)
+        answers = await ray_compat.broadcast(handle, method, PEERS_TIMEOUT_S, *args)
+        found = [answer for answer in answers if isinstance(answer, bytes)]
+        if not found:
+            logger.warning("no ingress answered within %.0f s when asked for its %s", PEERS_TIMEOUT_S, method)
+        return found
+
 
 @serve.ingress()
 class Ingress:
-    """Text on one side, tokens on the other: control calls go to the replicas, tokens come by the channel."""
+    """Serves HTTP. Control calls go to the replicas; tokens come from the engines by the token channel."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -40,26 +64,20 @@ class Ingress:
         tracing: TracingConfig | None,
         auth: AuthConfig,
     ):
-        """pools: for each model its decode and its prefill replicas."""
+        """pools: handles of each model's decode and prefill replicas."""
         started = time.monotonic()
         ingress_id = serve.get_replica_context().replica_id.unique_id
         log_to_console(f"ingress-{ingress_id}", log)
         self._channel = TokenChannel(ray.util.get_node_ip_address())
-        spans = None if tracing is None else Tracing(tracing)
         self._auth = auth
-        self._telemetry = Telemetry(ingress_id, self._channel, spans, IngressPeers())
+        traces = None if tracing is None else Tracing(tracing)
+        self._telemetry = Telemetry(ingress_id, self._channel, traces, IngressPeers())
         engines = [
             ServePool(*handles, info.block_size, info.may_sleep, self._telemetry.timelines.note)
             for info, handles in zip(infos, pools, strict=True)
         ]
         self._models = {
-            info.name: ServedModel(
-                info,
-                Tokenizer.from_folder(Path(info.folder)),
-                pool,
-                self._channel,
-                self._telemetry,
-            )
+            info.name: ServedModel(info, Tokenizer.from_folder(Path(info.folder)), pool, self._channel, self._telemetry)
             for info, pool in zip(infos, engines, strict=True)
         }
         for info, pool in zip(infos, engines, strict=True):
@@ -71,7 +89,7 @@ class Ingress:
         return openai_app(self._models, self._telemetry, self._auth)
 
     async def stats(self) -> bytes:
-        """What this ingress counts: IngressStats, in msgpack."""
+        """Return what this ingress counts: IngressStats, in msgpack."""
         return msgspec.msgpack.encode(self._telemetry.stats)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -80,7 +98,7 @@ class Ingress:
         return {key: value for report in reports for key, value in report.items()}
 
     async def timelines(self, name: str) -> bytes:
-        """What this ingress knows of a request: list[SequenceTimeline], in msgpack. name: see SequenceTimeline.is_of."""
+        """Return what this ingress knows of a request: list[SequenceTimeline], in msgpack. See SequenceTimeline.is_of."""
         return msgspec.msgpack.encode(self._telemetry.timelines.of(name))
 
     async def __del__(self) -> None:

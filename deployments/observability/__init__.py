@@ -1,0 +1,1 @@
+"""What ingresses and engines make known: metrics, traces, timelines of requests, and reports to the autoscaler."""

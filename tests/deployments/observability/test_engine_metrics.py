@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 from prometheus_client.core import Metric
 
-from deployments.observability.handoff_metrics import handoff_metrics
+from deployments.observability.engine_metrics import handoff_metrics
 from deployments.openai.debug import live_handoffs
 from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
