@@ -1,1 +1,1 @@
-"""Where CPU and GPU may differ. Each op has one signature; its plain torch version is the oracle for a fast one."""
+"""Ops, where CPU and GPU may differ. Each has one signature; its plain torch version is the oracle of the fast ones."""

@@ -1,4 +1,4 @@
-"""Gated activations: x [tokens, 2 * n] contiguous, the gate before the value, -> [tokens, n]."""
+"""Gated activations: x [tokens, 2 * n], contiguous, the gate before the value -> [tokens, n]."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Attention over the paged KV cache. What every version of the two ops must do; `attention_plain` is the oracle.
+"""Attention over the paged KV cache: what every version of the two ops must do. `attention_plain` is the oracle.
 
-rotate_and_write(q, k, v, table, batch, layer) -> q turned, possibly q itself
+rotate_and_write(q, k, v, table, batch, layer) -> q rotated, possibly q itself
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; each token's values contiguous
-    q and k are turned by `batch.positions` (see rope.py), k and v written to the cache at `batch.slot_mapping`. The
-    memory of q and k may be used.
+    q and k are rotated by `batch.positions` (see rope.py), k and v written to the cache at `batch.slot_mapping`. The
+    memory of q and k may be overwritten.
 
 paged_attention(q, batch, layer, scale, window) -> [tokens, heads, head_dim]
     q: [tokens, heads, head_dim]; query head h reads KV head h // (heads / kv_heads).
     A sequence with kv_len L and Q query rows has its row i at position L - Q + i, and the row sees the positions up to
-    its own; with a window w only the last w of them. Its own K and V must have been written before.
+    its own, or with a window w the last w of them. Its own K and V must have been written before.
 
 A token with slot -1 and a sequence with kv_len 0 are padding: nothing is written or read for them, and the sequence's
 row of the output is 0.
@@ -24,7 +24,7 @@ from engine.model.ops import attention_plain, dispatch
 
 
 def select(dtype: torch.dtype, device: torch.device) -> ModuleType:
-    """A module that has both ops."""
+    """The module with the fastest versions of both ops."""
     if dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import attention
 

@@ -42,12 +42,12 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: i
 
 
 def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
-    """float8_e4m3fn, saturating: the cast alone would make NaN of what is too large."""
+    """Round to float8_e4m3fn, saturating: the cast alone would turn values that are too large into NaN."""
     return (values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
 def gather_kv(batch: Batch, seq: int, layer: int, kv_len: int) -> tuple[Tensor, Tensor]:
-    """K and V of one sequence, each [kv_heads, kv_len, head_dim]; copies."""
+    """Copies of one sequence's K and V, each [kv_heads, kv_len, head_dim]."""
     block_size = batch.kv_cache.shape[4]
     blocks = batch.block_table[seq, : -(-kv_len // block_size)]
     # [blocks, 2, kv_heads, block_size, head_dim] -> [2, kv_heads, blocks * block_size, head_dim]
@@ -56,13 +56,13 @@ def gather_kv(batch: Batch, seq: int, layer: int, kv_len: int) -> tuple[Tensor, 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """q [heads, queries, head_dim] at the end of k, v [kv_heads, length, head_dim] -> like q."""
+    """Dense attention of q [heads, queries, head_dim], the last positions of k, v [kv_heads, length, head_dim]."""
     queries, length = q.shape[1], k.shape[1]
     position = torch.arange(length - queries, length, device=q.device)[:, None]
     key = torch.arange(length, device=q.device)[None]
     visible = key <= position
     if window is not None:
         visible &= key > position - window
-    # a batch dimension, because torch's fast kernels want one
+    # torch's fast kernels want a batch dimension
     out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=True)
     return out[0]

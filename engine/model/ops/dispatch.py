@@ -1,4 +1,4 @@
-"""Which version of the ops a model gets: plain torch, or a fast one for its device. Chosen once, as it is built."""
+"""Tells layers which versions of the ops to select as they are built: plain torch, or fast ones for their device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.device import numba_found
 
 logger = logging.getLogger(__name__)
 
-CPU_DTYPES = (torch.bfloat16, torch.float32)  # that fast CPU ops take
+CPU_DTYPES = (torch.bfloat16, torch.float32)  # supported by the fast CPU ops
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

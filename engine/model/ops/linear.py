@@ -1,4 +1,4 @@
-"""Linear layers.
+"""The product of a linear layer.
 
 linear(x, weight, bias) -> [tokens, outputs]
     x: [tokens, inputs]; weight: [outputs, inputs], or what `pack` made of it
@@ -20,10 +20,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """The weight as oneDNN wants to read it, so that it is not rearranged in every call; in place of the original.
-
-    Left as it is where there is no oneDNN for it. What torch.compile does when it freezes a graph on a CPU.
-    """
+    """Rearrange the weight as oneDNN reads it, so that it is not rearranged in every call; torch.compile does the same
+    when it freezes a graph on a CPU. Return it unchanged where oneDNN does not support it."""
     if weight.device.type != "cpu" or weight.dtype not in CPU_DTYPES or not torch.backends.mkldnn.is_available():
         return weight
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -1,4 +1,4 @@
-"""Experts' MLPs over the tokens that were routed to them: the weighted sum of each token's experts, [tokens, hidden].
+"""The experts of a layer: the weighted sum of each token's experts, [tokens, hidden].
 
 x:                [tokens, hidden]
 gate_up:          [num_experts, 2 * intermediate, hidden]
@@ -21,7 +21,7 @@ MixExperts = Callable[[Tensor, Tensor, Tensor, Activation, Tensor, Tensor], Tens
 
 
 def select(hidden_size: int, slice_size: int, dtype: torch.dtype, device: torch.device) -> MixExperts:
-    """slice_size: of each expert's intermediate values that this rank has."""
+    """The fastest version. slice_size: intermediate values of each expert that this rank holds."""
     if device.type == "cuda":
         from engine.model.ops.gpu import grouped_mm
 
@@ -42,9 +42,9 @@ def mix_experts_plain(
     experts: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """One expert after the other, over the tokens that were routed to it."""
+    """Compute one expert after the other, each over the tokens routed to it."""
     k = experts.shape[1]
-    order = experts.flatten().argsort(stable=True)  # one expert's tokens together, so that each expert runs once
+    order = experts.flatten().argsort(stable=True)  # groups the tokens of each expert
     counts = experts.flatten().bincount(minlength=gate_up.shape[0]).tolist()
     out = torch.zeros_like(x)
     for expert, chosen in enumerate(order.split(counts)):

@@ -1,9 +1,8 @@
-"""Products with weights of few bits.
+"""Products with quantized weights.
 
 select(weight, dtype) -> multiply(x, bias) -> [tokens, outputs]
-    x: [tokens, inputs] of `dtype`; the result too. `plain` is the oracle of every version.
-
-Where no version of a weight pays, or none exists, it is multiplied as an ordinary weight of `dtype`: `select` is None.
+    x and the result are of `dtype`; `plain` is the oracle of every version. None means that no version of this weight
+    exists or pays: it is dequantized when it is loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Multiply(Protocol):
 
 
 def select(weight: QuantizedWeight, dtype: torch.dtype) -> Multiply | None:
-    """The fast version for this weight on the device where it lies. One log line for each kind says what it becomes."""
+    """The fast version for this weight on its device. Logs once for each kind of weight what becomes of it."""
     device = weight.values.device.type
     multiply: Multiply | None = None
     if device == "cpu" and dtype in CPU_DTYPES:
@@ -54,12 +53,12 @@ def kind(weight: QuantizedWeight) -> str:
 
 @cache
 def log_once(what: str) -> None:
-    """Once per process, not per layer."""
+    """Log once per process, not per layer."""
     logger.info("quantized linear layers of %s", what)
 
 
 def plain(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """In float32, with the inputs rounded as the checkpoint is made for."""
+    """Multiply in float32, with inputs rounded as the checkpoint expects."""
     rows = x.float()
     if weight.activations is not None:
         values, scale = quantize_rows(x, weight.activations, None if weight.scale.shape[1] == 1 else weight.group_size)

@@ -1,7 +1,7 @@
-"""Rotary embedding of one tensor. Models turn q and k as they write K: see `rotate_and_write` in attention.py.
+"""Rotary embedding of one tensor. Models rotate q and k as they write K: see `rotate_and_write` in attention.py.
 
 rotate(x, table, positions) -> like x, possibly x itself
-    Turns the pairs (x[i], x[i + head_dim / 2]), as in Hugging Face checkpoints.
+    Rotates the pairs (x[i], x[i + head_dim / 2]), as in Hugging Face checkpoints.
     x: [tokens, heads, head_dim], each token's values contiguous
     table: [positions, head_dim], cos then sin of each pair's angle; positions: [tokens] int64
 """

@@ -1,4 +1,4 @@
-"""Weights of eight bits that are stored as a tensor of their own shape, with scales beside it."""
+"""Formats with one byte per weight: a tensor of the weight's own shape, with scales beside it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ WEIGHT_AXES = (QuantAxis(OUTPUTS), QuantAxis(INPUTS))
 
 @dataclass(frozen=True, slots=True)
 class EightBit:
-    """`weight` [outputs, inputs] of `dtype` (float8_e4m3fn or int8).
-
-    block: rows and columns that share a scale; rows None: one scale for the whole tensor; columns None: one per row.
-    scale: the name of the scales' tensor
-    zeros: whether there are zero points beside the scales, in `weight_zero_point`
-    activations: as in QuantizedWeight
-    """
+    """`weight` [outputs, inputs] of `dtype` (float8_e4m3fn or int8)."""
 
     dtype: torch.dtype
     block: tuple[int | None, int | None]
+    """Rows and columns that share a scale; rows None: one scale for the whole tensor; columns None: one per row."""
     scale: str
+    """Name of the tensor with the scales."""
     zeros: bool
+    """Whether there are zero points too, in `weight_zero_point`."""
     activations: torch.dtype | None
+    """As in QuantizedWeight."""
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
         rows, columns = self.block
@@ -53,7 +51,7 @@ class EightBit:
 
 @dataclass(frozen=True, slots=True)
 class OnlineFP8:
-    """`weight` in the model's own dtype; rounded to FP8 when it is loaded, with a scale per output."""
+    """`weight` in the model's own dtype, rounded to FP8 as it is loaded, with a scale per output."""
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
         return {"weight": StoredTensor(None, WEIGHT_AXES)}

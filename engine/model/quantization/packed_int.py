@@ -1,5 +1,5 @@
-"""Weights of four or eight bits that are packed into int32 words, with scales for groups of inputs: the formats of AWQ,
-GPTQ and compressed-tensors' `pack-quantized`."""
+"""Formats that pack weights of four or eight bits into int32 words, with scales for groups of inputs: AWQ, GPTQ and
+compressed-tensors' `pack-quantized`."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ from engine.model.shard import INPUTS, OUTPUTS, Shard
 
 @dataclass(frozen=True, slots=True)
 class PackedInt:
-    """bits: 4 or 8. group_size: inputs that share a scale; None: all. ordered: whether a tensor tells the group of each
-    input, since the columns of large activations were quantized first."""
+    """The base of these formats."""
 
     bits: int
+    """4 or 8."""
     group_size: int | None
+    """Inputs that share a scale; None for all."""
     ordered: bool = False
+    """Whether a tensor names the group of each input, because columns of large activations were quantized first."""
 
     @property
     def word(self) -> int:
-        """Values in one int32."""
+        """Values in one int32 word."""
         return 32 // self.bits
 
     def group(self, weight: Shard) -> int:
         return self.group_size or weight.shape[INPUTS]
 
     def groups(self, weight: Shard) -> QuantAxis | int:
-        """The dimension of scales and zero points that runs along the inputs. With an order of their own, a rank's
-        inputs may be of any group: it needs all."""
+        """The dimension of scales and zero points that runs along the inputs. If inputs are ordered, a rank's may be of
+        any group, so it reads all groups."""
         group = self.group(weight)
         return -(-weight.shape[INPUTS] // group) if self.ordered else QuantAxis(INPUTS, group)
 
     def quantized(
         self, values: Tensor, scale: Tensor, zero: Tensor | None, weight: Shard, order: Tensor | None = None
     ) -> QuantizedWeight:
-        """values [rows, columns] and zero [rows, entries]: unsigned; scale: [rows, entries]."""
+        """Build the weight from unsigned values [rows, columns] and zero [rows, entries], and scale [rows, entries]."""
         middle = 1 << self.bits - 1
         zeros = None if zero is None or bool((zero == middle).all()) else zero.float() - middle
         group = self.group(weight)
@@ -55,8 +57,8 @@ class PackedInt:
 
 @dataclass(frozen=True, slots=True)
 class AWQ(PackedInt):
-    """Activation-aware quantization, arXiv:2306.00978, as AutoAWQ writes it (version `gemm`): inputs as rows, and eight
-    outputs in a word, in an order of its own."""
+    """Activation-aware quantization, arXiv:2306.00978, as AutoAWQ writes it (version `gemm`): inputs as rows, eight
+    outputs to a word, in an order of its own."""
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
         outputs, groups = QuantAxis(OUTPUTS, self.word), self.groups(weight)
@@ -76,12 +78,10 @@ class AWQ(PackedInt):
 
 @dataclass(frozen=True, slots=True)
 class GPTQ(PackedInt):
-    """GPTQ, arXiv:2210.17323, as AutoGPTQ and GPTQModel write it: inputs as rows, eight of them in a word.
-
-    zero_offset: 1 where zero points are stored less one (format `gptq`), 0 where they are not (`gptq_v2`)
-    """
+    """GPTQ, arXiv:2210.17323, as AutoGPTQ and GPTQModel write it: inputs as rows, eight of them to a word."""
 
     zero_offset: int = 1
+    """1 if zero points are stored minus one (format `gptq`), 0 if they are not (`gptq_v2`)."""
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
         groups = self.groups(weight)
@@ -101,7 +101,7 @@ class GPTQ(PackedInt):
 
 @dataclass(frozen=True, slots=True)
 class PackQuantized(PackedInt):
-    """compressed-tensors' `pack-quantized`: outputs as rows, inputs packed; zero points packed along the outputs."""
+    """compressed-tensors' `pack-quantized`: outputs as rows, packed inputs, zero points packed along the outputs."""
 
     zeros: bool = False
 

@@ -1,19 +1,17 @@
-"""Small integers packed into int32 words, as checkpoints hold them."""
+"""Small integers packed into int32 words."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# AWQ packs eight columns so that a CUDA kernel unpacks them in pairs: which nibble of the word holds each column.
+# The nibble of each column in AWQ's words, packed so that a CUDA kernel unpacks columns in pairs.
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack(words: Tensor, bits: int, dim: int, nibbles: tuple[int, ...] | None = None) -> Tensor:
-    """int32 words -> unsigned integers of `bits` (4 or 8) as int16, 32 / bits times as many along `dim`.
-
-    The first lies in the lowest bits, unless `nibbles` says which nibble holds each.
-    """
+    """Unpack int32 words to unsigned integers of `bits` (4 or 8) as int16, 32 / bits times as many along `dim`. The
+    first lies in the lowest bits, unless `nibbles` says which nibble holds each."""
     positions = torch.arange(32 // bits) if nibbles is None else torch.tensor(nibbles)
     shifts = (positions * bits).to(words.device, torch.int32)
     spread = words.movedim(dim, -1)[..., None] >> shifts & (1 << bits) - 1
@@ -21,6 +19,6 @@ def unpack(words: Tensor, bits: int, dim: int, nibbles: tuple[int, ...] | None =
 
 
 def pack_nibbles(values: Tensor) -> Tensor:
-    """[rows, columns] of 0..15 -> [rows, columns / 2] uint8, the even columns in the high nibbles."""
+    """Pack [rows, columns] of 0..15 into [rows, columns / 2] uint8, even columns in the high nibbles."""
     values = values.to(torch.uint8)
     return values[:, ::2] << 4 | values[:, 1::2]

@@ -1,7 +1,5 @@
-"""`quantization_config` of a config.json: which linear layers are quantized, and in which format.
-
-What would change the output and is not supported is an error that names the key, never ignored.
-"""
+"""The `quantization_config` of a config.json: which linear layers are quantized, and in which format. A key that would
+change the output and is not supported is an error, never ignored."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Linear layers that match `pattern` are stored in `format`; None: not quantized."""
+    """Linear layers that match `pattern` are stored in `format`, or not quantized (None)."""
 
     pattern: str
     format: WeightFormat | None
@@ -33,13 +31,15 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """method: `quant_method` of the checkpoint, or `online fp8`. rules: the first that matches a name counts."""
+    """How the linear layers of one checkpoint are quantized."""
 
     method: str
+    """`quant_method` of the checkpoint, or `online fp8`."""
     rules: tuple[Rule, ...]
+    """The first rule that matches a layer's name applies."""
 
     def format_of(self, names: list[str]) -> WeightFormat | None:
-        """Of layers that are merged into one, by their names in the checkpoint (`model.layers.0.mlp.up_proj`)."""
+        """The format of layers that are merged into one, named as in the checkpoint (`model.layers.0.mlp.up_proj`)."""
         formats = [next((r.format for r in self.rules if r.matches(name)), None) for name in names]
         for name, format in zip(names, formats, strict=True):
             if format != formats[0]:
@@ -53,14 +53,14 @@ ONLINE_FP8 = Scheme("online fp8", (Rule("lm_head", None), Rule("", OnlineFP8()))
 
 
 def parse(config: Fields) -> Scheme:
-    """Raises UnsupportedScheme."""
+    """Read a `quantization_config`. Raises UnsupportedScheme."""
     method = _one_of(config, "quant_method", ("fp8", "compressed-tensors", "awq", "gptq"), "none")
     parser = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq}[method]
     return Scheme(method, parser(config))
 
 
 def _fp8(config: Fields) -> tuple[Rule, ...]:
-    """In blocks, with `weight_scale_inv` (DeepSeek V3, arXiv:2412.19437, section 3.3; Qwen 3), or per tensor."""
+    """FP8 in blocks, with `weight_scale_inv` (DeepSeek V3, arXiv:2412.19437, section 3.3; Qwen 3), or per tensor."""
     _one_of(config, "activation_scheme", ("dynamic", "static"), "dynamic")
     _one_of(config, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     block = config.get("weight_block_size")
@@ -112,7 +112,7 @@ def _compressed_tensors(config: Fields) -> tuple[Rule, ...]:
 
 
 def _pattern(target: str) -> str:
-    """A name, or `re:` and an expression that the beginning of a name matches."""
+    """The pattern of a target: a name, or `re:` and an expression that matches the beginning of a name."""
     return target.removeprefix("re:") if target.startswith("re:") else re.escape(target) + "$"
 
 
@@ -152,7 +152,7 @@ def _compressed_group(group: Fields, form: str | None, path: str) -> WeightForma
 
 
 def _one_of(config: Fields, key: str, allowed: tuple[Any, ...], default: Any, path: str = "") -> Any:
-    """The value of `key`, if it is one of those allowed."""
+    """The value of `key`. Raises UnsupportedScheme unless it is allowed."""
     value = config.get(key, default)
     if value not in allowed:
         limit = " or ".join(map(str, allowed))
@@ -161,14 +161,14 @@ def _one_of(config: Fields, key: str, allowed: tuple[Any, ...], default: Any, pa
 
 
 def _block(value: object, key: str) -> tuple[int, int]:
-    """Rows and columns, in a list."""
+    """Rows and columns of a block, given as a list."""
     if not (isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)):
         raise UnsupportedScheme(key, value, "two positive integers")
     return value[0], value[1]
 
 
 def _group_size(config: Fields, key: str, path: str = "") -> int | None:
-    """-1 stands for one group of all inputs."""
+    """Inputs that share a scale; -1 in the configuration stands for all of them."""
     value = config.get(key)
     if not isinstance(value, int) or value == 0 or value < -1:
         raise UnsupportedScheme(f"{path}.{key}".lstrip("."), value, "a positive integer, or -1")

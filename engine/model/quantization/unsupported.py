@@ -1,10 +1,10 @@
-"""The error of all that reads `quantization_config`. Imports no torch, as its formats do."""
+"""The error of everything that reads `quantization_config`, apart from the formats, which import torch."""
 
 from __future__ import annotations
 
 
 class UnsupportedScheme(Exception):
-    """A key of `quantization_config` has a value that this engine cannot honour."""
+    """A key of `quantization_config` has a value that this engine does not support."""
 
     def __init__(self, key: str, value: object, limit: str):
         super().__init__(key, value, limit)

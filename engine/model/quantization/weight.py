@@ -1,4 +1,4 @@
-"""What every format of quantized weights comes down to."""
+"""A quantized weight, whatever format it was stored in."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ FP8_MAX, INT8_MAX = 448.0, 127.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """A weight [outputs, inputs]: (value - zero) * scale.
-
-    values: [outputs, inputs] float8_e4m3fn, or int8; with 4 bits from -8 to 7
-    scale:  [outputs, groups] float32; each is for `inputs / groups` neighbouring columns
-    zero:   [outputs, groups] float32, or None where all are 0
-    bits:   of one value
-    activations: what the checkpoint is made to have its inputs rounded to as well (float8_e4m3fn or int8), or None
-    """
+    """A weight [outputs, inputs]: (value - zero) * scale."""
 
     values: Tensor
+    """[outputs, inputs] float8_e4m3fn or int8; from -8 to 7 with 4 bits."""
     scale: Tensor
+    """[outputs, groups] float32; each is for `inputs / groups` neighbouring columns."""
     zero: Tensor | None
+    """[outputs, groups] float32, or None if all are 0."""
     bits: int
+    """Bits of one value."""
     activations: torch.dtype | None
+    """What the checkpoint expects its inputs to be rounded to (float8_e4m3fn or int8), or None."""
 
     @property
     def group_size(self) -> int:
@@ -34,7 +32,7 @@ class QuantizedWeight:
         return self.values.shape[1] // self.scale.shape[1]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[outputs, inputs], computed in float32 and rounded once: the oracle of everything that multiplies it."""
+        """Return [outputs, inputs], computed in float32 and rounded once: the oracle of every product with it."""
         values = self.values.float().unflatten(1, (-1, self.group_size))
         if self.zero is not None:
             values = values - self.zero[..., None]
@@ -42,7 +40,7 @@ class QuantizedWeight:
 
     @staticmethod
     def cat(weights: list[QuantizedWeight]) -> QuantizedWeight:
-        """Weights of one format and with the same inputs, one below the other."""
+        """Stack weights of one format and with the same inputs."""
         if len(weights) == 1:
             return weights[0]
         groups = max(w.scale.shape[1] for w in weights)
@@ -60,14 +58,12 @@ def _widen(of_groups: Tensor, groups: int) -> Tensor:
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, group_size: int | None = None) -> tuple[Tensor, Tensor]:
-    """x [rows, columns] -> values [rows, columns] of `dtype` (float8_e4m3fn or int8), scale [rows, groups] float32.
-
-    The largest number of each group of columns (None: of each row) becomes the largest one of `dtype`.
-    """
+    """x [rows, columns] -> values [rows, columns] of `dtype` (float8_e4m3fn or int8), scale [rows, groups] float32. The
+    largest number of each group of columns (None: of each row) becomes the largest one of `dtype`."""
     groups = x.float().unflatten(1, (-1, group_size or x.shape[1]))
     largest = FP8_MAX if dtype == FP8 else INT8_MAX
     scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / largest
-    values = (groups / scale).clamp(-largest, largest)  # the cast to float8 would make NaN of what is too large
+    values = (groups / scale).clamp(-largest, largest)  # the cast to float8 turns values that are too large into NaN
     if dtype == torch.int8:
         values = values.round()
     return values.to(dtype).flatten(1), scale.squeeze(-1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.model.ops.cpu.kernel import Kernel, as_bf16, as_f32, device_function, exp, kernel, load, store, take
 
-TOKENS = 2  # that a thread takes at a time
+TOKENS = 2  # taken by a thread at a time
 
 
 @device_function

@@ -1,7 +1,7 @@
 """Paged attention on a CPU.
 
-KV is read page by page, where it lies, with a running softmax (FlashAttention, arXiv:2205.14135, section 3.1). The work
-is shared out by rows and KV heads: one row of a sequence that decodes, a few of a prompt chunk.
+KV is read block by block in place, with a running softmax (FlashAttention, arXiv:2205.14135, section 3.1). The work is
+divided by rows and KV heads: one row of a sequence that decodes, a few rows of a prompt chunk.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from engine.model.ops.cpu.vector import LANES, add_weighted, dot_rows, exp_of_di
 
 TOKENS = 8  # whose KV a thread writes at a time
 NO_WINDOW = 2**62
-# keys whose scores are computed before their values are added up: for rows that decode, and with chunks in the batch
+# keys whose scores are computed before their values are summed: for rows that decode, and with chunks in the batch
 TILE_TOKENS, CHUNK_TILE_TOKENS = 32, 64
-TILE_ROWS = 16  # of a chunk, that read a key while it is in the core's cache
+TILE_ROWS = 16  # rows of a chunk that read a key while it is in the core's cache
 ITEMS_PER_THREAD = 4
 LOWEST = np.float32(-1e30)  # a score that counts as none; infinities are not safe under fast math
 
@@ -95,8 +95,8 @@ def write_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
 
 @device_function
 def attend_rows(cast: Any, args: Any) -> None:
-    """Items are (some rows of a sequence, `span` of its KV heads): the KV of neighbouring heads lies side by side in a
-    block. A `query` is one head of one row; those of an item that share a KV head find it in the core's cache."""
+    """An item is some rows of a sequence and `span` of its KV heads, whose KV is adjacent in a block. A `query` is one
+    head of one row; queries of an item with the same KV head find it in the core's cache."""
     q, cache, out, numbers = cast(args[1]), cast(args[2]), cast(args[3]), as_f32(args[4])
     tiles, kv_lens, tables = as_i64(args[5]), as_i32(args[6]), as_i32(args[7])
     items, max_rows, table_stride, q_stride, out_stride = args[8], args[9], args[10], args[11], args[12]
@@ -145,7 +145,7 @@ def attend_rows(cast: Any, args: Any) -> None:
                         keys = np.int64(tables[table + index]) * block_stride + head
                         keys += (begin - index * block_size) * head_dim
                         if h % group == 0 and r == 0 and index + step < blocks:
-                            # pages lie anywhere, so no hardware prefetcher finds the next ones
+                            # blocks lie anywhere, so no hardware prefetcher finds the next ones
                             after = np.int64(tables[table + index + step]) * block_stride + head
                             prefetch(cache, after, head_stride)
                             prefetch(cache, after + kv_heads * head_stride, head_stride)
@@ -195,7 +195,7 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: i
     if batch.tiles is None:
         batch.tiles = row_tiles(batch)
     tiles, max_rows = batch.tiles, TILE_ROWS if batch.chunks else 1
-    # all heads of a row at once, unless that leaves threads without work, or is too much for the core's cache
+    # all heads of a row at once, unless that leaves threads idle or exceeds the core's cache
     spread = max_rows > 1 or len(tiles) < ITEMS_PER_THREAD * torch.get_num_threads()
     span = 1 if spread else kv_heads
     items = len(tiles) * (kv_heads // span)
@@ -211,7 +211,7 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: i
 def row_tiles(batch: Batch) -> Tensor:
     """[tiles, 4] int64: sequence, first row, number of rows, and how many rows the sequence has after these.
 
-    The last rows of a chunk come first, since they see most: threads that share out the work end together.
+    The last rows of a chunk come first, since they see the most keys: threads then finish together.
     """
     tiles = []
     for chunk in batch.chunks:

@@ -1,4 +1,4 @@
-"""What every CPU kernel needs: typed pointers, bfloat16, and torch's own threads.
+"""The base of the CPU kernels: typed pointers, bfloat16, and torch's own threads.
 
 A kernel is a Numba function of one argument, an array of int64: element 0 is a counter from which the threads take
 their work, the others are addresses and sizes. `launch` runs it on all threads of torch's OpenMP pool, so that no
@@ -32,7 +32,7 @@ kernel = cfunc(types.void(types.CPointer(types.int64)), cache=True, **OPTIONS)
 
 @intrinsic
 def take(_: Any, args: Any, count: Any) -> Any:
-    """The next `count` items of work for this thread: args[0] before it is raised, in one atomic step."""
+    """Take the next `count` items of work for this thread: args[0] before it is raised, in one atomic step."""
     signature = types.int64(types.CPointer(types.int64), types.int64)
     return signature, lambda context, builder, sig, a: builder.atomic_rmw("add", a[0], a[1], "monotonic")
 
@@ -64,7 +64,7 @@ def as_i64(_: Any, address: Any) -> Any:
 
 @intrinsic
 def load(_: Any, pointer: Any, index: Any) -> Any:
-    """float32 value of element `index` of a bfloat16 or float32 array."""
+    """Load element `index` of a bfloat16 or float32 array as float32."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, a: Any) -> Any:
         value = builder.load(builder.gep(a[0], [a[1]]))
@@ -105,7 +105,7 @@ def power_of_two(_: Any, exponent: Any) -> Any:
 
 @device_function
 def exp(x: Any) -> Any:
-    """e ** x as float32, to 2e-7 relative; arithmetic only, so that loops over it can be vectorised.
+    """e ** x in float32, to 2e-7 relative; arithmetic only, so that loops over it can be vectorised.
 
     2 ** x split into its integer part and a polynomial for the rest (minimax, Cephes' exp2f).
     """
@@ -123,7 +123,7 @@ def exp(x: Any) -> Any:
 
 @cache
 def openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch brings, already loaded; None where it is another one than GNU's."""
+    """The OpenMP runtime that torch has loaded; None if it is not GNU's."""
     library = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
     if not library.exists():
         return None
@@ -134,7 +134,7 @@ def openmp() -> ctypes.CDLL | None:
 
 
 class Kernel:
-    """Entry points by dtype, called with tensors and integers."""
+    """A kernel's entry points by dtype, called with tensors and integers."""
 
     def __init__(self, entries: dict[torch.dtype, Any]):
         self._addresses = {dtype: entry.address for dtype, entry in entries.items()}
@@ -144,10 +144,8 @@ class Kernel:
         }
 
     def launch(self, dtype: torch.dtype, items: int, *args: Tensor | int) -> None:
-        """Run over `items` pieces of work; on this thread alone if there is but one piece.
-
-        Tensors are passed by address: the caller sees to it that they are contiguous where the kernel counts on it.
-        """
+        """Run over `items` items of work, on this thread alone if there is only one. Tensors are passed by address: the
+        caller makes sure that they are contiguous where the kernel needs it."""
         values = [arg if isinstance(arg, int) else arg.data_ptr() for arg in args]
         packed = (ctypes.c_int64 * (len(values) + 1))(0, *values)
         threads = min(torch.get_num_threads(), items)
@@ -160,5 +158,5 @@ class Kernel:
 
 @cache
 def constants(*values: float) -> Tensor:
-    """float32 values for a kernel, which takes addresses and integers only."""
+    """float32 values for a kernel, which takes only addresses and integers."""
     return torch.tensor(values, dtype=torch.float32)

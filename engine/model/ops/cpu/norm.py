@@ -1,4 +1,4 @@
-"""RMSNorm on a CPU, one pass over each row for the sum and one for the result."""
+"""RMSNorm on a CPU: one pass over each row for the sum and one for the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.model.ops.cpu.kernel import Kernel, as_bf16, as_f32, constants, device_function, kernel, load, store, take
 
-TOKENS = 4  # that a thread takes at a time
+TOKENS = 4  # taken by a thread at a time
 
 
 @device_function

@@ -1,4 +1,4 @@
-"""Weights of few bits on a CPU, by torch's own kernels. Which of them pay was measured: docs/quantization.md."""
+"""Products with quantized weights on a CPU, by torch's own kernels, where they pay: docs/quantization.md."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from engine.model.quantization.packing import pack_nibbles
 from engine.model.quantization.weight import QuantizedWeight
 
 INT4_GROUPS = (32, 64, 128, 256)  # sizes that torch's kernel takes
-MANY_ROWS = 128  # from which on dequantizing int4 in every call pays
-SLICE = 1024  # outputs that are dequantized at a time, so that they need little memory, and stay in the caches
-ZERO_POINT = 128  # of the inputs: oneDNN is fast for unsigned ones only
+MANY_ROWS = 128  # dequantizing int4 in every call pays from here on
+SLICE = 1024  # outputs dequantized at a time, which stay in the caches
+ZERO_POINT = 128  # of the inputs: oneDNN is only fast for unsigned ones
 
 
 def select(weight: QuantizedWeight, dtype: torch.dtype) -> Int8 | Int4 | None:
@@ -24,12 +24,12 @@ def select(weight: QuantizedWeight, dtype: torch.dtype) -> Int8 | Int4 | None:
 
 
 def onednn_int8() -> bool:
-    """Without VNNI, sums of two products are kept in 16 bits, which is too few for these inputs."""
+    """Whether oneDNN multiplies int8: without VNNI it keeps sums of products in 16 bits, too few for these inputs."""
     return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
 
 
 class Int8:
-    """int8 x int8 by oneDNN: one scale per output, and one per row of the input, found as it comes."""
+    """int8 x int8 by oneDNN, with a scale per output and, computed in every call, per row of the input."""
 
     def __init__(self, weight: QuantizedWeight):
         self.values = torch.ops.onednn.qlinear_prepack(weight.values, None)
@@ -49,9 +49,9 @@ class Int8:
 class Int4:
     """int4 with a scale for every 32 to 256 inputs.
 
-    Few rows, as in decoding, are multiplied with the weight as it is, which reads a quarter of what bfloat16 reads.
-    That kernel's time grows with every row, so for many rows, as in a prompt, slices of the weight are dequantized in
-    every call. Both forms together take a byte per weight.
+    A few rows, as in decoding, are multiplied by the packed weight, which reads a quarter of bfloat16's bytes. That
+    kernel's time grows with every row, so for many rows, as in a prompt, slices of the weight are dequantized in every
+    call. Both forms together take a byte per weight.
     """
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype):
@@ -77,7 +77,7 @@ class Int4:
         return out if bias is None else out.add_(bias)
 
     def rows(self, rows: slice) -> Tensor:
-        """[rows, inputs] of the weight, dequantized by a table of what every byte holds: two values in one word."""
+        """Dequantize rows [rows, inputs] of the weight, by a table with the two values of every byte in one word."""
         bytes = self.nibbles[rows]
         pairs = self.pairs.view(self.word).flatten().index_select(0, bytes.flatten().int())
         values = pairs.view(self.pairs.dtype).view(len(bytes), -1, self.group_size)

@@ -1,4 +1,4 @@
-"""Rotary embedding on a CPU, in place: q and k are fresh from their projection, and nobody else reads them."""
+"""Rotary embedding on a CPU, in place: q and k come fresh from their projection, and nobody else reads them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.model.ops.cpu.kernel import Kernel, as_bf16, as_f32, as_i64, device_function, kernel, load, store, take
 
-TOKENS = 4  # that a thread takes at a time
+TOKENS = 4  # taken by a thread at a time
 
 
 @device_function

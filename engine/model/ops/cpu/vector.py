@@ -1,5 +1,5 @@
-"""Inner loops that must be vectors of 16 float32, written as LLVM IR because no auto-vectoriser can be trusted with
-them. On CPUs with shorter vectors LLVM splits them."""
+"""Inner loops that must use vectors of 16 float32, in LLVM IR because no auto-vectoriser can be trusted with them. On
+CPUs with shorter vectors LLVM splits them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Gated activations on a GPU, in Triton: one pass over both halves. See ops/activation.py.
-
-Checked under Triton's interpreter and compiled for sm_90; has not run on a GPU yet.
-"""
+"""Gated activations on a GPU, in Triton: one pass over both halves. See ops/activation.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged attention on a GPU, in Triton: one kernel for rows that decode and for chunks of prompts. See ops/attention.py;
+"""Paged attention in Triton: one kernel for rows that decode and for chunks of prompts. See ops/attention.py;
 `rotate_and_write` is in rope.py.
 
 A program owns a tile of rows of one sequence, with all query heads that share one KV head, so that K and V are read
@@ -6,12 +6,9 @@ once for all of them. It walks over the keys with a running softmax (FlashAttent
 decode are few and their sequences long, so the keys are also split over programs and the results combined by a second
 kernel (Flash-Decoding, https://pytorch.org/blog/flash-decoding, 2023).
 
-Fit for CUDA graphs: for sequences that decode, the grid and every argument follow from shapes alone, and lengths are
-read on the device. A sequence with kv_len 0 pads such a batch; its output is 0.
-
-Results depend on how many programs the keys are split over, and so, in the last bits, on the size of the batch.
-
-Checked under Triton's interpreter and compiled for sm_90; has not run on a GPU yet, so the tile sizes are estimates.
+CUDA graphs can hold it: for sequences that decode, the grid and every argument follow from shapes alone, and lengths
+are read on the device. A sequence with kv_len 0 pads such a batch; its output is 0. Results depend on the number of
+programs that the keys are split over and so, in the last bits, on the size of the batch. Tile sizes are estimates.
 """
 
 from __future__ import annotations
@@ -28,10 +25,10 @@ from engine.model.batch import Batch
 
 LOG2_E = math.log2(math.e)
 CHUNK_ROWS, SMALL_CHUNK_ROWS, DECODE_ROWS = 128, 32, 16  # rows x heads of a tile; tl.dot wants 16 at least
-KEY_TILE_BYTES = 16 * 1024  # of K, and again of V, in each stage of a pipeline in shared memory
+KEY_TILE_BYTES = 16 * 1024  # K, and as much V, in each stage of a pipeline in shared memory
 NUM_STAGES = 5  # a block's id is loaded before its K and V, so that this keeps three tiles on their way, not five
-PROGRAMS_PER_PROCESSOR = 4  # that keep the memory busy
-MIN_SPLIT_TOKENS = 256  # fewer keys than these are not worth a program
+PROGRAMS_PER_PROCESSOR = 4  # enough to keep the memory busy
+MIN_SPLIT_TOKENS = 256  # keys that are worth a program
 SPLIT_COUNTS = (1, 4, 16, 64)  # few values, since each is a kernel of its own
 INTERPRETED_PROCESSORS = 8
 
@@ -200,7 +197,7 @@ def launch(
     q: Tensor, out: Tensor, batch: Batch, layer: int, scale: float, window: int | None,
     tiles: int, longest: int, block_m: int, *, decode: bool,
 ) -> None:  # fmt: skip
-    """Attend from the rows that decode, or from all chunks; `longest` bounds their keys."""
+    """Attend from the rows that decode, or from all chunks, to at most `longest` keys."""
     kv_cache = batch.kv_cache
     _, _, _, kv_heads, page, head_dim = kv_cache.shape
     group, head_pad = q.shape[1] // kv_heads, max(16, triton.next_power_of_2(head_dim))
@@ -232,7 +229,7 @@ def launch(
 
 
 def chunk_rows(longest: int, group: int, dtype: torch.dtype) -> int:
-    """Rows x heads of a chunk's tile, for the longest chunk of a batch; a power of two, since tiles are."""
+    """Rows x heads of a tile, a power of two, for the longest chunk of a batch."""
     small = max(SMALL_CHUNK_ROWS, triton.next_power_of_2(group))
     if longest * group <= small or dtype == torch.float32:  # 128 rows of float32 do not fit into the registers
         return small
@@ -242,7 +239,7 @@ def chunk_rows(longest: int, group: int, dtype: torch.dtype) -> int:
 def row_tiles(batch: Batch, rows: int) -> Tensor:
     """[tiles, 4] int32: sequence, first row, number of rows (at most `rows`), and rows of the sequence after these.
 
-    The last rows of each chunk come first: they see most keys, and the GPU starts tiles in order.
+    The last rows of each chunk come first: they see the most keys, and the GPU starts tiles in order.
     """
     tiles = []
     for chunk in batch.chunks:
@@ -255,10 +252,10 @@ def row_tiles(batch: Batch, rows: int) -> Tensor:
 
 
 def num_splits(programs: int, longest: int, processors: int, *, decode: bool) -> int:
-    """How many programs share the keys of one tile: enough for the whole GPU, but none for a few keys.
+    """Number of programs that share the keys of one tile: enough for the whole GPU, but none for a few keys.
 
-    For rows that decode there are 4 at least where sequences may be long: a batch that fills the GPU with short
-    sequences and one long one would wait for the long one. Parts that a short sequence does not need end at once.
+    For rows that decode there are at least 4 if sequences may be long: a batch that fills the GPU with short
+    sequences and one long one would wait for the long one. Splits that a short sequence does not need end at once.
     """
     wanted = max(4 if decode else 1, PROGRAMS_PER_PROCESSOR * processors // programs)
     fitting = min(wanted, longest // MIN_SPLIT_TOKENS)
@@ -267,7 +264,7 @@ def num_splits(programs: int, longest: int, processors: int, *, decode: bool) ->
 
 @cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; for the interpreter, which runs programs one by one, a small number."""
+    """Number of streaming multiprocessors; a small number for the interpreter, which runs programs one by one."""
     if device.type == "cpu":
         return INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,7 +1,4 @@
-"""Experts' MLPs by torch's grouped products, of all experts at once. See ops/moe.py.
-
-Nothing here waits for the device. Has not run on a GPU yet.
-"""
+"""The experts of a layer by torch's grouped products, all at once, without waiting for the device. See ops/moe.py."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ ALIGNMENT = 8  # values, 16 bytes: rows of both operands must start there
 
 
 def fits(hidden_size: int, slice_size: int, dtype: torch.dtype) -> bool:
-    """slice_size: of each expert's intermediate values that this rank has."""
+    """Whether the product takes such experts. slice_size: intermediate values of each that this rank holds."""
     return dtype == torch.bfloat16 and hidden_size % ALIGNMENT == 0 and slice_size % ALIGNMENT == 0
 
 
@@ -32,7 +29,7 @@ def mix_experts(
     experts: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """A token's experts are added in the order of `experts`, whatever else is in the batch."""
+    """Sum a token's experts in the order of `experts`, whatever else is in the batch."""
     tokens, k = experts.shape
     chosen, order = experts.flatten().sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(len(gate_up), device=x.device), right=True).int()

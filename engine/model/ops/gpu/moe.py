@@ -1,10 +1,8 @@
-"""Experts' MLPs on a GPU, in Triton: all experts in two launches, for any number of tokens that each of them gets.
+"""The experts of a layer, in Triton: two launches for all experts, however many tokens each of them gets.
 
-As vLLM's fused_moe: pairs of a token and one of its experts are sorted by expert and cut into tiles, each of one
-expert's pairs only. How many tiles there are is known on the device alone; the grid is for as many as there can be, and
-programs that get none end at once. So nothing here waits for the device, and a CUDA graph can hold it.
-
-Checked under Triton's interpreter and compiled for sm_80 and sm_90; has not run on a GPU yet.
+As in vLLM's fused_moe, pairs of a token and one of its experts are sorted by expert and divided into tiles of one
+expert's pairs each. Only the device knows the number of tiles; the grid is for as many as there can be, and programs
+without a tile end at once. So nothing here waits for the device, and a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ def grouped_kernel(
 def grouped_linear(x: Tensor, weight: Tensor, order: Tensor, tiles: Tensor, tile_rows: int) -> Tensor:
     """[pairs, outputs], each pair's row of `x` times its expert's weight.
 
-    x: [rows, inputs], the columns next to each other; with fewer rows than pairs, as many pairs in a row share one
-    weight: [experts, outputs, inputs]; order, tiles: see `cut`
+    x: [rows, inputs], with contiguous columns; with fewer rows than pairs, neighbouring pairs share one
+    weight: [experts, outputs, inputs]; order, tiles: see `tile_pairs`
     """
     pairs, (_, size_n, size_k) = len(order), weight.shape
     out = torch.empty(pairs, size_n, dtype=x.dtype, device=x.device)
@@ -68,9 +66,12 @@ def grouped_linear(x: Tensor, weight: Tensor, order: Tensor, tiles: Tensor, tile
     return out
 
 
-def cut(experts: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Tensor]:
-    """order [pairs] int64: the entries of `experts`, sorted by expert. tiles [3, max_tiles] int64: expert, and where
-    its rows in `order` begin and end; tiles that are not needed begin behind their end."""
+def tile_pairs(experts: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Tensor]:
+    """Divide the pairs into tiles of one expert each.
+
+    Returns order [pairs] int64, the entries of `experts` sorted by expert, and tiles [3, max_tiles] int64: the expert,
+    and where its rows in `order` begin and end. Surplus tiles begin after their end.
+    """
     chosen, order = experts.flatten().sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(num_experts, device=experts.device), right=True)
     begins = F.pad(ends[:-1], (1, 0))
@@ -93,9 +94,9 @@ def mix_experts(
     experts: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """See ops/moe.py. A token's experts are added in the order of `experts`, whatever else is in the batch."""
+    """Sum a token's experts in the order of `experts`, whatever else is in the batch."""
     tile_rows = FEW if experts.numel() <= FEW * len(gate_up) else MANY
-    order, tiles = cut(experts, len(gate_up), tile_rows)
+    order, tiles = tile_pairs(experts, len(gate_up), tile_rows)
     hidden = activation(grouped_linear(x, gate_up, order, tiles, tile_rows))
     mixed = grouped_linear(hidden, down, order, tiles, tile_rows).view(*experts.shape, -1)
     return (mixed * weights.unsqueeze(2)).sum(1)

@@ -1,7 +1,4 @@
-"""RMSNorm on a GPU, in Triton: each row is read once. See ops/norm.py.
-
-Checked under Triton's interpreter and compiled for sm_90; has not run on a GPU yet.
-"""
+"""RMSNorm on a GPU, in Triton: each row is read once. See ops/norm.py."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAM_VALUES = 2048  # of short rows, such as heads, a program takes several
+PROGRAM_VALUES = 2048  # a program takes several short rows, such as heads
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -19,8 +16,8 @@ def rms_norm_kernel(
     HEADS: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr, SHIFTED: tl.constexpr,
     ROWS: tl.constexpr, SIZE_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows / ROWS); row r is head r % HEADS of token r // HEADS, whose values start at x + token * stride. With
-    ADD of x + y, which is left in `total`."""
+    """Grid (rows / ROWS); row r is head r % HEADS of token r // HEADS, whose values start at x + token * stride. ADD
+    normalises x + y and writes it to `total`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, SIZE_PAD)
     inside = (row < rows)[:, None] & (i < SIZE)[None, :]
@@ -34,7 +31,7 @@ def rms_norm_kernel(
     wide = values.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + eps)[:, None]
     factor = tl.load(weight + i, mask=i < SIZE, other=0.0).to(tl.float32)[None, :]
-    # without a shift rounded before the weight as well, as in the checkpoints' own code
+    # without a shift, rounded before the weight as well, as in the checkpoints' own code
     result = wide * (shift + factor) if SHIFTED else wide.to(values.dtype).to(tl.float32) * factor
     tl.store(out + target, result.to(values.dtype), mask=inside)
 

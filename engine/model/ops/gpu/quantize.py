@@ -1,8 +1,5 @@
-"""Rounding of the rows that quantized weights are multiplied with, in Triton: one pass in place of eight small kernels,
-which would take as long as the product itself when few rows decode. See quantization/weight.py, quantize_rows.
-
-Checked under Triton's interpreter and compiled for sm_90; has not run on a GPU yet.
-"""
+"""Quantizes the inputs of quantized weights, in Triton: one pass in place of eight small kernels, which would take as
+long as the product itself when few rows decode. See `quantize_rows` in quantization/weight.py."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ def quantize_kernel(
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, group_size: int | None = None) -> tuple[Tensor, Tensor]:
-    """x [rows, columns], any stride between rows -> values [rows, columns], scale [rows, groups] float32."""
+    """x [rows, columns], with any stride between rows -> values [rows, columns], scale [rows, groups] float32."""
     rows, columns = x.shape
     size = group_size or columns
     values = torch.empty(rows, columns, dtype=dtype, device=x.device)

@@ -1,7 +1,5 @@
-"""Weights of few bits on an NVIDIA GPU, by torch's own kernels. Has not run on a GPU yet.
-
-Everything here is free of copies to the host, so CUDA graphs can hold it.
-"""
+"""Products with quantized weights on an NVIDIA GPU, by torch's own kernels. Nothing here is copied to the host, so CUDA
+graphs can hold it."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ from engine.model.quantization.weight import FP8, QuantizedWeight
 
 BLOCK = 128  # rows and columns that share a scale in block-wise FP8
 INT4_GROUPS = (32, 64, 128, 256)
-INT4_TILES = 8  # of 16 inputs, that the int4 kernel multiplies at a time
+INT4_TILES = 8  # tiles of 16 inputs that the int4 kernel multiplies at a time
 INT8_ROWS = 32  # _int_mm takes no fewer than 17
 
-Quantize = Callable[..., tuple[Tensor, Tensor]]  # as quantize_rows in quantization/weight.py
+Quantize = Callable[..., tuple[Tensor, Tensor]]  # `quantize_rows` in quantization/weight.py
 
 
 def select(weight: QuantizedWeight, dtype: torch.dtype) -> RowFP8 | BlockFP8 | Int8 | Int4 | None:
@@ -52,8 +50,8 @@ def in_square_blocks(weight: QuantizedWeight) -> bool:
     return bool((blocks == blocks[:, :1]).all())  # a rank's rows may begin in the middle of a block
 
 
-def rounding() -> Quantize:
-    """Triton's version where there is one."""
+def find_quantize_rows() -> Quantize:
+    """Triton's `quantize_rows` if there is one."""
     if dispatch.triton_found():
         from engine.model.ops.gpu.quantize import quantize_rows
     else:
@@ -62,10 +60,10 @@ def rounding() -> Quantize:
 
 
 class RowFP8:
-    """float8 x float8 with a scale per output, and one per row of the input, found as it comes."""
+    """float8 x float8, with a scale per output and, computed in every call, per row of the input."""
 
     def __init__(self, weight: QuantizedWeight):
-        self.quantize = rounding()
+        self.quantize = find_quantize_rows()
         self.values = weight.values.T  # column-major, as the kernel wants it
         self.scale = weight.scale.T.contiguous()  # [1, outputs]
 
@@ -75,10 +73,10 @@ class RowFP8:
 
 
 class BlockFP8:
-    """float8 x float8 with a scale per 128 x 128 weights, and one per 128 inputs of each row."""
+    """float8 x float8, with a scale per 128 x 128 weights and per 128 inputs of each row."""
 
     def __init__(self, weight: QuantizedWeight):
-        self.quantize = rounding()
+        self.quantize = find_quantize_rows()
         self.values = weight.values.T
         scale = weight.scale[::BLOCK]  # [outputs / 128, inputs / 128]
         # [inputs / 128, rounded up to a multiple of 4; outputs / 128], the inputs next to each other
@@ -98,10 +96,10 @@ class BlockFP8:
 
 
 class Int8:
-    """int8 x int8 with a scale per output, and one per row of the input, found as it comes."""
+    """int8 x int8, with a scale per output and, computed in every call, per row of the input."""
 
     def __init__(self, weight: QuantizedWeight):
-        self.quantize = rounding()
+        self.quantize = find_quantize_rows()
         self.values = weight.values.T
         self.scale = weight.scale.T.contiguous()
 
@@ -114,7 +112,7 @@ class Int8:
 
 
 class Int4:
-    """int4 with a scale for every 32 to 256 inputs, multiplied as it is: tinygemm."""
+    """int4 with a scale for every 32 to 256 inputs, multiplied by tinygemm."""
 
     def __init__(self, weight: QuantizedWeight):
         self.group_size = weight.group_size

@@ -1,7 +1,4 @@
-"""Turns q and K by their positions and writes K and V into their blocks, in one Triton kernel. See ops/attention.py.
-
-Checked under Triton's interpreter and compiled for sm_90; has not run on a GPU yet.
-"""
+"""Rotates q and k by their positions and writes K and V to the cache, in one Triton kernel. See ops/attention.py."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from engine.model.batch import Batch
 
 
 @triton.jit
-def turned(x, cos_sin, head, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr):
-    """Both halves of one token's heads, [heads, HALF_PAD] each in x's dtype, with where they lie and which are real."""
+def rotated(x, cos_sin, head, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr):
+    """Rotate one token's heads: both halves [heads, HALF_PAD] in x's dtype, their offsets, and which are in bounds."""
     i = tl.arange(0, HALF_PAD)[None, :]
     half: tl.constexpr = HEAD_DIM // 2
     inside = (head < HEADS) & (i < half)
@@ -29,8 +26,8 @@ def turned(x, cos_sin, head, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_P
 
 
 @triton.jit
-def stored(x, scale, QUANTIZED: tl.constexpr, dtype: tl.constexpr):
-    """What the cache holds for x. The oracle divides and rounds to nearest as well, so that they agree to the bit."""
+def to_cache(x, scale, QUANTIZED: tl.constexpr, dtype: tl.constexpr):
+    """Convert x to the cache's dtype, dividing and rounding as the oracle does, so that they agree to the bit."""
     if QUANTIZED:
         x = tl.div_rn(x.to(tl.float32), tl.zeros(x.shape, tl.float32) + scale)
         x = tl.clamp(x, -448.0, 448.0)  # the largest of float8_e4m3fn
@@ -43,13 +40,13 @@ def rotate_and_write_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, QUANTIZED: tl.constexpr,
     HEADS_PAD: tl.constexpr, KV_HEADS_PAD: tl.constexpr, HALF_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens): q in place, K on its way. Tokens whose slot is negative are padding and write no KV."""
+    """Grid (tokens). q is rotated in place. Tokens with a negative slot are padding and write no KV."""
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = HEAD_DIM // 2
     cos_sin = table + tl.load(positions + token) * HEAD_DIM
     head = tl.arange(0, HEADS_PAD)[:, None]
     q += token * q_stride
-    low, high, offset, inside = turned(q, cos_sin, head, HEADS, HEAD_DIM, HALF_PAD)
+    low, high, offset, inside = rotated(q, cos_sin, head, HEADS, HEAD_DIM, HALF_PAD)
     tl.store(q + offset, low, mask=inside)
     tl.store(q + offset + half, high, mask=inside)
     slot = tl.load(slots + token)
@@ -60,15 +57,15 @@ def rotate_and_write_kernel(
         k_scale, v_scale = tl.load(kv_scales), tl.load(kv_scales + 1)
     dtype: tl.constexpr = cache.dtype.element_ty
     kv_head = tl.arange(0, KV_HEADS_PAD)[:, None]
-    low, high, offset, inside = turned(k + token * k_stride, cos_sin, kv_head, KV_HEADS, HEAD_DIM, HALF_PAD)
+    low, high, offset, inside = rotated(k + token * k_stride, cos_sin, kv_head, KV_HEADS, HEAD_DIM, HALF_PAD)
     i = tl.arange(0, HALF_PAD)[None, :]
     target = cache + slot // PAGE * block_stride + slot % PAGE * HEAD_DIM + kv_head * (PAGE * HEAD_DIM) + i
-    tl.store(target, stored(low, k_scale, QUANTIZED, dtype), mask=inside)
-    tl.store(target + half, stored(high, k_scale, QUANTIZED, dtype), mask=inside)
+    tl.store(target, to_cache(low, k_scale, QUANTIZED, dtype), mask=inside)
+    tl.store(target + half, to_cache(high, k_scale, QUANTIZED, dtype), mask=inside)
     v += token * v_stride + offset
     target += KV_HEADS * PAGE * HEAD_DIM
-    tl.store(target, stored(tl.load(v, mask=inside), v_scale, QUANTIZED, dtype), mask=inside)
-    tl.store(target + half, stored(tl.load(v + half, mask=inside), v_scale, QUANTIZED, dtype), mask=inside)
+    tl.store(target, to_cache(tl.load(v, mask=inside), v_scale, QUANTIZED, dtype), mask=inside)
+    tl.store(target + half, to_cache(tl.load(v + half, mask=inside), v_scale, QUANTIZED, dtype), mask=inside)
 
 
 def rotate_and_write(q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: Batch, layer: int) -> Tensor:

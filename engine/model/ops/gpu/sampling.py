@@ -1,12 +1,11 @@
-"""Draws a token from the whole vocabulary, or under min_p, top_k and top_p without sorting it, in Triton. See
+"""Draws tokens from the whole vocabulary, or under min_p, top_k and top_p without sorting it, in Triton. See
 engine/runner/sampler.py.
 
-The plain version sorts the tokens, most likely first, and looks where running sums of their weights pass a goal. Here
-the same places are found by search over the value of the logit: how much lies above a value is one pass over the row,
-which stays in the L2 cache. So the same number draws the same token, except where it falls so close to a border
-between two tokens that the order of summation decides. A row's token does not depend on the rows beside it.
-
-Nothing here waits for the device. Checked under Triton's interpreter and compiled for sm_90; has not run on a GPU yet.
+The plain version sorts the tokens, most likely first, and finds where running sums of their weights pass a goal. Here a
+search over the value of the logit finds the same position: the weight above a value takes one pass over the row, which
+stays in the L2 cache. So the same number draws the same token, unless it falls so close to the border between two
+tokens that the order of summation decides. A row's token does not depend on the other rows. Nothing here waits for the
+device.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ BLOCK = 4096
 
 @triton.jit
 def sort_key(x):
-    """int32 in the order of float32 values."""
+    """Map float32 to int32, keeping the order."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def weight_of(key, best):
-    """Probability of a logit relative to the best one's."""
+    """Probability of a logit relative to that of the best one."""
     return tl.exp((key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True) - best)
 
 
 @triton.jit
 def measures(logits, i, vocab, best, min_p, COUNT: tl.constexpr):
-    """Keys of tokens i, and their weights, 0 for those that min_p drops; with COUNT 1 for each that it leaves."""
+    """Keys of tokens i, and their weights, 0 for those that min_p drops; with COUNT, 1 for each token that remains."""
     x = tl.load(logits + i, mask=i < vocab, other=float("-inf"))
     weight = tl.exp(x - best)
     weight = tl.where(weight >= min_p, weight, 0.0)
@@ -42,12 +41,12 @@ def measures(logits, i, vocab, best, min_p, COUNT: tl.constexpr):
 
 
 @triton.jit
-def cut(
+def find_key(
     logits, vocab, best, min_p, low, goal,
     COUNT: tl.constexpr, STRICT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The largest key above `low` for which the tokens at or above it reach the goal together (with STRICT: pass it);
-    `low` where there is none. Each pass over the row looks at three keys and leaves a quarter of the range."""
+    `low` if there is none. Each pass over the row tries three keys and leaves a quarter of the range."""
     below = tl.cast(low, tl.int64)  # reaches the goal
     above = tl.cast(sort_key(best), tl.int64) + 1  # does not: nothing is there
     while above - below > 1:
@@ -71,8 +70,8 @@ def cut(
 
 
 @triton.jit
-def around(logits, vocab, best, min_p, key, BLOCK: tl.constexpr):
-    """Weight and number of the tokens above a key, and how many have just this one."""
+def mass_above(logits, vocab, best, min_p, key, BLOCK: tl.constexpr):
+    """Weight and number of the tokens above a key, and the number of tokens that have this key."""
     weights = tl.zeros([BLOCK], tl.float32)
     counts = tl.zeros([BLOCK], tl.int32)
     equals = tl.zeros([BLOCK], tl.int32)
@@ -86,7 +85,7 @@ def around(logits, vocab, best, min_p, key, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["top_k"])
 def draw_kernel(logits, tokens, uniform, top_p, min_p, top_k, vocab, stride, BLOCK: tl.constexpr):
-    """Grid (rows). `floor` is the least key that is left, of which `kept` tokens stay: the first ones."""
+    """Grid (rows). `floor` is the smallest key that remains; the first `kept` tokens of this key stay."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     top_p, min_p = tl.load(top_p + row), tl.load(min_p + row)
@@ -98,16 +97,16 @@ def draw_kernel(logits, tokens, uniform, top_p, min_p, top_k, vocab, stride, BLO
 
     floor = sort_key(best - 110.0)  # weights there are 0 in float32
     if top_k < vocab:
-        floor = cut(logits, vocab, best, min_p, floor, top_k.to(tl.float32), True, False, BLOCK)
-    mass, count, kept = around(logits, vocab, best, min_p, floor, BLOCK)
+        floor = find_key(logits, vocab, best, min_p, floor, top_k.to(tl.float32), True, False, BLOCK)
+    mass, count, kept = mass_above(logits, vocab, best, min_p, floor, BLOCK)
     kept = tl.minimum(kept, top_k - count)
     weight = tl.maximum(weight_of(floor, best), 1e-37)
     total = mass + kept * weight
     if top_p < 1.0:
         goal = tl.maximum(top_p, 1e-30) * total  # the most likely token always stays, even where top_p is 0
-        key = cut(logits, vocab, best, min_p, floor, goal, False, False, BLOCK)
+        key = find_key(logits, vocab, best, min_p, floor, goal, False, False, BLOCK)
         if key > floor:
-            mass, count, kept = around(logits, vocab, best, min_p, key, BLOCK)
+            mass, count, kept = mass_above(logits, vocab, best, min_p, key, BLOCK)
             weight = weight_of(key, best)
         kept = tl.minimum(kept, tl.ceil((goal - mass) / weight).to(tl.int32))
         floor = key
@@ -117,9 +116,9 @@ def draw_kernel(logits, tokens, uniform, top_p, min_p, top_k, vocab, stride, BLO
     target = tl.minimum(
         tl.load(uniform + row) * total, (total.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
     )
-    key = cut(logits, vocab, best, min_p, floor, target, False, True, BLOCK)
+    key = find_key(logits, vocab, best, min_p, floor, target, False, True, BLOCK)
     if key > floor:
-        mass, count, kept = around(logits, vocab, best, min_p, key, BLOCK)
+        mass, count, kept = mass_above(logits, vocab, best, min_p, key, BLOCK)
         weight = weight_of(key, best)
     rank = tl.minimum(tl.floor((target - mass) / weight).to(tl.int32), kept - 1)
     rank = tl.maximum(rank, 0)  # among the tokens of this key, lowest id first
@@ -136,10 +135,10 @@ def draw_kernel(logits, tokens, uniform, top_p, min_p, top_k, vocab, stride, BLO
 
 
 def draw_filtered(logits: Tensor, uniform: Tensor, top_p: Tensor, min_p: Tensor, top_k: int) -> Tensor:
-    """Tokens [rows] int64, any for a row without a finite best logit.
+    """Draw tokens [rows] int64, an arbitrary one for a row without a finite best logit.
 
     logits: [rows, vocab] float32, already divided by the temperature
-    uniform, top_p, min_p: [rows, 1] float32; top_k: of all rows, at least the vocabulary's size for none
+    uniform, top_p, min_p: [rows, 1] float32; top_k: that of all rows; the vocabulary's size or more for none
     """
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -151,8 +150,8 @@ def draw_filtered(logits: Tensor, uniform: Tensor, top_p: Tensor, min_p: Tensor,
 
 @triton.jit
 def draw_any_kernel(logits, tokens, uniform, vocab, stride, BLOCK: tl.constexpr):
-    """Grid (rows): `target` of the weights' sum lies before the token. Sums of the same weights in another order differ
-    a little, so a token of weight 0 is ruled out by its weight and not by them."""
+    """Grid (rows). Draw the token at which the running sum of weights passes `target`. Sums in another order differ a
+    little, so a token of weight 0 is ruled out by its weight and not by them."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     top = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -188,7 +187,7 @@ def draw_any_kernel(logits, tokens, uniform, vocab, stride, BLOCK: tl.constexpr)
 
 
 def draw_any(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Tokens [rows] int64, any for a row without a finite best logit.
+    """Draw tokens [rows] int64, an arbitrary one for a row without a finite best logit.
 
     logits: [rows, vocab] float32, already divided by the temperature; uniform: [rows, 1] float32
     """

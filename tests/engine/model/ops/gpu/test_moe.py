@@ -74,7 +74,7 @@ def test_every_pair_is_in_one_tile_of_its_expert_however_they_are_spread(tokens,
     for num_experts in (1, 5, 64):
         for crowded in (1, num_experts):
             experts = torch.randint(num_experts - crowded, num_experts, (tokens, 2), generator=generator)
-            order, tiles = moe.cut(experts, num_experts, rows)
+            order, tiles = moe.tile_pairs(experts, num_experts, rows)
             found = []
             for expert, first, end in tiles.T.tolist():
                 pairs = order[first:end].tolist()
