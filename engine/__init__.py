@@ -1,4 +1,4 @@
-"""Manta's inference engine: one model on one group of ranks. Knows nothing of Ray.
+"""Manta's inference engine: one model on one group of ranks. It never imports Ray.
 
 from engine import LLM, SamplingParams
 """
@@ -6,8 +6,8 @@ from engine import LLM, SamplingParams
 import os
 from typing import TYPE_CHECKING, Any
 
-# Before torch loads its OpenMP, which reads this once: how many turns a thread spins at a barrier before it sleeps. By
-# default it spins for milliseconds, so that one other busy process on the cores makes a step ten times longer.
+# How often a thread spins at an OpenMP barrier before it sleeps; read once, when torch loads OpenMP. By default it
+# spins for milliseconds, so that one other busy process on the cores makes a step ten times longer.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from engine.wire.sampling_params import SamplingParams
@@ -20,7 +20,7 @@ __all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` brings torch with it: seconds that a process which only speaks text (the ingress) need not spend."""
+    """Import `LLM` when it is used: it takes torch seconds to load, which an ingress need not spend."""
     if name == "LLM":
         from engine.offline.llm import LLM
 

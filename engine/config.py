@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from types import NoneType
+from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from engine.errors import ConfigError
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 # default tokens per KV block; on a GPU, 64 tokens of a head's K are one tile of our Triton kernel
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 # used when the configuration sets neither; the fields' own defaults suit a CPU, where such steps would take seconds
@@ -151,20 +150,16 @@ class EngineConfig:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ConfigError(key, value, "at least 1, or left out")
-        if self.dtype not in DTYPES:
-            raise ConfigError("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        if self.quantization not in (None, "fp8"):
-            raise ConfigError("quantization", self.quantization, "fp8, or left out")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ConfigError("kv_cache_dtype", self.kv_cache_dtype, f"one of {', '.join(KV_CACHE_DTYPES)}")
-        if self.scheduling_policy not in ("fcfs", "priority"):
-            raise ConfigError("scheduling_policy", self.scheduling_policy, "fcfs or priority")
+        for key, hint in get_type_hints(EngineConfig).items():
+            value, kinds = getattr(self, key), (hint, *get_args(hint))
+            choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+            if choices and value not in choices and not (value is None and NoneType in kinds):
+                left_out = ", or left out" if NoneType in kinds else ""
+                raise ConfigError(key, value, f"{'one of ' if len(choices) > 1 else ''}{', '.join(choices)}{left_out}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
         if self.cuda_graph_memory_gib < 0:
             raise ConfigError("cuda_graph_memory_gib", self.cuda_graph_memory_gib, "0 or more")
-        if self.load_format not in ("auto", "dummy"):
-            raise ConfigError("load_format", self.load_format, "auto or dummy")
         if self.kv_cache_memory_gib is not None and self.kv_cache_memory_gib <= 0:
             raise ConfigError("kv_cache_memory_gib", self.kv_cache_memory_gib, "above 0, or left out")
         if self.max_num_seqs > self.max_num_batched_tokens:

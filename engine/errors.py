@@ -1,17 +1,17 @@
-"""Every error that a user or another process may see, in one tree.
+"""All errors that a user or another process may see, in one tree.
 
 ServingError
 ├── RequestError              400  the request itself is wrong
 │   ├── InvalidParameter      400  one field has a bad value: names field, value and limit
 │   ├── PromptTooLong         400  prompt does not fit the model's context or the KV cache
 │   ├── ModelNotFound         404  no model of that name is served
-│   ├── RequestNotFound       404  nothing is known (any more) of the request that was asked about
+│   ├── RequestNotFound       404  the request that was asked about is not known, or no longer
 │   ├── InvalidApiKey         401  no key, or one that is not known
-│   ├── BodyTooLarge          413  the HTTP body is longer than this server takes
-│   └── UnsupportedMediaType  415  the HTTP body is not said to be JSON
+│   ├── BodyTooLarge          413  the HTTP body exceeds this server's limit
+│   └── UnsupportedMediaType  415  the Content-Type is not JSON
 ├── Overloaded                429  queues are full; nothing was started
 ├── RequestTimeout            408  the request's own deadline passed
-├── EngineError               500  computing this request failed; the engine lives on
+├── EngineError               500  computing this request failed; the engine goes on
 ├── EngineUnavailable         503  the replica died or makes no progress; retry elsewhere can help
 ├── OtherModel                503  the replica runs another model than this request is for
 └── StartupError              (exit code 1) the engine cannot start as configured
@@ -64,7 +64,7 @@ class InvalidParameter(RequestError):
     def __init__(self, field: str, value: object, limit: str):
         try:
             shown = repr(value)
-        except ValueError:  # Python writes out no integers of thousands of digits
+        except ValueError:  # Python refuses to print integers of thousands of digits
             value = shown = "a number of thousands of digits"
         if len(shown) > 100:
             shown = shown[:100] + "…"
@@ -74,7 +74,7 @@ class InvalidParameter(RequestError):
 
 
 class PromptTooLong(RequestError):
-    """The prompt needs more tokens than the limit leaves room for."""
+    """The prompt and at least one token of the answer exceed the limit."""
 
     def __init__(self, tokens: int, limit: int, what: str = "max_model_len"):
         Exception.__init__(self, tokens, limit, what)
@@ -96,7 +96,7 @@ class ModelNotFound(RequestError):
 
 
 class RequestNotFound(RequestError):
-    """Asked what happened to a request of which nothing is known, or no longer."""
+    """The request that was asked about is not known, or no longer."""
 
     status, type = 404, "not_found_error"
 
@@ -106,13 +106,13 @@ class RequestNotFound(RequestError):
 
 
 class InvalidApiKey(RequestError):
-    """The request brings no API key, or one that this server does not know."""
+    """The request has no API key, or one that this server does not know."""
 
     status, type = 401, "authentication_error"
 
 
 class BodyTooLarge(RequestError):
-    """The HTTP body is longer than this server takes."""
+    """The HTTP body exceeds this server's limit."""
 
     status = 413
 
@@ -122,7 +122,7 @@ class BodyTooLarge(RequestError):
 
 
 class UnsupportedMediaType(RequestError):
-    """A body must be said to be JSON, which also keeps web pages of other origins from sending one unasked."""
+    """The Content-Type is not JSON. Requiring JSON also keeps web pages of other origins from sending requests."""
 
     status = 415
 
@@ -145,7 +145,7 @@ class Overloaded(ServingError):
 
 
 class RequestTimeout(ServingError):
-    """The request's own deadline passed before it was finished."""
+    """The request's deadline passed before it was finished."""
 
     status, type = 408, "timeout_error"
 
@@ -176,9 +176,9 @@ class EngineUnavailable(ServingError):
 
 
 class OtherModel(ServingError):
-    """While a model is replaced by another of the same name, replicas of both are up.
+    """The replica runs another model of the same name, since one is being replaced by the other.
 
-    weights, vocabulary: the ModelIdentity of the replica that refused.
+    weights, vocabulary: ModelIdentity of the replica that refused.
     """
 
     status, type, retryable = 503, "service_unavailable_error", True
@@ -233,7 +233,7 @@ class OutOfMemory(StartupError):
 
 
 class RendezvousTimeout(StartupError):
-    """Some ranks of a group did not come in time."""
+    """Some ranks of a group did not join in time."""
 
     def __init__(self, missing: list[int], size: int, timeout_s: float, where: str):
         super().__init__(missing, size, timeout_s, where)

@@ -146,7 +146,7 @@ class BlockPool:
         return bool(self._changes)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the hashes added and the hashes removed since the last call; one that came and went counts as removed."""
+        """Return hashes added and hashes removed since the last call; one that came and went counts as removed."""
         changes, self._changes = self._changes or {}, {}
         return [h for h, there in changes.items() if there], [h for h, there in changes.items() if not there]
 

@@ -119,16 +119,7 @@ class EngineCore:
         )
         grammars = GrammarCompiler(folder, model_config.vocab_size, scheduler.eos_token_ids)
         return cls(
-            config,
-            model_config,
-            group,
-            runner,
-            scheduler,
-            grammars,
-            step_times,
-            broadcaster=broadcaster,
-            channel=channel,
-            kv_worker=kv_worker,
+            config, model_config, group, runner, scheduler, grammars, step_times, broadcaster, channel, kv_worker
         )
 
     def __init__(
@@ -140,7 +131,6 @@ class EngineCore:
         scheduler: Scheduler,
         grammars: GrammarCompiler,
         step_times: StepTimes,
-        *,
         broadcaster: PlanBroadcaster | None = None,
         channel: HandoffChannel | None = None,
         kv_worker: KVTransferWorker | None = None,

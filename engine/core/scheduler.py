@@ -1,4 +1,4 @@
-"""Decides what each step computes. Pure Python: no torch, no clock, no socket."""
+"""The scheduler: decides what each step computes. Pure Python: no torch, no clock, no socket."""
 
 from __future__ import annotations
 
@@ -37,26 +37,25 @@ NO_TOKEN = "no token can be sampled: all are banned, or the model's logits are n
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something to tell whoever asked for `request`."""
+    """Output of a step for the client of a request."""
 
     request: Request
     delta: TokenDelta
 
 
 class Scheduler:
-    """Continuous batching without phases: every request has tokens that it wants computed and tokens that are
-    computed, and a step narrows the gap, under one token budget for all.
+    """Continuous batching without phases: every request has known tokens and computed tokens, and a step narrows the
+    gap, under one token budget for all.
 
-    `schedule` decides, `commit` records. A second step may be planned before the first is committed; the tokens
-    that the first will bring are then counted as `in_flight`.
+    `schedule` decides, `commit` records. A second step may be planned before the first is committed; the tokens that
+    the first will sample are then counted as `in_flight`.
 
-    Requests are served in `order` (priority, then arrival). Running requests come first; each leaves one token
-    of the budget to every one behind it, so a long prompt never stops the others' decoding. When blocks run
-    out, only a request that comes later in the order is preempted: the first in order always gets on, so
-    everyone finishes.
+    Requests are served in `order` (priority, then arrival). Running requests come first; each leaves one token of the
+    budget to every one behind it, so a long prompt never stops the others' decoding. When blocks run out, only a
+    request later in the order is preempted: the first in order always makes progress, so everyone finishes.
 
     The KV of a prompt may come from another engine (`handoffs`). Its request holds all blocks that the prompt needs
-    meanwhile, and takes a slot only when the KV is there, as if its prompt had been cached.
+    meanwhile, and is given a slot only when the KV is there, as if its prompt had been cached.
     """
 
     def __init__(
@@ -88,17 +87,17 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.queue.live or self.planned or self.handoffs.receiving)
 
-    # -- requests come and go ------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------------
 
     def add(self, message: GenerateRequest, now: float) -> Request:
-        """Take a request, or raise a ServingError and leave everything as it was."""
+        """Queue a request, or raise a ServingError and change nothing."""
         self.check_request(message)
         self._check_capacity()
         priority = message.priority if self.config.scheduling_policy == "priority" else 0
         return self._enqueue(Request.create(message, (priority, self._num_arrived), self.max_model_len, now))
 
     def add_remote_prefill(self, prefill_request: RemotePrefillRequest, now: float) -> Request:
-        """Take a prompt to be computed for another engine, or raise a ServingError and leave everything as it was."""
+        """Queue a prompt to be computed for another engine, or raise a ServingError and change nothing."""
         self._check_tokens(prefill_request.token_ids, prefill_request.num_prompt)
         prefill_request.params.check_vocabulary(self.vocab_size)
         self._check_capacity()
@@ -110,8 +109,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> Request:
         self._num_arrived += 1
-        given = f" and {request.num_output} output tokens" if request.num_output else ""
-        behind = self.queue.num_waiting
+        behind, given = self.queue.num_waiting, f" and {request.num_output} output tokens" if request.num_output else ""
         request.note(f"queued behind {behind} others, with {request.num_prompt} prompt tokens{given}")
         self.queue.add(request)
         logger.debug("request queued request_id=%s prompt_tokens=%d", request.request_id, request.num_prompt)
@@ -132,8 +130,8 @@ class Scheduler:
         given = 0 if message.num_prompt is None else len(message.prompt) - message.num_prompt
         if message.params.max_tokens is not None and given >= message.params.max_tokens:
             raise InvalidParameter("max_tokens", message.params.max_tokens, f"above the {given} that are given already")
-        only_here = message.params.prompt_logprobs is not None or not self.handoffs.decides
-        if message.prefill == "remote" and only_here:
+        local_only = message.params.prompt_logprobs is not None or not self.handoffs.decides
+        if message.prefill == "remote" and local_only:
             raise InvalidParameter("prefill", message.prefill, "auto or local where no other engine computes prompts")
 
     def _check_tokens(self, tokens: list[int], num_prompt: int | None) -> None:
@@ -151,7 +149,7 @@ class Scheduler:
         self, request_id: str, now: float, error: ServingError | None = None, *, reason: FinishReason = "abort"
     ) -> Event | None:
         """End a request now and free what it holds. None if it is not live (it may just have finished), or if it is
-        computed for another engine, which may still read its blocks: that one is told, and the end is left to it."""
+        computed for another engine: that one is told, and ends it when it no longer reads the blocks."""
         request = self.queue.live.get(request_id)
         if request is None:
             return None
@@ -165,10 +163,10 @@ class Scheduler:
     # -- plan ----------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step, or None when there is nothing that could be computed now."""
+        """Plan the next step; None if nothing can be computed now."""
         before = self.totals.preemptions
         budget = self._plan_running()
-        if self.totals.preemptions == before:  # none are started while blocks run out
+        if self.totals.preemptions == before:  # start nobody while blocks run out
             self._admit(budget, now)
         if not self._builder.requests:
             return None
@@ -184,10 +182,8 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         queue = list(self.queue.running)
         for behind, request in zip(range(len(queue) - 1, -1, -1), queue, strict=True):
-            if request.state is not State.RUNNING:
-                continue  # preempted by one before it
-            if request.waiting_for_grammar:
-                continue
+            if request.state is not State.RUNNING or request.waiting_for_grammar:
+                continue  # the former were preempted by one before them
             count = min(request.pending, budget - behind)
             if count > 0 and self._grow(request, request.computed + count):
                 self._builder.compute(request, count)
@@ -275,7 +271,7 @@ class Scheduler:
             self._preempt(with_kv[-1])
 
     def _grow(self, request: Request, tokens: int) -> bool:
-        """Give the request blocks for `tokens` tokens, preempting others if needed; False if it went itself."""
+        """Give a request blocks for `tokens` tokens, preempting others if needed; False if it was preempted itself."""
         while not self.kv_cache.grow(request, tokens):
             victim = self._victim(request)
             self._preempt(victim)
@@ -284,27 +280,17 @@ class Scheduler:
         return True
 
     def _victim(self, request: Request) -> Request:
-        """Of the requests behind `request`, the cheapest to compute again, then the newest; rather one that only
-        waits for a slot. Not one that is computed for another engine, which reads its blocks."""
-        holders = [*self.queue.running, *self.queue.waiting_with_kv]
-        behind = [
-            r
-            for r in holders
-            if r.order > request.order and r.prefill_request is None and self.pool.num_unshared(r.blocks)
-        ]
-        waits = State.WAITING
-        return max(
-            behind, key=lambda r: (r.state is waits, -self.pool.num_unshared(r.blocks), r.order), default=request
-        )
+        """Choose among the requests behind `request` one that only waits for a slot, then the cheapest to compute
+        again, then the newest. Not one that is computed for another engine, which reads its blocks."""
+        num_unshared, waiting = self.pool.num_unshared, State.WAITING
+        behind = [r for r in [*self.queue.running, *self.queue.waiting_with_kv] if r.order > request.order]
+        victims = [r for r in behind if r.prefill_request is None and num_unshared(r.blocks)]
+        return max(victims, key=lambda r: (r.state is waiting, -num_unshared(r.blocks), r.order), default=request)
 
     def _preempt(self, request: Request) -> None:
-        logger.info(
-            "preempted request_id=%s computed_tokens=%d unshared_blocks=%d times=%d",
-            request.request_id,
-            request.computed,
-            self.pool.num_unshared(request.blocks),
-            request.num_preemptions + 1,
-        )
+        unshared = self.pool.num_unshared(request.blocks)
+        logger.info("preempted request_id=%s computed_tokens=%d unshared_blocks=%d times=%d",
+                    request.request_id, request.computed, unshared, request.num_preemptions + 1)  # fmt: skip
         request.note(f"preempted, since blocks ran out; {request.computed} computed tokens are given up")
         self.queue.remove(request)
         self.kv_cache.release(request)
@@ -315,7 +301,7 @@ class Scheduler:
     # -- results -------------------------------------------------------------------------------------------
 
     def commit(self, result: StepResult, now: float) -> list[Event]:
-        """Record the result of the oldest planned step; returns what is new, one event per request."""
+        """Record the result of the oldest planned step. Returns one event per request that got a token."""
         plan, requests = self.planned.popleft()
         assert plan.step == result.step, f"step {result.step} came back, step {plan.step} was expected"
         events = []
@@ -334,6 +320,7 @@ class Scheduler:
         return events
 
     def append_token(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> Event:
+        """Record a sampled token, and end the request if it is the last."""
         request.in_flight -= 1
         if token < 0:
             error: ServingError = EngineError(request.request_id, NO_TOKEN)
@@ -372,9 +359,9 @@ class Scheduler:
         return Event(request, delta)
 
     def _collect_prompt_logprobs(self, request: Request, start: int, rows: list[TokenLogprob] | None) -> None:
-        have = request.prompt_logprobs
-        if rows and have is not None and len(have) >= start + 1:  # less only if computed again after preemption
-            have.extend(rows[len(have) - start - 1 :])
+        known = request.prompt_logprobs
+        if rows and known is not None and len(known) >= start + 1:  # fewer only if computed again after preemption
+            known.extend(rows[len(known) - start - 1 :])
 
     def _finish(
         self,
@@ -415,10 +402,7 @@ class Scheduler:
         return Event(request, last)
 
     def take_timelines(self, before: float) -> list[Event]:
-        """Return what has happened to requests that have had no delta since `before`, as deltas without a token.
-
-        before: seconds since 1970.
-        """
+        """Return deltas without a token for requests with events from before `before` (seconds since 1970)."""
         return [
             Event(r, TokenDelta(request_id=r.request_id, position=r.num_output, timeline=r.take_timeline()))
             for r in self.queue.live.values()
@@ -428,7 +412,7 @@ class Scheduler:
     # -- handoffs ------------------------------------------------------------------------------------------
 
     def handle(self, event: HandoffEvent, now: float) -> list[Event]:
-        """A handoff has got on; returns what is new."""
+        """Record the progress of a handoff."""
         match event:
             case Noted():
                 if event.request_id in self.queue.live:
@@ -462,7 +446,7 @@ class Scheduler:
         return [self.append_token(request, event.first.token, event.first.logprob, now)]
 
     def _report(self, request: Request, computed: int, token: int | None, logprob: TokenLogprob | None) -> None:
-        """Tell the engine that wanted this prompt how far it is; with a token it is done, and only holds its blocks."""
+        """Tell the engine that asked for this prompt how much is computed. With a token, all of it is."""
         self.handoffs.report(request, computed, self.pool.block_size)
         if token is None:
             return
@@ -475,7 +459,7 @@ class Scheduler:
         self._retire(request)
 
     def _retire(self, request: Request) -> None:
-        """Nothing more is computed for it; its blocks stay until they are read."""
+        """Compute nothing more for it; its blocks stay until the other engine has read them."""
         self.queue.remove(request)
         request.state = State.LEASED
         self.handoffs.leased[request.request_id] = request

@@ -1,0 +1,1 @@
+"""Types that cross a process boundary: messages, plans, parameters, hashes."""
