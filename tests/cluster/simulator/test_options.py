@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 from typer.testing import CliRunner
 
 from cluster.cli import main as cli
 from cluster.simulator.hardware import MODELS
+from cluster.simulator.options import SimulationOptions
 from engine.errors import InvalidParameter
 from tests.models import make_model
 
@@ -105,3 +108,10 @@ def test_a_plan_says_that_two_pools_were_not_tried_and_what_tries_them():
         CliRunner().invoke(cli.app, [*options, "--prefill-replicas", "1", "--max-gpus", "2", "--tpot-ms", "1"]).stdout
     )
     assert "two pools: none is good enough" in said
+
+
+def test_every_option_is_a_flag_with_a_help_text_and_its_default():
+    shown = " ".join(CliRunner().invoke(cli.app, ["simulate", "--help"], env={"COLUMNS": "400"}).stdout.split())
+    for field in fields(SimulationOptions):
+        assert f"--{field.name.replace('_', '-')}" in shown, field.name
+        assert field.metadata["help"].split(";")[0] in shown, field.name
