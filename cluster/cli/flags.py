@@ -26,7 +26,7 @@ EngineFlags = Annotated[dict[str, Any], EngineConfig]
 
 def flag(default: Any, help: str, *names: str, **details: Any) -> Any:
     """A dataclass field that is a flag. names: if not the field's own; details: arguments of typer.Option."""
-    return field(default=default, metadata={"help": help, "names": names, "details": details})
+    return field(default=default, metadata={"help": help, "names": names, **details})
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -54,14 +54,13 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def flags_of(config: type) -> list[inspect.Parameter]:
-    hints = get_type_hints(config)
-    return [
-        _parameter(
-            f.name, hints[f.name], f.default, *f.metadata["names"], help=f.metadata["help"], **f.metadata["details"]
-        )
-        for f in fields(config)
-    ]
+def flags_of(options: type) -> list[inspect.Parameter]:
+    """Flags of a dataclass: the metadata of its fields are `names` and arguments of typer.Option, such as `help`."""
+    hints, flags = get_type_hints(options), []
+    for f in fields(options):
+        details = dict(f.metadata)
+        flags.append(_parameter(f.name, hints[f.name], f.default, *details.pop("names", ()), **details))
+    return flags
 
 
 def engine_flags() -> list[inspect.Parameter]:
@@ -94,35 +93,3 @@ def _without_none(hint: Any) -> Any:
         (hint,) = (part for part in get_args(hint) if part is not NoneType)
     assert hint in (bool, int, float, str) or get_origin(hint) is Literal, hint
     return hint
-
-
-def with_flags_of(options: type, parameter: str = "options") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a Typer command, in place of one parameter of type `options`, a flag for each field of that dataclass.
-
-    A field's metadata are the arguments of `typer.Option`: `help` and what else there is.
-    """
-    hints = get_type_hints(options)
-    flags = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=Annotated[hints[field.name], typer.Option(**field.metadata)],
-        )
-        for field in fields(options)
-    ]
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = list(inspect.signature(command, eval_str=True).parameters.values())
-
-        @functools.wraps(command)
-        def run(**given: Any) -> None:
-            values = {flag.name: given.pop(flag.name) for flag in flags}
-            command(**given, **{parameter: options(**values)})
-
-        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != parameter]
-        run.__signature__ = inspect.Signature([*parameters, *flags])  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in [*parameters, *flags]}
-        return run
-
-    return decorate

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.flags import with_flags_of
+from cluster.cli.flags import with_flags
 from cluster.simulator.options import SimulationOptions, TraceOptions
 
 simulate = typer.Typer(invoke_without_command=True)
@@ -19,7 +19,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON
 
 
 @simulate.callback()
-@with_flags_of(SimulationOptions)
+@with_flags
 def run(
     context: typer.Context,
     options: SimulationOptions,
@@ -108,7 +108,7 @@ def fit(
 
 
 @simulate.command(name="trace")
-@with_flags_of(TraceOptions)
+@with_flags
 def write_trace(
     options: TraceOptions,
     output: Annotated[Path, typer.Option(dir_okay=False, help="JSON lines, in Mooncake's format.")],
