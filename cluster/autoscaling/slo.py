@@ -57,8 +57,7 @@ def autoscaling_config(low: int, high: int, full: int, pool: PoolSettings | None
 
     low, high: bounds of the number of replicas.
     full: requests that fill one replica; Serve shows it, and our policy has no use for it.
-    pool: hidden in policy_kwargs. Serve hands those to nobody, since the application's policy takes the place of the
-        deployment's; but the policy can read them there.
+    pool: goes into policy_kwargs, where our policy reads it; Serve itself hands them to deployments' own policies only.
     """
     return {
         "min_replicas": low,
