@@ -98,7 +98,7 @@ class Ingress:
         return {key: value for report in reports for key, value in report.items()}
 
     async def timelines(self, name: str) -> bytes:
-        """Return what this ingress knows of a request: list[SequenceTimeline], in msgpack. See SequenceTimeline.is_of."""
+        """Return what this ingress knows of a request (SequenceTimeline.is_of): list[SequenceTimeline], in msgpack."""
         return msgspec.msgpack.encode(self._telemetry.timelines.of(name))
 
     async def __del__(self) -> None:

@@ -17,11 +17,16 @@ TIMEOUT_S = 30.0
 
 
 def fetch(url: str, request_id: str, api_key: str | None) -> bytes:
-    """The server's answer: RequestTimeline, in JSON.
+    """Return the server's answer: RequestTimeline, in JSON.
 
     Raises RequestNotFound, InvalidApiKey, RequestError, or EngineUnavailable if there is no server.
     """
-    status, body = asyncio.run(_get(url, f"/debug/requests/{quote(request_id, safe='')}", api_key))
+
+    async def get() -> tuple[int, bytes]:
+        async with OpenAIClient(url, api_key, TIMEOUT_S) as client:
+            return await client.get(f"/debug/requests/{quote(request_id, safe='')}")
+
+    status, body = asyncio.run(get())
     match status:
         case 200:
             return body
@@ -35,11 +40,6 @@ def fetch(url: str, request_id: str, api_key: str | None) -> bytes:
             raise EngineUnavailable(f"{url} answers {status}: {error_message(body)}")
 
 
-async def _get(url: str, path: str, api_key: str | None) -> tuple[int, bytes]:
-    async with OpenAIClient(url, api_key, TIMEOUT_S) as client:
-        return await client.get(path)
-
-
 def show(body: bytes, console: Console) -> None:
     for timeline in msgspec.json.decode(body, type=RequestTimeline).sequences:
         show_sequence(timeline, console)
@@ -49,8 +49,8 @@ def show_sequence(timeline: SequenceTimeline, console: Console) -> None:
     summary = Table.grid(padding=(0, 2))
     summary.add_column(style="bold")
     summary.add_column(overflow="fold")
-    for name, told in summary_of(timeline):
-        summary.add_row(name, told)
+    for name, text in summary_of(timeline):
+        summary.add_row(name, text)
     events = Table(box=None, padding=(0, 2, 0, 0))
     events.add_column("seconds", justify="right")
     events.add_column("where", style="cyan")
@@ -64,38 +64,29 @@ def show_sequence(timeline: SequenceTimeline, console: Console) -> None:
 
 
 def summary_of(timeline: SequenceTimeline) -> list[tuple[str, str]]:
-    """(name, what is to be said of it)"""
-    if timeline.state != "ended":
-        end = "waits for its first token" if timeline.state == "waiting" else "is running"
-    else:
-        end = f"ended after {seconds(timeline.seconds)}: {timeline.reason}"
-    cached = f", {timeline.cached_tokens} of them from the prefix cache" if timeline.first_token_s is not None else ""
+    """Return (name, text) for each line of the summary, without those that have nothing to say."""
+    first_s = timeline.first_token_s
+    state = {"waiting": "waits for its first token", "running": "is running"}.get(timeline.state)
+    cached = "" if first_s is None else f", {timeline.cached_tokens} of them from the prefix cache"
     waits = {
         "for admission": timeline.admission_s,
         "in the engine's queue": timeline.queue_s,
         "for the first token since then": timeline.prefill_s,
     }
-    waited = ", ".join(f"{seconds(value)} {where}" for where, value in waits.items() if value is not None)
-    output = f"{timeline.output_tokens} tokens"
-    if timeline.first_token_s is not None:
-        output += f", the first after {seconds(timeline.first_token_s)}"
-        if timeline.seconds is not None and timeline.output_tokens > 1:
-            each = (timeline.seconds - timeline.first_token_s) / (timeline.output_tokens - 1)
-            output += f", then one every {1000 * each:.1f} ms"
+    output = f"{timeline.output_tokens} tokens" + ("" if first_s is None else f", the first after {first_s:.3f} s")
+    if first_s is not None and timeline.seconds is not None and timeline.output_tokens > 1:
+        each_s = (timeline.seconds - first_s) / (timeline.output_tokens - 1)
+        output += f", then one every {1000 * each_s:.1f} ms"
     rows = [
         ("request", timeline.request_id),
         ("model", timeline.model),
-        ("state", end),
+        ("state", state or f"ended after {timeline.seconds or 0.0:.3f} s: {timeline.reason}"),
         ("error", timeline.error or ""),
         ("prompt", f"{timeline.prompt_tokens} tokens{cached}"),
-        ("waited", waited),
+        ("waited", ", ".join(f"{value:.3f} s {where}" for where, value in waits.items() if value is not None)),
         ("output", output),
         ("engines", ", ".join(timeline.engines)),
         ("replays", str(timeline.replays or "")),
         ("preemptions", str(timeline.preemptions or "")),
     ]
-    return [(name, told) for name, told in rows if told]
-
-
-def seconds(value: float | None) -> str:
-    return "?" if value is None else f"{value:.3f} s"
+    return [(name, text) for name, text in rows if text]

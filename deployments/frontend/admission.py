@@ -1,8 +1,9 @@
 """The queue of one model in one ingress, in front of the engines' own queues.
 
 Engines get only as many sequences as they can run and a few more, so that they never idle and yet who is next is
-decided here, where clients are known (fair_queue.py). With several ingresses each has its share of the engines and
-is fair among the clients that it serves itself: a client that reaches only one of them gets a share of that one.
+decided here, where clients are known (fair_queue.py). With several ingresses each gets a fraction of the engines'
+capacity and is fair among the clients that it serves itself: a client that reaches only one of them is limited to that
+one's fraction.
 """
 
 from __future__ import annotations
@@ -22,45 +23,48 @@ from engine.wire.messages import EngineStatus
 
 logger = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 1.0  # how often engines are asked while they have work from here
-CROWDED = 0.8  # share of KV blocks in use above which waiting requests are taken to wait for blocks
-DURATIONS = 64  # last requests over which the time that one takes is averaged
+POLL_INTERVAL_S = 1.0  # between two polls of the engines, while they have work from here
+CROWDED = 0.8  # fraction of KV blocks in use above which waiting requests are taken to wait for blocks
+MAX_DURATIONS = 64  # of the newest requests, averaged for Retry-After
 MAX_RETRY_AFTER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """max_num_seqs: that one engine runs. num_engines: at the start. num_ingresses: that share the engines.
-    max_waiting, max_waiting_tokens: sequences that may wait here, and tokens of their prompts.
-    """
+    """How many sequences one ingress sends to the engines of a model, and how many it lets wait."""
 
     max_num_seqs: int
+    """Sequences that one engine runs."""
     num_engines: int
+    """Engines at the start, before any of them has reported."""
     num_ingresses: int
+    """Ingresses that send to the same engines."""
     max_waiting: int
+    """Sequences that may wait in one ingress."""
     max_waiting_tokens: int
+    """Tokens of their prompts."""
 
 
 class Admission:
-    """refused: requests answered with Overloaded so far."""
+    """Lets the requests of one model wait until the engines have capacity for them."""
 
     def __init__(self, pool: EnginePool, limits: AdmissionLimits):
-        self.refused = 0
+        self.refused = 0  #: requests answered with Overloaded so far
         self._pool, self._limits = pool, limits
         window = _per_ingress(limits.num_engines * _engine_capacity(limits), limits)
         self._queue = FairQueue(window, limits.max_waiting, limits.max_waiting_tokens)
         self._starts: dict[QueuedRequest, asyncio.Future[None]] = {}
-        self._durations_s: deque[float] = deque([1.0], maxlen=DURATIONS)
+        self._durations_s: deque[float] = deque([1.0], maxlen=MAX_DURATIONS)
         self._watch: asyncio.Task[None] | None = None
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in this queue."""
+        """Sequences that wait in this queue."""
         return self._queue.num_waiting
 
     @property
     def waiting_tokens(self) -> int:
-        """Of the prompts of those sequences."""
+        """Prompt tokens of the waiting sequences."""
         return self._queue.waiting_tokens
 
     @property
@@ -69,7 +73,7 @@ class Admission:
         return self._queue.num_running
 
     def check(self, client: str) -> None:
-        """Raises Overloaded if a request of this client would be refused, before any work is done for it."""
+        """Raise Overloaded if a request of this client would be refused, before any work is done for it."""
         if self._queue.is_full_for(client):
             raise self._overloaded()
 
@@ -77,7 +81,7 @@ class Admission:
     async def enter(
         self, request_id: str, client: str, sequences: int, prompt_tokens: int, timeout_s: float | None
     ) -> AsyncGenerator[QueuedRequest]:
-        """Wait until the engines have room. Raises Overloaded or RequestTimeout."""
+        """Wait until the engines have capacity. Raises Overloaded or RequestTimeout."""
         loop = asyncio.get_running_loop()
         queued, started = QueuedRequest(client, sequences, prompt_tokens), loop.create_future()
         dropped = self._queue.offer(queued)
@@ -99,6 +103,7 @@ class Admission:
             self._start()
 
     def charge(self, queued: QueuedRequest, output_tokens: int) -> None:
+        """Count output tokens against the client of a running request."""
         self._queue.charge(queued, output_tokens)
 
     def _start(self) -> None:
@@ -109,7 +114,7 @@ class Admission:
             self._watch = asyncio.create_task(self._watch_engines())
 
     async def _watch_engines(self) -> None:
-        """Follow what the engines report, as long as they work for this ingress."""
+        """Adjust the window to what the engines report, as long as they work for this ingress."""
         while self._queue.num_running:
             await asyncio.sleep(POLL_INTERVAL_S)
             try:
@@ -127,7 +132,7 @@ class Admission:
         return Overloaded(message, self._retry_after_s())
 
     def _retry_after_s(self) -> float:
-        """When the queue of now will have been served, if requests go on taking as long as the last ones."""
+        """Return when the present queue will have been served, if requests take as long as the newest ones did."""
         mean_s = sum(self._durations_s) / len(self._durations_s)
         return min(max(mean_s * self.num_waiting / self._queue.window, 1.0), MAX_RETRY_AFTER_S)
 
@@ -141,10 +146,10 @@ async def _wait(started: asyncio.Future[None], request_id: str, timeout_s: float
 
 
 def window(statuses: Sequence[EngineStatus], limits: AdmissionLimits) -> int:
-    """Sequences that one ingress may have in the engines.
+    """Return how many sequences one ingress may have in the engines.
 
-    Each engine takes what it may run, and a few more to go on with. One whose requests wait for KV blocks takes what it
-    does run, and as many more.
+    Each engine takes what it may run, and a few more to continue with. An engine whose requests wait for KV blocks
+    takes only what it does run, and the same few more.
     """
     headroom, total = _headroom(limits), 0
     for stats in (status.stats for status in statuses):

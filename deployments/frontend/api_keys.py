@@ -14,7 +14,7 @@ from engine.errors import ConfigError, InvalidApiKey
 logger = logging.getLogger(__name__)
 
 OPTION = "ingress.api_keys_file"
-POLL_INTERVAL_S = 1.0  # how often the file is looked at
+POLL_INTERVAL_S = 1.0  # between two looks at the file's modification time
 LINE = re.compile(r"(?P<name>[^\s:]+):(?P<digest>[0-9a-f]{64})")
 RULE = "lines of `name:sha256 of the key in hexadecimal`, as `manta hash-key` prints them"
 
@@ -22,15 +22,15 @@ _Version = tuple[int, int, int]
 
 
 def hash_key(key: str) -> str:
-    """What stands in the file. A plain SHA-256 is enough for long random keys, and for such keys only."""
+    """Return the digest that stands in the file. A plain SHA-256 is enough for long random keys only."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 class ApiKeys:
-    """The keys of a file: one per line; empty lines and those with `#` do not count.
+    """The keys of a file: one per line, without empty lines and comments (`#`).
 
-    A change counts within a second, without a restart. A file that cannot be read then leaves the old keys valid and is
-    reported in the log; an empty one lets nobody in.
+    A change of the file is noticed within a second. If the file cannot be read then, the old keys stay valid and the
+    log says so; an empty file lets nobody in.
     """
 
     def __init__(self, path: Path):
@@ -42,7 +42,7 @@ class ApiKeys:
             raise ConfigError(OPTION, str(path), f"a file with at least one key: {RULE}")
 
     def name_of(self, authorization: str | None) -> str:
-        """Who asks, by the value of the Authorization header. Raises InvalidApiKey."""
+        """Return the name of the key in an Authorization header. Raises InvalidApiKey."""
         self._reload_if_changed()
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key:
@@ -74,7 +74,7 @@ def _version(path: Path) -> _Version:
 
 
 def _read(path: Path) -> tuple[_Version, dict[str, str]]:
-    """Names by digest. Raises ConfigError, which tells no part of a key."""
+    """Return the file's version and its names by digest. Raises ConfigError, which quotes no part of a key."""
     try:
         version = _version(path)  # before reading: a change in between is seen the next time
         lines = path.read_text(encoding="utf-8").splitlines()

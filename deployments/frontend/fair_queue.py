@@ -4,8 +4,8 @@ Fairness is the Virtual Token Counter of arXiv:2401.00588: every client has a co
 and the client with the smallest one is next. A client that had nothing waiting starts again no lower than those that
 had: being away earns nothing. No capacity is kept free for anybody.
 
-When the queue is full, room for a newcomer is taken from the client that fills most of it, newest request first. So a
-flood is refused at its own expense, and a client with little in the queue always finds room. Without other
+When the queue is full, a newcomer takes the place of requests of the client that fills most of it, newest first. So a
+flood is refused at its own expense, and a client with little in the queue is always let in. Without other
 clients, it is simply the newcomer that is refused.
 """
 
@@ -20,11 +20,11 @@ PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # what a token costs; the paper's values
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """One HTTP request in the queue. prompt_tokens: of all its prompts."""
+    """One HTTP request in the queue."""
 
     client: str
     sequences: int
-    prompt_tokens: int
+    prompt_tokens: int  #: of all its prompts
     state: Literal["new", "waiting", "running", "gone"] = "new"
 
 
@@ -35,31 +35,31 @@ class _Client:
     num_running: int = 0  # requests
 
     def load(self, up_to: int | None = None) -> tuple[int, int]:
-        """Sequences and prompt tokens of its oldest `up_to` waiting requests, or of all."""
+        """Return the sequences and prompt tokens of its oldest `up_to` waiting requests, or of all."""
         queued = list(self.waiting)[:up_to]
         return sum(t.sequences for t in queued), sum(t.prompt_tokens for t in queued)
 
 
 class FairQueue:
-    """window: sequences that may run at once; may be changed at any time.
+    """Requests of all clients, of which as many run as fit into the window.
 
-    A request starts as a whole, as soon as the window is not full: the last one may stand out of it.
+    A request starts as a whole, as soon as the window is not full, so the last one may exceed it.
     """
 
     def __init__(self, window: int, max_waiting: int, max_waiting_tokens: int):
         """max_waiting: sequences that may wait. max_waiting_tokens: of their prompts. One request alone may be more."""
-        self.window = window
+        self.window = window  #: sequences that may run at once; may be changed at any time
         self.num_waiting = self.num_running = self.waiting_tokens = 0  # sequences, sequences, tokens
         self._max_waiting, self._max_tokens = max_waiting, max_waiting_tokens
         self._clients: dict[str, _Client] = {}
         self._floor = 0.0  # counter of the client that was served last, before that
 
     def is_full_for(self, client: str) -> bool:
-        """Whether even a request of one sequence and no tokens would be refused."""
+        """Return whether even a request of one sequence and no tokens would be refused."""
         return self.num_running >= self.window and self._find_victims(QueuedRequest(client, 1, 0)) is None
 
     def offer(self, queued: QueuedRequest) -> list[QueuedRequest] | None:
-        """Put it in the queue. Returns the requests that had to leave for it, or None if itself found no room."""
+        """Queue a request. Returns the requests that had to leave for it, or None if it is refused itself."""
         dropped = self._find_victims(queued)
         if dropped is None:
             return None
@@ -75,7 +75,7 @@ class FairQueue:
         return dropped
 
     def start(self) -> list[QueuedRequest]:
-        """Requests that may run now."""
+        """Take the requests that may run now from the queue."""
         started = []
         while self.num_running < self.window and self.num_waiting:
             # dicts keep their order: of equal clients, the one that has been here longest
@@ -91,11 +91,11 @@ class FairQueue:
         return started
 
     def charge(self, queued: QueuedRequest, output_tokens: int) -> None:
-        """A running request brought so many tokens."""
+        """Count output tokens of a running request against its client."""
         self._clients[queued.client].served += OUTPUT_WEIGHT * output_tokens
 
     def leave(self, queued: QueuedRequest) -> None:
-        """Waiting or running, it is over. Does nothing for one that has left before."""
+        """Remove a request, waiting or running. Does nothing if it has left before."""
         client = self._clients.get(queued.client)
         if client is None or queued.state not in ("waiting", "running"):
             return
@@ -114,7 +114,7 @@ class FairQueue:
         self.waiting_tokens -= queued.prompt_tokens
 
     def _find_victims(self, queued: QueuedRequest) -> list[QueuedRequest] | None:
-        """What would have to leave; None if it is the newcomer whose client fills most of the queue."""
+        """Return what would have to leave; None if it is the newcomer whose client fills most of the queue."""
         sequences, tokens = self.num_waiting + queued.sequences, self.waiting_tokens + queued.prompt_tokens
         if not self._over(sequences, tokens) or not self.num_waiting:
             return []
@@ -140,5 +140,5 @@ class FairQueue:
         return sequences > self._max_waiting or tokens > self._max_tokens
 
     def _fraction(self, sequences: int, tokens: int) -> float:
-        """Of the queue, by whatever there is less of."""
+        """Return which fraction of the queue this fills, by the scarcer of sequences and tokens."""
         return max(sequences / self._max_waiting, tokens / self._max_tokens)

@@ -52,7 +52,7 @@ class Generation:
         Raises the first error of any sequence, and drops the others. Time spent waiting for admission counts.
         """
         first, size = next(iter(self._sequences)), len(self._sequences)
-        left: Reason = "abort"  # how those ended that have not come to their own end
+        left: Reason = "abort"  # how sequences ended that have not come to their own end
         failure: Exception | None = None
         all_metrics = [sequence.metrics for sequence in self._sequences.values()]
         try:
@@ -109,7 +109,7 @@ class Generation:
             self._channel.close(self._sequences)
 
     def _check(self, inbox: Inbox) -> None:
-        """Look for what comes without a delta: the end of the time, and attempts that were lost."""
+        """Handle what comes without a delta: the deadline, and attempts that were lost."""
         for sequence in [s for s in self._sequences.values() if not s.finished]:
             if self._timed_out:
                 raise sequence.retry.timeout()

@@ -1,4 +1,4 @@
-"""How a sequence goes on in another engine when its own is lost. Knows no socket and no clock.
+"""The state that lets a sequence continue in another engine when its own is lost. Knows no socket and no clock.
 
 Each attempt has a request id of its own: `<id>` first, then `<id>.1`, `<id>.2`. The ingress listens to the newest one
 only, so tokens of an engine that was thought dead and comes back reach nobody.
@@ -14,9 +14,9 @@ from engine.errors import EngineError, RequestTimeout, ServingError
 from engine.wire.messages import GenerateRequest, TokenDelta
 from engine.wire.model_identity import ModelIdentity
 
-BACK_OFF_S = 0.25  # before the first replay; a replica whose engine broke is gone by then
+BACK_OFF_S = 0.25  # before the first replay: a replica whose engine broke is gone by then
 MAX_BACK_OFF_S = 2.0
-MIN_TIMEOUT_S = 0.001  # that an engine is given
+MIN_TIMEOUT_S = 0.001  # timeout of an attempt that begins at the deadline
 
 
 class TokensLost(EngineError):
@@ -36,14 +36,11 @@ TIMEOUT = "request_timeout"
 
 
 class RetryState:
-    """One request, and the output that has come for it so far.
-
-    num_replays: attempts after the first.
-    """
+    """One request, and the output that has come for it so far."""
 
     def __init__(self, request: GenerateRequest, max_replays: int, now: float):
-        """now: on the clock of all other calls, in seconds; the request's deadline counts from here."""
-        self.num_replays = 0
+        """now: seconds on the clock that all other calls use; the deadline counts from here."""
+        self.num_replays = 0  #: attempts after the first
         self.output: list[int] = []
         self.request = request
         self._model = request.model
@@ -52,21 +49,21 @@ class RetryState:
 
     @property
     def request_id(self) -> str:
-        """Of the present attempt."""
+        """Request id of the present attempt."""
         return f"{self.request.request_id}.{self.num_replays}" if self.num_replays else self.request.request_id
 
     def back_off_s(self, now: float) -> float:
-        """To wait before the present attempt, never beyond the deadline."""
+        """Return how long to wait before the present attempt; never beyond the deadline."""
         back_off_s = min(BACK_OFF_S * 2 ** (self.num_replays - 1), MAX_BACK_OFF_S) if self.num_replays else 0.0
         left_s = self.left_s(now)
         return back_off_s if left_s is None else min(back_off_s, left_s)
 
     def left_s(self, now: float) -> float | None:
-        """Until the deadline, never below 0. None without one."""
+        """Return the seconds until the deadline, never below 0; None without one."""
         return None if self._deadline_at is None else max(0.0, self._deadline_at - now)
 
     def attempt(self, now: float) -> GenerateRequest:
-        """What the present attempt asks of an engine: the output so far ends its prompt, and counts as output there.
+        """Return the engine request of the present attempt. The output so far ends its prompt, and counts as output.
 
         The engine derives a missing seed from the request id, so later attempts are given the first one's.
         """
@@ -86,8 +83,8 @@ class RetryState:
         )
 
     def adopt(self, model: ModelIdentity) -> bool:
-        """Let the present attempt be for this model, which has taken the place of the one it was for. False if that
-        will not do: there is output of the other, or the prompt means something else to this one."""
+        """Address the present attempt to the model that has replaced the one it was for. Returns False if that is
+        impossible: there is output of the old model, or the prompt's tokens mean something else to the new one."""
         if self._model is None or self._model != self.request.model:  # once per attempt is enough
             return False
         if self.output or self._model.vocabulary != model.vocabulary:
@@ -96,9 +93,9 @@ class RetryState:
         return True
 
     def add(self, delta: TokenDelta) -> TokenDelta:
-        """Take in a delta of the present attempt; returns it without what only a sequence's first token tells.
+        """Take a delta of the present attempt, and return it without what only a sequence's first token brings.
 
-        Raises TokensLost if one before it is missing: its connection broke, and was made anew.
+        Raises TokensLost if one before it is missing, since its connection broke and was made anew.
         """
         if delta.position != len(self.output):
             raise TokensLost(self.request_id)
@@ -108,7 +105,7 @@ class RetryState:
         return delta
 
     def replay(self, error: BaseException) -> str | None:
-        """The present attempt has failed: begin another, and return the reason for it. None if that is of no use.
+        """Begin another attempt after this error, and return the reason for it; None if that is of no use.
 
         A full queue is an answer to a new request, but no reason to break one off that was running.
         """
@@ -123,14 +120,14 @@ class RetryState:
         return reason
 
     def failure(self, error: BaseException) -> BaseException:
-        """What the client is told when an attempt failed for good."""
+        """Return what the client is told when an attempt has failed for good."""
         return self.timeout() if isinstance(error, ServingError) and error.code == TIMEOUT else error
 
     def timeout(self) -> RequestTimeout:
-        """With the deadline that the client knows: an attempt has only what is left of it."""
+        """Return a timeout with the limit that the client knows: an attempt has only what is left of it."""
         return RequestTimeout(self.request.request_id, self.request.timeout_s or 0.0)
 
 
 def _signed(seed: int) -> int:
-    """As SamplingParams takes it."""
+    """Return the seed as SamplingParams takes it."""
     return (seed + 2**63) % 2**64 - 2**63

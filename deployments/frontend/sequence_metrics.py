@@ -1,4 +1,4 @@
-"""What becomes known of one sequence: its counts, its log line, its part of a trace, and its timeline."""
+"""What one sequence makes known: its counts, its log line, its spans of a trace, and its timeline."""
 
 from __future__ import annotations
 
@@ -21,15 +21,12 @@ Reason = Literal["stop", "length", "abort", "error", "refused"]
 
 
 class SequenceMetrics:
-    """From the time when the prompt is ready until the sequence has ended for the client.
-
-    answered: a token of the present attempt has come.
-    """
+    """Measures a sequence from when its prompt is ready until it has ended for the client."""
 
     def __init__(
         self, request: GenerateRequest, http: HttpRequest, model: str, stats: ModelStats, timelines: RequestTimelines
     ):
-        self.answered = False
+        self.answered = False  #: a token of the present attempt has come
         self._request, self._http, self._model, self._stats = request, http, model, stats
         self._timelines = timelines
         self._timeline = SequenceTimeline(
@@ -47,7 +44,7 @@ class SequenceMetrics:
         )
 
     def waits(self) -> None:
-        """For admission. `ended` must follow."""
+        """The sequence waits for admission from now on. `ended` must follow."""
         self._waits_at = time.monotonic()
         self._note("the request came", self._http.started_at)
         self._note(f"its prompt of {len(self._request.prompt)} tokens waits for admission", self._waits_at)
@@ -59,7 +56,7 @@ class SequenceMetrics:
         self._note("admitted", now)
 
     def sent(self, request_id: str) -> None:
-        """request_id: of this attempt."""
+        """An attempt has been sent to the engines. request_id: the attempt's."""
         self._note(f"sent to the engines as {request_id}")
 
     def answered_by(self, engine_id: str) -> None:
@@ -69,7 +66,7 @@ class SequenceMetrics:
         self._note(f"first token from {engine_id}")
 
     def replayed(self, reason: str, error: BaseException) -> None:
-        """An attempt has failed, and another follows."""
+        """The attempt has failed, and another follows."""
         self.answered = False
         self._timeline.replays += 1
         self._note(
@@ -77,13 +74,13 @@ class SequenceMetrics:
         )
 
     def happened(self, timeline: list[TimelineEvent], engine_id: str) -> None:
-        """Engines tell of this sequence. engine_id: the one that its deltas come from."""
-        room = MAX_EVENTS - len(self._timeline.events)
-        for event in timeline[: max(0, room)]:
+        """Add what happened in engines. engine_id: where the events without an engine happened."""
+        capacity = MAX_EVENTS - len(self._timeline.events)
+        for event in timeline[: max(0, capacity)]:
             self._timeline.events.append(event if event.where else msgspec.structs.replace(event, where=engine_id))
 
     def delta(self, delta: TokenDelta, tokens: int) -> None:
-        """A delta has come; `tokens` of it count."""
+        """A delta has come. tokens: how many of its tokens the client gets."""
         timeline = self._timeline
         if self._first_at is None and delta.token_ids:
             self._first_at = time.monotonic()
@@ -97,7 +94,7 @@ class SequenceMetrics:
         timeline.preemptions += delta.num_preemptions
 
     def ended(self, reason: Reason, error: Exception | None = None) -> None:
-        """reason: as the client sees it; `refused` without any work, which is no end. Only the first call counts."""
+        """The sequence has ended, as the client sees it. `refused` counts as no end. Only the first call matters."""
         if self._over:
             return
         self._over = True

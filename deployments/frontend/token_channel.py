@@ -1,4 +1,4 @@
-"""Where tokens arrive at an ingress: one ZMQ socket, fed by every engine that works for it."""
+"""The ZMQ socket at which the tokens of all engines arrive in an ingress."""
 
 from __future__ import annotations
 
@@ -18,26 +18,22 @@ logger = logging.getLogger(__name__)
 
 
 class TokenChannel:
-    """Sorts the deltas of all engines into the inboxes of the requests they belong to.
-
-    address: what goes into `GenerateRequest.reply_to`.
-    dropped: deltas that came for nobody; some are normal after a client went away.
-    """
+    """Sorts the deltas of all engines into the inboxes of the requests they belong to."""
 
     def __init__(self, host: str):
-        self.dropped = 0
+        self.dropped = 0  #: deltas that came for nobody; some are normal after a client has left
         self._inboxes: dict[str, Inbox] = {}
-        self._working: dict[str, tuple[str, str]] = {}  # by request: id and address of the engine that works for it
+        self._working: dict[str, tuple[str, str]] = {}  # by request id: the engine's id and address
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._engines = PushSockets(zmq.Context(self._context))
         self._socket.setsockopt(zmq.RCVHWM, 0)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.address = f"tcp://{host}:{port}"
+        self.address = f"tcp://{host}:{port}"  #: for `GenerateRequest.reply_to`
         self._decode = msgspec.msgpack.Decoder(TokenBatch).decode
 
     def open(self, request_ids: Iterable[str]) -> Inbox:
-        """One inbox for all these requests."""
+        """Return one inbox for all these requests."""
         inbox = Inbox()
         for request_id in request_ids:
             assert request_id not in self._inboxes, request_id
@@ -50,7 +46,7 @@ class TokenChannel:
             self._working.pop(request_id, None)
 
     def move(self, old: str, new: str) -> None:
-        """The request goes on under another id, in another engine: what still comes for the old one is dropped."""
+        """Give the request another id, for another engine. What still comes for the old one is dropped."""
         self._inboxes[new] = self._inboxes.pop(old)
         self._working.pop(old, None)
 
@@ -62,7 +58,7 @@ class TokenChannel:
             self._engines.send(address, msgspec.msgpack.encode(Abort(request_id, reason)))
 
     def engine_of(self, request_id: str) -> str:
-        """Id of the engine that works for it. Only for a request that has had a delta."""
+        """Return the id of the engine that works for a request, which must have had a delta."""
         return self._working[request_id][0]
 
     async def run(self) -> None:

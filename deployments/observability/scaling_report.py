@@ -1,7 +1,7 @@
-"""What replicas and ingresses tell the autoscaling policy, as numbers by name: that is what Serve carries.
+"""What replicas and ingresses report to the autoscaling policy: numbers by name, which is what Serve carries.
 
-Serve collects them once a second, keeps the last seconds, and the policy reads them in Serve's controller. That has no
-use for an engine's modules, so they are imported for their types only.
+Serve collects them once a second and keeps those of the last seconds; the policy reads them in Serve's controller,
+which has no use for an engine's modules: they are imported for their types only.
 """
 
 from __future__ import annotations
@@ -18,32 +18,24 @@ SPILLS = ("saturated", "no_prefill_replica", "quarantined")  # reasons of engine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """Of one engine, now. Totals since its start end in _total.
+    """The state of one engine now, and its totals since its start (`_total`)."""
 
-    running: sequences that hold KV. waiting: that do not. queued_tokens: prompt tokens still to be computed here.
-    prefill_tokens_total, prefills_total: computed here. cached_tokens_total: that the prefix cache spared.
-    local_total: prompts that were given to this engine to compute; spilled_total: of those, because no prefill replica
-    could.
-    itl_s_total, itl_total: times between tokens, and how many.
-    decode_step_s, decode_sequence_s, token_s: what steps cost, see EngineStats.
-    """
-
-    running: float
-    waiting: float
-    queued_tokens: float
+    running: float  #: sequences that hold KV
+    waiting: float  #: sequences that hold none
+    queued_tokens: float  #: prompt tokens still to be computed here
     blocks_used: float
     blocks_total: float
-    prefill_tokens_total: float
-    prefills_total: float
-    cached_tokens_total: float
-    local_total: float
-    spilled_total: float
+    prefill_tokens_total: float  #: prompt tokens computed here
+    prefills_total: float  #: prompts computed here
+    cached_tokens_total: float  #: prompt tokens found in the prefix cache
+    local_total: float  #: prompts given to this engine to compute
+    spilled_total: float  #: those of them that no prefill replica could take
     output_tokens_total: float
-    itl_s_total: float
-    itl_total: float
-    decode_step_s: float
-    decode_sequence_s: float
-    token_s: float
+    itl_s_total: float  #: seconds between tokens, summed up
+    itl_total: float  #: how many times between tokens that sums up
+    decode_step_s: float  #: see EngineStats.decode_seconds_per_step
+    decode_sequence_s: float  #: see EngineStats.decode_seconds_per_sequence
+    token_s: float  #: see EngineStats.prompt_seconds_per_token
 
     @classmethod
     def of(cls, status: EngineStatus) -> ReplicaReport:
@@ -75,10 +67,10 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True)
 class QueueReport:
-    """Of one model in one ingress: sequences that wait there for the engines, and tokens of their prompts."""
+    """The admission queue of one model in one ingress."""
 
-    waiting: float
-    waiting_tokens: float
+    waiting: float  #: sequences that wait there for the engines
+    waiting_tokens: float  #: tokens of their prompts
 
     @classmethod
     def of(cls, admission: Admission) -> QueueReport:

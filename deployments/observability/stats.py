@@ -1,4 +1,4 @@
-"""What one ingress counts of its requests. Travels between ingresses, so that any of them can answer for all."""
+"""Counts of one ingress. They travel between ingresses, so that any of them can answer for all."""
 
 from __future__ import annotations
 
@@ -12,21 +12,16 @@ FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
 class ModelStats(msgspec.Struct):
-    """The sequences of one model.
+    """Counts of one model's sequences."""
 
-    finished: how many ended, by reason, as their clients saw it: `stop` also for a stop string, which no engine knows
-        of; `abort` if the client left; `error` if it was told of one.
-    histograms: by vLLM's names.
-    replays: attempts to go on in another engine, by the error that the attempt before it ended with.
-    refused: HTTP requests that were not admitted. waiting: sequences that wait for admission now.
-    routing: how sequences found their engines.
-    """
-
-    refused: int = 0
-    waiting: int = 0
+    refused: int = 0  #: HTTP requests that were not admitted
+    waiting: int = 0  #: sequences that wait for admission now
     routing: RoutingStats = msgspec.field(default_factory=RoutingStats)
     finished: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FINISHED_REASONS, 0))
+    """Sequences that ended, by reason, as their clients saw it: `stop` also for a stop string, which no engine knows
+    of; `abort` if the client left; `error` if it was told of one."""
     replays: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REPLAY_REASONS, 0))
+    """Attempts to continue in another engine, by the error that ended the attempt before."""
     histograms: dict[str, Histogram] = msgspec.field(
         default_factory=lambda: {
             "time_to_first_token_seconds": Histogram.over(SECONDS),
@@ -34,28 +29,26 @@ class ModelStats(msgspec.Struct):
             "request_params_n": Histogram.over(TOKENS),
         }
     )
+    """Histograms by vLLM's names."""
 
 
 class RouteStats(msgspec.Struct):
-    """The HTTP requests of one route and method that were answered. statuses: how many, by HTTP status."""
+    """Counts of the answered HTTP requests of one route and method."""
 
-    statuses: dict[int, int] = {}
+    statuses: dict[int, int] = {}  #: how many, by HTTP status
     seconds: Histogram = msgspec.field(default_factory=lambda: Histogram.over(SECONDS))
     request_bytes: int = 0
     response_bytes: int = 0
 
 
 class IngressStats(msgspec.Struct):
-    """Counts since the start of one ingress.
-
-    models: by name. routes: by `METHOD /path`, the path as it is declared, so that clients cannot add to them.
-    dropped_deltas: deltas that came for no open request.
-    """
+    """Counts since the start of one ingress."""
 
     ingress_id: str
-    models: dict[str, ModelStats] = {}
+    models: dict[str, ModelStats] = {}  #: by name
     routes: dict[str, RouteStats] = {}
-    dropped_deltas: int = 0
+    """Routes by `METHOD /path`; the path is the declared one, so that clients cannot add to them."""
+    dropped_deltas: int = 0  #: deltas that came for no open request
 
     def answered(self, name: str, status: int, seconds: float, request_bytes: int, response_bytes: int) -> None:
         route = self.routes.setdefault(name, RouteStats())

@@ -1,4 +1,4 @@
-"""What an ingress makes known of its requests: counts for /metrics, traces, and log lines."""
+"""What an ingress makes known of its requests: counts, traces and timelines."""
 
 from __future__ import annotations
 
@@ -18,35 +18,34 @@ from deployments.observability.tracing import RequestTrace, Tracing
 from deployments.routing.stats import RoutingStats
 from engine.errors import RequestNotFound
 
-NOT_COUNTED = frozenset({"/health", "/load", "/metrics", "/ping", "/version"})  # machines ask them; as vLLM does
-CLIENT_LEFT = 499  # as a status: nobody reads it, but proxies write it into their logs, and metrics count it
+NOT_COUNTED = frozenset(
+    {"/health", "/load", "/metrics", "/ping", "/version"}
+)  # machines poll them; vLLM leaves them out too
+CLIENT_LEFT = 499  # a status that nobody receives; metrics count it, as proxies log it
 NO_ROUTE, NO_METHOD = "none", "other"
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 
 
 class Peers(Protocol):
-    """All ingresses of the application that answer, with or without the one that asks."""
+    """The ingresses of the application that answer, with or without the one that asks."""
 
     async def stats(self) -> list[IngressStats]:
-        """What each of them counts."""
+        """Return what each of them counts."""
 
     async def timelines(self, name: str) -> list[SequenceTimeline]:
-        """See `RequestTimelines.of`."""
+        """Return what `RequestTimelines.of` returns in each of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """The one that the current task works for.
+    """The HTTP request that the current task works for."""
 
-    started_at: on the monotonic clock, before its body was read. started_ns: the same moment, since 1970.
-    """
-
-    started_at: float
-    started_ns: int
+    started_at: float  #: on the monotonic clock, before its body was read
+    started_ns: int  #: the same time, in ns since 1970
     trace: RequestTrace | None = None
 
     def ns_since_1970(self, at: float) -> int:
-        """Of a time on the monotonic clock: the other one may be set meanwhile, and spans would overlap."""
+        """Convert a time on the monotonic clock. (The other clock may be set meanwhile, and spans would overlap.)"""
         return self.started_ns + round((at - self.started_at) * 1e9)
 
 
@@ -54,12 +53,12 @@ _current: ContextVar[HttpRequest | None] = ContextVar("http_request", default=No
 
 
 def current_request() -> HttpRequest:
-    """Outside of any HTTP request: one that starts now."""
+    """Return the current HTTP request; outside of any, one that starts now."""
     return _current.get() or HttpRequest(time.monotonic(), time.time_ns())
 
 
 class Telemetry:
-    """One per ingress."""
+    """Collects what one ingress makes known, and asks the others for theirs."""
 
     def __init__(
         self, ingress_id: str, channel: TokenChannel, tracing: Tracing | None = None, peers: Peers | None = None
@@ -72,17 +71,17 @@ class Telemetry:
         self._admissions: dict[str, Admission] = {}
 
     def model(self, name: str, admission: Admission) -> ModelStats:
-        """Where the counts of this model go."""
+        """Return the counts of a model, to be added to."""
         self._admissions[name] = admission
         return self._stats.models.setdefault(name, ModelStats())
 
     def routed(self, name: str, routing: RoutingStats) -> None:
-        """The router of this model counts there."""
+        """Report these counts of the model's router from now on."""
         self._stats.models[name].routing = routing
 
     @property
     def stats(self) -> IngressStats:
-        """Of this ingress, as they are now."""
+        """Counts of this ingress, as they are now."""
         self._stats.dropped_deltas = self._channel.dropped
         for name, admission in self._admissions.items():
             model = self._stats.models[name]
@@ -90,21 +89,21 @@ class Telemetry:
         return self._stats
 
     def close(self) -> None:
-        """Send the traces that are left; takes up to two seconds."""
+        """Send the traces that are left. Takes up to two seconds."""
         if self.tracing is not None:
             self.tracing.close()
 
     def answered(self, route: str, status: int, seconds: float, request_bytes: int, response_bytes: int) -> None:
-        """An HTTP request is over, its answer sent as far as it could be. route: see IngressStats."""
+        """Count an HTTP request whose answer was sent as far as possible. route: see IngressStats."""
         self._stats.answered(route, status, seconds, request_bytes, response_bytes)
 
     async def all_stats(self) -> list[IngressStats]:
-        """Of every ingress that answers; its own counts always."""
+        """Return the counts of every ingress that answers, its own always."""
         others = await self._peers.stats() if self._peers is not None else []
         return [self.stats, *(stats for stats in others if stats.ingress_id != self._stats.ingress_id)]
 
     async def explain(self, name: str) -> RequestTimeline:
-        """What every ingress that answers knows of a request. name: see SequenceTimeline.is_of.
+        """Return what every ingress that answers knows of a request. name: see SequenceTimeline.is_of.
 
         Raises RequestNotFound if none of them knows it.
         """
@@ -157,6 +156,6 @@ class MetricsMiddleware:
 
 
 def _content_length(scope: Scope) -> int:
-    """Bytes; 0 if the client does not say, or no sensible number."""
+    """Return the bytes of the body; 0 if the client does not say, or says no sensible number."""
     given = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
     return int(given) if given.isdigit() and len(given) < 16 else 0

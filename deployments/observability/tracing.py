@@ -9,7 +9,7 @@ afterwards.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +23,20 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
 PACKAGE = "opentelemetry.exporter.otlp.proto.http"
-CLOSE_S = 2.0  # for what has not been sent when the ingress ends
+CLOSE_S = 2.0  # to send what is left when the ingress ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracingConfig:
-    """otlp_endpoint: URL that takes traces by OTLP over HTTP, for instance http://collector:4318/v1/traces.
-    sampling_ratio: share of traces that are begun here; what a client's `traceparent` says comes first."""
+    """Where traces go, and how many are taken."""
 
-    otlp_endpoint: str
-    sampling_ratio: float = 1.0
+    otlp_endpoint: str = field(
+        metadata={"help": "URL that takes traces by OTLP over HTTP, for instance http://collector:4318/v1/traces."}
+    )
+    sampling_ratio: float = field(
+        default=1.0,
+        metadata={"help": "Fraction of traces that are begun here; what a client's `traceparent` says comes first."},
+    )
 
     def __post_init__(self) -> None:
         if not self.otlp_endpoint.startswith(("http://", "https://")):
@@ -41,26 +45,21 @@ class TracingConfig:
             raise ConfigError("tracing.sampling_ratio", self.sampling_ratio, "from 0 to 1")
 
     def check_installed(self) -> None:
-        """Raises StartupError."""
+        """Raise StartupError if the packages of the extra are missing."""
         if not _installed(PACKAGE):
             raise StartupError(f"`tracing` needs {PACKAGE}; install it with: pip install 'manta-serve[otel]'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceTrace:
-    """One sequence, as its trace shows it.
-
-    started_ns, first_at_ns, ended_at_ns: when the HTTP request came, and when the first and the last token did, in ns
-        since 1970. first_at_ns is 0 if none came.
-    times: the engine's, that came with the first token.
-    """
+    """One sequence, as its trace shows it. Times are in ns since 1970."""
 
     request_id: str
     model: str
-    started_ns: int
-    first_at_ns: int
-    ended_at_ns: int
-    times: RequestTimes | None
+    started_ns: int  #: when the HTTP request came
+    first_at_ns: int  #: when the first token came; 0 if none did
+    ended_at_ns: int  #: when the last token came
+    times: RequestTimes | None  #: the engine's, which came with the first token
     reason: str
     prompt_tokens: int
     cached_tokens: int
@@ -71,7 +70,7 @@ class Tracing:
     """Makes spans and sends them in the background."""
 
     def __init__(self, config: TracingConfig, *, exporter: SpanExporter | None = None):
-        """exporter: in place of one for `config.otlp_endpoint`. Raises StartupError."""
+        """Raises StartupError. exporter: in place of one for `config.otlp_endpoint`."""
         config.check_installed()
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -89,7 +88,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("manta")
 
     def start(self, scope: Scope, started_ns: int) -> RequestTrace | None:
-        """The trace of an HTTP request, which continues that of its `traceparent` header. None if it is not sampled."""
+        """Begin the trace of an HTTP request, or continue that of its `traceparent`. None if it is not sampled."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -104,7 +103,7 @@ class Tracing:
         return RequestTrace(self._tracer, span) if span.is_recording() else None
 
     def close(self) -> None:
-        """Send what is left, for at most CLOSE_S: `shutdown` tries for half a minute if nobody listens."""
+        """Send what is left, for at most CLOSE_S. (`shutdown` alone tries for half a minute if nobody listens.)"""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(CLOSE_S)
@@ -118,7 +117,7 @@ class RequestTrace:
         self.trace_id = f"{span.get_span_context().trace_id:032x}"
 
     def sequence(self, done: SequenceTrace) -> None:
-        """A sequence of this request has ended."""
+        """Add the spans of a sequence that has ended."""
         from opentelemetry.trace import set_span_in_context
 
         attributes: dict[str, Any] = {
@@ -155,10 +154,9 @@ class RequestTrace:
 
 
 def phases(done: SequenceTrace) -> dict[str, tuple[int, int]]:
-    """Start and end of each phase that was reached, in ns since 1970.
+    """Return start and end of each phase that was reached, in ns since 1970.
 
-    The engine's clock is another one; what ties the two is the moment when the first token came, the length of the
-    message's way apart (a millisecond or so).
+    The engine has another clock. The two are tied by the first token, whose message takes a millisecond or so.
     """
     if done.times is None:
         return {"queue": (done.started_ns, done.ended_at_ns)}
