@@ -65,6 +65,10 @@ def ingress(
     config: AppConfig, infos: list[ModelInfo], pools: list[tuple[Application, Application | None]]
 ) -> Application:
     """Return the HTTP side. pools: decode and prefill replicas of each model."""
+    num = config.ingress.num_replicas
+    scaling: dict[str, Any] = {"num_replicas": num}
+    if config.autoscales:  # requests that wait there count for the pools behind it
+        scaling = {"autoscaling_config": autoscaling_config(num, num, config.ingress.max_ongoing_requests)}
     deployment = serve.deployment(
         Ingress,
         name=ray_compat.INGRESS,
@@ -73,7 +77,7 @@ def ingress(
         graceful_shutdown_timeout_s=config.ingress.drain_s,
         max_surge_percent=100,  # a new one is up before an old one goes: there is always one that takes connections
         **OPTIONS,
-        **_ingress_replicas(config),
+        **scaling,
     )
     return deployment.bind(infos, pools, config.log, config.tracing_config(), config.ingress.auth())
 
@@ -95,21 +99,25 @@ def _check_capacity(config: AppConfig) -> None:
 
 def _pools(model: ModelSection, log: LogConfig) -> tuple[Application, Application | None]:
     """Return the decode pool, and the prefill pool if the model has one."""
-    engine, spec = model.engine_config("decode"), replace(model.group_spec("decode"), log=log)
+
+    def pool(kind: type[Decode] | type[Prefill], role: Role, *peers: Application) -> Application:
+        spec = replace(model.group_spec(role), log=log)
+        return _deployment(kind, model, role).bind(model.engine_config(role), spec, *peers)
+
     if model.prefill is None:
-        return _deployment(Decode, model, "decode").bind(engine, spec), None
-    spec_of_prefill = replace(model.group_spec("prefill"), log=log)
-    prefill = _deployment(Prefill, model, "prefill").bind(model.engine_config("prefill"), spec_of_prefill)
-    return _deployment(Decode, model, "decode").bind(engine, spec, prefill), prefill
+        return pool(Decode, "decode"), None
+    prefill = pool(Prefill, "prefill")
+    return pool(Decode, "decode", prefill), prefill
 
 
 def _deployment(kind: type[Decode] | type[Prefill], model: ModelSection, role: Role) -> serve.Deployment:
     engine, spec, section = model.engine_config(role), model.group_spec(role), model.pools[role]
+    routing = {"role": role, "block_size": engine.known_block_size, **asdict(section.routing_config())}
     return serve.deployment(
         kind,
         name=f"{role}-{model.name}",
         max_ongoing_requests=section.max_ongoing_requests or engine.max_num_seqs + engine.max_waiting,
-        request_router_config=_router(model, role),
+        request_router_config=RequestRouterConfig(request_router_class=EngineRouter, request_router_kwargs=routing),
         ray_actor_options={"num_cpus": spec.control_cpus},
         placement_group_bundles=spec.bundles,
         placement_group_strategy=spec.strategy,
@@ -120,12 +128,6 @@ def _deployment(kind: type[Decode] | type[Prefill], model: ModelSection, role: R
     )
 
 
-def _router(model: ModelSection, role: Role) -> RequestRouterConfig:
-    keys = {"role": role, "block_size": model.engine_config(role).known_block_size}
-    routing = asdict(model.pools[role].routing_config())
-    return RequestRouterConfig(request_router_class=EngineRouter, request_router_kwargs={**keys, **routing})
-
-
 def _replicas(model: ModelSection, role: Role) -> dict[str, Any]:
     """Return the scaling options of a pool. A pool of fixed size reports its load too if others of the model scale."""
     low, high = model.pools[role].bounds
@@ -133,11 +135,3 @@ def _replicas(model: ModelSection, role: Role) -> dict[str, Any]:
         return {"num_replicas": low}
     settings = model.pool_settings(role)
     return {"autoscaling_config": autoscaling_config(low, high, settings.limits.max_num_seqs, settings)}
-
-
-def _ingress_replicas(config: AppConfig) -> dict[str, Any]:
-    """Return the scaling options of the ingress: requests that wait there count for the pools behind it."""
-    num = config.ingress.num_replicas
-    if not config.autoscales:
-        return {"num_replicas": num}
-    return {"autoscaling_config": autoscaling_config(num, num, config.ingress.max_ongoing_requests)}
