@@ -1,5 +1,4 @@
-"""For a scheduler that hands KV over, the other engine and all between: KV is written and read as the protocol
-allows."""
+"""The other engine of a handoff, and all between, for a scheduler: KV is written and read as the protocol allows."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""KV blocks computed by one engine (prefill) and used by another (decode)."""
+"""Handoffs: KV blocks computed by one engine (prefill) and used by another (decode)."""

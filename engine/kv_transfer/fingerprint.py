@@ -1,4 +1,4 @@
-"""What two engines must have in common so that one can use the other's KV."""
+"""The fingerprint of an engine: engines with equal fingerprints can use each other's KV."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LAYOUT_VERSION = 1  # of a block: [layers, 2, kv_heads, block_size, head_dim], r
 
 
 def fingerprint(config: ModelConfig, folder: Path, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> str:
-    """Equal for engines that compute the same KV in the same layout. Readable, so that a mismatch explains itself.
-    dtype: of activations. How weights are quantized is in the configuration; scales of an FP8 cache are weights.
+    """Return a text that is equal for engines which compute the same KV in the same layout, and explains a mismatch.
 
-    Of the weights it takes names, sizes and headers of the files and a sample of their pages, which tells models and
-    their versions apart in milliseconds; it is no proof against somebody who changes a few bytes in between.
-    The number of ranks is not in it. Raises ModelFolderError.
+    dtype: of activations. The configuration says how weights are quantized; scales of an FP8 cache are weights. The
+    number of ranks is left out. Weights count by names, sizes and headers of their files and a sample of their pages,
+    which tells models and versions apart in milliseconds, but is no proof against somebody who changes a few bytes.
+    Raises ModelFolderError.
     """
     fields = {
         "kv": LAYOUT_VERSION,

@@ -1,4 +1,4 @@
-"""What a handoff channel shows of itself: live handoffs for /debug/handoffs, totals for metrics."""
+"""Statistics of a handoff channel: live handoffs for /debug/handoffs, totals for metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Role = Literal["decode", "prefill"]
 
 
 class HandoffInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One live handoff as one of its two engines sees it."""
+    """A live handoff as one of its two engines sees it."""
 
     handoff_id: str
     request_id: str

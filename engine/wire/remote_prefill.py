@@ -1,4 +1,4 @@
-"""What a decode engine asks of a prefill engine. Its own file, so that engine/wire/messages.py can carry it."""
+"""The request of a decode engine to a prefill engine; engine/wire/messages.py carries it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.wire.sampling_params import SamplingParams
 
 
 class Peer(msgspec.Struct, frozen=True, array_like=True):
-    """One engine as it names itself to others."""
+    """An engine as it names itself to others."""
 
     engine_id: str
     address: str  #: ZMQ address of its handoff channel

@@ -1,4 +1,4 @@
-"""What the step loop asks of handoffs: `HandoffChannel.submit` takes an action, `HandoffProtocol.apply` carries it out.
+"""Actions of the step loop on handoffs: `HandoffChannel.submit` takes one, `HandoffProtocol.apply` carries it out.
 
 An action for a handoff that is over is ignored: its event is on the way.
 """

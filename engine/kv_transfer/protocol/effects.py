@@ -12,7 +12,7 @@ from engine.wire.remote_prefill import Peer
 
 @dataclass(slots=True)
 class Effects:
-    """What the protocol wants done since the channel last cleared the lists; the counters only grow."""
+    """Effects that the channel has not carried out yet, and counters that only grow."""
 
     messages: list[tuple[Peer, Message]] = field(default_factory=list)  #: to other engines
     commands: list[KVWorkerCommand] = field(default_factory=list)  #: to the KV workers of all own ranks

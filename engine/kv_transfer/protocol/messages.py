@@ -29,7 +29,7 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """All that is known of a handoff; the newest message replaces the others.
+    """Complete state of a prompt at prefill; the newest message replaces all others.
 
     Sent on acceptance, after every chunk, and in answer to every heartbeat.
     """
@@ -127,7 +127,7 @@ class DropSource(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadEnded(msgspec.Struct, frozen=True, tag=True):
-    """One rank has ended a read, and writes nothing more for it. Sent exactly once per Read."""
+    """A rank has ended a read, and writes nothing more for it. Sent exactly once per Read."""
 
     read_id: int
     rank: int

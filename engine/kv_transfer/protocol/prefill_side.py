@@ -73,12 +73,6 @@ class PrefillHandoff:
                 self.lease_until = now + self._config.lease_s
         self._tell(now)
 
-    def on_release(self, now: float) -> None:
-        self._close("released", now)
-
-    def on_cancel(self, now: float) -> None:
-        self._close("cancelled", now)
-
     # -- time ----------------------------------------------------------------------------------------------
 
     @property
@@ -90,7 +84,7 @@ class PrefillHandoff:
         if now >= self.lease_until:
             self._out.counters.lease_expiries += 1
             self._out.messages.append((self.decode, Refused(self.prefill_request.handoff_id, self.lease, "expired")))
-            self._close("expired", now)
+            self.close("expired", now)
         elif now >= self._resend_at:
             self._tell(now)
 
@@ -113,7 +107,7 @@ class PrefillHandoff:
             )
         self._out.messages.append((self.decode, message))
 
-    def _close(self, reason: str, now: float) -> None:
+    def close(self, reason: str, now: float) -> None:
         self.over = True
         self._out.events.append(Closed(self.prefill_request.handoff_id, reason))
         self._out.counters.ended("closed", reason)

@@ -255,11 +255,11 @@ class HandoffProtocol:
         if isinstance(message, Heartbeat):
             handoff.on_heartbeat(message.number, now)
         elif isinstance(message, Release):
-            handoff.on_release(now)
+            handoff.close("released", now)
             self._released[message.lease] = (sender, now + REMEMBER_S)
             self.out.messages.append((sender, Released(message.handoff_id, message.lease, held=True)))
         else:
-            handoff.on_cancel(now)
+            handoff.close("cancelled", now)
         self._drop_if_over(handoff)
 
     def _answer_for_closed(self, sender: Peer, message: Heartbeat | Release | Cancel) -> None:

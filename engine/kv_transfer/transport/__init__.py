@@ -1,0 +1,1 @@
+"""KV workers of the ranks, and the transports that move blocks between them."""

@@ -69,7 +69,7 @@ class BlockReads:
 
 
 class KVTransport(Protocol):
-    """One rank's end of a transport. `read` and `drop` may be called from several threads, for several sources."""
+    """The end of a transport at one rank. `read` and `drop` may be called from several threads, for several sources."""
 
     name: str
 

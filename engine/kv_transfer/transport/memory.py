@@ -73,24 +73,16 @@ class BlockMemory:
         """Copy heads [start, start + count) of the blocks to host memory, flat, block after block."""
         if self._stream is not None:
             with self.apart():
-                there = self.gather_tensor(blocks, start, count).to("cpu", non_blocking=True)  # into pinned memory
+                index = torch.tensor(blocks, device=self.device)
+                heads = self.tensor[index, :, start : start + count].reshape(-1)
+                copied = heads.to("cpu", non_blocking=True)  # into pinned memory
                 self._stream.synchronize()
-            found: Bytes = there.numpy()
+            found: Bytes = copied.numpy()
             return found
         out = np.empty((len(blocks), self.layout.slabs, count, self.layout.head_bytes), np.uint8)
         for i, n in runs(blocks):
             out[i : i + n] = self._array[blocks[i] : blocks[i] + n, :, start : start + count]
         return out.reshape(-1)
-
-    def gather_tensor(self, blocks: list[int], start: int, count: int) -> Tensor:
-        """Copy heads like `gather`, to the device of the cache."""
-        if self._stream is None:
-            return torch.from_numpy(self.gather(blocks, start, count))
-        with self.apart():
-            index = torch.tensor(blocks, device=self.device)
-            found = self.tensor[index, :, start : start + count].reshape(-1)
-        self._stream.synchronize()
-        return found
 
     def scatter(self, blocks: list[int], start: int, count: int, data: Bytes | Tensor) -> None:
         """Write to the cache what `gather` reads. data: uint8, in host memory or on the device of the cache."""

@@ -39,7 +39,7 @@ PROGRESS_US = 10_000  # interval at which UCX makes progress even if it has not 
 
 
 class NixlDescription(msgspec.Struct, frozen=True, array_like=True):
-    """How others reach the cache of a rank."""
+    """Memory of a rank, as others reach it."""
 
     metadata: bytes  #: of its NIXL agent
     address: int  #: of the cache there

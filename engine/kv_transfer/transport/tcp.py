@@ -46,17 +46,6 @@ class TcpDescription(msgspec.Struct, frozen=True, array_like=True):
     layout: Layout
 
 
-def address_of(description: bytes) -> tuple[str, int]:
-    """Return host and port of a description, for tests that put something in between."""
-    found = decode(description)
-    return found.host, found.port
-
-
-def with_address(description: bytes, host: str, port: int) -> bytes:
-    """Return a description of the same memory at another address."""
-    return msgspec.msgpack.encode(msgspec.structs.replace(decode(description), host=host, port=port))
-
-
 def decode(description: bytes) -> TcpDescription:
     return msgspec.msgpack.decode(description, type=TcpDescription)
 

@@ -1,4 +1,4 @@
-"""What becomes of a decode engine's prefill requests, without Ray."""
+"""Prefill requests of a decode engine, without Ray."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def replica(name: str = "p", queued: int = 0, token_s: float = TOKEN_S) -> Prefi
 def make(
     option: str = "auto", replicas: list[PrefillReplica] | None = None, quarantined: set[str] | None = None
 ) -> RemotePrefillPolicy:
-    """Of an engine whose steps cost 2 ms and 1 ms per token."""
+    """Make the policy of an engine whose steps cost 2 ms and 1 ms per token."""
     cost = StepCost()
     for tokens in (1, 8, 64, 512):
         cost.observe_step(tokens, 0.002 + TOKEN_S * tokens)

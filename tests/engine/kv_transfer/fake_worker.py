@@ -1,5 +1,5 @@
-"""What a KVTransferWorker is to a channel: a PULL socket that takes commands, and one answer to each read. Its memory is a dict,
-and it holds reads back when told to."""
+"""A KV worker as a channel sees it: a PULL socket for commands, and one answer to each read. Its memory is a dict, and
+it holds reads back when told to."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.kv_transfer.transport.tcp import address_of
 from engine.wire.messages import (
     Add,
     CancelDispatch,
@@ -31,7 +30,7 @@ from engine.wire.messages import (
 )
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.engine_process import EngineProcess
-from tests.engine.kv_transfer.link import Link
+from tests.engine.kv_transfer.link import Link, address_of
 from tests.engine.kv_transfer.pair import is_empty
 
 LIMIT_S = 60.0  # only bounds a failure

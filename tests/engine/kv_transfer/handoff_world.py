@@ -1,4 +1,5 @@
-"""Engines with modelled memory and a modelled network around the real protocol (engine/kv_transfer/protocol/protocol.py).
+"""Engines with modelled memory and a modelled network around the real protocol
+(engine/kv_transfer/protocol/protocol.py).
 
 What a block holds is modelled as the tokens up to its end, since that is what its KV depends on. Blocks that are given
 back are overwritten at once, as if another request had got them. So a token from wrong KV would be seen.

@@ -6,10 +6,23 @@ import socket
 import threading
 from contextlib import suppress
 
-from engine.kv_transfer.transport.tcp import address_of, with_address
+import msgspec
+
+from engine.kv_transfer.transport.tcp import decode
 
 CHUNK = 64 << 10
 TIMEOUT_S = 20.0
+
+
+def address_of(description: bytes) -> tuple[str, int]:
+    """Host and port of a TCP transport."""
+    found = decode(description)
+    return found.host, found.port
+
+
+def with_address(description: bytes, host: str, port: int) -> bytes:
+    """The same memory at another address."""
+    return msgspec.msgpack.encode(msgspec.structs.replace(decode(description), host=host, port=port))
 
 
 class Link:

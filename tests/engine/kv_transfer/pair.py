@@ -69,7 +69,7 @@ class Engine:
 
 
 class Pair:
-    """forwards: whether prefill requests are taken to prefill at once; else they are kept in `held`. fails: none is taken."""
+    """forwards: whether prefill requests are taken to prefill at once, or kept in `held`. fails: none is taken."""
 
     def __init__(self, decode: EngineConfig, prefill: EngineConfig, ranks: tuple[RankPool, RankPool]):
         self._context = zmq.Context()

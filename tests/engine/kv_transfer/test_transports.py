@@ -21,9 +21,9 @@ from engine.kv_transfer.transport.base import BlockReads, KVTransport, Progress,
 from engine.kv_transfer.transport.head_map import HeadPart, HeadShard, parts
 from engine.kv_transfer.transport.memory import BlockMemory
 from engine.kv_transfer.transport.nixl import NixlTransport
-from engine.kv_transfer.transport.tcp import TcpTransport, address_of, with_address
+from engine.kv_transfer.transport.tcp import TcpTransport
 from tests.engine.kv_transfer.caches import SourceProcess, full_cache, shard_cache
-from tests.engine.kv_transfer.link import Link
+from tests.engine.kv_transfer.link import Link, address_of, with_address
 
 HOST = "127.0.0.1"
 NEVER = threading.Event()

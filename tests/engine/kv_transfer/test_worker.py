@@ -53,7 +53,7 @@ class Channel:
         return msgspec.msgpack.decode(self._inbox.recv(), type=ReadEnded)
 
     def read(self, epoch: int, ranks: list[dict[str, bytes]], remote: list[int], local: list[int]) -> list[ReadEnded]:
-        """From every worker, by rank."""
+        """Return the answers of all workers, by rank."""
         read_id = self.start(epoch, ranks, remote, local)
         answers = sorted((self.ended() for _ in self._workers), key=lambda ended: ended.rank)
         assert {ended.read_id for ended in answers} == {read_id}
@@ -299,7 +299,7 @@ def test_auto_goes_on_over_tcp_when_nixl_has_failed_with_a_source(
     assert torch.equal(here[4], there[4])
 
 
-def test_an_agent_that_closes_stops_its_reads(world: World) -> None:
+def test_a_worker_that_closes_stops_its_reads(world: World) -> None:
     there, here = big_cache(), torch.zeros_like(big_cache())
     link, source = world.link(world.worker(there))
     worker = world.worker(here)
