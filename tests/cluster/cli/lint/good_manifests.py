@@ -66,11 +66,7 @@ class Deployed:
             "template": template("head", ports={"serve": 8000, "dashboard": 8265, "metrics": 8080}),
         }
         self.ingress = group("ingress", template("ingress"), replicas=2, maximum=2, cpus=2)
-        gpus = {
-            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
-            "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-L40S"},
-        }
-        self.decode = group("decode", template("decode", cpu=8, gpu=1, **gpus), replicas=1, maximum=2, cpus=8, hosts=2)
+        self.decode = group("decode", template("decode", cpu=8, gpu=1), replicas=1, maximum=2, cpus=8, hosts=2)
         self.cluster: Manifest = {
             "rayVersion": version("ray"),
             "authOptions": {"mode": "token"},
@@ -83,7 +79,6 @@ class Deployed:
             "rayClusterDeletionDelaySeconds": 120,
             "rayClusterConfig": self.cluster,
         }
-        self.monitor: Manifest = {"selector": {"matchLabels": OURS}, "podMetricsEndpoints": [{"port": "metrics"}]}
         self.inside = policy(OURS, [{"podSelector": {"matchLabels": OURS}}])
         self.clients = policy(OURS, [{"namespaceSelector": {"matchLabels": {"clients": "yes"}}}], 8000)
         operator = {
@@ -91,7 +86,6 @@ class Deployed:
             "podSelector": {"matchLabels": {"app": "kuberay-operator"}},
         }
         self.operator = policy({"pool": "head"}, [operator], 8265)
-        self.job: Manifest = {"template": template("download")}
 
     def manifests(self) -> list[Manifest]:
         service = self.spec | {"serveConfigV2": yaml.safe_dump(self.serve)}
@@ -99,8 +93,6 @@ class Deployed:
         return [
             {"kind": "RayService", "metadata": {"name": "manta"}, "spec": service},
             {"kind": "ConfigMap", "metadata": {"name": "ray-env"}, "data": self.env},
-            {"kind": "PodMonitor", "metadata": {"name": "ray"}, "spec": self.monitor},
-            {"kind": "Job", "metadata": {"name": "download"}, "spec": self.job},
             *({"kind": "NetworkPolicy", "metadata": {"name": n}, "spec": spec} for n, spec in policies.items()),
         ]
 
@@ -116,7 +108,7 @@ class Deployed:
             place[int(last) if isinstance(place, list) else last] = value
 
 
-def template(pool: str, *, cpu: int = 2, gpu: int = 0, ports: dict[str, int] | None = None, **more: Any) -> Manifest:
+def template(pool: str, *, cpu: int = 2, gpu: int = 0, ports: dict[str, int] | None = None) -> Manifest:
     memory_and_gpus = {"memory": "4Gi", **({"nvidia.com/gpu": str(gpu)} if gpu else {})}
     container = {
         "name": "ray",
@@ -127,19 +119,10 @@ def template(pool: str, *, cpu: int = 2, gpu: int = 0, ports: dict[str, int] | N
             {"name": n, "containerPort": port} for n, port in (ports or {"serve": 8000, "metrics": 8080}).items()
         ],
         "resources": {"requests": {"cpu": str(cpu), **memory_and_gpus}, "limits": dict(memory_and_gpus)},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
-        "volumeMounts": [{"mountPath": "/tmp"}, {"mountPath": "/models"}, {"mountPath": "/etc/keys"}],
     }
     spec = {
         "terminationGracePeriodSeconds": 120,
-        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [container],
-        "volumes": [{"name": "tmp", "emptyDir": {}}],
-        **more,
     }
     return {"metadata": {"labels": {**OURS, "pool": pool}}, "spec": spec}
 
