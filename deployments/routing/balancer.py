@@ -9,7 +9,7 @@ from functools import cache
 
 from deployments.routing.config import Role, RoutingConfig
 from deployments.routing.cost import EngineCandidate, RoutingCost
-from deployments.routing.placements import Placement, Placements
+from deployments.routing.placements import UNKNOWN, Placement, Placements
 from deployments.routing.policies import Lookup, make_policy, rendezvous_order
 from deployments.routing.prompt_digest import PromptDigest
 from deployments.routing.stats import RoutingReason, RoutingStats
@@ -92,12 +92,12 @@ class Balancer:
             self.placements.forget(engine)
 
     def _make_lookup(self, prompt: PromptDigest) -> Lookup:
-        cached = 0
+        records, cached = self.placements.records, 0
 
         @cache
         def lookup(engine: str) -> EngineCandidate:
             nonlocal cached
-            record = self.placements.engine(engine)
+            record = records.get(engine, UNKNOWN)
             cached = record.prefixes.match(prompt.keys, guess=cached)
             return EngineCandidate(engine, record.load, cached)
 

@@ -9,7 +9,7 @@ from deployments.routing.prompt_digest import PromptDigest
 from engine.wire.messages import EngineLoad
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a choice makes one per engine, and that takes twice as long
 class EngineCandidate:
     """One engine, seen with one prompt in mind."""
 

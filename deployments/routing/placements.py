@@ -10,7 +10,7 @@ from deployments.routing.prefix_index import PrefixIndex, block_keys
 from engine.wire.messages import EngineLoad, EngineUpdate
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Placement:
     """One request on one engine, from the router's choice until the engine has computed its prompt."""
 
@@ -19,8 +19,6 @@ class Placement:
     blocks: int  #: KV blocks that it takes beside the cached ones
     keys: Sequence[int]  #: blocks that the engine will have cached once the prompt is computed
     cached_tokens: int  #: prompt tokens that the router expects to be cached
-    pending: bool = True  #: the engine's reports do not include it yet
-    ended: bool = False  #: its call is over, and only the engine's last word on the prompt is missing
 
 
 @dataclass(slots=True)
@@ -28,27 +26,17 @@ class EngineRecord:
     """One engine: its last report, the placements that this report misses, and its KV blocks."""
 
     reported: EngineLoad = field(default_factory=EngineLoad)
-    pending_sequences: int = 0
-    pending_tokens: int = 0
-    pending_blocks: int = 0
+    pending: dict[str, Placement] = field(default_factory=dict)  #: by request: the placements that no report includes
+    load: EngineLoad = field(default_factory=EngineLoad)  #: the last report plus the pending placements
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     last_update: int | None = None  #: number of the newest update whose block changes were applied
 
-    def add_pending(self, placement: Placement, sign: int) -> None:
-        self.pending_sequences += sign
-        self.pending_tokens += sign * placement.tokens
-        self.pending_blocks += sign * placement.blocks
-
-    @property
-    def load(self) -> EngineLoad:
-        """The last report plus all pending placements."""
-        report = self.reported
-        if not self.pending_sequences:
-            return report
+    def total_load(self) -> EngineLoad:
+        report, pending = self.reported, self.pending.values()
         return EngineLoad(
-            sequences=report.sequences + self.pending_sequences,
-            queued_tokens=report.queued_tokens + self.pending_tokens,
-            blocks_used=report.blocks_used + self.pending_blocks,
+            sequences=report.sequences + len(pending),
+            queued_tokens=report.queued_tokens + sum(placement.tokens for placement in pending),
+            blocks_used=report.blocks_used + sum(placement.blocks for placement in pending),
             slots=report.slots,
             blocks_total=report.blocks_total,
         )
@@ -66,39 +54,42 @@ class Placements:
     """
 
     def __init__(self) -> None:
-        self._engines: defaultdict[str, EngineRecord] = defaultdict(EngineRecord)
+        self.records: defaultdict[str, EngineRecord] = defaultdict(EngineRecord)  # by engine
         self._placements: dict[str, Placement] = {}
+        self._ended: set[str] = set()  # placements whose call is over: the engine's last word on the prompt is missing
 
     @property
     def engines(self) -> KeysView[str]:
-        return self._engines.keys()
+        return self.records.keys()
 
     def engine(self, engine: str) -> EngineRecord:
         """Return what is known of the engine, for reading only."""
-        return self._engines.get(engine, UNKNOWN)
+        return self.records.get(engine, UNKNOWN)
 
     def place(self, request_id: str, placement: Placement) -> None:
         """Record that the request was sent to `placement.engine`, and no longer waits at another."""
         self.resolve(request_id)
         self._placements[request_id] = placement
-        record = self._engines[placement.engine]
-        record.add_pending(placement, 1)
+        record = self.records[placement.engine]
+        record.pending[request_id] = placement
+        record.load = record.total_load()
         record.prefixes.expect(placement.keys)
 
     def report(self, engine: str, load: EngineLoad, admitted: Iterable[str]) -> None:
         """Take over the engine's load, which includes the admitted requests."""
-        self._engines[engine].reported = load
         for request_id in admitted:
-            if (placement := self._placements.get(request_id)) is not None:
-                self._settle_load(placement)
+            self._settle_load(request_id)
+        record = self.records[engine]
+        record.reported = load
+        record.load = record.total_load()
 
     def update_blocks(self, update: EngineUpdate) -> bool:
         """Apply the update's block changes. Return False if an update before it is missing: a snapshot is needed."""
-        record = self._engines[update.engine_id]
+        record = self.records[update.engine_id]
         if update.snapshot:
             record.prefixes.reset(block_keys(update.stored))
-            lost = [r for r, p in self._placements.items() if p.ended and p.engine == update.engine_id]
-            for request_id in lost:  # what the engine said about them was in an update that never came
+            # what the engine said about these was in an update that never came
+            for request_id in [r for r in self._ended if self._placements[r].engine == update.engine_id]:
                 self.resolve(request_id)
         elif record.last_update == update.number - 1:
             record.prefixes.update(block_keys(update.stored), block_keys(update.removed))
@@ -116,40 +107,43 @@ class Placements:
         placement = self._placements.get(request_id)
         if placement is None:
             return False
-        if confirmed and self._engines[placement.engine].last_update is not None:
-            self._settle_load(placement)
-            placement.ended = True
+        if confirmed and self.records[placement.engine].last_update is not None:
+            self._settle_load(request_id)
+            self._ended.add(request_id)
         else:
             self.resolve(request_id)
         return True
 
     def resolve(self, request_id: str) -> Placement | None:
         """Drop and return the placement: its prompt is computed, or never will be."""
+        self._settle_load(request_id)
+        self._ended.discard(request_id)
         placement = self._placements.pop(request_id, None)
         if placement is not None:
-            self._settle_load(placement)
-            self._engines[placement.engine].prefixes.unexpect(placement.keys)
+            self.records[placement.engine].prefixes.unexpect(placement.keys)
         return placement
 
     def forget(self, engine: str) -> None:
         """Drop the engine, which is gone, with everything placed on it."""
-        self._engines.pop(engine, None)
+        self.records.pop(engine, None)
         self._placements = {r: p for r, p in self._placements.items() if p.engine != engine}
+        self._ended &= self._placements.keys()
 
     def pending(self, engine: str) -> list[str]:
         """Ids of requests that were sent to the engine and are in none of its reports yet."""
-        return [r for r, placement in self._placements.items() if placement.pending and placement.engine == engine]
+        return list(self.engine(engine).pending)
 
     def check(self) -> None:
-        """Raise AssertionError unless each engine's sums are those of its pending placements."""
-        for name, record in self._engines.items():
-            pending = [p for p in self._placements.values() if p.pending and p.engine == name]
-            sums = (len(pending), sum(p.tokens for p in pending), sum(p.blocks for p in pending))
-            assert sums == (record.pending_sequences, record.pending_tokens, record.pending_blocks)
-        assert all(placement.engine in self._engines for placement in self._placements.values())
-        assert EngineRecord(prefixes=UNKNOWN.prefixes) == UNKNOWN, "the record of unknown engines has changed"
+        """Raise AssertionError unless all records agree."""
+        for name, record in self.records.items():
+            assert record.load == record.total_load(), name
+            assert all(p.engine == name and self._placements[r] is p for r, p in record.pending.items()), name
+        assert all(placement.engine in self.records for placement in self._placements.values())
+        assert self._ended <= self._placements.keys()
 
-    def _settle_load(self, placement: Placement) -> None:
-        if placement.pending:
-            placement.pending = False
-            self._engines[placement.engine].add_pending(placement, -1)
+    def _settle_load(self, request_id: str) -> None:
+        """The placement is in a report now, or is over."""
+        if (placement := self._placements.get(request_id)) is not None:
+            record = self.records[placement.engine]
+            if record.pending.pop(request_id, None) is not None:
+                record.load = record.total_load()

@@ -31,6 +31,8 @@ class PrefixIndex:
     bound both, so nothing is ever dropped to save memory.
     """
 
+    __slots__ = ("_expected", "_stored")  # a choice reads those of all engines: each cache line counts
+
     def __init__(self) -> None:
         self._stored = KeySet()
         self._expected: Counter[int] = Counter()
@@ -78,6 +80,8 @@ class KeySet:
     A Python set would take ten times the memory, and with ten million keys each full garbage collection would take
     three seconds.
     """
+
+    __slots__ = ("_changed", "_sorted")
 
     def __init__(self, keys: Sequence[int] = ()):
         self._sorted = _to_array(np.unique(np.array(keys, np.uint64)))
