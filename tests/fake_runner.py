@@ -95,17 +95,17 @@ class FakeRunner:
         written: set[int] = set()
         for slot, start, count, table in rows:  # a model writes all KV of a layer before it reads any
             for position in range(start, start + count):
-                place = table[position // self.block_size] * self.block_size + position % self.block_size
-                assert place not in written, "two sequences write one place"
-                written.add(place)
-                self.kv[place] = tuple(self.history[slot][: position + 1])
+                cell = table[position // self.block_size] * self.block_size + position % self.block_size
+                assert cell not in written, "two sequences write one cell"
+                written.add(cell)
+                self.kv[cell] = tuple(self.history[slot][: position + 1])
         masks = {entry: plan.masks[8 * i : 8 * i + 8] for i, entry in enumerate(plan.masked)}
         result = StepResult(plan.step, [], [None] * len(rows), [None] * len(rows))
         for (slot, start, count, table), samples, sequence in zip(rows, plan.samples, prepared.sequences, strict=True):
             tokens = self.history[slot]
             for position in range(start + count):
-                place = table[position // self.block_size] * self.block_size + position % self.block_size
-                assert self.kv.get(place) == tuple(tokens[: position + 1]), "the KV of other tokens would be read"
+                cell = table[position // self.block_size] * self.block_size + position % self.block_size
+                assert self.kv.get(cell) == tuple(tokens[: position + 1]), "the KV of other tokens would be read"
             mask = masks.get(len(result.tokens))
             result.tokens.append(next_token(sequence.seed, tokens, mask) if samples else None)
             if samples:

@@ -81,9 +81,9 @@ class BlockPool:
             if self._ref_counts[block] == 0:
                 del self._cached[block]
             self._ref_counts[block] += 1
-        taken = self.allocate(num_new)
-        assert taken is not None
-        return matched + taken
+        blocks = self.allocate(num_new)
+        assert blocks is not None
+        return matched + blocks
 
     def allocate(self, count: int) -> list[int] | None:
         """Return `count` blocks with a reference count of 1, or None if there are not that many.
@@ -94,10 +94,10 @@ class BlockPool:
             return None
         while len(self._free) < count:
             self._evict()
-        taken = [self._free.pop() for _ in range(count)]
-        for block in taken:
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
             self._ref_counts[block] = 1
-        return taken
+        return blocks
 
     def release(self, blocks: list[int]) -> None:
         """Give up one reference to each block. Content that has a hash stays cached."""
