@@ -90,7 +90,7 @@ class ModelConfig:
     """Tokens that end a generation; empty if the model names none."""
     moe: MoEConfig | None
     quantization: Scheme | None = None
-    """Which linear layers of the checkpoint are quantized, and how."""
+    """The formats of the checkpoint's linear layers, if any are quantized."""
 
     @classmethod
     def from_folder(cls, folder: Path, quantization: str | None = None) -> ModelConfig:

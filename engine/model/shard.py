@@ -1,4 +1,4 @@
-"""Which slice of each checkpoint tensor a rank holds, and the layers that own such slices."""
+"""The slice of each checkpoint tensor that a rank holds, and the layers that own such slices."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class EightBit:
     zeros: bool
     """Whether there are zero points too, in `weight_zero_point`."""
     activations: torch.dtype | None
-    """As in QuantizedWeight."""
+    """The same as QuantizedWeight.activations."""
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
         rows, columns = self.block

@@ -1,4 +1,4 @@
-"""How a checkpoint stores one quantized weight, and how a rank reads its shard of it.
+"""Formats of quantized weights: how a checkpoint stores one, and how a rank reads its shard of it.
 
 A format names the tensors that stand in place of `weight` and decodes them into a QuantizedWeight. Each dimension of
 such a tensor runs along the weight's outputs or inputs in units: one scale for 128 columns, one word for eight rows. A
@@ -43,7 +43,7 @@ class StoredTensor:
     """A plain number is the size of a dimension that every rank reads whole."""
 
     def allocate(self, weight: Shard) -> tuple[Shard, Tensor]:
-        """What this rank needs to read for its shard of the weight, and an empty tensor to read it into."""
+        """Return the slice that this rank reads for its shard of the weight, and an empty tensor to read it into."""
         spans = [(0, axis, axis) if isinstance(axis, int) else axis.span(weight) for axis in self.axes]
         target = torch.empty([stop - first for first, stop, _ in spans], dtype=self.dtype)
         axes = enumerate(self.axes)
@@ -53,7 +53,7 @@ class StoredTensor:
 
 
 class WeightFormat(Protocol):
-    """How a checkpoint stores a weight [outputs, inputs]."""
+    """The way a checkpoint stores a weight [outputs, inputs]."""
 
     def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
         """The tensors in place of `weight`, by the endings of their names."""

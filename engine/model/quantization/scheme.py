@@ -31,7 +31,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the linear layers of one checkpoint are quantized."""
+    """The formats of all linear layers of one checkpoint."""
 
     method: str
     """`quant_method` of the checkpoint, or `online fp8`."""

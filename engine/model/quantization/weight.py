@@ -24,7 +24,7 @@ class QuantizedWeight:
     bits: int
     """Bits of one value."""
     activations: torch.dtype | None
-    """What the checkpoint expects its inputs to be rounded to (float8_e4m3fn or int8), or None."""
+    """Type that the checkpoint expects its inputs to be rounded to (float8_e4m3fn or int8), or None."""
 
     @property
     def group_size(self) -> int:

@@ -46,7 +46,7 @@ def add_keys(
     n = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, HEAD_PAD)
     inside = d[None, :] < HEAD_DIM
-    if MASKED:  # what lies past the end may be anything, NaN too
+    if MASKED:  # values past the end may be anything, NaN included
         here = n < end
         block = tl.load(table + n // PAGE, mask=here, other=0)
         inside = inside & here[:, None]
