@@ -57,10 +57,8 @@ def show_sequence(timeline: SequenceTimeline, console: Console) -> None:
     events.add_column("what happened", overflow="fold")
     for event in timeline.events:
         events.add_row(f"{event.at - timeline.arrived_at:+.3f}", event.where, event.what)
-    console.print(summary)
-    console.print()
-    console.print(events)
-    console.print()
+    for part in (summary, "", events, ""):
+        console.print(part)
 
 
 def summary_of(timeline: SequenceTimeline) -> list[tuple[str, str]]:
