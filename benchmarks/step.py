@@ -169,7 +169,7 @@ def measure(
         raise InvalidParameter("batch_sizes", min(batch_sizes), "at least 1")
     model_config = ModelConfig.from_folder(resolve(model))
     core = EngineCore.build(config_for(model, model_config, max(batch_sizes), context_len, steps, options))
-    device, dtype = core.runner.device, core.runner.dtype
+    device, dtype = core.runner.device.torch_device, core.runner.dtype
     bandwidth = measure_bandwidth(device)
     watch = Stopwatch(device)
     for owner, name, part in timed_methods(core):
@@ -214,7 +214,7 @@ def config_for(
     """Return the configuration of an engine that holds one batch until the last of its steps."""
     defaults = EngineConfig()
     budget = options.get("max_num_batched_tokens", defaults.max_num_batched_tokens)
-    block_size = options.get("block_size") or BLOCK_SIZES[open_device(options.get("device", "auto")).place.type]
+    block_size = options.get("block_size") or BLOCK_SIZES[open_device(options.get("device", "auto")).torch_device.type]
     # while the last prompts are computed, the first sequences decode; one token each is the prompt's, one to spare
     ahead = -(-batch_size * context_len // max(1, budget - batch_size)) + 1
     longest = context_len + ahead + UNMEASURED + steps + 2
@@ -230,7 +230,7 @@ def config_for(
         max_num_seqs=batch_size,
         num_blocks=batch_size * (-(-longest // block_size) + 1),
         overlap=False,
-        enforce_eager=True,  # no clock reads times inside a graph, or stops while one is recorded
+        enforce_eager=True,  # no clock reads times inside a graph, or stops while one is captured
         **options | {"block_size": block_size},
     )
 

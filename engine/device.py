@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 16
 ALIGN = 16  # bytes: of the start of every array in a parcel, so that it can be seen as any dtype
-POLL_S = 20e-6
+POLL_INTERVAL_S = 20e-6
 
 Run = Callable[[], Tensor]
 
@@ -55,23 +55,23 @@ class Device:
 
     asynchronous = False  # whether calls return before their work is done
 
-    def __init__(self, place: torch.device):
-        self.place = place
+    def __init__(self, torch_device: torch.device):
+        self.torch_device = torch_device
 
-    def bind(self) -> None:
+    def set_current(self) -> None:
         """Every thread that launches work calls it first."""
 
-    def parcel(self) -> StagedCopy:
+    def staged_copy(self) -> StagedCopy:
         return StagedCopy()
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """`tensor` in host memory: its values are there when a mark that is made later has been reached."""
         return tensor
 
-    def mark(self) -> DeviceEvent:
+    def event(self) -> DeviceEvent:
         return DeviceEvent()
 
-    def record(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
+    def capture(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
         """What `run` returns, and a function that does again what `run` did, on the same memory, into that tensor.
 
         `run` has run before, on the same tensors. Whether it is also computed now is left open.
@@ -90,8 +90,8 @@ class PinnedCopy(StagedCopy):
     allocator waits for such copies too before it gives the memory to another; we do not rely on it.)
     """
 
-    def __init__(self, place: torch.device):
-        self._place = place
+    def __init__(self, torch_device: torch.device):
+        self._torch_device = torch_device
         self._chunks: list[tuple[Tensor, Tensor]] = []  # host, device
         self._used: list[int] = []  # bytes of each chunk
 
@@ -112,8 +112,8 @@ class PinnedCopy(StagedCopy):
             there[:used].copy_(host[:used], non_blocking=True)
 
     def _open(self, size: int) -> None:
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=self._place.type == "cuda")
-        self._chunks.append((host, torch.empty(size, dtype=torch.uint8, device=self._place)))
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=self._torch_device.type == "cuda")
+        self._chunks.append((host, torch.empty(size, dtype=torch.uint8, device=self._torch_device)))
         self._used.append(0)
 
 
@@ -130,7 +130,7 @@ class CudaEvent(DeviceEvent):
         while not self._event.query():
             if time.monotonic() > deadline:
                 return False
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
         return True
 
 
@@ -145,24 +145,24 @@ class CudaDevice(Device):
         self._pool: Any = None  # of memory that all graphs share, since only one of them runs at a time
         self._stream: Any = None
 
-    def bind(self) -> None:
-        torch.cuda.set_device(self.place)
+    def set_current(self) -> None:
+        torch.cuda.set_device(self.torch_device)
 
-    def parcel(self) -> StagedCopy:
-        return PinnedCopy(self.place)
+    def staged_copy(self) -> StagedCopy:
+        return PinnedCopy(self.torch_device)
 
     def fetch(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=True)  # into pinned memory, since it does not block
 
-    def mark(self) -> DeviceEvent:
+    def event(self) -> DeviceEvent:
         return CudaEvent()
 
-    def record(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
+    def capture(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.place)  # the default stream cannot be captured
+            self._stream = torch.cuda.Stream(self.torch_device)  # the default stream cannot be captured
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        before = torch.cuda.current_stream(self.place)
+        before = torch.cuda.current_stream(self.torch_device)
         try:
             # thread_local: other threads, which move KV or watch over NCCL, may call CUDA meanwhile without harm
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -172,9 +172,9 @@ class CudaDevice(Device):
         return output, graph.replay
 
     def used_bytes(self) -> int:
-        torch.cuda.synchronize(self.place)
+        torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()  # what torch only keeps for later is not taken
-        free, total = torch.cuda.mem_get_info(self.place)
+        free, total = torch.cuda.mem_get_info(self.torch_device)
         return total - free
 
 

@@ -1,7 +1,7 @@
 """A device that works through a queue, as a GPU does, on a CPU: whatever is looked at too early is wrong.
 
-Arrays of a parcel are noise until it is sent; results are noise until a mark behind them has been waited for. A graph
-is the call that was recorded, made again on the tensors that it was recorded with.
+Arrays of a staged copy are noise until it is sent; results are noise until an event behind them has been waited for. A graph
+is the call that was captured, made again on the tensors that it was captured with.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ NOISE = 0x55  # in every byte: in any integer type a number that is far out of r
 MIB = 2**20
 
 
-class LateParcel(PinnedCopy):
+class LateStagedCopy(PinnedCopy):
     def _open(self, size: int) -> None:
         super()._open(size)
         self._chunks[-1][1].fill_(NOISE)
 
 
-class LateMark(DeviceEvent):
+class LateEvent(DeviceEvent):
     def __init__(self, device: LateDevice):
         self._device, self._before = device, len(device.results)
 
@@ -38,7 +38,7 @@ class LateMark(DeviceEvent):
 
 
 class LateDevice(Device):
-    """replays: the batch size of every replay. graph_mib: what each recording takes."""
+    """replays: the batch size of every replay. graph_mib: what each capture takes."""
 
     asynchronous = True
 
@@ -48,8 +48,8 @@ class LateDevice(Device):
         self.replays: list[int] = []
         self._graph_bytes, self._taken = int(graph_mib * MIB), 0
 
-    def parcel(self) -> StagedCopy:
-        return LateParcel(self.place)
+    def staged_copy(self) -> StagedCopy:
+        return LateStagedCopy(self.torch_device)
 
     def fetch(self, tensor: Tensor) -> Tensor:
         there = torch.empty_like(tensor)
@@ -57,11 +57,11 @@ class LateDevice(Device):
         self.results.append((there, tensor.clone()))
         return there
 
-    def mark(self) -> DeviceEvent:
-        return LateMark(self)
+    def event(self) -> DeviceEvent:
+        return LateEvent(self)
 
-    def record(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
-        output = run().clone().fill_(torch.nan)  # recording computes nothing
+    def capture(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
+        output = run().clone().fill_(torch.nan)  # capturing computes nothing
         self._taken += self._graph_bytes
 
         def replay() -> None:

@@ -27,7 +27,7 @@ from engine.kv_transfer.fingerprint import fingerprint
 from engine.kv_transfer.protocol.actions import AcceptPrefill, RefusePrefill
 from engine.model.config import ModelConfig
 from engine.model.folder import resolve
-from engine.runner.model_runner import Launched, ModelRunner
+from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.text.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
 from engine.wire.messages import CancelDispatch, DispatchPrefill, EngineStats, GenerateRequest
 from engine.wire.plan import StepPlan, StepResult
@@ -46,7 +46,7 @@ RANK_CHECK_INTERVAL_S = 1.0  # while a step computes
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    launched: Future[Launched]
+    launched: Future[LaunchedStep]
     submitted_at: float
     work: StepWork
 
@@ -152,8 +152,8 @@ class EngineCore:
         self._in_flight: deque[StepInFlight] = deque()
         # with other ranks also without overlap, to notice one that hangs while a step waits for it; a device whose
         # calls return before their work is done needs no thread
-        threaded = broadcaster is not None or (runner.overlap and not runner.on.asynchronous)
-        self._executor = ThreadPoolExecutor(1, "model", runner.on.bind) if threaded else None
+        threaded = broadcaster is not None or (runner.overlap and not runner.device.asynchronous)
+        self._executor = ThreadPoolExecutor(1, "model", runner.device.set_current) if threaded else None
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class EngineCore:
         self.scheduler.check_request(message)
         if message.params.structured_outputs is not None:
             compilation = self._grammars.start(message.params.structured_outputs, [], time.monotonic())
-            wait([compilation.prototype], COMPILE_TIMEOUT_S)
+            wait([compilation.compiled], COMPILE_TIMEOUT_S)
             self._grammars.finish(compilation)
 
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> Event | None:
@@ -198,7 +198,7 @@ class EngineCore:
         if request.params.structured_outputs is not None:
             output = request.tokens[request.num_prompt :]
             compilation = self._grammars.start(request.params.structured_outputs, output, now)
-            compilation.prototype.add_done_callback(lambda _: self._grammar_compiled.set())
+            compilation.compiled.add_done_callback(lambda _: self._grammar_compiled.set())
             self._compiling[request] = compilation
         if request.deadline_at is not None:
             heapq.heappush(self._deadlines, (request.deadline_at, request.order[1], request))
@@ -292,7 +292,7 @@ class EngineCore:
             self._broadcaster.committed(result)
         return events
 
-    def _collect(self, step: Future[Launched]) -> StepResult:
+    def _collect(self, step: Future[LaunchedStep]) -> StepResult:
         """Raises EngineUnavailable if a rank dies or hangs meanwhile."""
         while self._broadcaster and not wait([step], RANK_CHECK_INTERVAL_S).done:
             self._broadcaster.check()

@@ -31,7 +31,7 @@ HELLO, GONE = b"\x01rank ", b"\x00rank "  # what an XPUB socket receives when `r
 
 
 class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
-    """number: counts from 1, so that a lost frame is noticed. plan: None at the end.
+    """number: counts from 1, so that a lost message is noticed. plan: None at the end.
 
     checksum: of the tokens that step `checked` sampled; of no step if 0.
     """
@@ -104,7 +104,7 @@ class PlanBroadcaster:
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         while missing:
             if not self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
-                raise RendezvousTimeout(sorted(missing), size, JOIN_TIMEOUT_S, "lockstep")
+                raise RendezvousTimeout(sorted(missing), size, JOIN_TIMEOUT_S, "plan broadcast")
             message = self._socket.recv()
             if message.startswith(HELLO):
                 missing.discard(int(message.removeprefix(HELLO)))
@@ -135,17 +135,17 @@ class PlanReceiver:
         self._socket.connect(address)
 
     def receive(self, timeout_s: float) -> PlanMessage | None:
-        """The next frame, or None if none came in time.
+        """The next message, or None if none came in time.
 
-        Raises EngineUnavailable if rank 0 is gone or a frame is missing.
+        Raises EngineUnavailable if rank 0 is gone or a message is missing.
         """
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if ready and self._socket.poll(0):  # again: what came just before the end counts
-            frame = self._decode(self._socket.recv())
+            message = self._decode(self._socket.recv())
             self._number += 1
-            if frame.number != self._number:
-                raise EngineUnavailable(f"rank {self._rank} missed plan {self._number}; plan {frame.number} came")
-            return frame
+            if message.number != self._number:
+                raise EngineUnavailable(f"rank {self._rank} missed plan {self._number}; plan {message.number} came")
+            return message
         if ready:
             raise EngineUnavailable(f"rank 0 is gone, so rank {self._rank} ends")
         return None

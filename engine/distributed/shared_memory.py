@@ -30,8 +30,8 @@ from torch import Tensor
 
 from engine.errors import EngineUnavailable
 
-PIECE = 1 << 20  # bytes; larger tensors go piece by piece, and stay in a core's cache on the way
-LINE = 64  # bytes of a cache line: counters that share one would slow each other down
+CHUNK_BYTES = 1 << 20  # bytes; larger tensors go chunk by chunk, and stay in a core's cache on the way
+CACHE_LINE_BYTES = 64  # bytes of a cache line: counters that share one would slow each other down
 SPINS = 2000  # looks at a counter before the core is offered to others; a few microseconds
 YIELDS = 2000  # offers of the core before the wait turns into naps
 NAP_US = 50
@@ -62,22 +62,22 @@ def _write(_: Any, counters: Any, index: Any, value: Any) -> Any:
 
 
 @njit("int64(int64[::1], int64, int64, int64)", nogil=True, cache=True)  # other threads, such as the scheduler's, go on
-def _meet(counters: Any, rank: int, number: int, nap_us: int) -> int:
+def _barrier(counters: Any, rank: int, number: int, nap_us: int) -> int:
     """Say that `rank` has come to `number`, and wait for the others. -1 when all have; else one that has not yet, after
     a while, so that the caller can look what is wrong and come back."""
-    step = LINE // 8
+    step = CACHE_LINE_BYTES // 8
     _write(counters, rank * step, number)
     for other in range(len(counters) // step):
-        looks = 0
+        polls = 0
         while _read(counters, other * step) < number:
-            looks += 1
+            polls += 1
             if nap_us:
                 _usleep(types.uint32(nap_us))
-                if looks > 20:
+                if polls > 20:
                     return other
-            elif looks > SPINS:
+            elif polls > SPINS:
                 _sched_yield()
-                if looks > SPINS + YIELDS:
+                if polls > SPINS + YIELDS:
                     return other
     return -1
 
@@ -86,8 +86,8 @@ class SharedMemory:
     """One rank's end of it.
 
     Each rank has two buffers and a counter. It writes into one buffer, raises its counter, and once all counters are as
-    high reads everybody's buffer. The buffers take turns: a rank that is at its next piece has read the one before, so
-    a single meeting per piece is enough. Every rank adds up in rank order, so all get the same bits.
+    high reads everybody's buffer. The buffers take turns: a rank that is at its next chunk has read the one before, so
+    a single meeting per chunk is enough. Every rank adds up in rank order, so all get the same bits.
     """
 
     def __init__(self, rank: int, pids: list[int], path: str | None, timeout_s: float):
@@ -100,8 +100,8 @@ class SharedMemory:
         self._number = 0
         self._broken: str | None = None
         self._peers = _watch(rank, pids)
-        head = LINE * self.size
-        total = head + 2 * self.size * PIECE
+        head = CACHE_LINE_BYTES * self.size
+        total = head + 2 * self.size * CHUNK_BYTES
         if path is None:
             self._file = os.memfd_create("manta-ranks")
             os.ftruncate(self._file, total)
@@ -109,8 +109,8 @@ class SharedMemory:
             self._file = os.open(path, os.O_RDWR)
         memory = mmap.mmap(self._file, total)
         self._counters = np.frombuffer(memory, dtype=np.int64, count=head // 8)
-        self._left = self._counters[1 :: LINE // 8]  # beside each rank's counter
-        self._buffers = torch.frombuffer(memory, dtype=torch.uint8, offset=head).view(2, self.size, PIECE)
+        self._left = self._counters[1 :: CACHE_LINE_BYTES // 8]  # beside each rank's counter
+        self._buffers = torch.frombuffer(memory, dtype=torch.uint8, offset=head).view(2, self.size, CHUNK_BYTES)
         self._typed: dict[torch.dtype, list[tuple[Tensor, ...]]] = {}
 
     @property
@@ -124,11 +124,11 @@ class SharedMemory:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1)
-        for piece in flat.split(PIECE // x.element_size()):
-            parts = self._swap(piece)
-            torch.add(parts[0], parts[1], out=piece)
-            for part in parts[2:]:
-                piece += part
+        for chunk in flat.split(CHUNK_BYTES // x.element_size()):
+            chunks = self._exchange(chunk)
+            torch.add(chunks[0], chunks[1], out=chunk)
+            for other in chunks[2:]:
+                chunk += other
         return flat.view(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -136,10 +136,10 @@ class SharedMemory:
         flat = x.reshape(-1)
         out = x.new_empty(self.size, flat.numel())
         start = 0
-        for piece in flat.split(PIECE // x.element_size()):
-            stop = start + piece.numel()
-            for rank, part in enumerate(self._swap(piece)):
-                out[rank, start:stop] = part
+        for chunk in flat.split(CHUNK_BYTES // x.element_size()):
+            stop = start + chunk.numel()
+            for rank, other in enumerate(self._exchange(chunk)):
+                out[rank, start:stop] = other
             start = stop
         return out.view(self.size, *x.shape)
 
@@ -151,22 +151,22 @@ class SharedMemory:
         """Tell ranks that still wait for this one, which may not end with its process, that it has left."""
         self._left[self.rank] = 1
 
-    def _swap(self, piece: Tensor) -> list[Tensor]:
-        """Everybody's piece, valid until the next swap but one."""
+    def _exchange(self, chunk: Tensor) -> list[Tensor]:
+        """Everybody's chunk, valid until the next swap but one."""
         self._number += 1
-        buffers = self._typed.get(piece.dtype)
+        buffers = self._typed.get(chunk.dtype)
         if buffers is None:
-            buffers = self._typed[piece.dtype] = [turn.view(piece.dtype).unbind() for turn in self._buffers]
-        count = piece.numel()
-        parts = [buffer[:count] for buffer in buffers[self._number % 2]]
-        parts[self.rank].copy_(piece)
-        if _meet(self._counters, self.rank, self._number, 0) >= 0:
+            buffers = self._typed[chunk.dtype] = [turn.view(chunk.dtype).unbind() for turn in self._buffers]
+        count = chunk.numel()
+        chunks = [buffer[:count] for buffer in buffers[self._number % 2]]
+        chunks[self.rank].copy_(chunk)
+        if _barrier(self._counters, self.rank, self._number, 0) >= 0:
             self._wait()
-        return parts
+        return chunks
 
     def _wait(self) -> None:
         deadline = time.monotonic() + self._timeout_s
-        while (late := _meet(self._counters, self.rank, self._number, NAP_US)) >= 0:
+        while (late := _barrier(self._counters, self.rank, self._number, NAP_US)) >= 0:
             if self._broken is not None:
                 raise EngineUnavailable(self._broken)
             dead = [self._peers[file] for file, _ in self._poll()]

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT_S = 120.0  # ranks do equal work, so far less; a first step may compile kernels
 LOADING_TIMEOUT_S = 1800.0  # one rank may be done with its weights long before another
-POLL_S = 0.01
+POLL_INTERVAL_S = 0.01
 STORE_TIMEOUT = timedelta(seconds=10)  # of one answer of rank 0
 
 
@@ -92,7 +92,7 @@ class TPGroup:
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise RendezvousTimeout([0], size, timeout_s, f"{address}: {error}") from None
-                time.sleep(POLL_S)
+                time.sleep(POLL_INTERVAL_S)
         with _lost_rank_0():
             store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
         group = ConnectedGroup(rank, size, store, own_host, address, **options)
@@ -203,7 +203,7 @@ class ConnectedGroup(TPGroup):
                     raise StartupError(self._broken)
                 if time.monotonic() > deadline:
                     raise RendezvousTimeout(missing, self.size, timeout_s, self.address)
-                time.sleep(POLL_S)
+                time.sleep(POLL_INTERVAL_S)
 
     @contextmanager
     def starting(self) -> Iterator[None]:

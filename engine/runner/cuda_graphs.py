@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: a step of n sequences is the replay of one recorded for n or a few more.
+"""Decode steps as CUDA graphs: a step of n sequences is the replay of one captured for n or a few more.
 
 A step of small batches is hundreds of short kernels, which the host cannot launch as fast as a GPU runs them; a replay
 is one launch. A graph repeats the same kernels on the same memory, so there is one graph for each batch size of a
@@ -8,9 +8,9 @@ Padding: token 0 of the history, position 0, no slot for its KV (-1), a sequence
 no KV for it and read none, and its rows of the output are never looked at. Rows do not depend on each other, so what
 the real ones hold does not depend on the padding.
 
-A batch size is recorded when it first comes: that step runs as usual, on the padded buffers, which compiles and warms
-up whatever its kernels need, and is then recorded. So a start waits for no graph that nobody needs, and a small server
-holds few of them. A recording takes about as long as a few steps without graphs, and some MiB; where
+A batch size is captured when it first comes: that step runs as usual, on the padded buffers, which compiles and warms
+up whatever its kernels need, and is then captured. So a start waits for no graph that nobody needs, and a small server
+holds few of them. A capture takes about as long as a few steps without graphs, and some MiB; where
 those together reach the budget, sizes that come later run without graphs: slower, and otherwise the same.
 """
 
@@ -33,20 +33,20 @@ from engine.model.batch import Batch
 
 logger = logging.getLogger(__name__)
 
-LARGEST = 512  # sequences; with more, a step takes so long that launching its kernels is hidden behind it
+MAX_CAPTURE_SIZE = 512  # sequences; with more, a step takes so long that launching its kernels is hidden behind it
 MIB = 2**20
 
 
-def ladder(max_num_seqs: int) -> list[int]:
-    """Batch sizes to record, smallest first: 1, 2, 4, the multiples of 8, and `max_num_seqs` itself up to LARGEST.
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture, smallest first: 1, 2, 4, the multiples of 8, and `max_num_seqs` itself up to MAX_CAPTURE_SIZE.
 
     Padding costs little where weights are read for 8 rows in the time of one, and graphs cost memory.
     """
-    top = min(max_num_seqs, LARGEST)
+    top = min(max_num_seqs, MAX_CAPTURE_SIZE)
     return [size for size in (1, 2, 4, *range(8, top, 8)) if size < top] + [top]
 
 
-def pad(
+def pad_to_capture_size(
     size: int,
     token_index: NDArray[np.int64],
     positions: NDArray[np.int64],
@@ -68,13 +68,13 @@ def pad(
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    inputs: Tensor  # [5, size], where every replay finds its inputs; see `pad`
+    inputs: Tensor  # [5, size], where every replay finds its inputs; see `pad_to_capture_size`
     output: Tensor  # [size, hidden], where it leaves its result
     replay: Callable[[], None]
 
 
 class DecodeGraphs:
-    """sizes: of batches, smallest first. budget_bytes: of device memory, for all graphs together.
+    """capture_sizes: of batches, smallest first. budget_bytes: of device memory, for all graphs together.
 
     Ranks that share a model call `run` with the same sizes in the same order, and decide alike.
     """
@@ -88,31 +88,31 @@ class DecodeGraphs:
         kv_cache: Tensor,
         kv_scales: Tensor | None,
         *,
-        sizes: Sequence[int],
+        capture_sizes: Sequence[int],
         budget_bytes: int,
         tp: TPGroup,
     ):
         """forward: token ids [size] int64 and their batch -> hidden states. history: [slots, max_model_len] token ids.
         tables: [slots, max_blocks] int32 block ids. Both change between steps, and never move."""
-        self.sizes = list(sizes)
+        self.capture_sizes = list(capture_sizes)
         self._device, self._forward, self._tp = device, forward, tp
         self._history, self._tables, self._kv_cache, self._kv_scales = history, tables, kv_cache, kv_scales
-        self._query_start = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=device.place)
+        self._query_start = torch.arange(self.capture_sizes[-1] + 1, dtype=torch.int32, device=device.torch_device)
         self._graphs: dict[int, Graph] = {}
         self._budget_bytes, self.used_bytes = budget_bytes, 0
         self._full = False
 
-    def size_for(self, count: int) -> int | None:
+    def capture_size_for(self, count: int) -> int | None:
         """Rows of the step that a step of `count` sequences is padded to; None where it is too large for all."""
-        index = bisect_left(self.sizes, count)
-        return self.sizes[index] if index < len(self.sizes) else None
+        index = bisect_left(self.capture_sizes, count)
+        return self.capture_sizes[index] if index < len(self.capture_sizes) else None
 
     @property
-    def recorded(self) -> list[int]:
+    def captured(self) -> list[int]:
         return sorted(self._graphs)
 
     def run(self, inputs: Tensor) -> Tensor:
-        """Hidden states [size, hidden] of a step, given what `pad` made of it, on the device. They stay until the next
+        """Hidden states [size, hidden] of a step, given what `pad_to_capture_size` made of it, on the device. They stay until the next
         step of this size."""
         graph = self._graphs.get(inputs.shape[1])
         if graph is not None:
@@ -121,7 +121,7 @@ class DecodeGraphs:
             return graph.output
         hidden = self._compute(inputs)
         if not self._full:
-            self._record(inputs)
+            self._capture(inputs)
         return hidden
 
     def _compute(self, inputs: Tensor) -> Tensor:
@@ -140,13 +140,13 @@ class DecodeGraphs:
         )
         return self._forward(self._history.view(-1)[token_index].long(), batch)
 
-    def _record(self, given: Tensor) -> None:
+    def _capture(self, given: Tensor) -> None:
         size, started = given.shape[1], time.perf_counter()
         inputs = given.clone()  # on memory of its own, which is not given to anybody else
         before = self._device.used_bytes()
         graph, problem = None, ""
         try:
-            graph = Graph(inputs, *self._device.record(lambda: self._compute(inputs)))
+            graph = Graph(inputs, *self._device.capture(lambda: self._compute(inputs)))
         except RuntimeError as error:
             first = error.__context__ or error  # the end of a capture that something has broken raises as well
             problem = str(first) or type(first).__name__
@@ -154,13 +154,13 @@ class DecodeGraphs:
         problem = next(filter(None, self._tp.exchange(problem)), "")
         if problem or graph is None:
             self._full = True
-            logger.warning("decode steps run without more graphs: batch_size=%d cannot be recorded: %s", size, problem)
+            logger.warning("decode steps run without more graphs: batch_size=%d cannot be captured: %s", size, problem)
             return
         grown = max(map(int, self._tp.exchange(str(max(0, self._device.used_bytes() - before)))))
         self._graphs[size] = graph
         self.used_bytes += grown
         logger.info(
-            "decode graph recorded batch_size=%d ms=%.0f MiB=%.1f total_MiB=%.1f budget_MiB=%.0f",
+            "decode graph captured batch_size=%d ms=%.0f MiB=%.1f total_MiB=%.1f budget_MiB=%.0f",
             size, 1e3 * (time.perf_counter() - started), grown / MIB, self.used_bytes / MIB, self._budget_bytes / MIB,
         )  # fmt: skip
         if self.used_bytes >= self._budget_bytes:
@@ -168,5 +168,5 @@ class DecodeGraphs:
             logger.warning(
                 "decode graphs have reached their budget cuda_graph_memory_gib=%.2f: batch sizes other than %s run "
                 "without graphs",
-                self._budget_bytes / 2**30, self.recorded,
+                self._budget_bytes / 2**30, self.captured,
             )  # fmt: skip

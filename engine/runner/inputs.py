@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.device import Device, StagedCopy
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
-from engine.runner.cuda_graphs import pad
+from engine.runner.cuda_graphs import pad_to_capture_size
 from engine.runner.logits_processors import LogitsEdits
 from engine.runner.sampler import MaskedRows, SampledRow, SamplingInputs, UniformSource, prepare_sampling
 from engine.wire.plan import NewSequence, StepPlan
@@ -27,7 +27,7 @@ class NewTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRows:
+class PromptLogprobRows:
     """Rows of hidden states whose logits give the log-probabilities of the prompt tokens that follow them."""
 
     entry: int  # in the plan
@@ -37,7 +37,7 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True)
-class TableRows:
+class BlockTableRows:
     """A batch's part of block tables that lie on the device: rows [seqs] int64, and how many entries of each.
 
     index, blocks: [n] int64 and int32, what has changed in the tables, flattened.
@@ -51,10 +51,10 @@ class TableRows:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Tensors hold their values once `parcel` has been sent.
+    """Tensors hold their values once `staged` has been sent.
 
-    batch: without its block table where the device has tables of its own; then `tables` says where it lies in them.
-    padded: in place of a batch, for a step that runs as a graph; see cuda_graphs.pad.
+    batch: without its block table where the device has tables of its own; then `block_tables` says where it lies in them.
+    padded: in place of a batch, for a step that runs as a graph; see cuda_graphs.pad_to_capture_size.
     token_index: [tokens] int64, where each input token lies in the flattened history; read only when the step
         runs, because the step before may just have sampled it.
     entries: plan entries that sample; sampled_rows [n] and written [n] int64 are their row of hidden states and
@@ -62,17 +62,17 @@ class StepInputs:
     """
 
     plan: StepPlan
-    parcel: StagedCopy
+    staged: StagedCopy
     batch: Batch | None
     padded: Tensor | None
-    tables: TableRows | None
+    block_tables: BlockTableRows | None
     token_index: Tensor
     added: list[NewTokens]
     entries: list[int]
     sampled_rows: Tensor
     written: Tensor
     sampling: SamplingInputs
-    prompt_rows: list[PromptRows]
+    prompt_logprob_rows: list[PromptLogprobRows]
 
 
 class InputBuilder:
@@ -86,15 +86,15 @@ class InputBuilder:
         kv_cache: Tensor,
         kv_scales: Tensor | None,
         max_model_len: int,
-        graph_size: Callable[[int], int | None] = lambda count: None,
+        capture_size_for: Callable[[int], int | None] = lambda count: None,
     ):
-        """graph_size: rows of the graph for a decode step of so many sequences, if there is one."""
-        self._device, self._graph_size = device, graph_size
+        """capture_size_for: rows of the graph for a decode step of so many sequences, if there is one."""
+        self._device, self._capture_size_for = device, capture_size_for
         self._kv_cache, self._kv_scales = kv_cache, kv_scales
         self._block_size, self._max_model_len = kv_cache.shape[4], max_model_len
         self._vocab_size = model_config.vocab_size
         slots = config.max_num_seqs
-        self.tables = np.zeros((slots, -(-max_model_len // self._block_size)), dtype=np.int32)
+        self.block_tables = np.zeros((slots, -(-max_model_len // self._block_size)), dtype=np.int32)
         self._sequences: list[NewSequence | None] = [None] * slots
         self._eos = model_config.eos_token_ids
         self._edits: list[LogitsEdits | None] = [None] * slots
@@ -102,33 +102,35 @@ class InputBuilder:
         self._uniform = UniformSource()
 
     def build(self, plan: StepPlan) -> StepInputs:
-        parcel = self._device.parcel()
-        added = [self._add(sequence, parcel) for sequence in plan.added]
+        staged = self._device.staged_copy()
+        added = [self._add(sequence, staged) for sequence in plan.added]
         for change in plan.blocks:
-            self.tables[change.slot, change.index : change.index + len(change.blocks)] = change.blocks
+            self.block_tables[change.slot, change.index : change.index + len(change.blocks)] = change.blocks
         slots, starts, counts = (np.array(column, dtype=np.int64) for column in (plan.slots, plan.starts, plan.counts))
         ends = starts + counts
         query_start = np.concatenate([[0], np.cumsum(counts)])
         entry = np.repeat(np.arange(len(slots)), counts)
         positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[entry]
         offset = positions % self._block_size
-        slot_mapping = self.tables[slots[entry], positions // self._block_size] * np.int64(self._block_size) + offset
+        slot_mapping = (
+            self.block_tables[slots[entry], positions // self._block_size] * np.int64(self._block_size) + offset
+        )
         token_index = slots[entry] * self._max_model_len + positions
         width = -(-int(ends.max()) // self._block_size)
-        size = self._graph_size(len(slots)) if len(slots) == len(positions) else None
+        size = self._capture_size_for(len(slots)) if len(slots) == len(positions) else None
         batch = padded = None
         if size is not None:
-            padded = parcel.add(pad(size, token_index, positions, slot_mapping, slots, ends))
+            padded = staged.add(pad_to_capture_size(size, token_index, positions, slot_mapping, slots, ends))
         else:
             single, chunks = split(plan.counts, ends.tolist())
             batch = Batch(
-                positions=parcel.add(positions),
-                slot_mapping=parcel.add(slot_mapping),
-                query_start=parcel.add(query_start.astype(np.int32)),
-                kv_len=parcel.add(ends.astype(np.int32)),
-                block_table=parcel.add(self.tables[slots if not self._device.asynchronous else [], :width]),
+                positions=staged.add(positions),
+                slot_mapping=staged.add(slot_mapping),
+                query_start=staged.add(query_start.astype(np.int32)),
+                kv_len=staged.add(ends.astype(np.int32)),
+                block_table=staged.add(self.block_tables[slots if not self._device.asynchronous else [], :width]),
                 kv_cache=self._kv_cache,
-                single=parcel.add(single.numpy()),
+                single=staged.add(single.numpy()),
                 chunks=chunks,
                 kv_scales=self._kv_scales,
             )
@@ -136,34 +138,34 @@ class InputBuilder:
         last = np.minimum(ends[entries], self._max_model_len - 1)
         return StepInputs(
             plan=plan,
-            parcel=parcel,
+            staged=staged,
             batch=batch,
             padded=padded,
-            tables=self._table_rows(plan, slots, width, parcel) if self._device.asynchronous else None,
-            token_index=parcel.add(token_index),
+            block_tables=self._block_table_rows(plan, slots, width, staged) if self._device.asynchronous else None,
+            token_index=staged.add(token_index),
             added=added,
             entries=entries,
-            sampled_rows=parcel.add(query_start[1:][entries] - 1),
-            written=parcel.add(slots[entries] * self._max_model_len + last),
-            sampling=self._sampling(plan, slots, entries, parcel),
-            prompt_rows=self._prompt_rows(plan, query_start, parcel),
+            sampled_rows=staged.add(query_start[1:][entries] - 1),
+            written=staged.add(slots[entries] * self._max_model_len + last),
+            sampling=self._sampling(plan, slots, entries, staged),
+            prompt_logprob_rows=self._prompt_logprob_rows(plan, query_start, staged),
         )
 
-    def _add(self, sequence: NewSequence, parcel: StagedCopy) -> NewTokens:
+    def _add(self, sequence: NewSequence, staged: StagedCopy) -> NewTokens:
         params, edits = sequence.params, LogitsEdits.of(sequence.params, self._eos)
         self._sequences[sequence.slot], self._edits[sequence.slot] = sequence, edits
         self._simple[sequence.slot] = params.greedy and params.logprobs is None and edits is None
-        return NewTokens(sequence.slot, parcel.add(np.array(sequence.tokens, dtype=np.int32)))
+        return NewTokens(sequence.slot, staged.add(np.array(sequence.tokens, dtype=np.int32)))
 
-    def _table_rows(self, plan: StepPlan, slots: np.ndarray, width: int, parcel: StagedCopy) -> TableRows:
-        entries = self.tables.shape[1]
-        parts = [c.slot * entries + np.arange(c.index, c.index + len(c.blocks)) for c in plan.blocks]
-        index = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    def _block_table_rows(self, plan: StepPlan, slots: np.ndarray, width: int, staged: StagedCopy) -> BlockTableRows:
+        entries = self.block_tables.shape[1]
+        ranges = [c.slot * entries + np.arange(c.index, c.index + len(c.blocks)) for c in plan.blocks]
+        index = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
         # as they are after all changes: two may be to one place, and the device writes in any order
-        blocks = self.tables.reshape(-1)[index]
-        return TableRows(parcel.add(slots), width, parcel.add(index), parcel.add(blocks))
+        blocks = self.block_tables.reshape(-1)[index]
+        return BlockTableRows(staged.add(slots), width, staged.add(index), staged.add(blocks))
 
-    def _sampling(self, plan: StepPlan, slots: np.ndarray, entries: list[int], parcel: StagedCopy) -> SamplingInputs:
+    def _sampling(self, plan: StepPlan, slots: np.ndarray, entries: list[int], staged: StagedCopy) -> SamplingInputs:
         if self._simple[slots[entries]].all():
             inputs = SamplingInputs([], None, [None] * len(entries))
         else:
@@ -172,17 +174,19 @@ class InputBuilder:
                 slot, position = plan.slots[i], plan.starts[i] + plan.counts[i]
                 new = self._sequence(slot)
                 rows.append(SampledRow(slot, position, new.num_prompt, new.seed, new.params, self._edits[slot]))
-            inputs = prepare_sampling(rows, self._vocab_size, self._uniform, parcel.add)
+            inputs = prepare_sampling(rows, self._vocab_size, self._uniform, staged.add)
         if plan.masked:
-            inputs.masked = self._masked_rows(plan, entries, parcel)
+            inputs.masked = self._masked_rows(plan, entries, staged)
         return inputs
 
-    def _masked_rows(self, plan: StepPlan, entries: list[int], parcel: StagedCopy) -> MaskedRows:
+    def _masked_rows(self, plan: StepPlan, entries: list[int], staged: StagedCopy) -> MaskedRows:
         rows = np.searchsorted(entries, plan.masked)
         allowed = np.frombuffer(plan.masks, dtype=np.uint8).reshape(len(rows), -1)
-        return MaskedRows(parcel.add(rows), parcel.add(allowed.copy()))  # since torch does not like what is read-only
+        return MaskedRows(staged.add(rows), staged.add(allowed.copy()))  # since torch does not like what is read-only
 
-    def _prompt_rows(self, plan: StepPlan, query_start: np.ndarray, parcel: StagedCopy) -> list[PromptRows]:
+    def _prompt_logprob_rows(
+        self, plan: StepPlan, query_start: np.ndarray, staged: StagedCopy
+    ) -> list[PromptLogprobRows]:
         rows = []
         for i, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
             sequence = self._sequence(slot)
@@ -190,7 +194,7 @@ class InputBuilder:
             if sequence.params.prompt_logprobs is not None and start < stop:
                 targets = slot * self._max_model_len + np.arange(start + 1, stop + 1)
                 count = sequence.params.prompt_logprobs
-                rows.append(PromptRows(i, int(query_start[i]), parcel.add(targets), count))
+                rows.append(PromptLogprobRows(i, int(query_start[i]), staged.add(targets), count))
         return rows
 
     def _sequence(self, slot: int) -> NewSequence:

@@ -25,7 +25,7 @@ COUNTERS = 2**22
 NEVER = -1  # no token
 
 Array = NDArray[np.int64]
-Put = Callable[[NDArray[Any]], Tensor]
+ToDevice = Callable[[NDArray[Any]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,23 +154,23 @@ def entries(row: int, tokens: Array) -> Array:
     return np.stack([np.full_like(tokens, row), tokens])
 
 
-def prepare(rows: Sequence[RowEdits], vocab_size: int, put: Put) -> BatchEdits | None:
-    """None where nothing is to be done in this step. put: brings an array to where the logits are."""
+def prepare(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice) -> BatchEdits | None:
+    """None where nothing is to be done in this step. to_device: brings an array to where the logits are."""
     allowed = [(row.row, row.edits.allowed) for row in rows if row.edits.allowed is not None]
     banned = [entries(row.row, row.edits.banned) for row in rows if len(row.edits.banned)]
     early = [row for row in rows if len(row.edits.ends) and row.length - row.num_prompt < row.edits.min_tokens]
     banned += [entries(row.row, row.edits.ends) for row in early]
     biased = [row for row in rows if len(row.edits.biased)]
-    words, penalties = prepare_words(rows, put), prepare_penalties(rows, vocab_size, put)
+    words, penalties = prepare_words(rows, to_device), prepare_penalties(rows, vocab_size, to_device)
     if not (allowed or banned or words or biased or penalties):
         return None
 
-    def joined(parts: list[NDArray[Any]]) -> Tensor:
-        return put(np.concatenate(parts, axis=-1))
+    def joined(arrays: list[NDArray[Any]]) -> Tensor:
+        return to_device(np.concatenate(arrays, axis=-1))
 
     return BatchEdits(
         allowed=(
-            (put(ids(row for row, _ in allowed)), joined([entries(row, tokens) for row, tokens in allowed]))
+            (to_device(ids(row for row, _ in allowed)), joined([entries(row, tokens) for row, tokens in allowed]))
             if allowed
             else None
         ),
@@ -185,7 +185,7 @@ def prepare(rows: Sequence[RowEdits], vocab_size: int, put: Put) -> BatchEdits |
     )
 
 
-def prepare_words(rows: Sequence[RowEdits], put: Put) -> BannedWords | None:
+def prepare_words(rows: Sequence[RowEdits], to_device: ToDevice) -> BannedWords | None:
     """A prefix that is longer than the output is compared with NEVER: words do not begin in the prompt."""
     compare, target, last = [], [], []
     num_words = num_last = 0
@@ -202,12 +202,14 @@ def prepare_words(rows: Sequence[RowEdits], put: Put) -> BannedWords | None:
     if not last:
         return None
     return BannedWords(
-        put(np.concatenate(compare, axis=1)), put(np.concatenate(target)), put(np.concatenate(last, axis=1))
+        to_device(np.concatenate(compare, axis=1)),
+        to_device(np.concatenate(target)),
+        to_device(np.concatenate(last, axis=1)),
     )
 
 
-def prepare_penalties(rows: Sequence[RowEdits], vocab_size: int, put: Put) -> list[Penalties]:
-    """In parts of so many rows as the counters are enough for."""
+def prepare_penalties(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice) -> list[Penalties]:
+    """In arrays of so many rows as the counters are enough for."""
     where, amounts = [], []
     for row in rows:
         if row.edits.penalties is not None:
@@ -218,8 +220,8 @@ def prepare_penalties(rows: Sequence[RowEdits], vocab_size: int, put: Put) -> li
     size = max(1, COUNTERS // vocab_size)
     return [
         Penalties(
-            put(np.array(where[i : i + size], dtype=np.int64).T),
-            put(np.array(amounts[i : i + size], dtype=np.float32).T),
+            to_device(np.array(where[i : i + size], dtype=np.int64).T),
+            to_device(np.array(amounts[i : i + size], dtype=np.float32).T),
             sum(count for *_, count in where[i : i + size]),
         )
         for i in range(0, len(where), size)

@@ -27,14 +27,14 @@ from engine.model.models.llama import Model
 from engine.model.models.registry import build_model
 from engine.model.ops import dispatch
 from engine.runner import kv_cache
-from engine.runner.cuda_graphs import DecodeGraphs, ladder
-from engine.runner.inputs import InputBuilder, PromptRows, StepInputs
+from engine.runner.cuda_graphs import DecodeGraphs, capture_sizes
+from engine.runner.inputs import InputBuilder, PromptLogprobRows, StepInputs
 from engine.runner.sampler import (
     LogprobTable,
     SampledRow,
     UniformSource,
     logprob_table,
-    mark_broken,
+    mark_non_finite,
     prepare_sampling,
     process_rows,
     sample,
@@ -48,8 +48,8 @@ PROMPT_LOGPROB_ROWS = 256  # rows of [vocab] float32 that are held at a time
 
 
 @dataclass(slots=True)
-class Launched:
-    """A step in the device's queue. What it brings lies in host memory once `mark` has been reached.
+class LaunchedStep:
+    """A step in the device's queue. What it brings lies in host memory once `event` has been reached.
 
     tokens: [n] int64, of the entries that sample. logprobs: of which entries, how many alternatives each, and the
     table. prompt_logprobs: a table for each part of the rows.
@@ -58,12 +58,12 @@ class Launched:
     inputs: StepInputs
     tokens: Tensor
     logprobs: tuple[list[int], list[int], LogprobTable] | None
-    prompt_logprobs: list[tuple[PromptRows, list[LogprobTable]]]
-    mark: DeviceEvent
+    prompt_logprobs: list[tuple[PromptLogprobRows, list[LogprobTable]]]
+    event: DeviceEvent
 
     def ready(self, timeout_s: float) -> bool:
         """Whether `collect` would not wait, once at most so much time has passed."""
-        return self.mark.reached(timeout_s)
+        return self.event.reached(timeout_s)
 
 
 class ModelRunner:
@@ -74,53 +74,56 @@ class ModelRunner:
         self.config = config
         self.tp = tp
         self.model_config = model_config
-        self.on = open_device(config.device)
-        self.device = self.on.place
-        self.overlap = self.on.asynchronous if config.overlap is None else config.overlap
+        self.device = open_device(config.device)
+        self.overlap = self.device.asynchronous if config.overlap is None else config.overlap
         self.dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         if config.num_threads or tp.local_size > 1:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            share = max(1, cores // tp.local_size)
-            torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), share))
-        self.kv_dtype = kv_cache.cache_dtype(config, self.dtype, self.device)
-        self.block_size = config.block_size or BLOCK_SIZES[self.device.type]
+            threads = max(1, cores // tp.local_size)
+            torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), threads))
+        self.kv_dtype = kv_cache.cache_dtype(config, self.dtype, self.device.torch_device)
+        self.block_size = config.block_size or BLOCK_SIZES[self.device.torch_device.type]
         self.kv_scales: Tensor | None = None
         if self.kv_dtype == torch.float8_e4m3fn:
-            self.kv_scales = kv_cache.read_scales(folder, model_config.num_layers, self.device)
+            self.kv_scales = kv_cache.read_scales(folder, model_config.num_layers, self.device.torch_device)
         self.model = self._load(folder, tp)
         if config.torch_compile:
             self._compile()
-        on_cpu = self.device.type == "cpu"
+        on_cpu = self.device.torch_device.type == "cpu"
         free = kv_cache.free_host_bytes() // tp.local_size if on_cpu else self._free_gpu_bytes()
         num_blocks, longest = kv_cache.choose_num_blocks(
-            config, self.block_size, model_config, self.kv_dtype, self.device, tp, free
+            config, self.block_size, model_config, self.kv_dtype, self.device.torch_device, tp, free
         )
         self.num_blocks = min(map(int, tp.exchange(str(num_blocks))))
         self.max_model_len = min(longest, self.num_blocks * self.block_size)
         self.kv_cache = kv_cache.allocate(
-            self.num_blocks, model_config, self.block_size, self.kv_dtype, self.device, tp
+            self.num_blocks, model_config, self.block_size, self.kv_dtype, self.device.torch_device, tp
         )
         slots, longest = config.max_num_seqs, self.max_model_len
-        self._history = torch.zeros(slots, longest, dtype=torch.int32, device=self.device)
+        self._history = torch.zeros(slots, longest, dtype=torch.int32, device=self.device.torch_device)
         # the device's own block tables, to which only changes are sent: with long contexts a batch's rows are megabytes
         self._tables: Tensor | None = None
         self.graphs: DecodeGraphs | None = None
-        if self.on.asynchronous:
-            self._tables = torch.zeros(slots, -(-longest // self.block_size), dtype=torch.int32, device=self.device)
-            if self._can_record():
+        if self.device.asynchronous:
+            self._tables = torch.zeros(
+                slots, -(-longest // self.block_size), dtype=torch.int32, device=self.device.torch_device
+            )
+            if self._can_capture():
                 self.graphs = DecodeGraphs(
-                    self.on, self.model, self._history, self._tables, self.kv_cache, self.kv_scales,
-                    sizes=ladder(slots), budget_bytes=int(config.cuda_graph_memory_gib * 2**30), tp=tp,
+                    self.device, self.model, self._history, self._tables, self.kv_cache, self.kv_scales,
+                    capture_sizes=capture_sizes(slots), budget_bytes=int(config.cuda_graph_memory_gib * 2**30), tp=tp,
                 )  # fmt: skip
-        graph_size = self.graphs.size_for if self.graphs else lambda count: None
-        self._inputs = InputBuilder(config, model_config, self.on, self.kv_cache, self.kv_scales, longest, graph_size)
+        capture_size_for = self.graphs.capture_size_for if self.graphs else lambda count: None
+        self._inputs = InputBuilder(
+            config, model_config, self.device, self.kv_cache, self.kv_scales, longest, capture_size_for
+        )
 
-    def _can_record(self) -> bool:
+    def _can_capture(self) -> bool:
         """Graphs can hold nothing that looks at numbers on the host."""
         why = None
         if self.config.enforce_eager:
             why = "enforce_eager"
-        elif self.device.type == "cuda" and not dispatch.triton_found():
+        elif self.device.torch_device.type == "cuda" and not dispatch.triton_found():
             why = "plain torch takes the place of Triton's kernels"
         if why:
             logger.info("decode steps run without graphs: %s", why)
@@ -128,7 +131,7 @@ class ModelRunner:
 
     def _load(self, folder: Path, tp: TPGroup) -> Model:
         started = time.perf_counter()
-        model = build_model(self.model_config, tp, self.dtype, self.device)
+        model = build_model(self.model_config, tp, self.dtype, self.device.torch_device)
         if self.config.load_format == "dummy":
             fill_with_noise(model)
         else:
@@ -137,7 +140,7 @@ class ModelRunner:
         pack_weights(model)
         logger.info(
             "model loaded architecture=%s parameters=%.1fM dtype=%s device=%s threads=%d seconds=%.1f",
-            self.model_config.architecture, parameters / 1e6, str(self.dtype).removeprefix("torch."), self.device,
+            self.model_config.architecture, parameters / 1e6, str(self.dtype).removeprefix("torch."), self.device.torch_device,
             torch.get_num_threads(), time.perf_counter() - started,
         )  # fmt: skip
         return model
@@ -148,7 +151,7 @@ class ModelRunner:
             return
         from engine.model.torch_compile import compile_layers  # of no use to others, and torch's compiler takes seconds
 
-        compile_layers(self.model, self.model_config, self.tp, lambda tokens: self.run_trial(tokens, 1))
+        compile_layers(self.model, self.model_config, self.tp, lambda tokens: self.run_dummy_step(tokens, 1))
 
     def _free_gpu_bytes(self) -> int:
         """What `gpu_memory_utilization` leaves for the KV cache beside weights, graphs and the largest step's
@@ -172,25 +175,27 @@ class ModelRunner:
         return int(total * self.config.gpu_memory_utilization) - used - activations - graphs
 
     def run_largest_step(self) -> None:
-        self.run_trial(self.config.max_num_batched_tokens, self.config.max_num_seqs)
+        self.run_dummy_step(self.config.max_num_batched_tokens, self.config.max_num_seqs)
 
     @torch.inference_mode()
-    def run_trial(self, tokens: int, seqs: int) -> None:
+    def run_dummy_step(self, tokens: int, seqs: int) -> None:
         """Compute so many tokens, and sample for so many sequences, all in one KV block."""
         size = self.block_size
         counts = np.full(seqs, tokens // seqs)
         counts[: tokens % seqs] += 1
-        ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+        ids = torch.zeros(tokens, dtype=torch.int64, device=self.device.torch_device)
         single, chunks = split(counts.tolist(), counts.tolist())
-        parcel = self.on.parcel()
+        staged = self.device.staged_copy()
         batch = Batch(
             positions=ids,
             slot_mapping=ids % size,
-            query_start=parcel.add(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
-            kv_len=parcel.add(counts.astype(np.int32)),
-            block_table=torch.zeros(seqs, -(-int(counts.max()) // size), dtype=torch.int32, device=self.device),
-            kv_cache=kv_cache.allocate(1, self.model_config, size, self.kv_dtype, self.device, self.tp),
-            single=parcel.add(single.numpy()),
+            query_start=staged.add(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
+            kv_len=staged.add(counts.astype(np.int32)),
+            block_table=torch.zeros(
+                seqs, -(-int(counts.max()) // size), dtype=torch.int32, device=self.device.torch_device
+            ),
+            kv_cache=kv_cache.allocate(1, self.model_config, size, self.kv_dtype, self.device.torch_device, self.tp),
+            single=staged.add(single.numpy()),
             chunks=chunks,
             kv_scales=self.kv_scales,
         )
@@ -198,15 +203,15 @@ class ModelRunner:
         samplings = [
             prepare_sampling(
                 [SampledRow(0, 0, 0, row, SamplingParams(temperature=1.0, top_p=top_p)) for row in range(seqs)],
-                self.model_config.vocab_size, UniformSource(), parcel.add,
+                self.model_config.vocab_size, UniformSource(), staged.add,
             )
             for top_p in (1.0, 0.9)
         ]  # fmt: skip
-        parcel.send()
+        staged.send()
         logits = self.model.logits(self.model(ids, batch)[:seqs])
         for sampling in samplings:
             sample(logits, sampling)
-        self.on.mark().wait()
+        self.device.event().wait()
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.execute(self.prepare(plan))
@@ -221,34 +226,36 @@ class ModelRunner:
     # -- on the device -------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, inputs: StepInputs) -> Launched:
+    def launch(self, inputs: StepInputs) -> LaunchedStep:
         """Compute a prepared step, or put it into the device's queue. Steps must come in the order in which they were
         prepared."""
-        inputs.parcel.send()
+        inputs.staged.send()
         history = self._history.view(-1)
         for new in inputs.added:
             self._history[new.slot, : len(new.tokens)] = new.tokens
-        if self._tables is not None and inputs.tables is not None and len(inputs.tables.index):
-            self._tables.view(-1)[inputs.tables.index] = inputs.tables.blocks
+        if self._tables is not None and inputs.block_tables is not None and len(inputs.block_tables.index):
+            self._tables.view(-1)[inputs.block_tables.index] = inputs.block_tables.blocks
         hidden = self._forward(inputs, history)
         tokens, logprobs = self._sample(hidden, inputs)
         # -1 ends a request, but with overlap a step that reads its token may be on the way: it must find a real one
         history[inputs.written] = tokens.clamp(min=0).int()
-        prompt_logprobs = [(rows, self._prompt_logprobs(hidden, rows)) for rows in inputs.prompt_rows]
-        return Launched(inputs, self.on.fetch(tokens), logprobs, prompt_logprobs, self.on.mark())
+        prompt_logprobs = [(rows, self._prompt_logprobs(hidden, rows)) for rows in inputs.prompt_logprob_rows]
+        return LaunchedStep(inputs, self.device.fetch(tokens), logprobs, prompt_logprobs, self.device.event())
 
     def _forward(self, inputs: StepInputs, history: Tensor) -> Tensor:
         if inputs.padded is not None:
             assert self.graphs is not None
             return self.graphs.run(inputs.padded)
         assert inputs.batch is not None
-        if self._tables is not None and inputs.tables is not None:
-            inputs.batch.block_table = self._tables[:, : inputs.tables.width].index_select(0, inputs.tables.rows)
+        if self._tables is not None and inputs.block_tables is not None:
+            inputs.batch.block_table = self._tables[:, : inputs.block_tables.width].index_select(
+                0, inputs.block_tables.rows
+            )
         return self.model(history[inputs.token_index].long(), inputs.batch)
 
-    def collect(self, launched: Launched) -> StepResult:
+    def collect(self, launched: LaunchedStep) -> StepResult:
         """What a launched step has brought; waits for it."""
-        launched.mark.wait()
+        launched.event.wait()
         inputs = launched.inputs
         count = len(inputs.plan.slots)
         result = StepResult(inputs.plan.step, [None] * count, [None] * count, [None] * count)
@@ -272,7 +279,7 @@ class ModelRunner:
             return inputs.sampled_rows, None
         sampling = inputs.sampling
         if sampling.plain:
-            return mark_broken(*self.model.best(hidden[inputs.sampled_rows])), None
+            return mark_non_finite(*self.model.best(hidden[inputs.sampled_rows])), None
         logits = self.model.logits(hidden[inputs.sampled_rows])
         asked = {row: count for row, count in enumerate(sampling.logprobs) if count is not None}
         raw = torch.stack([logits[row] for row in asked]) if asked else None
@@ -282,15 +289,15 @@ class ModelRunner:
             return tokens, None
         chosen = torch.stack([tokens[row] for row in asked]).clamp(min=0)
         counts = list(asked.values())
-        table = logprob_table(raw, chosen, max(counts)).fetched(self.on.fetch)
+        table = logprob_table(raw, chosen, max(counts)).fetched(self.device.fetch)
         return tokens, ([inputs.entries[row] for row in asked], counts, table)
 
-    def _prompt_logprobs(self, hidden: Tensor, rows: PromptRows) -> list[LogprobTable]:
+    def _prompt_logprobs(self, hidden: Tensor, rows: PromptLogprobRows) -> list[LogprobTable]:
         targets = self._history.view(-1)[rows.targets].long()
         tables = []
-        for part in range(0, len(targets), PROMPT_LOGPROB_ROWS):
-            wanted = targets[part : part + PROMPT_LOGPROB_ROWS]
-            first = rows.first_row + part
+        for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+            wanted = targets[start : start + PROMPT_LOGPROB_ROWS]
+            first = rows.first_row + start
             logits = self.model.logits(hidden[first : first + len(wanted)])
-            tables.append(logprob_table(logits, wanted, rows.count).fetched(self.on.fetch))
+            tables.append(logprob_table(logits, wanted, rows.count).fetched(self.device.fetch))
         return tables

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from engine.model.ops import dispatch
 from engine.runner import logits_processors
-from engine.runner.logits_processors import BatchEdits, LogitsEdits, Put, RowEdits
+from engine.runner.logits_processors import BatchEdits, LogitsEdits, RowEdits, ToDevice
 from engine.wire.messages import TokenLogprob
 from engine.wire.sampling_params import SamplingParams
 
 CANDIDATES = 1024
-AHEAD = 32  # positions
+DRAW_AHEAD = 32  # positions
 MAX_SEEDS = 4096  # whose numbers are kept: far more than sequences that run
-WORDS = 4  # that the generator makes of one counter; the first is used
+WORDS_PER_COUNTER = 4  # that the generator makes of one counter; the first is used
 
 
 class UniformSource:
@@ -31,7 +31,9 @@ class UniformSource:
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(0)
-        self._ahead: dict[int, tuple[int, list[float]]] = {}  # seed -> numbers of AHEAD positions, from the first on
+        self._ahead: dict[
+            int, tuple[int, list[float]]
+        ] = {}  # seed -> numbers of DRAW_AHEAD positions, from the first on
 
     def draw(self, seed: int, position: int) -> float:
         """24 random bits as a float32 in [0, 1): key (seed, 0), counter (position, 0, 0, 0)."""
@@ -44,13 +46,13 @@ class UniformSource:
         return numbers[position - first]
 
     def _draw(self, seed: int, position: int) -> list[float]:
-        """Numbers of AHEAD positions: setting the generator takes 5 us, too long for every token of a large batch."""
+        """Numbers of DRAW_AHEAD positions: setting the generator takes 5 us, too long for every token of a large batch."""
         state = self._philox.state
         state["state"]["key"][:] = (seed, 0)
         state["state"]["counter"][:] = (position, 0, 0, 0)
-        state["buffer_pos"] = WORDS  # nothing left over from the draw before
+        state["buffer_pos"] = WORDS_PER_COUNTER  # nothing left over from the draw before
         self._philox.state = state
-        words = self._philox.random_raw(WORDS * AHEAD)[::WORDS]
+        words = self._philox.random_raw(WORDS_PER_COUNTER * DRAW_AHEAD)[::WORDS_PER_COUNTER]
         numbers: list[float] = ((words >> np.uint64(40)) * 2.0**-24).tolist()
         return numbers
 
@@ -71,9 +73,9 @@ class RandomRows:
 
     def row(self, index: int) -> RandomRows:
         """One of the rows."""
-        part = slice(index, index + 1)
+        one = slice(index, index + 1)
         return RandomRows(
-            self.rows[part], self.temperature[part], self.uniform[part], self.top_p[part], self.min_p[part], self.width
+            self.rows[one], self.temperature[one], self.uniform[one], self.top_p[one], self.min_p[one], self.width
         )
 
 
@@ -117,11 +119,11 @@ class SampledRow:
 
 
 def prepare_sampling(
-    sequences: list[SampledRow], vocab_size: int, uniform: UniformSource, put: Put = torch.from_numpy
+    sequences: list[SampledRow], vocab_size: int, uniform: UniformSource, to_device: ToDevice = torch.from_numpy
 ) -> SamplingInputs:
     """Sort the rows by what has to be done to them. Greedy rows without extras cost nothing later.
 
-    put: brings an array to where the logits are.
+    to_device: brings an array to where the logits are.
     """
     groups: dict[int, list[int]] = {}
     edited = []
@@ -132,14 +134,14 @@ def prepare_sampling(
             edited.append(RowEdits(row, sequence.slot, sequence.num_prompt, sequence.position, sequence.edits))
 
     def column(values: list[float]) -> Tensor:
-        return put(np.array(values, dtype=np.float32)).unsqueeze(1)
+        return to_device(np.array(values, dtype=np.float32)).unsqueeze(1)
 
     random = []
     for width, rows in groups.items():
         chosen = [sequences[row] for row in rows]
         random.append(
             RandomRows(
-                rows=put(np.array(rows, dtype=np.int64)),
+                rows=to_device(np.array(rows, dtype=np.int64)),
                 temperature=column([s.params.temperature for s in chosen]),
                 uniform=column([uniform.draw(s.seed, s.position) for s in chosen]),
                 top_p=column([s.params.top_p for s in chosen]),
@@ -147,7 +149,7 @@ def prepare_sampling(
                 width=width,
             )
         )
-    edits = logits_processors.prepare(edited, vocab_size, put)
+    edits = logits_processors.prepare(edited, vocab_size, to_device)
     return SamplingInputs(random, edits, [s.params.logprobs for s in sequences])
 
 
@@ -165,10 +167,10 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     for group in inputs.random:
         chosen = logits[group.rows] / group.temperature.clamp(min=1e-2)  # vLLM's smallest temperature too
         tokens[group.rows] = draw_filtered(chosen, group) if group.width else draw_any(chosen, group.uniform)
-    return mark_broken(best, tokens)
+    return mark_non_finite(best, tokens)
 
 
-def mark_broken(best: Tensor, tokens: Tensor) -> Tensor:
+def mark_non_finite(best: Tensor, tokens: Tensor) -> Tensor:
     """-1 where the largest logit is not finite."""
     return torch.where(best.isfinite(), tokens, -1)
 
@@ -250,12 +252,12 @@ def draw_nucleus(weights: Tensor, ids: Tensor, total: Tensor, group: RandomRows)
 def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor) -> None:
     """Apply grammars, then logits processors, in place. history: [slots, max_model_len] int32 token ids."""
     if inputs.masked is not None:
-        mask(logits, inputs.masked)
+        apply_masks(logits, inputs.masked)
     if inputs.edits is not None:
         logits_processors.apply(logits, inputs.edits, history)
 
 
-def mask(logits: Tensor, masked: MaskedRows) -> None:
+def apply_masks(logits: Tensor, masked: MaskedRows) -> None:
     """Ban what grammars do not allow, in place. Bits become tokens here: a GPU is sent an eighth, and unpacks them."""
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
     banned = ((masked.allowed.unsqueeze(2) & bits) == 0).flatten(1)[:, : logits.shape[1]]

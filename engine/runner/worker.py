@@ -17,11 +17,11 @@ from engine.kv_transfer.transport.ranks import start_kv_worker
 from engine.kv_transfer.transport.worker import KVTransferWorker
 from engine.model.config import ModelConfig
 from engine.model.folder import resolve
-from engine.runner.model_runner import Launched, ModelRunner, StepInputs
+from engine.runner.model_runner import LaunchedStep, ModelRunner, StepInputs
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.2  # how soon a thread notices that it is to end
+POLL_INTERVAL_S = 0.2  # how soon a thread notices that it is to end
 
 
 class Worker:
@@ -36,33 +36,35 @@ class Worker:
             folder: Path = resolve(config.model, weights=config.load_format == "auto")
             model_config = ModelConfig.from_folder(folder, config.quantization)
             self._runner = ModelRunner(config, model_config, folder, group)
-            self._agent: KVTransferWorker | None = None
+            self._kv_worker: KVTransferWorker | None = None
             if config.handoff is not None:
                 cache, heads = self._runner.kv_cache, model_config.num_kv_heads
-                self._agent, _ = start_kv_worker(config.handoff, cache, heads, group, group.host)
-            self._follower = PlanReceiver(group)
+                self._kv_worker, _ = start_kv_worker(config.handoff, cache, heads, group, group.host)
+            self._receiver = PlanReceiver(group)
         self._stopping = threading.Event()
 
     def run(self) -> None:
         """Compute what rank 0 plans, until it ends the group. Raises EngineUnavailable when it or a rank dies."""
         sampled: dict[int, int] = {}  # step -> checksum, until rank 0 has told its own
-        launched: deque[Launched] = deque()
-        ahead = self._runner.overlap and self._runner.on.asynchronous  # as rank 0: a step behind the one that computes
+        launched: deque[LaunchedStep] = deque()
+        ahead = (
+            self._runner.overlap and self._runner.device.asynchronous
+        )  # as rank 0: a step behind the one that computes
         try:
-            for frame, inputs in self._ahead() if self._runner.overlap else self._prepared():
-                if frame.checked in sampled and sampled[frame.checked] != frame.checksum:
+            for message, inputs in self._ahead() if self._runner.overlap else self._prepared():
+                if message.checked in sampled and sampled[message.checked] != message.checksum:
                     raise EngineUnavailable(
-                        f"rank {self._group.rank} sampled other tokens than rank 0 in step {frame.checked}"
+                        f"rank {self._group.rank} sampled other tokens than rank 0 in step {message.checked}"
                     )
-                sampled = {step: value for step, value in sampled.items() if step > frame.checked}
+                sampled = {step: value for step, value in sampled.items() if step > message.checked}
                 launched.append(self._runner.launch(inputs))
                 if len(launched) > ahead:
                     result = self._runner.collect(launched.popleft())
                     sampled[result.step] = checksum(result)
         finally:
             self._stopping.set()
-            if self._agent is not None:
-                self._agent.close()
+            if self._kv_worker is not None:
+                self._kv_worker.close()
             self._group.close()
         logger.info("rank ended rank=%d", self._group.rank)
 
@@ -73,14 +75,14 @@ class Worker:
     def _prepared(self) -> Iterator[tuple[PlanMessage, StepInputs]]:
         try:
             while not self._stopping.is_set():
-                frame = self._follower.receive(LOOK_S)
-                if frame is None:
+                message = self._receiver.receive(POLL_INTERVAL_S)
+                if message is None:
                     continue
-                if frame.plan is None:
+                if message.plan is None:
                     return
-                yield frame, self._runner.prepare(frame.plan)
+                yield message, self._runner.prepare(message.plan)
         finally:
-            self._follower.close()
+            self._receiver.close()
 
     def _ahead(self) -> Iterator[tuple[PlanMessage, StepInputs]]:
         """`_prepared` from a thread of its own, which prepares a step while the one before computes."""
@@ -88,7 +90,7 @@ class Worker:
 
         def receive() -> None:
             try:
-                self._runner.on.bind()
+                self._runner.device.set_current()
                 for item in self._prepared():
                     ready.put(item)
                 ready.put(None)

@@ -16,7 +16,7 @@ class TokenBytes(Protocol):
 
 
 @dataclass(slots=True, frozen=True)
-class Piece:
+class DecodedText:
     """What some tokens added to the text.
 
     text: may be released; all pieces together are the whole text.
@@ -55,7 +55,7 @@ class Detokenizer:
         self._held = ""
         self._length = 0  # characters decoded so far, held ones included
 
-    def add(self, token_ids: list[int], *, hide_last: bool = False) -> Piece:
+    def add(self, token_ids: list[int], *, hide_last: bool = False) -> DecodedText:
         """Take tokens up to the one that completes a stop string; `stopped_by` then names it, and the rest is ignored.
 
         hide_last: the last token ends the sequence and is no part of the text.
@@ -71,7 +71,7 @@ class Detokenizer:
             )
             if not hidden:
                 text.append(self._release(self._utf8.decode(self._tokenizer.token_bytes(token_id))))
-        return Piece("".join(text), offsets)
+        return DecodedText("".join(text), offsets)
 
     def finish(self) -> str:
         """What was held back, once no token follows; an incomplete character becomes U+FFFD."""

@@ -1,7 +1,7 @@
 """Grammars that hold an output to a form: compiled, then matched token by token, by llguidance.
 
 Both may take long, a second for a hostile regex, so both happen in threads beside the step loop (llguidance lets go of
-the GIL): a request waits for its own grammar and for its own masks, and nobody else does for longer than PATIENCE_S.
+the GIL): a request waits for its own grammar and for its own masks, and nobody else does for longer than MASK_WAIT_S.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from engine.wire.structured_outputs import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
 
-CACHED = 128  # compiled grammars that are kept
+MAX_CACHED_GRAMMARS = 128  # compiled grammars that are kept
 COMPILE_TIMEOUT_S = 10.0
-PATIENCE_S = 0.005  # that a step waits for a mask, once per mask; most take 10 to 100 us, new states of a lexer longer
+MASK_WAIT_S = 0.005  # that a step waits for a mask, once per mask; most take 10 to 100 us, new states of a lexer longer
 THREADS = 4
 MAX_LEXER_STATES = 20_000  # 1 to 2 kB each, per request
 # At most one space, or a new line and its indentation, as llama.cpp allows: a weak model that may put any number of
@@ -36,7 +36,7 @@ MAX_REASON = 300  # characters of llguidance's error messages
 
 
 @dataclass(frozen=True, slots=True)
-class Prototype:
+class CompiledGrammar:
     """A compiled grammar at its beginning. mask: of the tokens that may come first."""
 
     matcher: LLMatcher
@@ -49,24 +49,24 @@ class Grammar:
     output: tokens of it that exist already.
     """
 
-    def __init__(self, prototype: Prototype, output: list[int], threads: ThreadPoolExecutor):
+    def __init__(self, compiled: CompiledGrammar, output: list[int], threads: ThreadPoolExecutor):
         self.is_done = False
         self.error: str | None = None
-        self._matcher = prototype.matcher.deep_copy()
-        self._num_bytes = len(prototype.mask)
+        self._matcher = compiled.matcher.deep_copy()
+        self._num_bytes = len(compiled.mask)
         self._threads = threads
         self._asked_at = time.monotonic()
         if output:
             self._mask = threads.submit(self._resume, output)
         else:
             self._mask = Future()
-            self._mask.set_result(prototype.mask)
+            self._mask.set_result(compiled.mask)
 
     def ready(self) -> bool:
-        """Waits for that, though never longer than PATIENCE_S per mask."""
+        """Waits for that, though never longer than MASK_WAIT_S per mask."""
         if not self._mask.done():
             with suppress(TimeoutError):
-                self._mask.result(max(0.0, self._asked_at + PATIENCE_S - time.monotonic()))
+                self._mask.result(max(0.0, self._asked_at + MASK_WAIT_S - time.monotonic()))
         return self._mask.done()
 
     def mask(self) -> bytes:
@@ -106,12 +106,12 @@ class Compilation:
     """A request's grammar in the making."""
 
     params: StructuredOutputsParams
-    prototype: Future[Prototype]
+    compiled: Future[CompiledGrammar]
     output: list[int]
-    late_at: float
+    deadline: float
 
     def finished(self, now: float) -> bool:
-        return self.prototype.done() or now >= self.late_at
+        return self.compiled.done() or now >= self.deadline
 
 
 class GrammarCompiler:
@@ -127,7 +127,7 @@ class GrammarCompiler:
         threads = min(THREADS, os.cpu_count() or 1)
         self._compilers = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
         self._matchers = ThreadPoolExecutor(threads, thread_name_prefix="token-mask")
-        self._cache: OrderedDict[tuple[str, str], Future[Prototype]] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, str], Future[CompiledGrammar]] = OrderedDict()
         self._problem = ""
         try:
             from llguidance import LLTokenizer
@@ -142,23 +142,23 @@ class GrammarCompiler:
     def start(self, params: StructuredOutputsParams, output: list[int], now: float) -> Compilation:
         """output: tokens that the request brings with it."""
         key = (params.kind, params.text)
-        prototype = self._cache.get(key)
-        if prototype is None:
-            prototype = self._cache[key] = self._compilers.submit(self._compile, params)
-            if len(self._cache) > CACHED:
+        compiled = self._cache.get(key)
+        if compiled is None:
+            compiled = self._cache[key] = self._compilers.submit(self._compile, params)
+            if len(self._cache) > MAX_CACHED_GRAMMARS:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(key)
-        return Compilation(params, prototype, output, now + COMPILE_TIMEOUT_S)
+        return Compilation(params, compiled, output, now + COMPILE_TIMEOUT_S)
 
     def finish(self, compilation: Compilation) -> Grammar:
         """Raises InvalidParameter if it cannot be compiled, or not in time; Overloaded if others took all the time."""
-        params, prototype = compilation.params, compilation.prototype
-        if not prototype.done():
-            if not prototype.running():
+        params, compiled = compilation.params, compilation.compiled
+        if not compiled.done():
+            if not compiled.running():
                 raise Overloaded(f"the grammars of other requests took more than {COMPILE_TIMEOUT_S:.0f} s to compile")
             raise params.invalid(f"simple enough to be compiled in {COMPILE_TIMEOUT_S:.0f} s")
         try:
-            return Grammar(prototype.result(), compilation.output, self._matchers)
+            return Grammar(compiled.result(), compilation.output, self._matchers)
         except InvalidParameter as error:  # of whoever asked first, perhaps under another name
             raise params.invalid(error.limit) from None
 
@@ -166,7 +166,7 @@ class GrammarCompiler:
         for threads in (self._compilers, self._matchers):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, params: StructuredOutputsParams) -> Prototype:
+    def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
         if self._problem:
             raise params.invalid(self._problem)
         from llguidance import LLMatcher
@@ -181,7 +181,7 @@ class GrammarCompiler:
             raise params.invalid(expected(params, matcher.get_error()))
         if not any(mask):
             raise params.invalid(expected(params, "no answer is possible"))
-        return Prototype(matcher, mask)
+        return CompiledGrammar(matcher, mask)
 
 
 def limits() -> LLParserLimits:

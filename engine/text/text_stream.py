@@ -47,12 +47,12 @@ class TextStream:
         """`delta` must not report an error or an abort."""
         detokenizer = self._detokenizer
         hide_last = delta.finish_reason == "stop" and not delta.text_complete and not self._include_stop
-        piece = detokenizer.add(delta.token_ids, hide_last=hide_last)
-        taken = len(piece.offsets)
+        decoded = detokenizer.add(delta.token_ids, hide_last=hide_last)
+        taken = len(decoded.offsets)
         chunk = TextChunk(
-            text=piece.text,
+            text=decoded.text,
             token_ids=delta.token_ids[:taken],
-            offsets=piece.offsets,
+            offsets=decoded.offsets,
             logprobs=None if delta.logprobs is None else delta.logprobs[:taken],
             prompt_logprobs=delta.prompt_logprobs,
         )

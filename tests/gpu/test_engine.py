@@ -40,7 +40,7 @@ def test_greedy_tokens_are_the_cpus(family, folder_of):
     expected = generate(folder_of(family), "cpu", wanted)
     core = make_core(folder_of(family), "cuda")
     check_same(run(core, wanted), expected, EXACT)
-    assert core.runner.graphs is not None and core.runner.graphs.recorded, "decode steps were replayed"
+    assert core.runner.graphs is not None and core.runner.graphs.captured, "decode steps were replayed"
     core.close()
 
 
@@ -72,7 +72,7 @@ def test_torch_compile_changes_no_token_in_prompts_and_in_graphs(family, folder_
     core = make_core(folder_of(family), "cuda", torch_compile=True)
     with dynamo_config.patch(error_on_recompile=True):
         check_same(run(core, wanted), expected, EXACT)
-    assert core.runner.graphs is not None and core.runner.graphs.recorded, "of compiled pieces"
+    assert core.runner.graphs is not None and core.runner.graphs.captured, "of compiled pieces"
     core.close()
 
 
@@ -129,7 +129,7 @@ def test_the_host_never_waits_for_experts_either(dtype, folder_of):
 
 
 def run_strictly(core: EngineCore, sampling: dict[str, Any]) -> None:
-    """Once graphs are recorded and kernels compiled, whatever makes the host wait raises."""
+    """Once graphs are captured and kernels compiled, whatever makes the host wait raises."""
     run(core, requests(8, VOCAB, **sampling))
     launch, prepare = core.runner.launch, core.runner.prepare
     steps = 0
@@ -155,7 +155,7 @@ def test_graphs_stay_within_their_budget(folder_of):
     core = make_core(folder_of("llama"), "cuda", cuda_graph_memory_gib=0.25)
     run(core, requests(16, VOCAB))
     assert core.runner.graphs is not None
-    assert set(core.runner.graphs.recorded) <= set(core.runner.graphs.sizes)
+    assert set(core.runner.graphs.captured) <= set(core.runner.graphs.capture_sizes)
     assert core.runner.graphs.used_bytes <= 2**28
     core.close()
 

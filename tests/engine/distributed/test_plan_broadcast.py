@@ -10,7 +10,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
-from engine.distributed import plan_broadcast as lockstep
+from engine.distributed import plan_broadcast
 from engine.distributed.plan_broadcast import PlanBroadcaster, PlanReceiver
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
@@ -29,88 +29,90 @@ def make_plan(step: int) -> StepPlan:
     return StepPlan(step, added, [BlockChange(3, 0, [1, 2])], [3], [0], [3], [True])
 
 
-class Line:
+class Ranks:
     """Rank 0's end and the others', all in this process."""
 
     def __init__(self, size: int):
         groups = connect(size)
         ends = on_all(size, lambda rank: PlanReceiver(groups[rank]) if rank else PlanBroadcaster(groups[rank]))
-        self.leader: PlanBroadcaster = ends[0]
-        self.followers: list[PlanReceiver] = ends[1:]
+        self.broadcaster: PlanBroadcaster = ends[0]
+        self.receivers: list[PlanReceiver] = ends[1:]
 
     def close(self) -> None:
-        self.leader.close()
-        for follower in self.followers:
-            follower.close()
+        self.broadcaster.close()
+        for receiver in self.receivers:
+            receiver.close()
 
 
 @pytest.fixture(params=[2, 4])
-def line(request) -> Iterator[Line]:
-    line = Line(request.param)
-    yield line
-    line.close()
+def ranks(request) -> Iterator[Ranks]:
+    ranks = Ranks(request.param)
+    yield ranks
+    ranks.close()
 
 
-def test_every_follower_receives_every_plan_in_order(line):
+def test_every_receiver_receives_every_plan_in_order(ranks):
     plans = [make_plan(step) for step in range(1, 20)]
     for plan in plans:
-        line.leader.send(plan)
-    for follower in line.followers:
-        assert [follower.receive(LIMIT_S).plan for _ in plans] == plans
+        ranks.broadcaster.send(plan)
+    for receiver in ranks.receivers:
+        assert [receiver.receive(LIMIT_S).plan for _ in plans] == plans
 
 
-def test_the_tokens_that_rank_0_sampled_are_told_with_a_later_plan(line):
+def test_the_tokens_that_rank_0_sampled_are_told_with_a_later_plan(ranks):
     result = StepResult(1, [7, None, -1], [None] * 3, [None] * 3)
-    line.leader.send(make_plan(1))
-    line.leader.committed(result)
-    line.leader.send(make_plan(2))
-    for follower in line.followers:
-        assert follower.receive(LIMIT_S).checked == 0
-        frame = follower.receive(LIMIT_S)
-        assert (frame.checked, frame.checksum) == (1, lockstep.checksum(result))
-    assert lockstep.checksum(result) != lockstep.checksum(msgspec.structs.replace(result, tokens=[7, 0, -1]))
+    ranks.broadcaster.send(make_plan(1))
+    ranks.broadcaster.committed(result)
+    ranks.broadcaster.send(make_plan(2))
+    for receiver in ranks.receivers:
+        assert receiver.receive(LIMIT_S).checked == 0
+        message = receiver.receive(LIMIT_S)
+        assert (message.checked, message.checksum) == (1, plan_broadcast.checksum(result))
+    assert plan_broadcast.checksum(result) != plan_broadcast.checksum(
+        msgspec.structs.replace(result, tokens=[7, 0, -1])
+    )
 
 
-def test_the_end_is_told_even_if_plans_are_still_on_the_way(line):
+def test_the_end_is_told_even_if_plans_are_still_on_the_way(ranks):
     for step in range(50):
-        line.leader.send(make_plan(step))
-    line.leader.close()
-    for follower in line.followers:
-        frames = [follower.receive(LIMIT_S) for _ in range(51)]
-        assert [frame.plan is None for frame in frames] == [False] * 50 + [True]
+        ranks.broadcaster.send(make_plan(step))
+    ranks.broadcaster.close()
+    for receiver in ranks.receivers:
+        messages = [receiver.receive(LIMIT_S) for _ in range(51)]
+        assert [message.plan is None for message in messages] == [False] * 50 + [True]
 
 
-def test_a_missing_plan_ends_the_follower(line):
-    line.leader.send(make_plan(1))
-    line.leader._number += 1  # as if one were lost
-    line.leader.send(make_plan(2))
-    for rank, follower in enumerate(line.followers, start=1):
-        follower.receive(LIMIT_S)
+def test_a_missing_plan_ends_the_receiver(ranks):
+    ranks.broadcaster.send(make_plan(1))
+    ranks.broadcaster._number += 1  # as if one were lost
+    ranks.broadcaster.send(make_plan(2))
+    for rank, receiver in enumerate(ranks.receivers, start=1):
+        receiver.receive(LIMIT_S)
         with pytest.raises(EngineUnavailable, match=f"rank {rank} missed plan 2; plan 3 came"):
-            follower.receive(LIMIT_S)
+            receiver.receive(LIMIT_S)
 
 
-def test_a_follower_notices_that_rank_0_is_gone(line):
-    line.leader._context.destroy(linger=0)  # without a goodbye, as when it is killed
-    for follower in line.followers:
+def test_a_receiver_notices_that_rank_0_is_gone(ranks):
+    ranks.broadcaster._context.destroy(linger=0)  # without a goodbye, as when it is killed
+    for receiver in ranks.receivers:
         with pytest.raises(EngineUnavailable, match="rank 0 is gone"):
-            follower.receive(LIMIT_S)
+            receiver.receive(LIMIT_S)
 
 
-def test_rank_0_notices_that_a_follower_is_gone_and_says_which(line):
-    line.leader.check()
-    line.followers[-1].close()
-    line.leader._socket.poll(LIMIT_S * 1000)
-    with pytest.raises(EngineUnavailable, match=f"rank {len(line.followers)} is gone"):
-        line.leader.check()
+def test_rank_0_notices_that_a_receiver_is_gone_and_says_which(ranks):
+    ranks.broadcaster.check()
+    ranks.receivers[-1].close()
+    ranks.broadcaster._socket.poll(LIMIT_S * 1000)
+    with pytest.raises(EngineUnavailable, match=f"rank {len(ranks.receivers)} is gone"):
+        ranks.broadcaster.check()
 
 
-def test_a_follower_without_plans_returns_to_its_caller(line):
-    assert line.followers[0].receive(0.01) is None
+def test_a_receiver_without_plans_returns_to_its_caller(ranks):
+    assert ranks.receivers[0].receive(0.01) is None
 
 
-def test_rank_0_does_not_wait_for_ever_for_followers_that_load_but_do_not_listen(monkeypatch):
-    monkeypatch.setattr(lockstep, "JOIN_TIMEOUT_S", 0.2)
+def test_rank_0_does_not_wait_for_ever_for_receivers_that_load_but_do_not_listen(monkeypatch):
+    monkeypatch.setattr(plan_broadcast, "JOIN_TIMEOUT_S", 0.2)
     groups = connect(3)
     ends = [lambda: PlanBroadcaster(groups[0]), lambda: PlanReceiver(groups[1]), lambda: groups[2].exchange("")]
     with pytest.raises(RendezvousTimeout, match="rank 2 of 3"):

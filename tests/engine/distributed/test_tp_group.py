@@ -14,7 +14,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from engine.distributed.shared_memory import PIECE, SharedMemory
+from engine.distributed.shared_memory import CHUNK_BYTES, SharedMemory
 from engine.distributed.tp_group import ConnectedGroup, TPGroup
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 
@@ -57,26 +57,26 @@ def groups(request, size):
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (0, 4), (2, 3, 4)])
 def test_all_reduce_gives_every_rank_the_sum(groups, size, dtype, shape):
     values = torch.arange(size * max(1, torch.Size(shape).numel())).to(dtype)
-    parts = [values[rank : rank + torch.Size(shape).numel()].view(shape) for rank in range(size)]
-    expected = torch.stack(parts).sum(0)
-    for out in on_all(size, lambda rank: groups[rank].all_reduce(parts[rank].clone())):
+    addends = [values[rank : rank + torch.Size(shape).numel()].view(shape) for rank in range(size)]
+    expected = torch.stack(addends).sum(0)
+    for out in on_all(size, lambda rank: groups[rank].all_reduce(addends[rank].clone())):
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("numel", [PIECE // 4 - 1, PIECE // 4, 3 * PIECE // 4 + 7])
+@pytest.mark.parametrize("numel", [CHUNK_BYTES // 4 - 1, CHUNK_BYTES // 4, 3 * CHUNK_BYTES // 4 + 7])
 def test_tensors_larger_than_a_buffer_are_reduced_and_gathered_whole(groups, size, numel):
-    parts = [torch.randn(1, numel, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
-    sums = on_all(size, lambda rank: groups[rank].all_reduce(parts[rank].clone()))
-    torch.testing.assert_close(sums[0], sum(parts))
+    addends = [torch.randn(1, numel, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+    sums = on_all(size, lambda rank: groups[rank].all_reduce(addends[rank].clone()))
+    torch.testing.assert_close(sums[0], sum(addends))
     assert all(torch.equal(out, sums[0]) for out in sums), "every rank must have the same bits"
-    for out in on_all(size, lambda rank: groups[rank].all_gather(parts[rank])):
-        assert torch.equal(out, torch.cat(parts, dim=-1))
+    for out in on_all(size, lambda rank: groups[rank].all_gather(addends[rank])):
+        assert torch.equal(out, torch.cat(addends, dim=-1))
 
 
 def test_all_gather_concatenates_along_the_last_dimension_in_rank_order(groups, size):
-    parts = [torch.full((2, 3, 2), float(rank)) for rank in range(size)]
-    for out in on_all(size, lambda rank: groups[rank].all_gather(parts[rank])):
-        assert torch.equal(out, torch.cat(parts, dim=-1))
+    addends = [torch.full((2, 3, 2), float(rank)) for rank in range(size)]
+    for out in on_all(size, lambda rank: groups[rank].all_gather(addends[rank])):
+        assert torch.equal(out, torch.cat(addends, dim=-1))
 
 
 def test_collectives_take_tensors_that_are_not_contiguous(groups, size):

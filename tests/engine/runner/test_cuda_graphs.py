@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.device import PinnedCopy
 from engine.model.ops import dispatch
-from engine.runner.cuda_graphs import LARGEST, ladder, pad
+from engine.runner.cuda_graphs import MAX_CAPTURE_SIZE, capture_sizes, pad_to_capture_size
 from engine.wire.messages import GenerateRequest, TokenLogprob
 from engine.wire.sampling_params import SamplingParams
 from tests.late_device import LateDevice
@@ -91,7 +91,7 @@ def test_a_model_gives_the_same_tokens_with_padded_graphs_as_plainly_on_a_cpu(fa
     for name, (_, logprobs) in graphs.items():
         expected = [logprob.logprob for logprob in plain[name][1]]
         assert [logprob.logprob for logprob in logprobs] == pytest.approx(expected, abs=1e-4)
-    assert set(device.replays) == {1, 2, 4, 8}, "and every size of the ladder was replayed"
+    assert set(device.replays) == {1, 2, 4, 8}, "and every capture size was replayed"
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -151,11 +151,11 @@ def test_what_rows_beyond_the_batch_hold_changes_nothing(folder_of, generate, mo
     expected = generate(folder, wanted, LateDevice())
 
     def other_pad(size, *columns):
-        padded = pad(size, *columns)
+        padded = pad_to_capture_size(size, *columns)
         padded[0, len(columns[3]) :] = 11  # another token of the history
         return padded
 
-    monkeypatch.setattr("engine.runner.inputs.pad", other_pad)
+    monkeypatch.setattr("engine.runner.inputs.pad_to_capture_size", other_pad)
     assert generate(folder, wanted, LateDevice()) == expected
 
 
@@ -177,35 +177,39 @@ def test_batch_sizes_that_come_after_the_budget_is_used_run_without_graphs(folde
     got = generate(folder, wanted, device, cores, cuda_graph_memory_gib=20 / 1024)
     assert got == generate(folder, wanted, None)
     graphs = cores[0].runner.graphs
-    assert graphs is not None and len(graphs.recorded) == 2 and graphs.used_bytes == 20 * 2**20
-    recorded = [record.message for record in caplog.records if "decode graph recorded" in record.message]
-    assert len(recorded) == 2 and "MiB=10.0 total_MiB=10.0 budget_MiB=20" in recorded[0]
-    assert f"reached their budget cuda_graph_memory_gib=0.02: batch sizes other than {graphs.recorded}" in caplog.text
+    assert graphs is not None and len(graphs.captured) == 2 and graphs.used_bytes == 20 * 2**20
+    captured = [record.message for record in caplog.records if "decode graph captured" in record.message]
+    assert len(captured) == 2 and "MiB=10.0 total_MiB=10.0 budget_MiB=20" in captured[0]
+    assert f"reached their budget cuda_graph_memory_gib=0.02: batch sizes other than {graphs.captured}" in caplog.text
 
 
-def test_a_graph_is_recorded_once_and_only_for_sizes_that_came(folder_of, generate):
+def test_a_graph_is_captured_once_and_only_for_sizes_that_came(folder_of, generate):
     device, cores = LateDevice(), []
     generate(folder_of("llama"), requests(1), device, cores)
-    assert cores[0].runner.graphs.recorded == [1] and set(device.replays) == {1}
+    assert cores[0].runner.graphs.captured == [1] and set(device.replays) == {1}
     assert cores[0].runner.graphs.used_bytes == 2**20
 
 
-def test_the_ladder_has_few_sizes_and_ends_with_the_largest_batch():
-    assert ladder(1) == [1]
-    assert ladder(3) == [1, 2, 3]
-    assert ladder(20) == [1, 2, 4, 8, 16, 20]
-    assert ladder(256)[:8] == [1, 2, 4, 8, 16, 24, 32, 40] and ladder(256)[-1] == 256 and len(ladder(256)) == 35
-    assert ladder(10_000)[-1] == LARGEST
+def test_capture_sizes_are_few_and_end_with_the_largest_batch():
+    assert capture_sizes(1) == [1]
+    assert capture_sizes(3) == [1, 2, 3]
+    assert capture_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert (
+        capture_sizes(256)[:8] == [1, 2, 4, 8, 16, 24, 32, 40]
+        and capture_sizes(256)[-1] == 256
+        and len(capture_sizes(256)) == 35
+    )
+    assert capture_sizes(10_000)[-1] == MAX_CAPTURE_SIZE
 
 
 def test_rows_of_padding_are_sequences_without_tokens_or_a_place_for_kv():
     ones = np.ones(3, dtype=np.int64)
-    padded = pad(8, 5 * ones, 6 * ones, 7 * ones, 2 * ones, 9 * ones)
+    padded = pad_to_capture_size(8, 5 * ones, 6 * ones, 7 * ones, 2 * ones, 9 * ones)
     assert padded[:, :3].T.tolist() == [[5, 6, 7, 2, 9]] * 3
     assert padded[:, 3:].T.tolist() == [[0, 0, -1, 0, 0]] * 5
 
 
-def test_a_parcel_brings_arrays_of_every_kind_in_one_copy():
+def test_a_staged_copy_brings_arrays_of_every_kind_in_one_copy():
     rng = np.random.default_rng(0)
     arrays = [
         rng.integers(0, 100, 7),
@@ -217,17 +221,17 @@ def test_a_parcel_brings_arrays_of_every_kind_in_one_copy():
         rng.integers(0, 100, 20_000),  # more than a chunk holds
         rng.integers(0, 255, 5, dtype=np.uint8),
     ]
-    parcel = PinnedCopy(torch.device("cpu"))
-    tensors = [parcel.add(array) for array in arrays]
-    parcel.send()
+    staged = PinnedCopy(torch.device("cpu"))
+    tensors = [staged.add(array) for array in arrays]
+    staged.send()
     for array, tensor in zip(arrays, tensors, strict=True):
         assert tensor.dtype == torch.from_numpy(np.ascontiguousarray(array)).dtype
         assert tensor.shape == array.shape and tensor.tolist() == array.tolist()
 
 
-def test_a_step_that_cannot_be_recorded_runs_without_graphs_and_says_why(folder_of, generate, caplog):
+def test_a_step_that_cannot_be_captured_runs_without_graphs_and_says_why(folder_of, generate, caplog):
     class Unable(LateDevice):
-        def record(self, run):
+        def capture(self, run):
             try:
                 raise RuntimeError("operation not permitted when stream is capturing")
             finally:  # as torch, which then ends the capture
@@ -236,6 +240,6 @@ def test_a_step_that_cannot_be_recorded_runs_without_graphs_and_says_why(folder_
     device, cores = Unable(), []
     wanted = requests(3)
     assert generate(folder_of("llama"), wanted, device, cores) == generate(folder_of("llama"), wanted, None)
-    assert cores[0].runner.graphs.recorded == []
+    assert cores[0].runner.graphs.captured == []
     (warning,) = [record.message for record in caplog.records if "without more graphs" in record.message]
-    assert "cannot be recorded: operation not permitted when stream is capturing" in warning
+    assert "cannot be captured: operation not permitted when stream is capturing" in warning

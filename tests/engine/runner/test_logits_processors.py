@@ -52,11 +52,11 @@ def plain(sequence: Sequence) -> Tensor:
 def edited(batch: list[Sequence], slots: list[int]) -> Tensor:
     """The logits of all. They are prepared on a late device: while nothing sent there can be read yet, nor the newest
     token of any sequence exists."""
-    parcel = LateDevice().parcel()
+    staged = LateDevice().staged()
     rows = [sequence.row(slot) for slot, sequence in zip(slots, batch, strict=True)]
-    inputs = prepare_sampling(rows, VOCAB, UniformSource(), parcel.add)
+    inputs = prepare_sampling(rows, VOCAB, UniformSource(), staged.add)
     logits = torch.stack([sequence.logits for sequence in batch])
-    parcel.send()
+    staged.send()
     process_rows(logits, inputs, history_of(batch, slots))
     return logits
 

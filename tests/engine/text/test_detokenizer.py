@@ -100,8 +100,8 @@ def test_special_tokens_are_text_only_on_request(skip, expected):
 
 def test_hidden_last_token_counts_but_is_no_text():
     detokenizer = Detokenizer(ByteTokens([b"a", b"b"]))
-    piece = detokenizer.add([0, 1], hide_last=True)
-    assert (piece.text, piece.offsets, detokenizer.num_tokens) == ("a", [0, 1], 2)
+    decoded = detokenizer.add([0, 1], hide_last=True)
+    assert (decoded.text, decoded.offsets, detokenizer.num_tokens) == ("a", [0, 1], 2)
 
 
 def test_offset_of_a_token_is_the_length_of_complete_text_before_it():

@@ -207,7 +207,7 @@ def test_a_grammar_is_compiled_once_and_the_least_recently_used_is_forgotten(mak
         return source(params)
 
     monkeypatch.setattr(grammar, "source", noted_source)
-    monkeypatch.setattr(grammar, "CACHED", 2)
+    monkeypatch.setattr(grammar, "MAX_CACHED_GRAMMARS", 2)
     run = Run(make_core())
     for i, regex in enumerate(["aa", "bb", "aa", "cc", "aa", "bb"]):
         run.add(str(i), regex=regex)
