@@ -18,10 +18,10 @@ from engine.runner.sampler import (
     RandomRows,
     SampledRow,
     UniformSource,
+    apply_masks,
     draw,
     draw_filtered,
     draw_sorted,
-    mask,
     prepare_sampling,
     process_rows,
     sample,
@@ -308,7 +308,7 @@ def test_a_mask_leaves_the_tokens_whose_bits_are_set_and_other_rows_alone(vocab)
     logits = torch.randn(4, vocab, generator=generator)
     words = torch.randint(0, 256, (2, -(-vocab // 32) * 4), generator=generator).byte()
     masked = logits.clone()
-    mask(masked, MaskedRows(torch.tensor([3, 1]), words))
+    apply_masks(masked, MaskedRows(torch.tensor([3, 1]), words))
     expected = logits.clone()
     for row, bits in zip((3, 1), words.tolist(), strict=True):
         for token in range(vocab):
