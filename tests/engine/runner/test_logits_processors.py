@@ -52,7 +52,7 @@ def plain(sequence: Sequence) -> Tensor:
 def edited(batch: list[Sequence], slots: list[int]) -> Tensor:
     """The logits of all. They are prepared on a late device: while nothing sent there can be read yet, nor the newest
     token of any sequence exists."""
-    staged = LateDevice().staged()
+    staged = LateDevice().staged_copy()
     rows = [sequence.row(slot) for slot, sequence in zip(slots, batch, strict=True)]
     inputs = prepare_sampling(rows, VOCAB, UniformSource(), staged.add)
     logits = torch.stack([sequence.logits for sequence in batch])
