@@ -166,7 +166,8 @@ class Scheduler:
         """Plan the next step; None if nothing can be computed now."""
         before = self.totals.preemptions
         budget = self._plan_running()
-        if self.totals.preemptions == before:  # start nobody while blocks run out
+        # while blocks run out nobody starts, unless that ended the last running request: the next in order then goes on
+        if self.totals.preemptions == before or not self._builder.requests:
             self._admit(budget, now)
         if not self._builder.requests:
             return None

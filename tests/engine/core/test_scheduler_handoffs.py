@@ -209,6 +209,20 @@ def test_a_spare_block_is_kept_for_everyone_who_will_grow():
     assert h.scheduler.totals.preemptions == 0
 
 
+def test_a_received_prompt_starts_in_the_very_step_in_which_the_last_running_request_was_preempted():
+    h = DecodeHarness(num_blocks=4, max_model_len=16, max_num_seqs=1, enable_prefix_caching=False)
+    h.add("a", ids(5), max_tokens=3)
+    h.step()
+    h.add("b", ids(4, start=20), max_tokens=12, prefill="local")
+    h.step()
+    h.receive(only_open(h))
+    while not h.scheduler.totals.preemptions:
+        plan = h.step()
+    assert plan is not None and plan.starts == [5], "the step that preempted `b` computes `a`"
+    h.run()
+    assert h.outputs["a"] == expected_output(ids(5), h.finished["a"].request.params, 16)
+
+
 def test_a_request_that_must_be_computed_elsewhere_fails_where_it_cannot_be():
     h = DecodeHarness(num_blocks=8, max_model_len=32, max_attempts=2)
     h.policy.replicas = []
