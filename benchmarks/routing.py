@@ -20,7 +20,7 @@ from typing import get_args
 import httpx
 import msgspec
 
-from cluster.cli.bench.arrivals import arrival_times
+from cluster.arrivals import arrival_times
 from cluster.cli.bench.openai_client import OpenAIClient, Outcome
 from deployments.routing.config import PolicyName
 from tests.scrape import Scrape

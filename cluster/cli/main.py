@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from cluster.cli.bench.commands import bench
-from cluster.cli.flags import EngineFlags, given, with_flags
 from cluster.cli.serve import serve
+from cluster.flags import EngineFlags, given, with_flags
 from cluster.simulator.commands import simulate
 from engine.errors import RequestError, ServingError
 

@@ -16,8 +16,8 @@ import yaml
 
 from cluster import haproxy
 from cluster.autoscaling.slo import POLICY
-from cluster.cli.flags import EngineFlags, flag, with_flags
 from cluster.config import BUILDER, HOST, PORT
+from cluster.flags import EngineFlags, flag, with_flags
 from engine.errors import ConfigError, InvalidParameter, StartupError
 
 ABOVE_MODELS = ("ingress", "log_format", "log_level", "tracing")  # keys of `args` that do not belong to a model
@@ -161,8 +161,8 @@ def check(serve_config: dict[str, Any], address: str | None) -> None:
 
     address: of a Ray cluster that is running, and so has its ports already.
     """
+    from cluster.cli.check.ports import check_ports
     from cluster.cli.check.serve_config import address_of, check_serve_config  # `manta --help` does without
-    from cluster.cli.ports import check_ports
 
     check_serve_config(serve_config)
     problems = [finding for finding in check_ports(*address_of(serve_config)) if finding.level == "problem"]

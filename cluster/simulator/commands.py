@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.flags import with_flags
+from cluster.flags import with_flags
 from cluster.simulator.options import SimulationOptions, TraceOptions
 
 simulate = typer.Typer(invoke_without_command=True)

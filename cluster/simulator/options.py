@@ -1,4 +1,4 @@
-"""The options of `manta simulate`, each of them a flag (cluster/cli/flags.py). Light: `manta --help` reads them."""
+"""The options of `manta simulate`, each of them a flag (cluster/flags.py). Light: `manta --help` reads them."""
 
 from __future__ import annotations
 

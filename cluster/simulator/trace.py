@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.cli.bench.arrivals import arrival_times
+from cluster.arrivals import arrival_times
 from engine.errors import InvalidParameter
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams

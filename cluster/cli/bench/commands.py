@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster.cli.bench.load import OfflineLoad, ServeLoad
-from cluster.cli.flags import EngineFlags, with_flags
+from cluster.flags import EngineFlags, with_flags
 
 bench = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine alone.")
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from cluster.cli.bench.prompts import Job, preset, random_jobs, with_prefixes
-from cluster.cli.flags import flag
+from cluster.flags import flag
 from engine.errors import InvalidParameter
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}

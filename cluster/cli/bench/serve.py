@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from cluster.cli.bench.arrivals import arrival_times
+from cluster.arrivals import arrival_times
 from cluster.cli.bench.distribution import Distribution
 from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.openai_client import OpenAIClient, Outcome

@@ -17,8 +17,8 @@ from packaging.requirements import Requirement
 
 from cluster.cli.check.finding import Finding
 from cluster.cli.check.model_fit import check_models
+from cluster.cli.check.ports import check_ports
 from cluster.cli.check.serve_config import address_of, check_serve_config, load, ours
-from cluster.cli.ports import check_ports
 from cluster.config import HOST, PORT, AppConfig
 from deployments import ray_compat
 from engine.errors import StartupError

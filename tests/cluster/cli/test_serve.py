@@ -14,9 +14,9 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster.cli import serve as serve_command
-from cluster.cli.flags import WITHOUT, engine_flags
 from cluster.cli.main import app, main
 from cluster.config import AppConfig
+from cluster.flags import WITHOUT, engine_flags
 from engine.config import EngineConfig
 from engine.errors import ServingError
 

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from cluster.cli.check.doctor import check_extra, check_needed, gpus_without_torch
 from cluster.cli.check.finding import Finding
 from cluster.cli.check.model_fit import check_models, weight_bytes
-from cluster.cli.ports import check_port
+from cluster.cli.check.ports import check_port
 from cluster.config import AppConfig
 from engine.runner.kv_cache import GIB
 from placement.capacity import Node

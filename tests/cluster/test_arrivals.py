@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from cluster.cli.bench.arrivals import arrival_times
+from cluster.arrivals import arrival_times
 
 
 def gaps(burstiness: float) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Arrival times of a load test."""
+"""Arrival times of requests: of a load test, and of a simulation."""
 
 from __future__ import annotations
 
