@@ -101,6 +101,17 @@ def check_gpus() -> Iterator[Finding]:
         card = torch.cuda.get_device_properties(number)
         message = f"{number}: {card.name}, {card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
         yield Finding("ok", "GPU", message)
+    if torch.cuda.is_available():
+        yield check_compiler()
+
+
+def check_compiler() -> Finding:
+    """Triton compiles its launcher when the first kernel runs; without a compiler the engine ends there."""
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if found is None:
+        advice = "Install gcc and the headers of the C library (Debian: gcc libc6-dev), or name another in CC"
+        return Finding("problem", "C compiler", "none is found, and Triton's kernels need one", advice)
+    return Finding("ok", "C compiler", found)
 
 
 def gpus_of_driver() -> list[str]:

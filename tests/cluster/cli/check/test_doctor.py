@@ -67,3 +67,15 @@ def test_for_people_each_line_begins_with_how_bad_it_is():
     lines = [line for line in result.stdout.splitlines() if not line.startswith(" ")]
     assert {line.split()[0] for line in lines} <= {"ok", "warning", "problem"}
     assert any("Python" in line for line in lines)
+
+
+def test_machine_with_gpus_but_without_a_c_compiler_has_a_problem(monkeypatch):
+    """Triton compiles its launcher at the first kernel."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    (found,) = doctor.check_gpus()
+    assert (found.level, found.topic) == ("problem", "C compiler")
+    monkeypatch.setenv("CC", "/opt/bin/cc")
+    assert [(found.level, found.told) for found in doctor.check_gpus()] == [("ok", "/opt/bin/cc")]
