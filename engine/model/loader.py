@@ -24,6 +24,7 @@ from engine.errors import ModelFolderError
 from engine.model.folder import read_json
 from engine.model.models.llama import Model
 from engine.model.shard import Shard, Sharded, Shards, TensorSlice
+from engine.model.tensor_names import canonical_name
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,10 @@ def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
         bar = progress.add_task("loading weights", total=len(shards))
         for file, names in files.items():
             with safe_open(file, framework="pt") as tensors:
-                for name in filter(shards.__contains__, names):
-                    load_tensor(*shards[name], tensors.get_slice(name), name, folder)
-                    progress.advance(bar)
+                for name in names:
+                    if shard := shards.get(canonical_name(name)):
+                        load_tensor(*shard, tensors.get_slice(name), name, folder)
+                        progress.advance(bar)
     num_bytes = sum(target.nbytes for _, target in shards.values())
     seconds = time.monotonic() - started
     logger.info("weights loaded folder=%s gb=%.2f seconds=%.1f", folder, num_bytes / 1e9, seconds)
@@ -113,20 +115,27 @@ def zero_biases(files: dict[Path, list[str]], wanted: set[str]) -> set[str]:
     """Biases that are 0 and that the model does not have: older GPTQ checkpoints hold one for every layer."""
     found = set()
     for file, names in files.items():
-        if biases := [name for name in names if name.endswith(".bias") and name not in wanted]:
+        if biases := [name for name in names if name.endswith(".bias") and canonical_name(name) not in wanted]:
             with safe_open(file, framework="pt") as tensors:
                 found |= {name for name in biases if not tensors.get_tensor(name).any()}
     return found
 
 
 def check_names(folder: Path, wanted: set[str], found: list[str]) -> None:
-    """Raise ModelFolderError unless `found` holds each of `wanted` once, and nothing else."""
-    twice = {name for name, count in Counter(found).items() if count > 1}
-    extra = {name for name in set(found) - wanted if not name.endswith(UNUSED)}
-    for problem, names in (("missing", wanted - set(found)), ("unexpected", extra), ("duplicate", twice)):
-        if names:
-            shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise ModelFolderError(str(folder), f"{len(names)} {problem} tensors: {shown}")
+    """Raise ModelFolderError unless `found` holds each of `wanted` once, under any of its names, and nothing else."""
+    canonical = {name: canonical_name(name) for name in found}
+    counts = Counter(canonical[name] for name in found)
+    kinds = {
+        "missing": wanted - set(counts),
+        "unexpected": {name for name in found if canonical[name] not in wanted and not name.endswith(UNUSED)},
+        "duplicate": {name for name, count in counts.items() if count > 1},
+    }
+    if problems := [f"{len(names)} {kind} tensors: {shorten(names)}" for kind, names in kinds.items() if names]:
+        raise ModelFolderError(str(folder), "; ".join(problems))
+
+
+def shorten(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def tensors_by_file(folder: Path) -> dict[Path, list[str]]:

@@ -14,8 +14,11 @@ from engine.model.quantization.format import WeightFormat
 from engine.model.quantization.packed_int import AWQ, GPTQ, PackQuantized
 from engine.model.quantization.unsupported import UnsupportedScheme
 from engine.model.quantization.weight import FP8
+from engine.model.tensor_names import canonical_name
 
 Fields = dict[str, Any]
+# The beginning of an expression that names layers inside a multimodal model; see canonical_name.
+WRAPPED = re.compile(r"^\^?(model\\?\.language_model|language_model\\?\.model)\\?\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ def _fp8(config: Fields) -> tuple[Rule, ...]:
     format = EightBit(FP8, rows_and_columns, scale, False, FP8)
     ignored = [name for key in ("modules_to_not_convert", "ignored_layers") for name in config.get(key) or ()]
     # whole components of the name: `mlp.gate` is not `mlp.gate_proj`
-    rules = [Rule(rf"(.*\.)?{re.escape(name)}($|\.)", None) for name in ("lm_head", *ignored)]
+    rules = [Rule(rf"(.*\.)?{re.escape(canonical_name(name))}($|\.)", None) for name in ("lm_head", *ignored)]
     return (*rules, Rule("", format))
 
 
@@ -79,7 +82,8 @@ def _awq(config: Fields) -> tuple[Rule, ...]:
     _one_of(config, "zero_point", (True,), True)
     format = AWQ(_one_of(config, "bits", (4,), 4), _group_size(config, "group_size"))
     # AutoAWQ leaves out every layer with one of these somewhere in its name
-    rules = [Rule(f".*{re.escape(name)}", None) for name in ("lm_head", *(config.get("modules_to_not_convert") or ()))]
+    left_out = ("lm_head", *map(canonical_name, config.get("modules_to_not_convert") or ()))
+    rules = [Rule(f".*{re.escape(name)}", None) for name in left_out]
     return (*rules, Rule("", format))
 
 
@@ -113,7 +117,9 @@ def _compressed_tensors(config: Fields) -> tuple[Rule, ...]:
 
 def _pattern(target: str) -> str:
     """The pattern of a target: a name, or `re:` and an expression that matches the beginning of a name."""
-    return target.removeprefix("re:") if target.startswith("re:") else re.escape(target) + "$"
+    if not target.startswith("re:"):
+        return re.escape(canonical_name(target)) + "$"
+    return WRAPPED.sub(r"model\\.", target.removeprefix("re:"))
 
 
 def _compressed_group(group: Fields, form: str | None, path: str) -> WeightFormat:

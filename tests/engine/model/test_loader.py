@@ -151,3 +151,30 @@ def test_random_weights_need_no_files_and_fill_every_parameter(family, tmp_path)
         fill_with_noise(model)
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert one.isfinite().all() and torch.equal(one, other), "the same noise for the same tensor"
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", ""])
+def test_tensors_of_a_wrapped_model_or_of_its_base_load_under_their_names(tmp_path, prefix):
+    folder = make_model(tmp_path, "llama")
+    expected, tensors = load(folder), load_file(folder / "model.safetensors")
+    names = {name: prefix + name.removeprefix("model.") for name in tensors if name.startswith("model.")}
+    if prefix.startswith("language_model."):
+        names["lm_head.weight"] = "language_model.lm_head.weight"
+    save_file({names.get(name, name): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    for ours, other in zip(load(folder).parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, other)
+
+
+def test_a_tensor_under_two_of_its_names_is_refused(tmp_path):
+    folder = make_model(tmp_path, "llama")
+    rewrite(folder, {"norm.weight": torch.ones(48)})
+    with pytest.raises(ModelFolderError, match=r"1 duplicate tensors: model\.norm\.weight"):
+        load(folder)
+
+
+def test_a_mismatch_names_missing_and_unexpected_tensors(tmp_path):
+    folder = make_model(tmp_path, "llama")
+    rewrite(folder, {"model.norm.weight": None, "transformer.ln_f.weight": torch.ones(48)})
+    problem = "1 missing tensors: model.norm.weight; 1 unexpected tensors: transformer.ln_f.weight"
+    with pytest.raises(ModelFolderError, match=re.escape(problem)):
+        load(folder)
