@@ -46,13 +46,13 @@ def missing(spec: GroupSpec, nodes: Sequence[Node]) -> str | None:
         where = {"STRICT_PACK": "on one node", "STRICT_SPREAD": "on nodes of their own"}.get(spec.strategy, "anywhere")
         problem = f"only {found} of them fit{'s' if found == 1 else ''} {where}"
     ranks = "1 rank" if spec.num_ranks == 1 else f"{spec.num_ranks} ranks, each"
-    need = f"a replica needs {ranks} with {_describe(spec.rank_bundle)}, and {spec.control_cpus:g} CPU beside the first"
+    required = f"a replica needs {ranks} with {_describe(spec.rank_bundle)}, and {spec.control_cpus:g} CPU beside the first"
     labels = spec.label_selector.keys()
     kinds = Counter(
         _describe(node.resources, {k: node.labels[k] for k in labels if k in node.labels}) for node in nodes
     )
     has = "; ".join(f"{count} node{'s' if count > 1 else ''} with {kind}" for kind, count in kinds.items())
-    return f"{need} ({spec.strategy}), but {problem}. The cluster has {has or 'no node'}"
+    return f"{required} ({spec.strategy}), but {problem}. The cluster has {has or 'no node'}"
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:

@@ -134,15 +134,15 @@ class PoolScaler:
             self._busy_at, busy = now, True
         idle_s = now - self._busy_at
         if not self._limits.min_replicas and not busy and (not current or idle_s >= self._limits.scale_to_zero_delay_s):
-            size, settled = Size(0, "idle"), 0
+            size, stable = Size(0, "idle"), 0
         elif not current:
-            size, settled = Size(1, "wake"), 1
+            size, stable = Size(1, "wake"), 1
         else:
             size = self._size(demand, current)
             size = Size(1, "wake") if starting and size.replicas == 1 else size
-            settled = self._stabilizer.settle(size.replicas, current, now)
-            settled = min(settled, max(current, MAX_GROWTH * load.running_replicas))
-        replicas = min(max(settled, self._limits.min_replicas), self._limits.max_replicas)
+            stable = self._stabilizer.stabilize(size.replicas, current, now)
+            stable = min(stable, max(current, MAX_GROWTH * load.running_replicas))
+        replicas = min(max(stable, self._limits.min_replicas), self._limits.max_replicas)
         return ScalingDecision(replicas, size.replicas, size.reason, self._inputs(demand, load))
 
     def _size(self, demand: Demand, current: int) -> Size:
@@ -228,7 +228,7 @@ class Stabilizer:
         self._up_s, self._down_s = up_s, down_s
         self._history: deque[tuple[float, int]] = deque()  # (when, replicas desired)
 
-    def settle(self, desired: int, current: int, now: float) -> int:
+    def stabilize(self, desired: int, current: int, now: float) -> int:
         if not self._history:
             self._history.append((now, current))
         self._history.append((now, desired))

@@ -141,7 +141,7 @@ class HandoffProtocol:
         handoff.on_read_ended(message, now)
         if handoff.reading is None or handoff.reading.read_id != message.read_id:
             del self._reads[message.read_id]
-        self._settle(handoff, now)
+        self._conclude(handoff, now)
 
     def receive(self, envelope: Envelope, now: float) -> None:
         sender, message = envelope.sender, envelope.message
@@ -156,7 +156,7 @@ class HandoffProtocol:
         """Act on the time; to be called at `due` or later."""
         for handoff in list(self.decode_handoffs.values()):
             handoff.tick(now)
-            self._settle(handoff, now)
+            self._conclude(handoff, now)
         for leased in list(self.prefill_handoffs.values()):
             leased.tick(now)
             self._drop_if_over(leased)
@@ -245,7 +245,7 @@ class HandoffProtocol:
             handoff.on_refused(sender, message, now)
         else:
             handoff.on_released(message, now)
-        self._settle(handoff, now)
+        self._conclude(handoff, now)
 
     def _from_decode(self, sender: Peer, message: Heartbeat | Release | Cancel, now: float) -> None:
         handoff = self.prefill_handoffs.get(message.handoff_id)
@@ -275,7 +275,7 @@ class HandoffProtocol:
     def _fail(self, handoff_id: str, reason: str, now: float, detail: str = "", retry: bool | None = None) -> None:
         if handoff := self.decode_handoffs.get(handoff_id):
             handoff.fail(reason, now, detail, retry)
-            self._settle(handoff, now)
+            self._conclude(handoff, now)
 
     def _new_read(self, handoff_id: str) -> int:
         handoff = self.decode_handoffs[handoff_id]
@@ -285,7 +285,7 @@ class HandoffProtocol:
         self._idle_sources.pop(handoff.source.epoch, None)
         return read_id
 
-    def _settle(self, handoff: DecodeHandoff, now: float) -> None:
+    def _conclude(self, handoff: DecodeHandoff, now: float) -> None:
         """Forget a handoff that is over, and remember what it tells about the link to its source."""
         if handoff.state is not DecodeHandoffState.OVER:
             return

@@ -51,13 +51,13 @@ class BlockMemory:
             with torch.cuda.stream(self._stream):
                 yield
 
-    def settle(self, limit_s: float) -> None:
+    def synchronize(self, limit_s: float) -> None:
         """Wait for all work on the memory's own stream. Raises RuntimeError after `limit_s`."""
         if self._stream is None:
             return
         with self.apart():
-            mark = CudaEvent()
-        if not mark.reached(limit_s):
+            event = CudaEvent()
+        if not event.reached(limit_s):
             raise RuntimeError(f"the GPU has not moved KV for {limit_s:g} s")
 
     def direct(self, count: int) -> bool:
