@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -16,23 +15,23 @@ import yaml
 
 from cluster import haproxy
 from cluster.app import build
-from cluster.cli.lint.manifests import Manifest, Service, kustomize, quantity, read
+from cluster.cli.lint.manifests import Manifest, Service, quantity
 from cluster.cli.lint.rules import findings
 from cluster.config import BUILDER, AppConfig
+from tests.k8s.overlays import (
+    OVERLAYS,
+    ROOT,
+    containers,
+    every_overlay,
+    needs_kustomize,
+    ray_groups,
+    ray_service,
+    rendered,
+)
 
-ROOT = Path(__file__).parents[2]
-OVERLAYS = sorted((ROOT / "k8s" / "overlays").iterdir())
 CRDS = ROOT.parent / "shared" / "crds"
 KUBERNETES = "1.37"
 NOT_BUILT_IN = ("ray.io/", "monitoring.coreos.com/")
-
-needs_kustomize = pytest.mark.skipif(kustomize() is None, reason="neither kubectl nor kustomize is installed")
-every_overlay = pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda overlay: overlay.name)
-
-
-@cache
-def rendered(overlay: Path) -> list[Manifest]:
-    return read(overlay)
 
 
 @cache
@@ -42,11 +41,6 @@ def crds() -> tuple[dict[tuple[str, str], Any], Any]:
         pytest.skip(f"KubeRay's CRDs are not in {CRDS}")
     checker = runpy.run_path(str(CRDS / "crd_validate.py"))
     return checker["load"](CRDS), checker["errors"]
-
-
-def ray_service(manifests: list[Manifest]) -> Manifest:
-    (service,) = [manifest for manifest in manifests if manifest["kind"] == "RayService"]
-    return service
 
 
 @every_overlay
@@ -102,24 +96,6 @@ def test_pods_of_an_overlay_follow_the_schema_of_pods(overlay):
 @every_overlay
 def test_lint_finds_nothing_in_an_overlay(overlay):
     assert [str(finding) for finding in findings(rendered(overlay))] == []
-
-
-def ray_groups(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """The head and the worker groups, by their names."""
-    cluster = ray_service(manifests)["spec"]["rayClusterConfig"]
-    return {"head": cluster["headGroupSpec"]} | {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
-
-
-def pods(manifests: list[Manifest]) -> Iterator[Manifest]:
-    """Pods of Ray, and of all that stands beside it."""
-    yield from (group["template"]["spec"] for group in ray_groups(manifests).values())
-    yield from (m["spec"]["template"]["spec"] for m in manifests if m["kind"] in ("Job", "Deployment", "StatefulSet"))
-
-
-def containers(manifests: list[Manifest]) -> Iterator[tuple[Manifest, Manifest]]:
-    """Each container with its pod."""
-    for pod in pods(manifests):
-        yield from ((container, pod) for container in (*pod.get("initContainers", []), *pod["containers"]))
 
 
 @needs_kustomize
