@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from engine.errors import ConfigError
 
@@ -16,9 +16,9 @@ GPU_DEFAULTS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
 T = TypeVar("T")
 
 
-def option(default: T, help: str) -> T:
-    """A dataclass field with its help text, which `--help` shows too."""
-    return field(default=default, metadata={"help": help})
+def option(default: T, help: str, **flag: Any) -> T:
+    """A dataclass field with its help text, which `--help` shows too. flag: arguments of `typer.Option`."""
+    return field(default=default, metadata={"help": help, **flag})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 
+from benchmarks.simulator.fit import StepRecorder, fit_cost, measure_steps
 from benchmarks.simulator.traffic import capacity, small_trace
-from cluster.simulator.calibration import StepRecorder, fit_cost, measure_steps
 from cluster.simulator.cluster import simulate
 from cluster.simulator.cost_model import CostModel
 from cluster.simulator.results import Latencies, Report

@@ -2,8 +2,8 @@
 
 python -m benchmarks.simulator.http_calibration --base-url http://127.0.0.1:8000 --replicas 2 --output cost.json
 
-The cost includes what the engines do beside computing, and whatever else their machines do; `manta simulate fit`, which
-gives an engine a process to itself, knows nothing of that. `manta simulate --cost cost.json` uses the result.
+The cost includes what the engines do beside computing, and whatever else their machines do; fit.py, which gives an
+engine a process to itself, knows nothing of that. `manta simulate --cost cost.json` uses the result.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.command import run
+from benchmarks.simulator.fit import non_negative
 from cluster.cli.bench.openai_client import Chunk, OpenAIClient, Outcome, StreamFailed
 from cluster.cli.bench.prompts import random_ids
-from cluster.simulator.calibration import non_negative
 from cluster.simulator.cost_model import LinearCostModel, Work
 from engine.errors import EngineUnavailable, RequestError
 
@@ -98,8 +98,10 @@ def prefill(prompt: int, budget: int, beside: Work = NOTHING) -> NDArray[np.floa
 
 
 def first_token_beside(prompt: int, budget: int, replicas: int, apart: bool) -> NDArray[np.float64]:
-    """Features of a first token beside BESIDE streams at each replica: a request waits for half a step until one begins.
-    apart: prompts are computed elsewhere, so that it waits twice, and the steps of its prompt are its own."""
+    """Return the features of a first token beside BESIDE streams at each replica: it waits for half a step at first.
+
+    apart: prompts are computed elsewhere, so that it waits twice, and the steps of its prompt are its own.
+    """
     others, way = decoding(BESIDE, BACKGROUND // 2), REQUEST + replicas * BUSY
     if apart:
         return way + prefill(prompt, budget) + step(others)

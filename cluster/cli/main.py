@@ -14,8 +14,8 @@ import typer
 
 from cluster.cli.bench.commands import bench
 from cluster.cli.serve import serve
+from cluster.cli.simulate import simulate
 from cluster.flags import EngineFlags, given, with_flags
-from cluster.simulator.commands import simulate
 from engine.errors import RequestError, ServingError
 
 HELP = """Manta: serve large language models on a Ray cluster, behind an OpenAI-compatible API.
@@ -34,7 +34,7 @@ COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP)
 app.command(rich_help_panel=RUN)(serve)
 app.add_typer(bench, name="bench", rich_help_panel=LOOK)
-app.add_typer(simulate, name="simulate", rich_help_panel=LOOK)
+app.command(rich_help_panel=LOOK)(simulate)
 k8s = typer.Typer(no_args_is_help=True, help="Manifests for Kubernetes (k8s/README.md).")
 app.add_typer(k8s, name="k8s", rich_help_panel=RUN)
 

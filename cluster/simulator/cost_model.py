@@ -53,7 +53,7 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class LinearCostModel:
-    """A sum of terms, as measured on an engine (calibration.py): for where no peak rate is known, a CPU above all."""
+    """A sum of terms, measured on an engine: for where no peak rate is known, a CPU above all."""
 
     step_s: float
     token_s: float
@@ -84,5 +84,5 @@ def read_cost(path: Path) -> Measured:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Measured)
     except (OSError, ValueError, msgspec.MsgspecError) as error:
-        limit = f"a file that `manta simulate fit` wrote ({error})"
+        limit = f"a file that `python -m benchmarks.simulator.fit` wrote ({error})"
         raise InvalidParameter("--cost", str(path), limit) from None

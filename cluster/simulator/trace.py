@@ -11,7 +11,6 @@ grow as those do. Gaps between arrivals are gamma distributed, as BurstGPT (arXi
 from __future__ import annotations
 
 import heapq
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -83,18 +82,6 @@ class Trace:
         params = _params(int(self.output_tokens[index]))
         return GenerateRequest(request_id=str(index), prompt=self.prompt(index), params=params)
 
-    def reuse(self) -> float:
-        """Fraction of all prompt tokens that a cache of infinite size would have, counted in whole pieces."""
-        seen: set[int] = set()
-        hits = 0
-        for ids in self.hash_ids or []:
-            matched = 0
-            while matched < len(ids) and ids[matched] in seen:
-                matched += 1
-            hits += matched * PIECE
-            seen.update(ids)
-        return min(1.0, hits / max(1, int(self.prompt_tokens.sum())))
-
     def first(self, requests: int) -> Trace:
         arrays = self.arrivals_s[:requests], self.prompt_tokens[:requests], self.output_tokens[:requests]
         return Trace(self.name, *arrays, self.hash_ids and self.hash_ids[:requests])
@@ -140,17 +127,6 @@ class Trace:
             np.array([max(1, line.output_length) for line in lines], dtype=np.int64),
             [_complete(line, own) for line in lines] if shared else None,
         )
-
-    def write(self, path: Path) -> None:
-        """Write the format that `read` takes."""
-        with path.open("w", encoding="utf-8") as file:
-            for i in range(len(self)):
-                line = {
-                    "timestamp": round(1000 * float(self.arrivals_s[i]), 3),
-                    "input_length": int(self.prompt_tokens[i]),
-                    "output_length": int(self.output_tokens[i]),
-                }
-                file.write(json.dumps(line | ({"hash_ids": self.hash_ids[i]} if self.hash_ids else {})) + "\n")
 
 
 def _complete(line: _Line, own: Iterator[int]) -> list[int]:

@@ -94,7 +94,10 @@ def test_a_cost_file_of_another_kind_is_refused_by_flag_and_path(tmp_path, conte
     path = tmp_path / "cost.json"
     path.write_text(content)
     said = refusal("--cost", str(path))
-    assert said.startswith("--cost must be a file that `manta simulate fit` wrote (") and str(path)[:20] in said
+    assert (
+        said.startswith("--cost must be a file that `python -m benchmarks.simulator.fit` wrote (")
+        and str(path)[:20] in said
+    )
     assert problem in said
 
 

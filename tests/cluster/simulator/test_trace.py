@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks.simulator.write_trace import reuse, write
 from cluster.simulator.trace import KINDS, OUTPUT_ID, PIECE, Trace, make_trace
 from engine.errors import InvalidParameter
 
@@ -21,12 +22,12 @@ def test_prompts_without_ids_share_nothing():
     trace = make_trace("azure-code", 20, 1.0)
     firsts = [trace.prompt(i)[0] for i in range(20)]
     assert len(set(firsts)) == 20
-    assert trace.reuse() == 0
+    assert reuse(trace) == 0
 
 
 def test_a_trace_survives_being_written_and_read(tmp_path):
     trace = make_trace("mooncake", 50, 2.0)
-    trace.write(tmp_path / "t.jsonl")
+    write(trace, tmp_path / "t.jsonl")
     again = Trace.read(tmp_path / "t.jsonl")
     assert np.allclose(again.arrivals_s, trace.arrivals_s - trace.arrivals_s[0], atol=2e-6)
     assert np.array_equal(again.prompt_tokens, trace.prompt_tokens)
@@ -103,7 +104,7 @@ def test_mooncake_prompts_are_as_long_and_as_much_alike_as_published():
     trace = make_trace("mooncake", 10_000, 6.5)
     assert trace.prompt_tokens.mean() == pytest.approx(7590, rel=0.1)
     assert trace.output_tokens.mean() == pytest.approx(182, rel=0.05)
-    assert 0.45 < trace.reuse() < 0.6
+    assert 0.45 < reuse(trace) < 0.6
 
 
 def test_bursts_are_burstier_than_a_poisson_process():

@@ -1,4 +1,9 @@
-"""Measures the steps of a real engine by running it, and fits a cost model to them."""
+"""Measures the steps of a real engine by running it, and fits a cost model to them.
+
+python -m benchmarks.simulator.fit --model pocket --output cost.json
+
+`manta simulate --cost cost.json` uses the result. Another program on the machine spoils it.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 
+from benchmarks.command import DtypeOption, JsonOption, ModelOption, print_json, run
 from cluster.cli.bench.prompts import random_ids
 from cluster.simulator.cost_model import LinearCostModel, Work
+from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.core.scheduler import Event
 from engine.wire.messages import GenerateRequest
@@ -23,6 +32,7 @@ BATCHES = (1, 3, 8, 20, 48)
 PROMPTS = (32, 200, 800)
 OUTPUT = 24
 Clock = Callable[[], float]
+NOISY = 0.3  # median error from which a fit is good for nothing
 UNMEASURED = 4  # steps at the start, which compile kernels and touch memory for the first time
 
 
@@ -62,12 +72,11 @@ class StepRecorder:
 
 
 def measure_steps(
-    core: EngineCore, *, seed: int = 0, clock: Clock = time.perf_counter, progress: Callable[[], None] = lambda: None
+    core: EngineCore, *, seed: int = 0, clock: Clock = time.perf_counter
 ) -> tuple[list[Work], list[float]]:
     """Run batches of several sizes and prompt lengths; return each step's work and its seconds by `clock`.
 
-    All prompts of a batch come at once, so that prompts, decoding and both in one step occur. progress: is called after
-    each batch.
+    All prompts of a batch come at once, so that prompts, decoding and both in one step occur.
     """
     rng, recorder = random.Random(seed), StepRecorder(core, clock)
     vocab_size = core.model_config.vocab_size
@@ -85,7 +94,6 @@ def measure_steps(
             with recorder:
                 while core.has_work:
                     core.step()
-            progress()
     return recorder.works[UNMEASURED:], recorder.seconds[UNMEASURED:]
 
 
@@ -135,3 +143,37 @@ def non_negative(features: np.ndarray) -> np.ndarray:
     coefficients = np.zeros(features.shape[1])
     coefficients[kept] = np.maximum(found, 0) / scale[kept]
     return coefficients
+
+
+def main(
+    output: Annotated[Path, typer.Option(dir_okay=False, help="File for `manta simulate --cost`.")],
+    model: ModelOption = "pocket",
+    dtype: DtypeOption = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: one per core.")] = None,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens that one step may compute.")] = 2048,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at a time.")] = 128,
+    max_model_len: Annotated[int | None, typer.Option(min=64, help="Longest prompt + answer, in tokens.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fit the steps of this machine's engine."""
+    config = EngineConfig(
+        model=model, dtype=dtype, num_threads=threads, max_num_batched_tokens=max_num_batched_tokens,  # type: ignore[arg-type]
+        max_num_seqs=max_num_seqs, max_model_len=max_model_len, overlap=False, enable_prefix_caching=False,
+    )  # fmt: skip
+    core = EngineCore.build(config)
+    try:
+        found = fit_cost(*measure_steps(core))
+    finally:
+        core.close()
+    found.write(output)
+    if as_json:
+        return print_json(asdict(found))
+    for name, seconds in asdict(found.cost).items():
+        print(f"{name:12}{1e6 * seconds:12.4f} µs")
+    print(f"{found.steps} steps; error of one: median {found.error:.1%}, p90 {found.p90_error:.1%}")
+    if found.error > NOISY:
+        print("equal work took very unequal times: is another program using the machine? do not trust this fit")
+
+
+if __name__ == "__main__":
+    run(main)

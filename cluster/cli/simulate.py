@@ -1,20 +1,76 @@
-"""Shows simulations to people."""
+"""`manta simulate`: runs the simulation that its flags stand for, and prints it."""
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
+import typer
 from rich.table import Table
 
 from cluster.cli.bench.tables import Total, figure, make_table, show, totals
-from cluster.simulator.calibration import Fit
-from cluster.simulator.planner import Candidate, Plan
-from cluster.simulator.results import PoolUse, Report
-from cluster.simulator.spec import GoodputSlo
-from cluster.simulator.trace import Trace
+from cluster.flags import with_flags
+from cluster.simulator.options import SimulationOptions
 
-NOISY = 0.3  # median error from which a fit is good for nothing
+if TYPE_CHECKING:  # `manta --help` need not wait for numpy and torch
+    from cluster.simulator.planner import Candidate, Plan
+    from cluster.simulator.results import PoolUse, Report
+    from cluster.simulator.spec import GoodputSlo
+
+
+@with_flags
+def simulate(
+    options: SimulationOptions,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Search the fewest GPUs that are good enough, and the split of two pools.")
+    ] = False,
+    max_gpus: Annotated[int, typer.Option(min=1, help="GPUs that --plan may use.")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, for programs.")] = False,
+) -> None:
+    """Run traffic on a cluster that exists only on paper: how many replicas, and which split, does it take?
+
+    The schedulers, block pools, routers and the autoscaler are the real ones; what a step of an engine takes is
+    computed from data sheets, or measured once (--cost). How far off that is: docs/simulator.md.
+
+    Examples:
+
+    manta simulate --trace azure-code --rate 40 --replicas 4
+
+    manta simulate --trace mooncake --rate 8 --replicas 16 --router random
+
+    manta simulate --trace azure-conversation --rate 60 --plan --prefill-replicas 1
+    """
+    from cluster.cli.bench.progress import progress_bar
+    from cluster.simulator.cluster import simulate as simulate_cluster
+    from cluster.simulator.planner import Planner
+    from cluster.simulator.spec import check_plan, find_trace, make_cluster, make_slo
+
+    slo, traffic = make_slo(options), find_trace(options)
+    if plan:
+        check_plan(options, max_gpus)
+    spec = make_cluster(options, traffic)
+    with progress_bar() as progress:
+        if plan:
+            task = progress.add_task("searching", total=None)
+
+            def on_result(candidate: Candidate) -> None:
+                progress.update(task, advance=1, description=f"{candidate.name}: {candidate.report.good:.0%} good")
+
+            found = Planner(spec, traffic, slo, max_gpus, on_result).plan()
+        else:
+            task = progress.add_task("requests", total=len(traffic))
+            report = simulate_cluster(spec, traffic, slo, lambda done: progress.update(task, completed=done))
+    if plan:
+        print_json(asdict(found)) if as_json else show_plan(found, slo)
+        raise typer.Exit(0 if found.best else 1)
+    print_json(asdict(report)) if as_json else show_report(report, slo)
+
+
+def print_json(content: object) -> None:
+    json.dump(content, sys.stdout)
+    print()
 
 
 def show_report(report: Report, slo: GoodputSlo) -> None:
@@ -59,25 +115,6 @@ def show_plan(plan: Plan, slo: GoodputSlo) -> None:
     else:
         show("two pools: not tried; --prefill-replicas 1 tries them too")
     show(f"take {plan.best.name}" if plan.best else "nothing within the GPUs allowed meets the SLO")
-
-
-def show_fit(found: Fit) -> None:
-    table = make_table("part", "µs")
-    for label, value in asdict(found.cost).items():
-        table.add_row(label.removesuffix("_s"), figure(1e6 * value, 4))
-    show(f"{found.steps} steps", table, f"error of a step: median {found.error:.1%}, p90 {found.p90_error:.1%}")
-    if found.error > NOISY:
-        show("equal work took very unequal times: is another program using the machine? do not trust this fit")
-
-
-def show_trace(trace: Trace) -> None:
-    table = make_table("tokens", "mean", "p50", "p90", "p99", "longest")
-    for label, lengths in (("prompt", trace.prompt_tokens), ("output", trace.output_tokens)):
-        values = [lengths.mean(), *np.percentile(lengths, [50, 90, 99]), lengths.max()]
-        table.add_row(label, *(figure(float(value), 0) for value in values))
-    rate = len(trace) / trace.duration_s if trace.duration_s else 0.0
-    show(f"{trace.name}: {len(trace)} requests, {rate:.2f} per second", table)
-    show(f"an endless prefix cache would have {trace.reuse():.1%} of all prompt tokens")
 
 
 def _found(candidate: Candidate | None) -> str:
