@@ -102,7 +102,7 @@ class ModelConfig:
         architecture = (raw.get("architectures") or ["none"])[0]
         family = find_family(architecture)
         try:
-            cfg = _parse(architecture, family.defaults | raw, eos_token_ids(folder))
+            cfg = _parse(architecture, family.fields(raw), eos_token_ids(folder))
         except KeyError as e:
             raise ModelFolderError(str(folder), f"config.json has no {e.args[0]!r}") from e
         except _Unsupported as e:
@@ -223,7 +223,7 @@ def _quantization(raw: Fields) -> Scheme | None:
 
 def _windows(raw: Fields, num_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer. Families state it per layer, by a pattern (Gemma 3: every sixth layer is
-    global), from some layer on (Qwen), or for all layers (Mistral)."""
+    global), from some layer on (Qwen), or for all layers (Mistral, Qwen 3 MoE); Llama has none."""
     window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
     if window is None:
         return (None,) * num_layers

@@ -172,6 +172,38 @@ def test_qwen2_has_biases_on_q_k_v_only_and_no_window_unless_told(read):
     assert read(QWEN2, use_sliding_window=True).window == (None, None, 1024, 1024)
 
 
+def test_a_window_of_qwen3_moe_is_in_all_layers(read):
+    windowed = {**QWEN3_MOE_30B, "use_sliding_window": True, "sliding_window": 1024}
+    assert read(windowed, max_window_layers=48).window == (1024,) * 48
+    assert read(windowed, layer_types=["full_attention"] * 48).window == (1024,) * 48
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_a_mixture_of_experts_that_does_not_say_of_how_many_is_refused(read, key):
+    fields = {k: v for k, v in QWEN3_MOE_30B.items() if k != "num_experts"}
+    assert read(fields, **{key: 128}).moe is not None
+    with pytest.raises(ModelFolderError, match=r"config\.json has no 'num_experts'"):
+        read(fields)
+
+
+def test_a_key_that_is_not_the_familys_own_changes_nothing(read):
+    foreign: dict[str, Any] = {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention"] * 32,
+        "query_pre_attn_scalar": 24,
+        "rope_local_base_freq": 7.0,
+        "qkv_bias": True,
+        "num_experts": 4,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+    assert read(LLAMA_3_1_8B, **foreign) == read(LLAMA_3_1_8B)
+    mistral = {**LLAMA_3_1_8B, "architectures": ["MistralForCausalLM"], "sliding_window": 8}
+    ignored = {"attention_bias": True, "mlp_bias": True, "max_window_layers": 9, "use_sliding_window": False}
+    assert read(mistral, **ignored) == read(mistral)
+    assert read(QWEN2, attention_bias=True, mlp_bias=True, qkv_bias=False) == read(QWEN2)
+    assert read(GEMMA_3_1B, use_sliding_window=False, mlp_bias=True) == read(GEMMA_3_1B)
+
+
 def test_yarn_extends_the_context_by_its_factor(read):
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     cfg = read(QWEN2, rope_scaling=yarn)
