@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from cluster.cli.bench.openai_client import Chunk, OpenAIClient, StreamFailed
+from cluster.cli.bench.openai_client import OpenAIClient, StreamFailed
 from engine.errors import EngineUnavailable, RequestError
 
+TIMEOUT_S = 3600.0
 COMMANDS = """\
 /clear          forget the conversation
 /system TEXT    begin with this system message; without a text, with none
@@ -55,46 +56,38 @@ class Conversation:
     async def ask(self, question: str, answer: Answer) -> AsyncGenerator[tuple[str, bool]]:
         """Yield pieces of the answer's text, and whether each is reasoning; `answer` grows with them.
 
-        An answer that the caller breaks off stays in the conversation; one that fails takes its question back.
+        An answer that the caller breaks off stays in the conversation; one that fails does not, nor does its question.
         Raises EngineUnavailable with the server's message.
         """
-        self.messages.append({"role": "user", "content": question})
-        asked_at = time.monotonic()
+        asked, asked_at = {"role": "user", "content": question}, time.monotonic()
         try:
-            async for chunk in self.client.chunks("/v1/chat/completions", self._body()):
+            async for chunk in self.client.chunks("/v1/chat/completions", self._body(asked)):
                 now = time.monotonic() - asked_at
                 answer.id, answer.seconds = chunk.id or answer.id, now
                 if chunk.usage is not None and chunk.usage.completion_tokens is not None:
                     answer.tokens = chunk.usage.completion_tokens
-                for text, reasoning in _pieces(chunk):
-                    answer.first_s = now if answer.first_s is None else answer.first_s
-                    answer.text += "" if reasoning else text
-                    yield text, reasoning
+                for delta in (choice.delta for choice in chunk.choices if choice.delta is not None):
+                    for text, reasoning in ((delta.thought, True), (delta.content, False)):
+                        if text:
+                            answer.first_s = now if answer.first_s is None else answer.first_s
+                            answer.text += "" if reasoning else text
+                            yield text, reasoning
         except StreamFailed as error:
-            self.messages.pop()
             raise EngineUnavailable(str(error)) from error
         except (asyncio.CancelledError, GeneratorExit):
-            self._answered(answer)
+            self._answered(asked, answer)
             raise
-        self._answered(answer)
+        self._answered(asked, answer)
 
-    def _answered(self, answer: Answer) -> None:
-        self.messages.append({"role": "assistant", "content": answer.text})
+    def _answered(self, asked: dict[str, str], answer: Answer) -> None:
+        self.messages += [asked, {"role": "assistant", "content": answer.text}]
 
-    def _body(self) -> bytes:
+    def _body(self, asked: dict[str, str]) -> bytes:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         return msgspec.json.encode(
-            {"model": self.model, "messages": [*system, *self.messages], **stream, **self.options}
+            {"model": self.model, "messages": [*system, *self.messages, asked], **stream, **self.options}
         )
-
-
-def _pieces(chunk: Chunk) -> list[tuple[str, bool]]:
-    found = []
-    for delta in (choice.delta for choice in chunk.choices if choice.delta is not None):
-        found += [(text, True) for text in (delta.reasoning or delta.reasoning_content,) if text]
-        found += [(delta.content, False)] if delta.content else []
-    return found
 
 
 def printable(text: str) -> str:
@@ -108,7 +101,7 @@ def chat(url: str, model: str | None, system: str | None, api_key: str | None, o
     Raises EngineUnavailable, InvalidApiKey, or RequestError.
     """
     with asyncio.Runner() as runner:
-        client = runner.run(_connect(url, api_key))
+        client = runner.run(OpenAIClient(url, api_key, TIMEOUT_S).__aenter__())
         try:
             names = runner.run(client.models())
             if model is None and not names:
@@ -120,11 +113,6 @@ def chat(url: str, model: str | None, system: str | None, api_key: str | None, o
                 runner.run(_answer_once(conversation, sys.stdin.read()))
         finally:
             runner.run(client.__aexit__())
-
-
-async def _connect(url: str, api_key: str | None) -> OpenAIClient:
-    """Make a client inside the event loop that it is used in."""
-    return OpenAIClient(url, api_key, timeout_s=3600.0)
 
 
 async def _answer_once(conversation: Conversation, question: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -20,29 +19,14 @@ from engine.errors import EngineUnavailable, InvalidApiKey, RequestError
 ERROR_CHARACTERS = 200
 
 
-@dataclass(slots=True)
-class Outcome:
-    """One request, as its client saw it. Seconds count from when it was sent."""
-
-    sent_at: float = 0.0  #: the client's clock
-    prompt_tokens: int | None = None  #: from the server's usage
-    output_tokens: int = 0  #: from the server's usage, or the number of chunks
-    has_usage: bool = False
-    ttft_s: float = 0.0  #: to the first chunk with text; a chat's opening chunk has only a role
-    itl_s: list[float] = field(default_factory=list)  #: between chunks with text, which may hold several tokens
-    e2el_s: float = 0.0  #: to the chunk that ended it, or to its failure
-    error: str | None = None
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Time per token after the first; None if there is only one."""
-        return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
-
-
 class Message(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+
+    @property
+    def thought(self) -> str | None:
+        return self.reasoning or self.reasoning_content
 
 
 class Choice(msgspec.Struct):
@@ -52,8 +36,7 @@ class Choice(msgspec.Struct):
 
     @property
     def has_text(self) -> bool:
-        delta = self.delta
-        return bool(self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)))
+        return bool(self.text or (self.delta and (self.delta.content or self.delta.thought)))
 
 
 class Usage(msgspec.Struct):
@@ -70,6 +53,40 @@ class Chunk(msgspec.Struct):
     error: msgspec.Raw | None = None
 
 
+@dataclass(slots=True)
+class Outcome:
+    """One request, as its client saw it. Seconds count from when it was sent."""
+
+    sent_at: float = 0.0  #: the client's clock
+    prompt_tokens: int | None = None  #: from the server's usage
+    output_tokens: int = 0  #: from the server's usage, or the number of chunks with text
+    has_usage: bool = False
+    ttft_s: float = 0.0  #: to the first chunk with text, or to the end; a chat's opening chunk has only a role
+    itl_s: list[float] = field(default_factory=list)  #: between chunks with text, which may hold several tokens
+    e2el_s: float = 0.0  #: to the chunk that ended it, or to its failure
+    error: str | None = None
+    last_text_at: float | None = None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per token after the first; None if there is only one."""
+        return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+    def add(self, chunk: Chunk, now: float) -> None:
+        if chunk.choices:
+            self.e2el_s = now - self.sent_at
+            if self.last_text_at is None:
+                self.ttft_s = self.e2el_s
+        if any(choice.has_text for choice in chunk.choices):
+            if self.last_text_at is not None:
+                self.itl_s.append(now - self.last_text_at)
+            self.last_text_at = now
+            self.output_tokens += not self.has_usage
+        if chunk.usage is not None and chunk.usage.completion_tokens is not None:
+            self.has_usage = True
+            self.prompt_tokens, self.output_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+
+
 class StreamFailed(Exception):
     """A request that did not end as it should; the text says why."""
 
@@ -77,77 +94,34 @@ class StreamFailed(Exception):
 CHUNKS = msgspec.json.Decoder(Chunk)
 
 
-class Events:
-    """Splits a stream, in whatever pieces it arrives, into the data of its server-sent events."""
+class ChunkParser:
+    """Splits a stream of server-sent events, in whatever pieces it arrives, into chunks."""
 
     def __init__(self) -> None:
         self._rest = b""
+        self._ended = False
 
-    def feed(self, piece: bytes) -> list[bytes]:
+    def feed(self, piece: bytes) -> list[Chunk]:
+        """Return the chunks that are complete. Raises StreamFailed for the server's error, or for no chunk."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
-        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+        events = [line[5:].strip() for line in lines if line.startswith(b"data:")]
+        self._ended |= b"[DONE]" in events
+        return [self._chunk(event) for event in events if event != b"[DONE]"]
 
+    def _chunk(self, event: bytes) -> Chunk:
+        try:
+            chunk = CHUNKS.decode(event)
+        except msgspec.DecodeError as e:
+            raise StreamFailed(f"not a chunk of a completion ({e}): {shorten(event)}") from e
+        if chunk.error is not None:
+            raise StreamFailed(error_message(event))
+        self._ended |= any(choice.finish_reason for choice in chunk.choices)
+        return chunk
 
-def chunk_of(event: bytes) -> Chunk | None:
-    """Decode an event; None for the last one, [DONE]. Raises StreamFailed for the server's error, or for no chunk."""
-    if event == b"[DONE]":
-        return None
-    try:
-        chunk = CHUNKS.decode(event)
-    except msgspec.DecodeError as e:
-        raise StreamFailed(f"not a chunk of a completion ({e}): {shorten(event)}") from e
-    if chunk.error is not None:
-        raise StreamFailed(error_message(b'{"error":' + bytes(chunk.error) + b"}"))
-    return chunk
-
-
-class Reception:
-    """Follows one stream and fills in its outcome."""
-
-    def __init__(self, outcome: Outcome):
-        self.ended = False
-        self._outcome = outcome
-        self._events = Events()
-        self._text_chunks = 0
-        self._last_text_at = 0.0
-
-    def feed(self, data: bytes, now: float) -> None:
-        """Take what has arrived. Raises StreamFailed if the server reports an error, or sends no chunk."""
-        for event in self._events.feed(data):
-            chunk = chunk_of(event)
-            if chunk is None:
-                self.ended = True
-            else:
-                self._chunk(chunk, now)
-
-    def _chunk(self, chunk: Chunk, now: float) -> None:
-        out = self._outcome
-        if chunk.choices:
-            out.e2el_s = now - out.sent_at
-            self.ended |= any(choice.finish_reason for choice in chunk.choices)
-            if any(choice.has_text for choice in chunk.choices):
-                self._text(now)
-        if chunk.usage is not None and chunk.usage.completion_tokens is not None:
-            out.has_usage = True
-            out.prompt_tokens, out.output_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
-
-    def _text(self, now: float) -> None:
-        out = self._outcome
-        if self._text_chunks == 0:
-            out.ttft_s = now - out.sent_at
-        else:
-            out.itl_s.append(now - self._last_text_at)
-        self._text_chunks += 1
-        self._last_text_at = now
-
-    def finish(self) -> None:
-        """Take note that the connection was closed. Raises StreamFailed if the stream had not ended."""
-        if not self.ended:
+    def close(self) -> None:
+        """Raise StreamFailed if the answer has not come to its end."""
+        if not self._ended:
             raise StreamFailed("the stream broke off before its end")
-        if self._text_chunks == 0:
-            self._outcome.ttft_s = self._outcome.e2el_s  # nothing to see before the end
-        if not self._outcome.has_usage:
-            self._outcome.output_tokens = self._text_chunks
 
 
 class OpenAIClient:
@@ -160,17 +134,17 @@ class OpenAIClient:
         base_url = base_url.rstrip("/").removesuffix("/v1").rstrip("/")
         self.base_url = base_url if "://" in base_url else f"http://{base_url}"
         self.timeout_s = timeout_s
-        headers = {"Content-Type": "application/json"}
+        self._headers = {"Content-Type": "application/json"}
         if api_key:
-            headers["Authorization"] = f"Bearer {api_key}"
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    async def __aenter__(self) -> OpenAIClient:
         # as many connections as there are requests: the limit of `--max-concurrency` is kept elsewhere
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, limit_per_host=0),
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=self.timeout_s),
+            headers=self._headers,
         )
-
-    async def __aenter__(self) -> OpenAIClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -203,39 +177,27 @@ class OpenAIClient:
 
     async def chunks(self, path: str, body: bytes) -> AsyncGenerator[Chunk]:
         """Stream one answer. Raises StreamFailed if it does not come to its end."""
-        events = Events()
-        async with aclosing(self._stream(path, body)) as stream:
-            async for data in stream:
-                for event in events.feed(data):
-                    chunk = chunk_of(event)
-                    if chunk is None:
-                        return
-                    yield chunk
-        raise StreamFailed("the stream broke off before its end")
-
-    async def send(self, path: str, body: bytes) -> Outcome:
-        """Stream one answer to its end; a failure is part of the outcome."""
-        outcome = Outcome(sent_at=time.perf_counter())
-        reception = Reception(outcome)
-        try:
-            async with aclosing(self._stream(path, body)) as stream:
-                async for data in stream:
-                    reception.feed(data, time.perf_counter())
-            reception.finish()
-        except StreamFailed as e:
-            outcome.error, outcome.e2el_s = str(e), time.perf_counter() - outcome.sent_at
-        return outcome
-
-    async def _stream(self, path: str, body: bytes) -> AsyncGenerator[bytes]:
-        """Yield an answer's bytes as they arrive. Raises StreamFailed."""
+        parser = ChunkParser()
         try:
             async with self._session.post(self.base_url + path, data=body) as response:
                 if response.status != 200:
                     raise StreamFailed(f"HTTP {response.status}: {error_message(await response.read())}")
                 async for data in response.content.iter_any():
-                    yield data
+                    for chunk in parser.feed(data):
+                        yield chunk
         except (aiohttp.ClientError, TimeoutError, asyncio.IncompleteReadError, OSError) as e:
             raise StreamFailed(describe(e, self.timeout_s)) from e
+        parser.close()
+
+    async def send(self, path: str, body: bytes) -> Outcome:
+        """Stream one answer to its end; a failure is part of the outcome."""
+        outcome = Outcome(sent_at=time.perf_counter())
+        try:
+            async for chunk in self.chunks(path, body):
+                outcome.add(chunk, time.perf_counter())
+        except StreamFailed as e:
+            outcome.error, outcome.e2el_s = str(e), time.perf_counter() - outcome.sent_at
+        return outcome
 
 
 def error_message(body: bytes) -> str:

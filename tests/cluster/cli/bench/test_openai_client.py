@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from cluster.cli.bench.openai_client import Outcome, Reception, StreamFailed, error_message
+from cluster.cli.bench.openai_client import ChunkParser, Outcome, StreamFailed, error_message
 
 
 def event(data: str) -> bytes:
@@ -22,11 +22,11 @@ DONE = event("[DONE]")
 
 def receive(*arrivals: tuple[bytes, float]) -> Outcome:
     """A request sent at 10 s."""
-    outcome = Outcome(sent_at=10.0)
-    reception = Reception(outcome)
+    outcome, parser = Outcome(sent_at=10.0), ChunkParser()
     for data, now in arrivals:
-        reception.feed(data, now)
-    reception.finish()
+        for chunk in parser.feed(data):
+            outcome.add(chunk, now)
+    parser.close()
     return outcome
 
 
