@@ -20,6 +20,9 @@ NAMES = {  # vLLM's, where the field has another name, and shorter ones
     "num_threads": ("--num-threads", "--threads"),
 }
 
+ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a Hugging Face model folder, or a Hub id.")]
+ApiKeyOption = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON, for programs.")]
 EngineFlags = Annotated[dict[str, Any], EngineConfig]
 """Type of a command's parameter for those fields of EngineConfig that are given as flags."""
 

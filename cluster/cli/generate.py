@@ -91,24 +91,24 @@ def complete_lines(output_file: Path) -> int:
         return 0
     *whole, torn = output_file.read_bytes().split(b"\n")
     for index, line in enumerate(whole):
-        if _index_of(line) != index:
-            raise _not_an_output(output_file, index)
+        if not answers_line(line, index):
+            raise not_an_output(output_file, index)
     if torn:
         if not torn.startswith(BEGIN[: len(torn)]):
-            raise _not_an_output(output_file, len(whole))
+            raise not_an_output(output_file, len(whole))
         os.truncate(output_file, sum(len(line) + 1 for line in whole))
     return len(whole)
 
 
-def _index_of(line: bytes) -> int | None:
-    """Return the index of the input's line that this one answers; None if it answers none."""
+def answers_line(line: bytes, index: int) -> bool:
+    """Whether this line of output answers line `index` of the input."""
     try:
-        return msgspec.json.decode(line, type=Index).index
+        return msgspec.json.decode(line, type=Index).index == index
     except msgspec.MsgspecError:
-        return None
+        return False
 
 
-def _not_an_output(file: Path, index: int) -> RequestError:
+def not_an_output(file: Path, index: int) -> RequestError:
     return RequestError(f"{file}:{index + 1} is no answer to line {index + 1} of the input; give a new file", "output")
 
 
@@ -122,7 +122,6 @@ def answers(llm: LLM, lines: list[bytes], first: int, defaults: dict[str, Any], 
             line: dict[str, Any] = {}
             try:
                 line = parse_line(lines[index])
-                check_fields(line)
                 request, params = to_request(llm, index, line, defaults)
             except (ServingError, msgspec.MsgspecError) as error:
                 refused.append(Answer(index=index, id=line.get("id"), error=str(error)))
@@ -145,19 +144,15 @@ def parse_line(line: bytes) -> dict[str, Any]:
     return fields
 
 
-def check_fields(fields: dict[str, Any]) -> None:
-    unknown = fields.keys() - LINE_FIELDS - SAMPLING_FIELDS
-    if unknown:
-        known = ", ".join(sorted(LINE_FIELDS | SAMPLING_FIELDS))
-        raise RequestError(f"unknown field {sorted(unknown)[0]!r}; known: {known}", sorted(unknown)[0])
-    if ("prompt" in fields) == ("messages" in fields):
-        raise RequestError("a line needs either prompt or messages", "prompt")
-
-
 def to_request(
     llm: LLM, index: int, line: dict[str, Any], defaults: dict[str, Any]
 ) -> tuple[RequestOutput, SamplingParams]:
     """Make the request of a line. Its id, and so its seed, depends on the line alone: a resumed run gives the same."""
+    known = LINE_FIELDS | SAMPLING_FIELDS
+    if unknown := sorted(line.keys() - known):
+        raise RequestError(f"unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}", unknown[0])
+    if ("prompt" in line) == ("messages" in line):
+        raise RequestError("a line needs either prompt or messages", "prompt")
     own = {name: value for name, value in line.items() if name in SAMPLING_FIELDS}
     params = msgspec.convert({"max_tokens": None, **defaults, **own}, SamplingParams)
     if "messages" in line:

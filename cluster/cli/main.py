@@ -15,7 +15,7 @@ import typer
 from cluster.cli.bench.commands import bench
 from cluster.cli.serve import serve
 from cluster.cli.simulate import simulate
-from cluster.flags import EngineFlags, given, with_flags
+from cluster.flags import ApiKeyOption, EngineFlags, JsonOption, ModelOption, given, with_flags
 from engine.errors import RequestError, ServingError
 
 HELP = """Manta: serve large language models on a Ray cluster, behind an OpenAI-compatible API.
@@ -39,7 +39,6 @@ k8s = typer.Typer(no_args_is_help=True, help="Manifests for Kubernetes (k8s/READ
 app.add_typer(k8s, name="k8s", rich_help_panel=RUN)
 
 UrlOption = Annotated[str, typer.Option(help="Address of the server.")]
-ApiKeyOption = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
 URL = "http://127.0.0.1:8000"
 
 
@@ -76,7 +75,7 @@ def doctor(
             help="Address of a Ray cluster. Default: $RAY_ADDRESS, or the one on this machine, if there is one."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, for programs.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what this machine and its Ray cluster can run, and what is missing.
 
@@ -150,9 +149,7 @@ def generate(
     engine: EngineFlags,
     input: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="JSON lines; see below.")],
     output: Annotated[Path, typer.Option(dir_okay=False, help="Answers; what is in it already is kept.")],
-    model: Annotated[
-        str, typer.Option(help="`pocket` (bundled), a Hugging Face model folder, or a Hub id.")
-    ] = "pocket",
+    model: ModelOption = "pocket",
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer; default: what the context holds.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Probability mass to sample from; default 1.")] = None,

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from cluster.cli.bench.load import OfflineLoad, ServeLoad
-from cluster.flags import EngineFlags, with_flags
+from cluster.flags import ApiKeyOption, EngineFlags, JsonOption, ModelOption, with_flags
 
 bench = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine alone.")
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON, for programs.")]
 
 
 @bench.command()
@@ -21,9 +20,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON
 def offline(
     load: OfflineLoad,
     engine: EngineFlags,
-    model: Annotated[
-        str, typer.Option(help="`pocket` (bundled), a Hugging Face model folder, or a Hub id.")
-    ] = "pocket",
+    model: ModelOption = "pocket",
     as_json: JsonOption = False,
 ) -> None:
     """Throughput and latency of the engine alone, in this process.
@@ -40,7 +37,7 @@ def offline(
     with progress_bar() as progress:
         report = measure(load, model=model, progress=progress, **engine)
     if as_json:
-        print_json(asdict(report))
+        print(json.dumps(asdict(report), allow_nan=False))
     else:
         show_offline(report)
     raise typer.Exit(1 if report.failed else 0)
@@ -52,7 +49,7 @@ def serve(
     load: ServeLoad,
     base_url: Annotated[str, typer.Option(help="Any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Default: the first of /v1/models.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
+    api_key: ApiKeyOption = None,
     goodput: Annotated[
         str | None,
         typer.Option(
@@ -69,21 +66,16 @@ def serve(
 
     Example: manta bench serve --request-rate 8 --num-prompts 200 --goodput "ttft:500 tpot:50"
     """
+    from cluster.cli.bench.openai_client import OpenAIClient
     from cluster.cli.bench.progress import progress_bar
-    from cluster.cli.bench.serve import measure
+    from cluster.cli.bench.serve import measure, parse_goodput
     from cluster.cli.bench.tables import show_serve
 
+    objectives = parse_goodput(goodput or "")
     with progress_bar() as progress:
-        report = measure(
-            load, base_url=base_url, model=model, api_key=api_key, timeout_s=timeout_s, goodput=goodput,
-            progress=progress,
-        )  # fmt: skip
+        report = asyncio.run(measure(load, OpenAIClient(base_url, api_key, timeout_s), model, objectives, progress))
     if as_json:
-        print_json(report.flat())
+        print(json.dumps(report.flat(), allow_nan=False))
     else:
         show_serve(report)
     raise typer.Exit(1 if report.failed else 0)
-
-
-def print_json(fields: dict[str, Any]) -> None:
-    print(json.dumps(fields, allow_nan=False))

@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.openai_client import OpenAIClient, Outcome
 from engine.errors import InvalidParameter, RequestError
 
-LATENCIES = ("ttft", "tpot", "itl", "e2el")  # to the first token, per token after it, between chunks, to the end
 SLO_METRICS = ("ttft", "tpot", "e2el")
 SHOWN_ERRORS = 5
 LOAD_FIELDS = (
@@ -40,7 +39,8 @@ class ServeReport:
     total_input_tokens: int
     total_output_tokens: int
     request_goodput: float | None  #: requests per second that met every objective; None without objectives
-    latencies: dict[str, Distribution | None]  #: milliseconds, by the names in LATENCIES
+    latencies: dict[str, Distribution | None]
+    """Milliseconds: `ttft` to the first token, `tpot` per token after it, `itl` between chunks, `e2el` to the end."""
     errors: dict[str, int]  #: the commonest messages of failed requests, and their counts
     without_usage: int  #: requests whose tokens had to be counted by chunks, since the server did not say
     client_cpu_share: float  #: fraction of a core that the load generator used; near 1, it is what was measured
@@ -68,56 +68,46 @@ class ServeReport:
         return load | fields | self.throughputs
 
 
-def measure(
-    load: ServeLoad, *, base_url: str, model: str | None, api_key: str | None, timeout_s: float, goodput: str | None,
-    progress: Progress,
-) -> ServeReport:  # fmt: skip
-    """Send the load to a server. Raises EngineUnavailable if there is none; requests that fail are counted."""
-    objectives = parse_goodput(goodput) if goodput else {}
-
-    async def run() -> ServeReport:
-        async with OpenAIClient(base_url, api_key, timeout_s) as client:
-            return await _measure(load, client, model, objectives, progress)
-
-    return asyncio.run(run())
-
-
-async def _measure(
+async def measure(
     load: ServeLoad, client: OpenAIClient, model: str | None, objectives: dict[str, float], progress: Progress
 ) -> ServeReport:
-    served = await client.models()
-    if model is None and not served:
-        raise RequestError(f"model must be given: {client.base_url}/v1/models names none", "model")
-    model = model or served[0]
-    bodies = load.bodies(model)
-    times = arrival_times(load.num_prompts, load.request_rate, load.burstiness, load.seed)
-    task = progress.add_task("warming up", total=len(bodies))
+    """Send the load to a server. Raises EngineUnavailable if there is none; requests that fail are counted."""
+    async with client:
+        served = await client.models()
+        if model is None and not served:
+            raise RequestError(f"model must be given: {client.base_url}/v1/models names none", "model")
+        model = model or served[0]
+        bodies = load.bodies(model)
+        times = arrival_times(load.num_prompts, load.request_rate, load.burstiness, load.seed)
+        task = progress.add_task("warming up", total=len(bodies))
 
-    async def send(body: bytes) -> Outcome:
-        outcome = await client.send(load.path, body)
-        progress.advance(task)
-        return outcome
+        async def send(body: bytes) -> Outcome:
+            outcome = await client.send(load.path, body)
+            progress.advance(task)
+            return outcome
 
-    for body in bodies[: load.num_warmups]:
-        await send(body)
-    progress.update(task, description="measuring")
-    cpu, started = time.process_time(), time.perf_counter()
-    outcomes = await send_all(send, bodies[load.num_warmups :], times, load.max_concurrency)
-    duration = time.perf_counter() - started
-    cpu_share = (time.process_time() - cpu) / duration
+        for body in bodies[: load.num_warmups]:
+            await send(body)
+        progress.update(task, description="measuring")
+        cpu, started = time.process_time(), time.perf_counter()
+        outcomes = await send_all(send, bodies[load.num_warmups :], times, load.max_concurrency)
+        duration = time.perf_counter() - started
+        cpu_share = (time.process_time() - cpu) / duration
     return summarise(outcomes, duration, load, client.base_url, model, objectives, cpu_share)
 
 
 async def send_all(
-    send: Callable[[bytes], Any], bodies: Sequence[bytes], times: Sequence[float], max_concurrency: int | None
+    send: Callable[[bytes], Awaitable[Outcome]],
+    bodies: Sequence[bytes],
+    times: Sequence[float],
+    max_concurrency: int | None,
 ) -> list[Outcome]:
     """Send each body at its time, or as soon after as `max_concurrency` allows."""
     slots = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
 
     async def one(body: bytes) -> Outcome:
         async with slots:
-            outcome: Outcome = await send(body)
-            return outcome
+            return await send(body)
 
     started, tasks = time.perf_counter(), []
     for body, at in zip(bodies, times, strict=True):
@@ -171,7 +161,7 @@ def summarise(
         total_input_tokens=sum(prompt if o.prompt_tokens is None else o.prompt_tokens for o in done),
         total_output_tokens=sum(o.output_tokens for o in done),
         request_goodput=sum(meets(o, objectives) for o in done) / duration if objectives else None,
-        latencies={name: Distribution.of([1e3 * s for s in seconds[name]]) for name in LATENCIES},
+        latencies={name: Distribution.of([1e3 * s for s in values]) for name, values in seconds.items()},
         errors=dict(errors.most_common(SHOWN_ERRORS)),
         without_usage=sum(not o.has_usage for o in done),
         client_cpu_share=client_cpu_share,

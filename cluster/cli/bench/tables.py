@@ -18,20 +18,16 @@ BUSY_CLIENT = 0.8  # of one core
 
 
 def show_offline(report: OfflineReport) -> None:
-    table = make_table("", "median", "min", "max")
-    rows: list[tuple[str, Distribution | None, int]] = [
+    rows = [
         ("output tokens/s", report.output_tokens_per_s, 1),
         ("input + output tokens/s", report.total_tokens_per_s, 1),
         ("time to first token, ms", report.ttft_ms, 2),
         ("time per output token, ms", report.tpot_ms, 3),
     ]
-    for name, values, decimals in rows:
-        shown = (values.median, values.min, values.max) if values else (None, None, None)
-        table.add_row(name, *(figure(value, decimals) for value in shown))
     show(
         f"{report.model}, {report.dtype}, {report.threads} threads; {report.repetitions} repetitions of "
         f"{report.requests} requests, {report.input_len} tokens in and {report.output_len} out",
-        table,
+        distributions("", ("median", "min", "max"), rows),
         f"after the start of the process: loaded {figure(report.loaded_s)} s, warmed up {figure(report.ready_s)} s",
         f"memory at its peak: {report.peak_rss_gib:.2f} GiB",
     )
@@ -46,6 +42,16 @@ def totals(rows: Sequence[Total]) -> Table:
     table = make_table("", "")
     for name, value, decimals in rows:
         table.add_row(name, figure(value, decimals))
+    return table
+
+
+def distributions(
+    corner: str, statistics: Sequence[str], rows: Sequence[tuple[str, Distribution | None, int]]
+) -> Table:
+    """Return a table of statistics, fields of Distribution. A row has a name, a distribution and the decimals."""
+    table = make_table(corner, *statistics)
+    for name, values, decimals in rows:
+        table.add_row(name, *(figure(getattr(values, statistic, None), decimals) for statistic in statistics))
     return table
 
 
@@ -65,12 +71,10 @@ def show_serve(report: ServeReport) -> None:
     ]
     if report.request_goodput is not None:
         rows.append(("goodput, requests/s", report.request_goodput, 2))
-    latencies = make_table("ms", "mean", "median", "p90", "p99")
-    for name, values in report.latencies.items():
-        shown = (values.mean, values.median, values.p90, values.p99) if values else (None,) * 4
-        latencies.add_row(name.upper(), *(figure(value, 2) for value in shown))
+    latencies = [(name.upper(), values, 2) for name, values in report.latencies.items()]
+    tables = [distributions("ms", ("mean", "median", "p90", "p99"), latencies)] if report.completed else []
     title = f"{report.model} at {report.base_url}: {load.num_prompts} requests, {rate}{limit}"
-    show(title, totals(rows), *([latencies] if report.completed else []), *serve_notes(report))
+    show(title, totals(rows), *tables, *serve_notes(report))
 
 
 def serve_notes(report: ServeReport) -> list[str]:
