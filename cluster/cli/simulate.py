@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from cluster.cli.bench.tables import Total, figure, make_table, show, totals
-from cluster.flags import with_flags
+from cluster.flags import JsonOption, with_flags
 from cluster.simulator.options import SimulationOptions
 
 if TYPE_CHECKING:  # `manta --help` need not wait for numpy and torch
@@ -27,7 +27,7 @@ def simulate(
         bool, typer.Option("--plan", help="Search the fewest GPUs that are good enough, and the split of two pools.")
     ] = False,
     max_gpus: Annotated[int, typer.Option(min=1, help="GPUs that --plan may use.")] = 256,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, for programs.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run traffic on a cluster that exists only on paper: how many replicas, and which split, does it take?
 

@@ -51,7 +51,8 @@ def distributions(
     """Return a table of statistics, fields of Distribution. A row has a name, a distribution and the decimals."""
     table = make_table(corner, *statistics)
     for name, values, decimals in rows:
-        table.add_row(name, *(figure(getattr(values, statistic, None), decimals) for statistic in statistics))
+        shown = (None if values is None else getattr(values, statistic) for statistic in statistics)
+        table.add_row(name, *(figure(value, decimals) for value in shown))
     return table
 
 
