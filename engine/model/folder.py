@@ -64,8 +64,11 @@ def default_sampling(folder: Path) -> dict[str, float]:
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:
-    name = "generation_config.json"
-    return read_json(folder, name) if (folder / name).exists() else {}
+    """Empty if there is none; some tools write `null` for none."""
+    file = folder / "generation_config.json"
+    if not file.exists() or file.read_bytes().strip() == b"null":
+        return {}
+    return read_json(folder, file.name)
 
 
 def _download(model: str) -> Path:

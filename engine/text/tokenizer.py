@@ -123,6 +123,8 @@ class Tokenizer:
         if token is None:
             return b""
         if self._decoder_kind == "ByteLevel":
+            if any(char not in _BYTE_OF_CHAR for char in token):  # a plain word, which `tokenizers` takes as it is
+                return token.encode()
             return bytes(_BYTE_OF_CHAR[char] for char in token)
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):  # byte fallback: <0x0A>
             return bytes([int(token[3:5], 16)])

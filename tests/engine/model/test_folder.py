@@ -86,6 +86,12 @@ def test_default_sampling_holds_only_what_the_model_names(folder):
     assert default_sampling(folder) == {"temperature": 0.6, "top_k": 20}
 
 
+def test_a_generation_config_that_is_null_is_none(folder):
+    (folder / "generation_config.json").write_text("null\n")
+    assert default_sampling(folder) == {}
+    assert eos_token_ids(folder) == {2}
+
+
 @pytest.mark.parametrize(("text", "problem"), [("{", "not valid JSON"), ("[]", "not a JSON object")])
 def test_a_broken_json_file_is_named(folder, text, problem):
     (folder / "config.json").write_text(text)

@@ -61,6 +61,15 @@ def test_byte_fallback_tokens_have_the_bytes_they_stand_for(tmp_path):
     assert b"".join(tokenizer.token_bytes(i) for i in (1, 2, 3, 4)).decode() == " the€"
 
 
+def test_a_token_with_characters_outside_the_byte_alphabet_stands_for_its_own_text(tmp_path):
+    backend = Backend(models.BPE({"a": 0, "Ġb": 1, "▁the": 2, "日本": 3}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert [tokenizer.token_text(i) for i in range(4)] == ["a", " b", "▁the", "日本"]
+    assert tokenizer.token_text(3) == tokenizer.decode([3]), "as `tokenizers` has it"
+
+
 def test_bad_word_is_banned_with_and_without_a_space_before_it(tokenizer):
     assert tokenizer.bad_words_token_ids(["dog"]) == [tokenizer.encode("dog"), tokenizer.encode(" dog")]
 
