@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from engine.errors import ConfigError, ModelFolderError
-from engine.model.folder import eos_token_ids, read_json
+from engine.model.folder import eos_token_ids, read_json, stored_dtype
 from engine.model.models.registry import find_family
 from engine.model.quantization.unsupported import UnsupportedScheme
 
@@ -102,7 +102,7 @@ class ModelConfig:
         architecture = (raw.get("architectures") or ["none"])[0]
         family = find_family(architecture)
         try:
-            cfg = _parse(architecture, family.fields(raw), eos_token_ids(folder))
+            cfg = _parse(architecture, family.fields(raw), _dtype(raw, folder), eos_token_ids(folder))
         except KeyError as e:
             raise ModelFolderError(str(folder), f"config.json has no {e.args[0]!r}") from e
         except _Unsupported as e:
@@ -168,7 +168,13 @@ class _Unsupported(Exception):
         self.field, self.value = field, value
 
 
-def _parse(architecture: str, raw: Fields, eos: frozenset[int]) -> ModelConfig:
+def _dtype(raw: Fields, folder: Path) -> str:
+    """The data type that config.json names, or else that of the weights, if there are any."""
+    named = raw.get("dtype") or raw.get("torch_dtype") or "auto"
+    return _one_of("dtype", (stored_dtype(folder) or "float32") if named == "auto" else named, tuple(DTYPES))
+
+
+def _parse(architecture: str, raw: Fields, dtype: str, eos: frozenset[int]) -> ModelConfig:
     for field in UNSUPPORTED:
         if raw.get(field):
             raise _Unsupported(field, raw[field])
@@ -179,7 +185,7 @@ def _parse(architecture: str, raw: Fields, eos: frozenset[int]) -> ModelConfig:
     attention_bias = bool(raw.get("attention_bias"))
     return ModelConfig(
         architecture=architecture,
-        dtype=_one_of("dtype", raw.get("dtype") or raw.get("torch_dtype") or "float32", tuple(DTYPES)),
+        dtype=dtype,
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
         intermediate_size=raw["intermediate_size"],

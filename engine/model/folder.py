@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from engine.errors import ModelFolderError
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # the last two: sentencepiece, merges
 HUB_IGNORED = ["*/*", "consolidated*"]  # copies of the weights in other layouts
+INDEX = "model.safetensors.index.json"
+STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors names them
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -45,6 +49,31 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelFolderError(str(folder), f"{name} is not a JSON object")
     return value
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of the model; only those that the index names, if there is one."""
+    if (folder / INDEX).exists():
+        return sorted({folder / file for file in read_json(folder, INDEX).get("weight_map", {}).values()})
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def stored_dtype(folder: Path) -> str | None:
+    """The data type of most of the stored numbers that are not quantized, from the headers of the files; None if there
+    are no such numbers. Without torch."""
+    counts: Counter[str] = Counter()
+    for file in weight_files(folder):
+        try:
+            with file.open("rb") as stream:
+                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        except (OSError, ValueError, OverflowError, MemoryError) as e:
+            raise ModelFolderError(str(folder), f"cannot read {file.name}: {e}") from e
+        for name, tensor in header.items():
+            if name != "__metadata__" and tensor["dtype"] in STORED_DTYPES:
+                counts[STORED_DTYPES[tensor["dtype"]]] += math.prod(tensor["shape"])
+    return counts.most_common(1)[0][0] if counts else None
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:

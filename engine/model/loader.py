@@ -21,14 +21,13 @@ from torch import Tensor
 
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ModelFolderError
-from engine.model.folder import read_json
+from engine.model.folder import weight_files
 from engine.model.models.llama import Model
 from engine.model.shard import Shard, Sharded, Shards, TensorSlice
 from engine.model.tensor_names import canonical_name
 
 logger = logging.getLogger(__name__)
 
-INDEX = "model.safetensors.index.json"
 # Tensors that a checkpoint may hold but that nobody needs: rotary frequencies, a copy of a tied head, shapes and
 # trivial column orders of quantized weights, and fixed scales of activations: here inputs are scaled as they
 # come. The scales of an FP8 KV cache are read by engine/runner/kv_cache.py.
@@ -140,14 +139,8 @@ def shorten(names: set[str]) -> str:
 
 def tensors_by_file(folder: Path) -> dict[Path, list[str]]:
     """Names in every safetensors file of the model; only the files that the index names, if there is one."""
-    if (folder / INDEX).exists():
-        files = sorted({folder / file for file in read_json(folder, INDEX).get("weight_map", {}).values()})
-    elif (folder / "model.safetensors").exists():
-        files = [folder / "model.safetensors"]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
     names = {}
-    for file in files:
+    for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
                 names[file] = list(tensors.keys())

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from engine.errors import ConfigError, ModelFolderError, UnsupportedArchitecture
 from engine.model.config import ModelConfig, RopeConfig
@@ -216,6 +218,18 @@ def test_yarn_extends_the_context_by_its_factor(read):
 def test_end_tokens_of_the_generation_config_come_first(read):
     assert read(LLAMA_3_1_8B, {"eos_token_id": 7}).eos_token_ids == {7}
     assert read(LLAMA_3_1_8B, {"temperature": 0.6}).eos_token_ids == {128001, 128008, 128009}
+
+
+@pytest.mark.parametrize("named", [{}, {"dtype": None}, {"torch_dtype": "auto"}])
+def test_without_a_dtype_that_of_most_stored_weights_counts(read, tmp_path, named):
+    assert read(QWEN2, **named).dtype == "float32", "without weights"
+    tensors = {"norm": torch.ones(9), "scale": torch.ones(64, 64).to(torch.float8_e4m3fn), "up": torch.ones(4, 8)}
+    save_file({**tensors, "up": tensors["up"].bfloat16()}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert read(QWEN2, **named).dtype == "bfloat16"
+    assert read(QWEN2, torch_dtype="float16").dtype == "float16"
+    save_file({"up": tensors["up"].double()}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFolderError, match="dtype = 'float64'"):
+        read(QWEN2, **named)
 
 
 @pytest.mark.parametrize(
