@@ -96,7 +96,7 @@ class Decoding:
 
         def timed(launched: Any) -> Any:
             started = time.perf_counter()
-            launched.mark.wait()
+            launched.event.wait()
             self.waited_s += time.perf_counter() - started
             self.steps += 1
             return collect(launched)

@@ -1,13 +1,12 @@
-"""What the runner needs of the device that a model runs on: arrays travel there, results come back, graphs replay.
+"""The device that a model runs on: arrays travel there, results come back, graphs replay.
 
 A CPU computes at once, so there is nothing to wait for. A GPU works through a queue: the host puts copies and kernels
-into it and goes on, and asks later whether the queue has reached a mark. Everything here uses the thread's current
-stream, which is the device's default stream in every thread; so the order of the calls is the order of the work.
+into it and goes on, and asks later whether the queue has reached an event. Everything here uses the thread's current
+stream, which is the device's default stream in every thread, so the order of the calls is the order of the work.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 import time
@@ -23,93 +22,90 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 16
-ALIGN = 16  # bytes: of the start of every array in a parcel, so that it can be seen as any dtype
+ALIGNMENT = 16  # bytes, of every array in a staged copy, so that it can be viewed as any dtype
 POLL_INTERVAL_S = 20e-6
 
 Run = Callable[[], Tensor]
 
 
 class StagedCopy:
-    """Small arrays on their way to the device. `add` gives a tensor at once; it holds the values after `send`."""
+    """Small arrays on their way to the device. `add` returns a tensor at once; it holds the values after `send`."""
 
     def add(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array)
 
     def send(self) -> None:
-        """Put the copies into the device's queue. Once per parcel."""
+        """Put the copies into the device's queue; called once."""
 
 
 class DeviceEvent:
-    """A place in the device's queue of work: the place it had when the mark was made."""
+    """A point in the device's queue: everything queued before the event was made comes first."""
 
     def wait(self) -> None:
-        """Return when the device has got there."""
+        """Return once the device has reached the event."""
 
     def reached(self, timeout_s: float) -> bool:
-        """Whether the device gets there in time."""
+        """Return whether the device reaches the event in time."""
         return True
 
 
 class Device:
-    """A CPU."""
+    """A CPU, and what it has in common with a GPU."""
 
-    asynchronous = False  # whether calls return before their work is done
+    asynchronous = False  #: calls return before their work is done
 
     def __init__(self, torch_device: torch.device):
         self.torch_device = torch_device
 
     def set_current(self) -> None:
-        """Every thread that launches work calls it first."""
+        """Make this the current device of the calling thread, which every thread does before it launches work."""
 
     def staged_copy(self) -> StagedCopy:
         return StagedCopy()
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """`tensor` in host memory: its values are there when a mark that is made later has been reached."""
+        """Copy `tensor` to host memory. The values are there once an event made later has been reached."""
         return tensor
 
     def event(self) -> DeviceEvent:
         return DeviceEvent()
 
     def capture(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
-        """What `run` returns, and a function that does again what `run` did, on the same memory, into that tensor.
-
-        `run` has run before, on the same tensors. Whether it is also computed now is left open.
-        """
+        """Capture `run`, which has run before on the same tensors, as a graph. Return its output and a function that
+        replays it into that output, which need not hold values before the first replay."""
         raise NotImplementedError("a CPU has no graphs")
 
     def used_bytes(self) -> int:
-        """Memory of the device that is taken, by anybody."""
+        """Return how much of the device's memory is in use, by any process."""
         return 0
 
 
 class PinnedCopy(StagedCopy):
-    """Arrays laid out side by side in pinned memory, from where one copy takes them all.
+    """Arrays laid side by side in pinned memory, sent by one copy.
 
-    The pinned memory must stay until the copy has ended: hold the parcel until a later mark has been reached. (Torch's
-    allocator waits for such copies too before it gives the memory to another; we do not rely on it.)
+    Pinned memory must stay until the copy has ended: hold this object until a later event has been reached.
     """
 
     def __init__(self, torch_device: torch.device):
         self._torch_device = torch_device
-        self._chunks: list[tuple[Tensor, Tensor]] = []  # host, device
+        self._chunks: list[tuple[Tensor, Tensor]] = []  # on the host, on the device
         self._used: list[int] = []  # bytes of each chunk
 
     def add(self, array: NDArray[Any]) -> Tensor:
         array = np.ascontiguousarray(array)
-        start = -(-self._used[-1] // ALIGN) * ALIGN if self._used else 0
+        start = -(-self._used[-1] // ALIGNMENT) * ALIGNMENT if self._used else 0
         if not self._chunks or start + array.nbytes > self._chunks[-1][0].numel():
             self._open(max(CHUNK_BYTES, array.nbytes))
             start = 0
-        host, there = self._chunks[-1]
+        host, remote = self._chunks[-1]
         end = self._used[-1] = start + array.nbytes
         host.numpy()[start:end] = array.reshape(-1).view(np.uint8)
         dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        return there[start:end].view(dtype).view(array.shape)
+        return remote[start:end].view(dtype).view(array.shape)
 
     def send(self) -> None:
-        for (host, there), used in zip(self._chunks, self._used, strict=True):
-            there[:used].copy_(host[:used], non_blocking=True)
+        for (host, remote), used in zip(self._chunks, self._used, strict=True):
+            remote[:used].copy_(host[:used], non_blocking=True)
 
     def _open(self, size: int) -> None:
         host = torch.empty(size, dtype=torch.uint8, pin_memory=self._torch_device.type == "cuda")
@@ -135,14 +131,14 @@ class CudaEvent(DeviceEvent):
 
 
 class CudaDevice(Device):
-    """One GPU: the thread's current one when this is made."""
+    """One GPU: the current one of the thread that makes this object."""
 
     asynchronous = True
 
     def __init__(self) -> None:
-        # with its index: "cuda" alone means another device in a thread that has not chosen one
+        # with its index, since "cuda" alone means another device in a thread that has not chosen one
         super().__init__(torch.device("cuda", torch.cuda.current_device()))
-        self._pool: Any = None  # of memory that all graphs share, since only one of them runs at a time
+        self._pool: Any = None  # memory that all graphs use, since only one of them runs at a time
         self._stream: Any = None
 
     def set_current(self) -> None:
@@ -164,37 +160,36 @@ class CudaDevice(Device):
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.current_stream(self.torch_device)
         try:
-            # thread_local: other threads, which move KV or watch over NCCL, may call CUDA meanwhile without harm
+            # thread_local: other threads, which move KV or watch NCCL, may call CUDA meanwhile
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 output = run()
         finally:
-            torch.cuda.set_stream(before)  # where a capture fails, torch leaves its stream the current one
+            torch.cuda.set_stream(before)  # torch leaves its own stream current when a capture fails
         return output, graph.replay
 
     def used_bytes(self) -> int:
         torch.cuda.synchronize(self.torch_device)
-        torch.cuda.empty_cache()  # what torch only keeps for later is not taken
+        torch.cuda.empty_cache()  # what torch only keeps for later is not in use
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return total - free
 
 
 def is_gpu(name: str) -> bool:
-    """name: `auto`, `cpu` or `cuda`, as in EngineConfig."""
+    """Return whether `auto`, `cpu` or `cuda` means a GPU on this machine."""
     return name == "cuda" or (name == "auto" and torch.cuda.is_available())
 
 
 def open_device(name: str) -> Device:
-    """name: as in EngineConfig."""
-    if is_gpu(name):
-        return CudaDevice()
-    return Device(torch.device(name if name != "auto" else "cpu"))
+    """Return the device named `auto`, `cpu` or `cuda`."""
+    return CudaDevice() if is_gpu(name) else Device(torch.device("cpu"))
 
 
 @cache
 def numba_found() -> bool:
+    """Return whether numba can be imported, with a warning if not."""
     try:
-        importlib.import_module("numba")
-    except ImportError as error:  # also where it is made for another numpy
+        import numba  # noqa: F401
+    except ImportError as error:  # also raised when numba was built for another numpy
         installed = importlib.util.find_spec("numba") is not None
         why = f"cannot be imported ({error})" if installed else "is not installed"
         logger.warning("numba %s: plain torch runs in its place, several times slower on a CPU", why)

@@ -1,7 +1,7 @@
-"""A device that works through a queue, as a GPU does, on a CPU: whatever is looked at too early is wrong.
+"""A device that works through a queue as a GPU does, on a CPU: whatever is read too early is wrong.
 
-Arrays of a staged copy are noise until it is sent; results are noise until an event behind them has been waited for. A graph
-is the call that was captured, made again on the tensors that it was captured with.
+Arrays of a staged copy are noise until it is sent; results are noise until an event behind them has been waited for. A
+graph is the call that was captured, made again on the tensors that it was captured with.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class LateEvent(DeviceEvent):
 
     @torch.inference_mode()
     def wait(self) -> None:
-        for there, here in self._device.results[: self._before]:
-            there.copy_(here)
+        for fetched, values in self._device.results[: self._before]:
+            fetched.copy_(values)
 
     def reached(self, timeout_s: float) -> bool:
         self.wait()
@@ -38,24 +38,24 @@ class LateEvent(DeviceEvent):
 
 
 class LateDevice(Device):
-    """replays: the batch size of every replay. graph_mib: what each capture takes."""
+    """A device whose graphs take `graph_mib` each."""
 
     asynchronous = True
 
     def __init__(self, graph_mib: float = 1.0):
         super().__init__(torch.device("cpu"))
         self.results: list[tuple[Tensor, Tensor]] = []
-        self.replays: list[int] = []
+        self.replays: list[int] = []  # the batch size of every replay
         self._graph_bytes, self._taken = int(graph_mib * MIB), 0
 
     def staged_copy(self) -> StagedCopy:
         return LateStagedCopy(self.torch_device)
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        there = torch.empty_like(tensor)
-        there.view(torch.uint8).fill_(NOISE)
-        self.results.append((there, tensor.clone()))
-        return there
+        fetched = torch.empty_like(tensor)
+        fetched.view(torch.uint8).fill_(NOISE)
+        self.results.append((fetched, tensor.clone()))
+        return fetched
 
     def event(self) -> DeviceEvent:
         return LateEvent(self)

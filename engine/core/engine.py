@@ -297,7 +297,7 @@ class EngineCore:
         while self._broadcaster and not wait([step], RANK_CHECK_INTERVAL_S).done:
             self._broadcaster.check()
         launched = step.result()
-        while self._broadcaster and not launched.ready(RANK_CHECK_INTERVAL_S):
+        while self._broadcaster and not launched.event.reached(RANK_CHECK_INTERVAL_S):
             self._broadcaster.check()
         return self.runner.collect(launched)
 

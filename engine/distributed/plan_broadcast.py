@@ -1,9 +1,8 @@
-"""How ranks stay in step: rank 0 sends every plan to the others, once, and they compute it without answering.
+"""Keeps ranks in step: rank 0 broadcasts every plan once, and the others compute it without answering.
 
-All ranks get the same logits and draw the same random numbers, so they know the sampled tokens themselves, and nothing
-is sent back. A checksum of tokens that rank 0 has sampled goes with a later plan: a rank that sampled others stops.
-
-What it costs stands in docs/measurements/performance.md.
+All ranks get the same logits and draw the same random numbers, so they know the sampled tokens themselves. A checksum
+of the tokens that rank 0 sampled goes with a later plan: a rank that sampled others stops. For the cost see
+docs/measurements/performance.md.
 """
 
 from __future__ import annotations
@@ -23,30 +22,28 @@ from engine.wire.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S = 30.0  # from the moment that all ranks have loaded the model
+JOIN_TIMEOUT_S = 30.0  # once all ranks have loaded the model
 HEARTBEAT_MS = 1000
-SILENCE_MS = 10_000  # without an answer to heartbeats, the other side counts as gone
+SILENCE_MS = 10_000  # without an answer to heartbeats, after which the peer counts as gone
 LINGER_MS = 1000
-HELLO, GONE = b"\x01rank ", b"\x00rank "  # what an XPUB socket receives when `rank N` subscribes and vanishes
+HELLO, GONE = b"\x01rank ", b"\x00rank "  # an XPUB socket receives these when `rank N` subscribes and leaves
 
 
 class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
-    """number: counts from 1, so that a lost message is noticed. plan: None at the end.
-
-    checksum: of the tokens that step `checked` sampled; of no step if 0.
-    """
-
     number: int
+    """Counts from 1, so that a lost message is noticed."""
     plan: StepPlan | None
+    """None at the end."""
     checked: int
+    """The step whose tokens `checksum` covers; 0 if none."""
     checksum: int
 
 
 class PlanBroadcaster:
-    """Rank 0's end. One thread at a time."""
+    """Rank 0's end, for one thread at a time."""
 
     def __init__(self, group: TPGroup):
-        """Returns when all ranks have loaded their model and listen. Raises StartupError."""
+        """Wait until all ranks have loaded their model and listen. Raises StartupError."""
         self._group = group
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
@@ -62,12 +59,13 @@ class PlanBroadcaster:
             self._context.destroy(linger=0)
             raise
 
-    def send(self, plan: StepPlan) -> None:
-        """Never waits. A rank that is gone is noticed by `check`."""
-        self._send(plan)
+    def send(self, plan: StepPlan | None) -> None:
+        """Send without waiting; `check` notices a rank that is gone. None ends the other ranks."""
+        self._number += 1
+        self._socket.send(self._encode(PlanMessage(self._number, plan, self._checked, self._checksum)), zmq.NOBLOCK)
 
     def committed(self, result: StepResult) -> None:
-        """A step's tokens, to be compared with the others' tokens."""
+        """Note a step's tokens, for the other ranks to compare with theirs."""
         self._checked, self._checksum = result.step, checksum(result)
 
     def check(self) -> None:
@@ -84,12 +82,8 @@ class PlanBroadcaster:
     def close(self) -> None:
         """Let the other ranks end."""
         if not self._context.closed:
-            self._send(None)
+            self.send(None)
             self._context.destroy(linger=LINGER_MS)
-
-    def _send(self, plan: StepPlan | None) -> None:
-        self._number += 1
-        self._socket.send(self._encode(PlanMessage(self._number, plan, self._checked, self._checksum)), zmq.NOBLOCK)
 
     def _bind(self, group: TPGroup) -> str:
         if sys.platform == "linux" and group.local_size == group.size:
@@ -111,7 +105,7 @@ class PlanBroadcaster:
 
 
 class PlanReceiver:
-    """Another rank's end. One thread at a time."""
+    """Another rank's end, for one thread at a time."""
 
     def __init__(self, group: TPGroup):
         self._rank = group.rank
@@ -135,12 +129,10 @@ class PlanReceiver:
         self._socket.connect(address)
 
     def receive(self, timeout_s: float) -> PlanMessage | None:
-        """The next message, or None if none came in time.
-
-        Raises EngineUnavailable if rank 0 is gone or a message is missing.
-        """
+        """Return the next message, or None if none came in time. Raises EngineUnavailable if rank 0 or a message is
+        lost."""
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
-        if ready and self._socket.poll(0):  # again: what came just before the end counts
+        if ready and self._socket.poll(0):  # a message that came just before the end counts
             message = self._decode(self._socket.recv())
             self._number += 1
             if message.number != self._number:

@@ -1,7 +1,7 @@
 """All-reduce and all-gather between processes of one machine, through memory that they share.
 
-Against gloo: all-reduce of [rows, 768] between two ranks on the two cores of an EPYC with nothing else to do, median of
-2000 (up to 64 rows) or 200, in microseconds, by `python -m benchmarks.ranks collectives`:
+All-reduce of [rows, 768] between two ranks on the two cores of an idle EPYC, median of 2000 (up to 64 rows) or 200, in
+microseconds, by `python -m benchmarks.ranks collectives`:
 
     rows                       1      8     64    512   2048
     gloo           float32   211    219    251    702   3690
@@ -9,8 +9,8 @@ Against gloo: all-reduce of [rows, 768] between two ranks on the two cores of an
     shared memory  float32     9     10     21    123    468
                    bfloat16    8     10     18     85    332
 
-so on one machine gloo is not used at all. The memory has no name (memfd): nothing is left of it, however a rank ends.
-Linux only, since that is where memfd, pidfd and /proc are; other systems take gloo.
+So gloo is not used within a machine, except on systems other than Linux, which lack memfd, pidfd and /proc. The memory
+has no name (memfd): nothing is left of it, however a rank ends.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torch import Tensor
 
 from engine.errors import EngineUnavailable
 
-CHUNK_BYTES = 1 << 20  # bytes; larger tensors go chunk by chunk, and stay in a core's cache on the way
-CACHE_LINE_BYTES = 64  # bytes of a cache line: counters that share one would slow each other down
-SPINS = 2000  # looks at a counter before the core is offered to others; a few microseconds
-YIELDS = 2000  # offers of the core before the wait turns into naps
+CHUNK_BYTES = 1 << 20  # larger tensors go chunk by chunk, and stay in a core's cache on the way
+CACHE_LINE_BYTES = 64  # counters that share a cache line would slow each other down
+SPINS = 2000  # polls of a counter before the core is yielded; a few microseconds
+YIELDS = 2000  # yields before the wait turns into naps
 NAP_US = 50
 
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
@@ -42,7 +42,7 @@ _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 @intrinsic
 def _read(_: Any, counters: Any, index: Any) -> Any:
-    """Sees everything that its writer wrote before."""
+    """Read a counter; everything that its writer wrote before is visible afterwards."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -63,8 +63,8 @@ def _write(_: Any, counters: Any, index: Any, value: Any) -> Any:
 
 @njit("int64(int64[::1], int64, int64, int64)", nogil=True, cache=True)  # other threads, such as the scheduler's, go on
 def _barrier(counters: Any, rank: int, number: int, nap_us: int) -> int:
-    """Say that `rank` has come to `number`, and wait for the others. -1 when all have; else one that has not yet, after
-    a while, so that the caller can look what is wrong and come back."""
+    """Announce that `rank` has reached `number`, and wait for the others. Return -1 when all have, or after a while a
+    rank that has not, so that the caller can check what is wrong and come back."""
     step = CACHE_LINE_BYTES // 8
     _write(counters, rank * step, number)
     for other in range(len(counters) // step):
@@ -83,23 +83,28 @@ def _barrier(counters: Any, rank: int, number: int, nap_us: int) -> int:
 
 
 class SharedMemory:
-    """One rank's end of it.
+    """One rank's end.
 
     Each rank has two buffers and a counter. It writes into one buffer, raises its counter, and once all counters are as
     high reads everybody's buffer. The buffers take turns: a rank that is at its next chunk has read the one before, so
-    a single meeting per chunk is enough. Every rank adds up in rank order, so all get the same bits.
+    one barrier per chunk is enough. Every rank adds up in rank order, so all get the same bits.
     """
 
     def __init__(self, rank: int, pids: list[int], path: str | None, timeout_s: float):
-        """pids: of all ranks. path: of rank 0's memory; rank 0 itself gives None and makes it.
-
-        timeout_s: how long a rank waits for another that lives. Raises OSError where the memory cannot be had.
+        """pids: of all ranks. path: of rank 0's memory; None on rank 0, which makes it.
+        timeout_s: how long to wait for a rank that lives. Raises OSError if the system refuses.
         """
         self.rank, self.size = rank, len(pids)
         self._timeout_s = timeout_s
         self._number = 0
         self._broken: str | None = None
-        self._peers = _watch(rank, pids)
+        self._poll = select.poll()
+        self._peers: dict[int, int] = {}  # a file that becomes readable when the process ends -> its rank
+        for other, pid in enumerate(pids):
+            if other != rank and pid != os.getpid():
+                file = os.pidfd_open(pid)
+                self._peers[file] = other
+                self._poll.register(file, select.POLLIN)
         head = CACHE_LINE_BYTES * self.size
         total = head + 2 * self.size * CHUNK_BYTES
         if path is None:
@@ -109,17 +114,17 @@ class SharedMemory:
             self._file = os.open(path, os.O_RDWR)
         memory = mmap.mmap(self._file, total)
         self._counters = np.frombuffer(memory, dtype=np.int64, count=head // 8)
-        self._left = self._counters[1 :: CACHE_LINE_BYTES // 8]  # beside each rank's counter
+        self._left = self._counters[1 :: CACHE_LINE_BYTES // 8]  # 1 beside the counter of a rank that has left
         self._buffers = torch.frombuffer(memory, dtype=torch.uint8, offset=head).view(2, self.size, CHUNK_BYTES)
         self._typed: dict[torch.dtype, list[tuple[Tensor, ...]]] = {}
 
     @property
     def path(self) -> str:
-        """Where the other ranks find the memory of this one, until `close_file`."""
+        """The path at which other ranks open this rank's memory, until `close_file`."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def close_file(self) -> None:
-        """Once every rank has it mapped."""
+        """Close the file, once every rank has mapped it."""
         os.close(self._file)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -132,7 +137,7 @@ class SharedMemory:
         return flat.view(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape]"""
+        """Return [size, *x.shape]."""
         flat = x.reshape(-1)
         out = x.new_empty(self.size, flat.numel())
         start = 0
@@ -144,15 +149,15 @@ class SharedMemory:
         return out.view(self.size, *x.shape)
 
     def abort(self, reason: str) -> None:
-        """Let a wait that is going on, and all to come, raise EngineUnavailable."""
+        """Let the present wait and all later ones raise EngineUnavailable."""
         self._broken = reason
 
     def close(self) -> None:
-        """Tell ranks that still wait for this one, which may not end with its process, that it has left."""
+        """Tell ranks that still wait for this one that it has left, since its process may go on."""
         self._left[self.rank] = 1
 
     def _exchange(self, chunk: Tensor) -> list[Tensor]:
-        """Everybody's chunk, valid until the next swap but one."""
+        """Return everybody's chunk, valid until the next exchange but one."""
         self._number += 1
         buffers = self._typed.get(chunk.dtype)
         if buffers is None:
@@ -169,32 +174,12 @@ class SharedMemory:
         while (late := _barrier(self._counters, self.rank, self._number, NAP_US)) >= 0:
             if self._broken is not None:
                 raise EngineUnavailable(self._broken)
-            dead = [self._peers[file] for file, _ in self._poll()]
+            dead = [self._peers[file] for file, _ in self._poll.poll(0)]
             if dead or self._left[late]:
                 raise EngineUnavailable(f"rank {min(dead, default=late)} is gone")
             if time.monotonic() > deadline:
                 raise EngineUnavailable(f"rank {late} did not come to a collective within {self._timeout_s:.0f} s")
 
-    def _poll(self) -> list[tuple[int, int]]:
-        poll = select.poll()
-        for file in self._peers:
-            poll.register(file, select.POLLIN)
-        return poll.poll(0)
-
     def __del__(self) -> None:
         for file in getattr(self, "_peers", ()):
             os.close(file)
-
-
-def _watch(rank: int, pids: list[int]) -> dict[int, int]:
-    """File that becomes readable when a process has ended -> its rank."""
-    peers = {}
-    try:
-        for other, pid in enumerate(pids):
-            if other != rank and pid != os.getpid():
-                peers[os.pidfd_open(pid)] = other
-    except OSError:
-        for file in peers:
-            os.close(file)
-        raise
-    return peers

@@ -1,4 +1,4 @@
-"""ZMQ sockets to many receivers, and what ends the wait of a thread that polls sockets."""
+"""ZMQ sockets to many receivers, and a waker for a thread that polls sockets."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from contextlib import suppress
 
 import zmq
 
-FORGET_S = 60.0  # for which a receiver must have been sent nothing to be unused
+FORGET_S = 60.0  # since the last message to a receiver, after which it counts as unused
 
 
 class PushSockets:
-    """A PUSH socket for each receiver, made when it is first needed. For one thread.
+    """A PUSH socket for each receiver, made when it is first needed; for one thread.
 
-    Sending never blocks. What a receiver does not take is kept until its socket is forgotten or closed.
+    Sending never blocks. Messages that a receiver does not take are kept until its socket is forgotten or closed.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: Mapping[int, int] | None = None):
-        """options: of ZMQ. With a zmq.SNDHWM, only so many messages are kept for a receiver, the oldest ones."""
+        """options: of ZMQ. zmq.SNDHWM limits the messages that are kept for a receiver; later ones are lost."""
         self._context = context
         self._options = {zmq.LINGER: 0, zmq.SNDHWM: 0, **(options or {})}
-        self._sockets: dict[str, tuple[zmq.Socket[bytes], float]] = {}  # by address; when used last
+        self._sockets: dict[str, tuple[zmq.Socket[bytes], float]] = {}  # by address, and last used at
 
     def connect(self, address: str) -> None:
-        """Raises zmq.ZMQError if this is no address."""
+        """Make the socket if there is none. Raises zmq.ZMQError for an invalid address."""
         if address in self._sockets:
             return
         socket = self._context.socket(zmq.PUSH)
@@ -40,7 +40,7 @@ class PushSockets:
         self._sockets[address] = (socket, time.monotonic())
 
     def send(self, address: str, message: bytes) -> bool:
-        """False if too many messages are kept for it: this one is lost. Raises as `connect`."""
+        """Return False if too many messages are kept for the receiver, and this one is lost. Raises like `connect`."""
         self.connect(address)
         socket, _ = self._sockets[address]
         self._sockets[address] = (socket, time.monotonic())
@@ -60,31 +60,31 @@ class PushSockets:
             self.forget(address)
 
     def close(self) -> None:
-        """What is still kept is lost."""
+        """Close all sockets; messages that are still kept are lost."""
         for address in list(self._sockets):
             self.forget(address)
 
 
 class Waker:
-    """To be registered with the poller, which takes what has a `fileno`."""
+    """Ends the wait of a poller with which it is registered; pollers take any object with a `fileno`."""
 
     def __init__(self) -> None:
-        self._bell, self._woken = socket.socketpair()
-        self._bell.setblocking(False)
-        self._woken.setblocking(False)
+        self._sender, self._receiver = socket.socketpair()
+        self._sender.setblocking(False)
+        self._receiver.setblocking(False)
 
     def fileno(self) -> int:
-        return self._woken.fileno()
+        return self._receiver.fileno()
 
     def wake(self) -> None:
-        """From any thread; never blocks, and does nothing once it is closed."""
-        with suppress(OSError):  # full: the other is about to wake; or closed
-            self._bell.send(b"\0")
+        """Wake the poller, from any thread. Never blocks; does nothing after `close`."""
+        with suppress(OSError):  # full, so the poller is about to wake; or closed
+            self._sender.send(b"\0")
 
     def clear(self) -> None:
-        """After it has been found ready."""
-        self._woken.recv(4096)
+        """Reset the waker after the poller found it ready."""
+        self._receiver.recv(4096)
 
     def close(self) -> None:
-        self._bell.close()
-        self._woken.close()
+        self._sender.close()
+        self._receiver.close()

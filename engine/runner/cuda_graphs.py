@@ -1,17 +1,17 @@
-"""Decode steps as CUDA graphs: a step of n sequences is the replay of one captured for n or a few more.
+"""Decode steps as CUDA graphs: a step of n sequences replays a graph that was captured for n sequences or a few more.
 
 A step of small batches is hundreds of short kernels, which the host cannot launch as fast as a GPU runs them; a replay
-is one launch. A graph repeats the same kernels on the same memory, so there is one graph for each batch size of a
-ladder; its inputs lie in buffers that never move, and rows beyond n are padding. As in vLLM and nano-vLLM.
+is one launch. A graph repeats the same kernels on the same memory, so there is one graph for each of a few batch sizes;
+its inputs lie in buffers that never move, and rows beyond n are padding. vLLM and nano-vLLM do the same.
 
-Padding: token 0 of the history, position 0, no slot for its KV (-1), a sequence of no tokens (kv_len 0). Kernels write
-no KV for it and read none, and its rows of the output are never looked at. Rows do not depend on each other, so what
-the real ones hold does not depend on the padding.
+A padding row is token 0 of the history at position 0, with no slot for its KV (-1) and no tokens (kv_len 0). Kernels
+write no KV for it and read none, and its output is never read. Rows do not depend on each other, so the real ones do
+not depend on the padding.
 
-A batch size is captured when it first comes: that step runs as usual, on the padded buffers, which compiles and warms
-up whatever its kernels need, and is then captured. So a start waits for no graph that nobody needs, and a small server
-holds few of them. A capture takes about as long as a few steps without graphs, and some MiB; where
-those together reach the budget, sizes that come later run without graphs: slower, and otherwise the same.
+A size is captured when it first comes: that step runs as usual, on the padded buffers, which compiles and warms up its
+kernels, and is then captured. So a start waits for no graph that nobody needs, and a small server holds few of them. A
+capture takes about as long as a few steps without graphs, and some MiB; once these reach the budget, further sizes run
+without graphs: slower, and otherwise the same.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from engine.model.batch import Batch
 
 logger = logging.getLogger(__name__)
 
-MAX_CAPTURE_SIZE = 512  # sequences; with more, a step takes so long that launching its kernels is hidden behind it
+MAX_CAPTURE_SIZE = 512  # sequences; with more, a step takes so long that launching its kernels costs nothing
 MIB = 2**20
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture, smallest first: 1, 2, 4, the multiples of 8, and `max_num_seqs` itself up to MAX_CAPTURE_SIZE.
+    """Return the batch sizes to capture, in order: 1, 2, 4, multiples of 8, and min(max_num_seqs, MAX_CAPTURE_SIZE).
 
-    Padding costs little where weights are read for 8 rows in the time of one, and graphs cost memory.
+    Padding costs little, since weights are read for 8 rows in the time of one; graphs cost memory.
     """
     top = min(max_num_seqs, MAX_CAPTURE_SIZE)
     return [size for size in (1, 2, 4, *range(8, top, 8)) if size < top] + [top]
@@ -54,9 +54,9 @@ def pad_to_capture_size(
     slots: NDArray[np.int64],
     kv_len: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """[5, size]: what a step reads of each sequence, and padding. One array, so that one copy brings it to its place.
+    """Return [5, size]: these inputs of each sequence, and padding. It is one array so that it travels in one copy.
 
-    token_index: where its token lies in the flattened history; slots: its row of the block tables; others as in Batch.
+    token_index: where each token lies in the flattened history. slots: rows of the block tables. Others: see Batch.
     """
     columns = (token_index, positions, slot_mapping, slots, kv_len)
     padded = np.zeros((len(columns), size), dtype=np.int64)
@@ -68,16 +68,14 @@ def pad_to_capture_size(
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    inputs: Tensor  # [5, size], where every replay finds its inputs; see `pad_to_capture_size`
-    output: Tensor  # [size, hidden], where it leaves its result
+    inputs: Tensor  #: [5, size], from `pad_to_capture_size`: every replay reads its inputs here
+    output: Tensor  #: [size, hidden]: every replay writes its result here
     replay: Callable[[], None]
 
 
 class DecodeGraphs:
-    """capture_sizes: of batches, smallest first. budget_bytes: of device memory, for all graphs together.
-
-    Ranks that share a model call `run` with the same sizes in the same order, and decide alike.
-    """
+    """The captured decode steps of one rank. Ranks that share a model call `run` with the same sizes in the same order,
+    and decide alike."""
 
     def __init__(
         self,
@@ -92,8 +90,11 @@ class DecodeGraphs:
         budget_bytes: int,
         tp: TPGroup,
     ):
-        """forward: token ids [size] int64 and their batch -> hidden states. history: [slots, max_model_len] token ids.
-        tables: [slots, max_blocks] int32 block ids. Both change between steps, and never move."""
+        """forward: token ids [size] int64 and their batch -> hidden states.
+        history: [slots, max_model_len] token ids. tables: [slots, max_blocks] int32. Their contents change between
+        steps; their addresses do not.
+        budget_bytes: device memory for all graphs together.
+        """
         self.capture_sizes = list(capture_sizes)
         self._device, self._forward, self._tp = device, forward, tp
         self._history, self._tables, self._kv_cache, self._kv_scales = history, tables, kv_cache, kv_scales
@@ -103,17 +104,20 @@ class DecodeGraphs:
         self._full = False
 
     def capture_size_for(self, count: int) -> int | None:
-        """Rows of the step that a step of `count` sequences is padded to; None where it is too large for all."""
+        """Return the size to which a step of `count` sequences is padded; None if it is larger than all sizes."""
         index = bisect_left(self.capture_sizes, count)
         return self.capture_sizes[index] if index < len(self.capture_sizes) else None
 
     @property
     def captured(self) -> list[int]:
+        """Batch sizes that have a graph."""
         return sorted(self._graphs)
 
     def run(self, inputs: Tensor) -> Tensor:
-        """Hidden states [size, hidden] of a step, given what `pad_to_capture_size` made of it, on the device. They stay until the next
-        step of this size."""
+        """Return the hidden states [size, hidden] of a step, valid until the next step of this size.
+
+        inputs: from `pad_to_capture_size`, on the device.
+        """
         graph = self._graphs.get(inputs.shape[1])
         if graph is not None:
             graph.inputs.copy_(inputs)
@@ -140,17 +144,17 @@ class DecodeGraphs:
         )
         return self._forward(self._history.view(-1)[token_index].long(), batch)
 
-    def _capture(self, given: Tensor) -> None:
-        size, started = given.shape[1], time.perf_counter()
-        inputs = given.clone()  # on memory of its own, which is not given to anybody else
+    def _capture(self, example: Tensor) -> None:
+        size, started = example.shape[1], time.perf_counter()
+        inputs = example.clone()  # in memory that belongs to the graph
         before = self._device.used_bytes()
         graph, problem = None, ""
         try:
             graph = Graph(inputs, *self._device.capture(lambda: self._compute(inputs)))
         except RuntimeError as error:
-            first = error.__context__ or error  # the end of a capture that something has broken raises as well
+            first = error.__context__ or error  # ending a broken capture raises another error
             problem = str(first) or type(first).__name__
-        # all ranks decide alike: a collective must not be part of a graph on one of them only
+        # all ranks decide alike: a collective must not be in a graph on some of them only
         problem = next(filter(None, self._tp.exchange(problem)), "")
         if problem or graph is None:
             self._full = True

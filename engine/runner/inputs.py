@@ -1,4 +1,4 @@
-"""What a step computes with, prepared on the host: it needs no result of the steps before."""
+"""The inputs of a step, prepared on the host without any result of the steps before it."""
 
 from __future__ import annotations
 
@@ -20,63 +20,56 @@ from engine.wire.plan import NewSequence, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """The tokens [n] int32 that a sequence brings into `slot`."""
+    """Tokens of a sequence that was added in this step."""
 
     slot: int
-    tokens: Tensor
+    tokens: Tensor  #: [n] int32
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobRows:
     """Rows of hidden states whose logits give the log-probabilities of the prompt tokens that follow them."""
 
-    entry: int  # in the plan
+    entry: int  #: index in the plan
     first_row: int
-    targets: Tensor  # [rows] int64, index into the flattened token history
-    count: int  # alternatives to report
+    targets: Tensor  #: [rows] int64, indices into the flattened token history
+    count: int  #: alternatives to report
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTableRows:
-    """A batch's part of block tables that lie on the device: rows [seqs] int64, and how many entries of each.
+    """The rows of a batch in the device's block tables, and the changes to those tables that come first."""
 
-    index, blocks: [n] int64 and int32, what has changed in the tables, flattened.
-    """
-
-    rows: Tensor
-    width: int
-    index: Tensor
-    blocks: Tensor
+    rows: Tensor  #: [seqs] int64
+    width: int  #: entries of each row that the batch needs
+    index: Tensor  #: [n] int64, changed entries of the flattened tables
+    blocks: Tensor  #: [n] int32, their new values
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Tensors hold their values once `staged` has been sent.
-
-    batch: without its block table where the device has tables of its own; then `block_tables` says where it lies in them.
-    padded: in place of a batch, for a step that runs as a graph; see cuda_graphs.pad_to_capture_size.
-    token_index: [tokens] int64, where each input token lies in the flattened history; read only when the step
-        runs, because the step before may just have sampled it.
-    entries: plan entries that sample; sampled_rows [n] and written [n] int64 are their row of hidden states and
-        their place in the flattened history.
-    """
+    """All inputs of a step. Its tensors hold their values once `staged` has been sent."""
 
     plan: StepPlan
     staged: StagedCopy
     batch: Batch | None
+    """Without its block table if the device has tables of its own; `block_tables` then selects its rows."""
     padded: Tensor | None
+    """Replaces `batch` in a step that runs as a graph; see cuda_graphs.pad_to_capture_size."""
     block_tables: BlockTableRows | None
     token_index: Tensor
+    """[tokens] int64, indices of the input tokens in the flattened history. The history is read only when the step
+    runs, because the step before may still have to sample some of them."""
     added: list[NewTokens]
-    entries: list[int]
-    sampled_rows: Tensor
-    written: Tensor
+    entries: list[int]  #: entries of the plan that sample
+    sampled_rows: Tensor  #: [entries] int64, their rows of hidden states
+    written: Tensor  #: [entries] int64, where their tokens go in the flattened history
     sampling: SamplingInputs
     prompt_logprob_rows: list[PromptLogprobRows]
 
 
 class InputBuilder:
-    """Keeps, for every slot, the sequence in it and its block table."""
+    """Builds the inputs of steps; keeps the sequence in each slot and its block table."""
 
     def __init__(
         self,
@@ -88,17 +81,17 @@ class InputBuilder:
         max_model_len: int,
         capture_size_for: Callable[[int], int | None] = lambda count: None,
     ):
-        """capture_size_for: rows of the graph for a decode step of so many sequences, if there is one."""
+        """capture_size_for: returns the size of the graph for a decode step of so many sequences, or None."""
         self._device, self._capture_size_for = device, capture_size_for
         self._kv_cache, self._kv_scales = kv_cache, kv_scales
         self._block_size, self._max_model_len = kv_cache.shape[4], max_model_len
         self._vocab_size = model_config.vocab_size
         slots = config.max_num_seqs
         self.block_tables = np.zeros((slots, -(-max_model_len // self._block_size)), dtype=np.int32)
-        self._sequences: list[NewSequence | None] = [None] * slots
+        self._sequences: dict[int, NewSequence] = {}  # by slot
         self._eos = model_config.eos_token_ids
         self._edits: list[LogitsEdits | None] = [None] * slots
-        self._simple = np.zeros(slots, dtype=bool)  # whether the sequence only ever takes its most likely token
+        self._plain = np.zeros(slots, dtype=bool)  # sequences that need nothing but their most likely token
         self._uniform = UniformSource()
 
     def build(self, plan: StepPlan) -> StepInputs:
@@ -154,25 +147,25 @@ class InputBuilder:
     def _add(self, sequence: NewSequence, staged: StagedCopy) -> NewTokens:
         params, edits = sequence.params, LogitsEdits.of(sequence.params, self._eos)
         self._sequences[sequence.slot], self._edits[sequence.slot] = sequence, edits
-        self._simple[sequence.slot] = params.greedy and params.logprobs is None and edits is None
+        self._plain[sequence.slot] = params.greedy and params.logprobs is None and edits is None
         return NewTokens(sequence.slot, staged.add(np.array(sequence.tokens, dtype=np.int32)))
 
     def _block_table_rows(self, plan: StepPlan, slots: np.ndarray, width: int, staged: StagedCopy) -> BlockTableRows:
         entries = self.block_tables.shape[1]
         ranges = [c.slot * entries + np.arange(c.index, c.index + len(c.blocks)) for c in plan.blocks]
         index = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
-        # as they are after all changes: two may be to one place, and the device writes in any order
+        # their final values: an entry may change twice, and the device writes in any order
         blocks = self.block_tables.reshape(-1)[index]
         return BlockTableRows(staged.add(slots), width, staged.add(index), staged.add(blocks))
 
     def _sampling(self, plan: StepPlan, slots: np.ndarray, entries: list[int], staged: StagedCopy) -> SamplingInputs:
-        if self._simple[slots[entries]].all():
+        if self._plain[slots[entries]].all():
             inputs = SamplingInputs([], None, [None] * len(entries))
         else:
             rows = []
             for i in entries:
                 slot, position = plan.slots[i], plan.starts[i] + plan.counts[i]
-                new = self._sequence(slot)
+                new = self._sequences[slot]
                 rows.append(SampledRow(slot, position, new.num_prompt, new.seed, new.params, self._edits[slot]))
             inputs = prepare_sampling(rows, self._vocab_size, self._uniform, staged.add)
         if plan.masked:
@@ -182,22 +175,17 @@ class InputBuilder:
     def _masked_rows(self, plan: StepPlan, entries: list[int], staged: StagedCopy) -> MaskedRows:
         rows = np.searchsorted(entries, plan.masked)
         allowed = np.frombuffer(plan.masks, dtype=np.uint8).reshape(len(rows), -1)
-        return MaskedRows(staged.add(rows), staged.add(allowed.copy()))  # since torch does not like what is read-only
+        return MaskedRows(staged.add(rows), staged.add(allowed.copy()))  # torch warns of read-only arrays
 
     def _prompt_logprob_rows(
         self, plan: StepPlan, query_start: np.ndarray, staged: StagedCopy
     ) -> list[PromptLogprobRows]:
         rows = []
         for i, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
-            sequence = self._sequence(slot)
+            sequence = self._sequences[slot]
             stop = min(start + count, sequence.num_prompt - 1)
             if sequence.params.prompt_logprobs is not None and start < stop:
                 targets = slot * self._max_model_len + np.arange(start + 1, stop + 1)
                 count = sequence.params.prompt_logprobs
                 rows.append(PromptLogprobRows(i, int(query_start[i]), staged.add(targets), count))
         return rows
-
-    def _sequence(self, slot: int) -> NewSequence:
-        sequence = self._sequences[slot]
-        assert sequence is not None, f"slot {slot} was never filled"
-        return sequence

@@ -1,4 +1,4 @@
-"""How many KV blocks fit, and the tensor that holds them."""
+"""The number of KV blocks that fit, and the tensor that holds them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_sca
 
 
 def block_shape(config: ModelConfig, block_size: int, tp: TPGroup) -> tuple[int, int, int, int, int]:
-    """One block on one rank: [layers, 2 (K, V), kv_heads, block_size, head_dim]."""
-    kv_heads = config.kv_heads_per_rank(tp.size)
-    return (config.num_layers, 2, kv_heads, block_size, config.head_dim)
+    """Return the shape of one block on one rank: [layers, 2 (K, V), kv_heads, block_size, head_dim]."""
+    return config.num_layers, 2, config.kv_heads_per_rank(tp.size), block_size, config.head_dim
 
 
 def choose_num_blocks(
@@ -40,14 +39,14 @@ def choose_num_blocks(
     tp: TPGroup,
     free_bytes: int,
 ) -> tuple[int, int]:
-    """(blocks, max_model_len) for this memory, with one log line saying what limits them.
+    """Return (num_blocks, max_model_len) for this memory, and log what limits them.
 
-    free_bytes: memory for the KV cache on a GPU, measured after a profiling run; on a CPU what the machine has.
-    Raises OutOfMemory when `max_model_len` was asked for and does not fit, or when nothing fits at all.
+    free_bytes: on a GPU memory for the KV cache, measured by a profiling run; on a CPU the machine's free memory.
+    Raises OutOfMemory if the configured `max_model_len` does not fit, or nothing fits at all.
     """
     block_bytes = torch.Size(block_shape(model, block_size, tp)).numel() * dtype.itemsize
     longest = model.longest_sequence(config.max_model_len)
-    wanted = config.max_num_seqs * -(-longest // block_size)
+    desired = config.max_num_seqs * -(-longest // block_size)
     if config.num_blocks is not None:
         blocks, limit = config.num_blocks, "num_blocks"
         if blocks * block_bytes > free_bytes:
@@ -58,10 +57,10 @@ def choose_num_blocks(
     else:
         budget, limit = kv_budget(config, device, free_bytes)
         blocks = max(0, budget) // block_bytes
-        if blocks > wanted:
-            blocks, limit = wanted, f"max_num_seqs ({config.max_num_seqs}) x max_model_len ({longest})"
+        if blocks > desired:
+            blocks, limit = desired, f"max_num_seqs ({config.max_num_seqs}) x max_model_len ({longest})"
     tokens = blocks * block_size
-    shortest = config.max_model_len or 2  # a token of prompt and one of answer
+    shortest = config.max_model_len or 2  # one token of prompt and one of output
     if tokens < shortest:
         needed = -(-shortest // block_size)
         more = f"kv_cache_memory_gib to at least {math.ceil(needed * block_bytes / GIB * 1000) / 1000}"
@@ -81,21 +80,21 @@ def choose_num_blocks(
 
 
 def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> tuple[int, str]:
-    """Bytes for the KV cache and the name of what sets them."""
+    """Return the bytes for the KV cache and the name of the limit that sets them."""
     if config.kv_cache_memory_gib is not None:
-        asked = int(config.kv_cache_memory_gib * GIB)
-        if asked > free_bytes:
+        requested = int(config.kv_cache_memory_gib * GIB)
+        if requested > free_bytes:
             raise OutOfMemory(
                 f"kv_cache_memory_gib={config.kv_cache_memory_gib} does not fit: {free_bytes / GIB:.2f} GiB are free"
             )
-        return asked, f"kv_cache_memory_gib ({config.kv_cache_memory_gib})"
+        return requested, f"kv_cache_memory_gib ({config.kv_cache_memory_gib})"
     if device.type == "cuda":
         return free_bytes, f"gpu_memory_utilization ({config.gpu_memory_utilization})"
     return min(int(CPU_DEFAULT_GIB * GIB), free_bytes // 2), f"the default on a CPU ({CPU_DEFAULT_GIB} GiB)"
 
 
 def cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """dtype: of the model's activations."""
+    """Return the dtype of the KV cache. dtype: of the model's activations."""
     if config.kv_cache_dtype == "auto":
         return dtype
     if device.type == "cpu":
@@ -104,8 +103,10 @@ def cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def read_scales(folder: Path, num_layers: int, device: torch.device) -> Tensor:
-    """[layers, 2 (K, V)] float32: what the stored values of an FP8 cache are multiplied by. 1 where the checkpoint
-    names none; `self_attn.k_scale`, or with `k_proj.` or `attn.` in between, as different tools write it."""
+    """Return [layers, 2 (K, V)] float32, the scales of values stored in an FP8 cache; 1 if the checkpoint has none.
+
+    Tools name them `self_attn.k_scale`, or with `k_proj.` or `attn.` in between.
+    """
     scales = torch.ones(num_layers, 2)
     found = 0
     for file, names in tensors_by_file(folder).items():
@@ -121,15 +122,15 @@ def read_scales(folder: Path, num_layers: int, device: torch.device) -> Tensor:
 
 
 def free_host_bytes() -> int:
-    """Memory that the machine can still give without swapping."""
+    """Return the memory that the machine can still give without swapping."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def allocate(
     num_blocks: int, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, tp: TPGroup
 ) -> Tensor:
-    """[num_blocks, layers, 2, kv_heads, block_size, head_dim], zeroed: what a padded read meets is never NaN.
+    """Return [num_blocks, layers, 2, kv_heads, block_size, head_dim], zeroed so that a padded read never meets NaN.
 
-    On a CPU the pages are only taken when they are first written.
+    On a CPU pages are taken only when they are first written.
     """
     return torch.zeros((num_blocks, *block_shape(config, block_size, tp)), dtype=dtype, device=device)

@@ -1,8 +1,8 @@
 """Changes to logits before sampling, in vLLM's order: bans, minimum length, bias, penalties.
 
-All rows of a step that ask for any are changed together, by operations whose sizes the host knows without looking at
-the device, which alone has the newest token: so nothing here waits for it. Only those entries of [rows, vocab] are
-touched that change, so that a row costs in proportion to its own tokens.
+All rows of a step are changed together, by operations whose sizes the host knows without reading from the device, so
+nothing here waits for the newest token, which only the device has. Only those entries of [rows, vocab] that change are
+touched, so the cost of a row is proportional to its own tokens.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from torch import Tensor
 from engine.wire.sampling_params import SamplingParams
 
 BANNED = float("-inf")
-# Tokens that are counted at a time, in float32: 16 MiB. Above 32 MiB a CPU's allocator fetches memory from the system
-# anew at every step, which takes longer than counting.
+# Tokens counted at a time, in float32: 16 MiB. Above 32 MiB a CPU's allocator gets memory from the system at every
+# step, which takes longer than counting.
 COUNTERS = 2**22
 NEVER = -1  # no token
+NO_PENALTIES = (1.0, 0.0, 0.0)
 
 Array = NDArray[np.int64]
 ToDevice = Callable[[NDArray[Any]], Tensor]
@@ -30,17 +31,13 @@ ToDevice = Callable[[NDArray[Any]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Banned words of two tokens or more, cut in prefixes and last tokens.
+    """Banned words of two tokens or more, split into prefixes and last tokens; n is the tokens of all prefixes."""
 
-    token, back, word: [tokens of all prefixes]: the token, how far from the end of the output it has to stand (1 is the
-    newest token), and whose it is. target: [words], an index into `last`. last: the words' last tokens, each once.
-    """
-
-    token: Array
-    back: Array
-    word: Array
-    target: Array
-    last: Array
+    token: Array  #: [n]
+    back: Array  #: [n], distance of each token from the end of the output; 1 is the newest token
+    word: Array  #: [n], the word that each token belongs to
+    target: Array  #: [words], an index into `last`
+    last: Array  #: last tokens of the words, each once
 
     @classmethod
     def of(cls, words: list[list[int]]) -> Words:
@@ -57,88 +54,76 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class LogitsEdits:
-    """What the parameters of one sequence change, as arrays; made once per sequence.
+    """Changes that the parameters of one sequence ask for, as arrays; made once per sequence."""
 
-    allowed: the only tokens that may come, or None. banned: those that never may. ends: those that may not before there
-    are `min_tokens`. biased [n] int64 gets bias [n] float32 added. penalties: repetition, frequency, presence, or None.
-    """
-
-    allowed: Array | None
+    allowed: Array | None  #: the only tokens that may come
     banned: Array
     words: Words | None
-    ends: Array
+    ends: Array  #: tokens that may not come before `min_tokens` others
     min_tokens: int
-    biased: Array
-    bias: NDArray[np.float32]
-    penalties: tuple[float, float, float] | None
+    biased: Array  #: [n], tokens to which `bias` is added
+    bias: NDArray[np.float32]  #: [n]
+    penalties: tuple[float, float, float] | None  #: repetition, frequency, presence
 
     @classmethod
     def of(cls, params: SamplingParams, eos: frozenset[int]) -> LogitsEdits | None:
-        """None where nothing is to be changed. eos: tokens that end a generation."""
+        """Return None if nothing is to be changed. eos: tokens that end a generation."""
         words = [word for word in params.bad_words_token_ids if word]
         longer = [word for word in words if len(word) > 1]
         bias = params.logit_bias or {}
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        edits = cls(
+        ends = sorted(eos | set(params.stop_token_ids)) if params.min_tokens else []
+        if not (words or bias or ends or params.allowed_token_ids or penalties != NO_PENALTIES):
+            return None
+        return cls(
             allowed=ids(params.allowed_token_ids) if params.allowed_token_ids else None,
             banned=ids(word[0] for word in words if len(word) == 1),
             words=Words.of(longer) if longer else None,
-            ends=ids(sorted(eos | set(params.stop_token_ids)) if params.min_tokens else ()),
+            ends=ids(ends),
             min_tokens=params.min_tokens,
             biased=ids(bias),
             bias=np.array(list(bias.values()), dtype=np.float32),
-            penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
+            penalties=penalties if penalties != NO_PENALTIES else None,
         )
-        return edits if edits._any else None
-
-    @property
-    def _any(self) -> bool:
-        lists = len(self.banned) + len(self.ends) + len(self.biased)
-        return bool(lists) or not (self.allowed is None and self.words is None and self.penalties is None)
 
 
 @dataclass(frozen=True, slots=True)
 class RowEdits:
-    """A row of logits whose sequence sits in `slot` and has `length` tokens, of which `num_prompt` are its prompt."""
+    """The edits of one row of logits."""
 
     row: int
     slot: int
     num_prompt: int
-    length: int
+    length: int  #: tokens of prompt and output
     edits: LogitsEdits
 
 
 @dataclass(frozen=True, slots=True)
 class BannedWords:
-    """Words of several rows. compare: [4, tokens of all prefixes]: slot, position in it, the token that would make
-    `word` its next one, word. target: [words], an index into the columns of `last` [2, n]: row and token."""
+    """Banned words of several rows."""
 
-    compare: Tensor
-    target: Tensor
-    last: Tensor
+    compare: Tensor  #: [4, tokens of all prefixes]: slot, position, the token that must stand there, word
+    target: Tensor  #: [words], an index into the columns of `last`
+    last: Tensor  #: [2, n]: row and last token
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Of some rows. where: [5, rows] int64: row, slot, first position that counts, where the output begins, number of
-    positions. amounts: [3, rows] float32: repetition, frequency, presence. total: of the numbers of positions."""
+    """Penalties of several rows."""
 
-    where: Tensor
-    amounts: Tensor
-    total: int
+    where: Tensor  #: [5, rows] int64: row, slot, first position that counts, start of the output, number of positions
+    amounts: Tensor  #: [3, rows] float32: repetition, frequency, presence
+    total: int  #: positions of all rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchEdits:
-    """What is to be done to logits [rows, vocab]. Entries of them are [2, n] int64: row and token.
+    """The edits of one step to logits [rows, vocab]. Entries of the logits are [2, n] int64: row and token."""
 
-    allowed: rows [n] that may have nothing but the entries that follow. bias: entries, and what is added to them.
-    """
-
-    allowed: tuple[Tensor, Tensor] | None
-    banned: Tensor | None
+    allowed: tuple[Tensor, Tensor] | None  #: rows [n], and the only entries of them that may come
+    banned: Tensor | None  #: entries
     words: BannedWords | None
-    bias: tuple[Tensor, Tensor] | None
+    bias: tuple[Tensor, Tensor] | None  #: entries, and the numbers added to them
     penalties: list[Penalties]
 
 
@@ -150,12 +135,12 @@ def ids(tokens: Iterable[int]) -> Array:
 
 
 def entries(row: int, tokens: Array) -> Array:
-    """[2, n]: row and token."""
+    """Return [2, n]: row and token."""
     return np.stack([np.full_like(tokens, row), tokens])
 
 
 def prepare(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice) -> BatchEdits | None:
-    """None where nothing is to be done in this step. to_device: brings an array to where the logits are."""
+    """Return None if this step needs no edits. to_device: copies an array to the device of the logits."""
     allowed = [(row.row, row.edits.allowed) for row in rows if row.edits.allowed is not None]
     banned = [entries(row.row, row.edits.banned) for row in rows if len(row.edits.banned)]
     early = [row for row in rows if len(row.edits.ends) and row.length - row.num_prompt < row.edits.min_tokens]
@@ -165,28 +150,21 @@ def prepare(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice) -> B
     if not (allowed or banned or words or biased or penalties):
         return None
 
-    def joined(arrays: list[NDArray[Any]]) -> Tensor:
-        return to_device(np.concatenate(arrays, axis=-1))
-
-    return BatchEdits(
-        allowed=(
-            (to_device(ids(row for row, _ in allowed)), joined([entries(row, tokens) for row, tokens in allowed]))
-            if allowed
-            else None
-        ),
-        banned=joined(banned) if banned else None,
-        words=words,
-        bias=(
-            (joined([entries(row.row, row.edits.biased) for row in biased]), joined([row.edits.bias for row in biased]))
-            if biased
-            else None
-        ),
-        penalties=penalties,
-    )
+    edits = BatchEdits(None, None, words, None, penalties)
+    if allowed:
+        kept = [entries(row, tokens) for row, tokens in allowed]
+        edits.allowed = to_device(ids(row for row, _ in allowed)), to_device(np.concatenate(kept, axis=1))
+    if banned:
+        edits.banned = to_device(np.concatenate(banned, axis=1))
+    if biased:
+        targets = np.concatenate([entries(row.row, row.edits.biased) for row in biased], axis=1)
+        edits.bias = to_device(targets), to_device(np.concatenate([row.edits.bias for row in biased]))
+    return edits
 
 
 def prepare_words(rows: Sequence[RowEdits], to_device: ToDevice) -> BannedWords | None:
-    """A prefix that is longer than the output is compared with NEVER: words do not begin in the prompt."""
+    """Prepare the banned words of all rows. Words do not begin in the prompt: a prefix longer than the output is
+    compared with NEVER."""
     compare, target, last = [], [], []
     num_words = num_last = 0
     for row in rows:
@@ -209,7 +187,7 @@ def prepare_words(rows: Sequence[RowEdits], to_device: ToDevice) -> BannedWords 
 
 
 def prepare_penalties(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice) -> list[Penalties]:
-    """In arrays of so many rows as the counters are enough for."""
+    """Prepare the penalties, in groups of as many rows as there are counters for."""
     where, amounts = [], []
     for row in rows:
         if row.edits.penalties is not None:
@@ -228,7 +206,7 @@ def prepare_penalties(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDe
     ]
 
 
-# -- where the logits are ------------------------------------------------------------------------------------------
+# -- on the device of the logits -----------------------------------------------------------------------------------
 
 
 def apply(logits: Tensor, edits: BatchEdits, history: Tensor) -> None:
@@ -239,7 +217,7 @@ def apply(logits: Tensor, edits: BatchEdits, history: Tensor) -> None:
         logits.index_fill_(0, rows, BANNED)
         logits[row, token] = kept
     if edits.banned is not None:
-        # the number lies where the logits are: a plain one would be copied there, and the host wait for the copy
+        # a tensor, since a plain number would be copied to the device, and the host would wait for the copy
         logits.index_put_(edits.banned.unbind(), logits.new_full((), BANNED))
     if edits.words is not None:
         ban_words(logits, edits.words, history)
@@ -251,7 +229,7 @@ def apply(logits: Tensor, edits: BatchEdits, history: Tensor) -> None:
 
 
 def ban_words(logits: Tensor, words: BannedWords, history: Tensor) -> None:
-    """Ban the last token of every word whose others are the end of the output."""
+    """Ban the last token of every word whose other tokens end the output."""
     slot, position, token, word = words.compare.unbind()
     wrong = logits.new_zeros(len(words.target)).index_add_(0, word, (history[slot, position] != token).float())
     row, last = words.last.unbind()
@@ -260,11 +238,10 @@ def ban_words(logits: Tensor, words: BannedWords, history: Tensor) -> None:
 
 
 def penalise(logits: Tensor, penalties: Penalties, history: Tensor) -> None:
-    """Repetition (CTRL, arXiv:1909.05858, section 4.1) over prompt and output; frequency and presence (OpenAI's) over
-    the output only.
+    """Apply repetition (CTRL, arXiv:1909.05858, section 4.1) over prompt and output; frequency and presence (OpenAI's)
+    over the output only.
 
-    Works on one value per position of the sequences. Where a token stands at several, all of them compute and write the
-    same.
+    Works on one value per position. If a token stands at several positions, all of them write the same value.
     """
     counts = penalties.where[4]
     sequence = torch.repeat_interleave(counts, output_size=penalties.total)
@@ -281,7 +258,7 @@ def penalise(logits: Tensor, penalties: Penalties, history: Tensor) -> None:
 
 
 def totals(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """[n]: for each entry, the sum of the values of all entries with its index, which is below `size`."""
-    sums = values.new_empty(size)  # only what is looked at is set to 0: the rest of it is far larger
+    """Return [n]: for each entry, the sum of the values of all entries with the same index (below `size`)."""
+    sums = values.new_empty(size)  # only the sums that are read are set to 0: the others are far more
     sums.index_fill_(0, index, 0.0)
     return sums.index_add_(0, index, values)[index]

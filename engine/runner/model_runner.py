@@ -1,7 +1,7 @@
 """Runs step plans on one rank: keeps per-sequence state, builds the inputs, computes, samples.
 
-On a GPU nothing here waits for the device before `collect`: inputs go there in one copy per step, sampled tokens stay
-there for the next step and are copied to the host on the side. So step n+1 lies in the device's queue before step n has
+On a GPU nothing here waits for the device before `collect`: inputs go there in one copy per step; sampled tokens stay
+there for the next step, and are copied to the host as well. So step n+1 is in the device's queue before step n has
 ended.
 """
 
@@ -44,70 +44,59 @@ from engine.wire.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-PROMPT_LOGPROB_ROWS = 256  # rows of [vocab] float32 that are held at a time
+PROMPT_LOGPROB_ROWS = 256  # rows of [vocab] float32 in memory at a time
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step in the device's queue. What it brings lies in host memory once `event` has been reached.
-
-    tokens: [n] int64, of the entries that sample. logprobs: of which entries, how many alternatives each, and the
-    table. prompt_logprobs: a table for each part of the rows.
-    """
+    """A step in the device's queue. Its results are in host memory once `event` has been reached."""
 
     inputs: StepInputs
-    tokens: Tensor
-    logprobs: tuple[list[int], list[int], LogprobTable] | None
-    prompt_logprobs: list[tuple[PromptLogprobRows, list[LogprobTable]]]
+    tokens: Tensor  #: [n] int64, of the entries that sample
+    logprobs: tuple[list[int], list[int], LogprobTable] | None  #: entries, alternatives of each, and their table
+    prompt_logprobs: list[tuple[PromptLogprobRows, list[LogprobTable]]]  #: with one table per PROMPT_LOGPROB_ROWS rows
     event: DeviceEvent
-
-    def ready(self, timeout_s: float) -> bool:
-        """Whether `collect` would not wait, once at most so much time has passed."""
-        return self.event.reached(timeout_s)
 
 
 class ModelRunner:
-    """One rank's model, KV cache and sequence state. `prepare` and `launch` may run in different threads, each called
-    in the order of the plans: `prepare` owns the host's block tables, `launch` what lies on the device."""
+    """One rank's model, KV cache and sequence state.
+
+    `prepare` and `launch` may run in different threads, each called in the order of the plans: `prepare` owns the
+    host's block tables, `launch` the tensors on the device.
+    """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TPGroup):
-        self.config = config
-        self.tp = tp
-        self.model_config = model_config
+        self.config, self.model_config, self.tp = config, model_config, tp
         self.device = open_device(config.device)
+        device = self.device.torch_device
         self.overlap = self.device.asynchronous if config.overlap is None else config.overlap
         self.dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         if config.num_threads or tp.local_size > 1:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             threads = max(1, cores // tp.local_size)
             torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), threads))
-        self.kv_dtype = kv_cache.cache_dtype(config, self.dtype, self.device.torch_device)
-        self.block_size = config.block_size or BLOCK_SIZES[self.device.torch_device.type]
+        self.kv_dtype = kv_cache.cache_dtype(config, self.dtype, device)
+        self.block_size = config.block_size or BLOCK_SIZES[device.type]
         self.kv_scales: Tensor | None = None
         if self.kv_dtype == torch.float8_e4m3fn:
-            self.kv_scales = kv_cache.read_scales(folder, model_config.num_layers, self.device.torch_device)
+            self.kv_scales = kv_cache.read_scales(folder, model_config.num_layers, device)
         self.model = self._load(folder, tp)
         if config.torch_compile:
             self._compile()
-        on_cpu = self.device.torch_device.type == "cpu"
-        free = kv_cache.free_host_bytes() // tp.local_size if on_cpu else self._free_gpu_bytes()
+        free = kv_cache.free_host_bytes() // tp.local_size if device.type == "cpu" else self._free_gpu_bytes()
         num_blocks, longest = kv_cache.choose_num_blocks(
-            config, self.block_size, model_config, self.kv_dtype, self.device.torch_device, tp, free
+            config, self.block_size, model_config, self.kv_dtype, device, tp, free
         )
         self.num_blocks = min(map(int, tp.exchange(str(num_blocks))))
         self.max_model_len = min(longest, self.num_blocks * self.block_size)
-        self.kv_cache = kv_cache.allocate(
-            self.num_blocks, model_config, self.block_size, self.kv_dtype, self.device.torch_device, tp
-        )
+        self.kv_cache = kv_cache.allocate(self.num_blocks, model_config, self.block_size, self.kv_dtype, device, tp)
         slots, longest = config.max_num_seqs, self.max_model_len
-        self._history = torch.zeros(slots, longest, dtype=torch.int32, device=self.device.torch_device)
-        # the device's own block tables, to which only changes are sent: with long contexts a batch's rows are megabytes
+        self._history = torch.zeros(slots, longest, dtype=torch.int32, device=device)
+        # the device's own block tables; only changes are sent, since a batch's rows are megabytes with long contexts
         self._tables: Tensor | None = None
         self.graphs: DecodeGraphs | None = None
         if self.device.asynchronous:
-            self._tables = torch.zeros(
-                slots, -(-longest // self.block_size), dtype=torch.int32, device=self.device.torch_device
-            )
+            self._tables = torch.zeros(slots, -(-longest // self.block_size), dtype=torch.int32, device=device)
             if self._can_capture():
                 self.graphs = DecodeGraphs(
                     self.device, self.model, self._history, self._tables, self.kv_cache, self.kv_scales,
@@ -119,7 +108,7 @@ class ModelRunner:
         )
 
     def _can_capture(self) -> bool:
-        """Graphs can hold nothing that looks at numbers on the host."""
+        """Return whether no kernel needs numbers on the host, which a graph cannot hold."""
         why = None
         if self.config.enforce_eager:
             why = "enforce_eager"
@@ -140,8 +129,8 @@ class ModelRunner:
         pack_weights(model)
         logger.info(
             "model loaded architecture=%s parameters=%.1fM dtype=%s device=%s threads=%d seconds=%.1f",
-            self.model_config.architecture, parameters / 1e6, str(self.dtype).removeprefix("torch."), self.device.torch_device,
-            torch.get_num_threads(), time.perf_counter() - started,
+            self.model_config.architecture, parameters / 1e6, str(self.dtype).removeprefix("torch."),
+            self.device.torch_device, torch.get_num_threads(), time.perf_counter() - started,
         )  # fmt: skip
         return model
 
@@ -149,19 +138,20 @@ class ModelRunner:
         if self.config.enforce_eager:
             logger.info("torch_compile is set aside by enforce_eager")
             return
-        from engine.model.torch_compile import compile_layers  # of no use to others, and torch's compiler takes seconds
+        from engine.model.torch_compile import compile_layers  # importing torch's compiler takes seconds
 
         compile_layers(self.model, self.model_config, self.tp, lambda tokens: self.run_dummy_step(tokens, 1))
 
     def _free_gpu_bytes(self) -> int:
-        """What `gpu_memory_utilization` leaves for the KV cache beside weights, graphs and the largest step's
-        activations, measured by running such a step."""
-        self.run_largest_step()  # once to compile kernels and to load libraries, which take memory for good
+        """Return the bytes that `gpu_memory_utilization` leaves for the KV cache beside weights, graphs and the
+        activations of the largest step, which is run to measure them."""
+        largest_step = self.config.max_num_batched_tokens, self.config.max_num_seqs
+        self.run_dummy_step(*largest_step)  # compiles kernels and loads libraries, whose memory stays in use
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.run_largest_step()
+        self.run_dummy_step(*largest_step)
         torch.cuda.synchronize()
         activations = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
@@ -174,12 +164,9 @@ class ModelRunner:
         )  # fmt: skip
         return int(total * self.config.gpu_memory_utilization) - used - activations - graphs
 
-    def run_largest_step(self) -> None:
-        self.run_dummy_step(self.config.max_num_batched_tokens, self.config.max_num_seqs)
-
     @torch.inference_mode()
     def run_dummy_step(self, tokens: int, seqs: int) -> None:
-        """Compute so many tokens, and sample for so many sequences, all in one KV block."""
+        """Compute `tokens` tokens and sample for `seqs` sequences, all in one KV block."""
         size = self.block_size
         counts = np.full(seqs, tokens // seqs)
         counts[: tokens % seqs] += 1
@@ -199,7 +186,7 @@ class ModelRunner:
             chunks=chunks,
             kv_scales=self.kv_scales,
         )
-        # both ways of drawing, since each has a kernel; top_p is what needs the most memory
+        # both ways of drawing, since each has a kernel; top_p needs the most memory
         samplings = [
             prepare_sampling(
                 [SampledRow(0, 0, 0, row, SamplingParams(temperature=1.0, top_p=top_p)) for row in range(seqs)],
@@ -213,22 +200,15 @@ class ModelRunner:
             sample(logits, sampling)
         self.device.event().wait()
 
-    def run(self, plan: StepPlan) -> StepResult:
-        return self.execute(self.prepare(plan))
-
-    def execute(self, inputs: StepInputs) -> StepResult:
-        return self.collect(self.launch(inputs))
-
     def prepare(self, plan: StepPlan) -> StepInputs:
-        """Inputs of `plan`; needs no result of the steps before it."""
+        """Build the inputs of `plan`, without any result of the steps before it."""
         return self._inputs.build(plan)
 
     # -- on the device -------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def launch(self, inputs: StepInputs) -> LaunchedStep:
-        """Compute a prepared step, or put it into the device's queue. Steps must come in the order in which they were
-        prepared."""
+        """Compute a step, or put it into the device's queue. Steps must come in the order they were prepared in."""
         inputs.staged.send()
         history = self._history.view(-1)
         for new in inputs.added:
@@ -237,7 +217,7 @@ class ModelRunner:
             self._tables.view(-1)[inputs.block_tables.index] = inputs.block_tables.blocks
         hidden = self._forward(inputs, history)
         tokens, logprobs = self._sample(hidden, inputs)
-        # -1 ends a request, but with overlap a step that reads its token may be on the way: it must find a real one
+        # -1 ends a request, but with overlap a step that reads this token may be under way and needs a real one
         history[inputs.written] = tokens.clamp(min=0).int()
         prompt_logprobs = [(rows, self._prompt_logprobs(hidden, rows)) for rows in inputs.prompt_logprob_rows]
         return LaunchedStep(inputs, self.device.fetch(tokens), logprobs, prompt_logprobs, self.device.event())
@@ -254,7 +234,7 @@ class ModelRunner:
         return self.model(history[inputs.token_index].long(), inputs.batch)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
-        """What a launched step has brought; waits for it."""
+        """Wait for a launched step and return its result."""
         launched.event.wait()
         inputs = launched.inputs
         count = len(inputs.plan.slots)
@@ -274,23 +254,23 @@ class ModelRunner:
     def _sample(
         self, hidden: Tensor, inputs: StepInputs
     ) -> tuple[Tensor, tuple[list[int], list[int], LogprobTable] | None]:
-        """Tokens [n] int64 of the sampling entries, and their log-probabilities where asked for."""
+        """Return the tokens [n] int64 of the sampling entries, and the log-probabilities that were requested."""
         if not inputs.entries:
             return inputs.sampled_rows, None
         sampling = inputs.sampling
         if sampling.plain:
             return mark_non_finite(*self.model.best(hidden[inputs.sampled_rows])), None
         logits = self.model.logits(hidden[inputs.sampled_rows])
-        asked = {row: count for row, count in enumerate(sampling.logprobs) if count is not None}
-        raw = torch.stack([logits[row] for row in asked]) if asked else None
+        requested = {row: count for row, count in enumerate(sampling.logprobs) if count is not None}
+        raw = torch.stack([logits[row] for row in requested]) if requested else None
         process_rows(logits, sampling, self._history)
         tokens = sample(logits, sampling)
         if raw is None:
             return tokens, None
-        chosen = torch.stack([tokens[row] for row in asked]).clamp(min=0)
-        counts = list(asked.values())
+        chosen = torch.stack([tokens[row] for row in requested]).clamp(min=0)
+        counts = list(requested.values())
         table = logprob_table(raw, chosen, max(counts)).fetched(self.device.fetch)
-        return tokens, ([inputs.entries[row] for row in asked], counts, table)
+        return tokens, ([inputs.entries[row] for row in requested], counts, table)
 
     def _prompt_logprobs(self, hidden: Tensor, rows: PromptLogprobRows) -> list[LogprobTable]:
         targets = self._history.view(-1)[rows.targets].long()

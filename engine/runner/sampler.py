@@ -1,4 +1,4 @@
-"""From logits to tokens.
+"""Samples tokens from logits.
 
 Randomness is a function of (seed, position) alone: one number from a counter-based generator (Philox, Salmon et
 al. 2011) picks the token by inverting the cumulative distribution. So a request gets the same tokens whatever it
@@ -22,8 +22,8 @@ from engine.wire.sampling_params import SamplingParams
 
 CANDIDATES = 1024
 DRAW_AHEAD = 32  # positions
-MAX_SEEDS = 4096  # whose numbers are kept: far more than sequences that run
-WORDS_PER_COUNTER = 4  # that the generator makes of one counter; the first is used
+MAX_SEEDS = 4096  # seeds whose numbers are kept: far more than running sequences
+WORDS_PER_COUNTER = 4  # words that the generator makes of one counter; the first is used
 
 
 class UniformSource:
@@ -46,7 +46,7 @@ class UniformSource:
         return numbers[position - first]
 
     def _draw(self, seed: int, position: int) -> list[float]:
-        """Numbers of DRAW_AHEAD positions: setting the generator takes 5 us, too long for every token of a large batch."""
+        """Draw for DRAW_AHEAD positions: setting the generator takes 5 us, too long for each token of a large batch."""
         state = self._philox.state
         state["state"]["key"][:] = (seed, 0)
         state["state"]["counter"][:] = (position, 0, 0, 0)
@@ -59,41 +59,36 @@ class UniformSource:
 
 @dataclass(slots=True)
 class RandomRows:
-    """Rows that are sampled alike. rows [n] int64; temperature, uniform, top_p, min_p [n, 1] float32.
+    """Rows that are sampled alike."""
 
-    width: how many candidates are looked at: top_k, or 0 for the whole vocabulary without any filter.
-    """
-
-    rows: Tensor
-    temperature: Tensor
+    rows: Tensor  #: [n] int64
+    temperature: Tensor  #: [n, 1] float32, as the next three
     uniform: Tensor
     top_p: Tensor
     min_p: Tensor
-    width: int
+    width: int  #: number of candidates: top_k; the vocabulary with other filters; 0 without any
 
     def row(self, index: int) -> RandomRows:
-        """One of the rows."""
-        one = slice(index, index + 1)
-        return RandomRows(
-            self.rows[one], self.temperature[one], self.uniform[one], self.top_p[one], self.min_p[one], self.width
-        )
+        columns = (self.rows, self.temperature, self.uniform, self.top_p, self.min_p)
+        rows, temperature, uniform, top_p, min_p = (column[index : index + 1] for column in columns)
+        return RandomRows(rows, temperature, uniform, top_p, min_p, self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedRows:
-    """Rows [n] int64 whose token must obey a grammar. allowed: [n, bytes] uint8, a bit for each token, lowest first."""
+    """Rows whose token must obey a grammar."""
 
-    rows: Tensor
-    allowed: Tensor
+    rows: Tensor  #: [n] int64
+    allowed: Tensor  #: [n, bytes] uint8, one bit per token, lowest first
 
 
 @dataclass(slots=True)
 class SamplingInputs:
-    """What is to be done to each row of logits, prepared on the host. Greedy rows need nothing."""
+    """The work on each row of logits, prepared on the host. Greedy rows need none."""
 
     random: list[RandomRows]
     edits: BatchEdits | None
-    logprobs: list[int | None]  # per row: number of alternatives to report
+    logprobs: list[int | None]  #: per row, number of alternatives to report
     masked: MaskedRows | None = None
 
     @property
@@ -102,16 +97,16 @@ class SamplingInputs:
 
     @property
     def plain(self) -> bool:
-        """Every row takes its most likely token, and nothing else is asked for."""
+        """Every row takes its most likely token and nothing else is requested."""
         return not (self.random or self.edits or self.masked or self.any_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """A sequence about to get the token at `position` (= its length so far). edits: of its logits, if any."""
+    """A sequence whose next token is about to be sampled."""
 
     slot: int
-    position: int
+    position: int  #: of that token: the length of the sequence so far
     num_prompt: int
     seed: int
     params: SamplingParams
@@ -121,10 +116,7 @@ class SampledRow:
 def prepare_sampling(
     sequences: list[SampledRow], vocab_size: int, uniform: UniformSource, to_device: ToDevice = torch.from_numpy
 ) -> SamplingInputs:
-    """Sort the rows by what has to be done to them. Greedy rows without extras cost nothing later.
-
-    to_device: brings an array to where the logits are.
-    """
+    """Group the rows by the work that they need. to_device: copies an array to the device of the logits."""
     groups: dict[int, list[int]] = {}
     edited = []
     for row, sequence in enumerate(sequences):
@@ -154,15 +146,15 @@ def prepare_sampling(
 
 
 def candidate_width(params: SamplingParams, vocab_size: int) -> int:
-    """Candidates that have to be sorted: 0 for none. A function of the request alone, never of its batch,
-    so that sums run in the same order wherever it is computed."""
+    """Return how many candidates have to be sorted: a function of the request alone, never of its batch, so that sums
+    run in the same order wherever it is computed."""
     if 0 < params.top_k < vocab_size:
         return params.top_k
     return vocab_size if params.top_p < 1.0 or params.min_p > 0.0 else 0
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Tokens [rows] int64 from logits [rows, vocab] float32; -1 where no finite logit is left."""
+    """Return tokens [rows] int64 for logits [rows, vocab] float32; -1 where the largest logit is not finite."""
     best, tokens = logits.max(dim=-1)
     for group in inputs.random:
         chosen = logits[group.rows] / group.temperature.clamp(min=1e-2)  # vLLM's smallest temperature too
@@ -171,15 +163,15 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 
 
 def mark_non_finite(best: Tensor, tokens: Tensor) -> Tensor:
-    """-1 where the largest logit is not finite."""
+    """Replace tokens by -1 where the largest logit is not finite."""
     return torch.where(best.isfinite(), tokens, -1)
 
 
 def draw_any(logits: Tensor, uniform: Tensor) -> Tensor:
-    """From the whole vocabulary. logits: [rows, vocab], already divided by the temperature; uniform: [rows, 1].
+    """Draw from the whole vocabulary. logits: [rows, vocab], already divided by the temperature; uniform: [rows, 1].
 
-    On a GPU torch sums in parallel, so that a sum may grow a little at a token of weight 0, and a banned one be drawn.
-    Our kernel looks at the weights too.
+    On a GPU torch sums in parallel, so a sum may grow a little at a token of weight 0, and a banned token be drawn. Our
+    kernel checks the weights too.
     """
     if logits.is_cuda and dispatch.triton_found():
         from engine.model.ops.gpu import sampling
@@ -189,7 +181,7 @@ def draw_any(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Index [rows] with probability in proportion to weights [rows, n], given uniform [rows, 1] in [0, 1)."""
+    """Draw indices [rows] with probabilities proportional to weights [rows, n]; uniform: [rows, 1] in [0, 1)."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     # strictly below the total, so that rounding never picks a candidate of weight 0
@@ -199,19 +191,19 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
-    """As `draw`, over what min_p, top_k and top_p leave, applied in that order (as vLLM does).
+    """Draw from the tokens that min_p, top_k and top_p leave, applied in that order as in vLLM.
 
     logits: [rows, vocab], already divided by the temperature. Sorting a whole vocabulary takes milliseconds per row,
     so the CANDIDATES most likely tokens are tried first; a row whose nucleus reaches past them is sorted after all.
-    On a GPU nothing is sorted (ops/gpu/sampling.py), or without Triton every row: to look which ones must be would make
-    the host wait for the step.
+    On a GPU nothing is sorted (ops/gpu/sampling.py), or without Triton every row: finding out which rows need it would
+    make the host wait for the step.
     """
     vocab_size = logits.shape[-1]
     if logits.is_cuda and dispatch.triton_found():
         from engine.model.ops.gpu import sampling
 
         return sampling.draw_filtered(logits, group.uniform, group.top_p, group.min_p, group.width)
-    if group.width < vocab_size:  # top_k: what is beyond it does not count
+    if group.width < vocab_size:  # top_k: tokens beyond it do not count
         values, ids = logits.topk(group.width, dim=-1)
         weights = relative_weights(values, values[:, :1], group.min_p)
         return draw_nucleus(weights, ids, weights.sum(-1, keepdim=True), group)
@@ -228,14 +220,14 @@ def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
 
 
 def draw_sorted(logits: Tensor, group: RandomRows) -> Tensor:
-    """The plain twin of `draw_filtered` for rows without top_k."""
+    """Draw like `draw_filtered`, for rows without top_k, by sorting the vocabulary."""
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
     weights = relative_weights(values, values[:, :1], group.min_p)
     return draw_nucleus(weights, ids, weights.sum(-1, keepdim=True), group)
 
 
 def relative_weights(logits: Tensor, best: Tensor, min_p: Tensor) -> Tensor:
-    """Probabilities relative to the most likely token's, which is what min_p compares; 0 for those below it."""
+    """Return probabilities relative to the most likely token's, which min_p compares; 0 for those below it."""
     weights = (logits - best).exp()
     return torch.where(weights >= min_p, weights, 0.0)
 
@@ -258,7 +250,7 @@ def process_rows(logits: Tensor, inputs: SamplingInputs, history: Tensor) -> Non
 
 
 def apply_masks(logits: Tensor, masked: MaskedRows) -> None:
-    """Ban what grammars do not allow, in place. Bits become tokens here: a GPU is sent an eighth, and unpacks them."""
+    """Ban the tokens that grammars do not allow, in place. Bits are unpacked on the device, to send less to it."""
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
     banned = ((masked.allowed.unsqueeze(2) & bits) == 0).flatten(1)[:, : logits.shape[1]]
     logits[masked.rows] = logits[masked.rows].masked_fill(banned, logits_processors.BANNED)
@@ -266,42 +258,34 @@ def apply_masks(logits: Tensor, masked: MaskedRows) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LogprobTable:
-    """What is to be told of chosen tokens, still as tensors, one row per token.
+    """Log-probabilities of chosen tokens and of the most likely ones, still as tensors."""
 
-    tokens, ranks: [rows] int64; own: [rows] float32, of the tokens themselves; ids [rows, width] int64 and values
-    [rows, width] float32: of the most likely ones.
-    """
+    tokens: Tensor  #: [rows] int64, the chosen tokens
+    logprobs: Tensor  #: [rows] float32
+    ranks: Tensor  #: [rows] int64
+    top_ids: Tensor  #: [rows, width] int64, the most likely tokens
+    top_logprobs: Tensor  #: [rows, width] float32
 
-    tokens: Tensor
-    own: Tensor
-    ranks: Tensor
-    ids: Tensor
-    values: Tensor
+    def columns(self) -> tuple[Tensor, ...]:
+        return self.tokens, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
 
     def fetched(self, fetch: Callable[[Tensor], Tensor]) -> LogprobTable:
-        return LogprobTable(*map(fetch, (self.tokens, self.own, self.ranks, self.ids, self.values)))
+        return LogprobTable(*map(fetch, self.columns()))
 
     def rows(self, counts: list[int]) -> list[TokenLogprob]:
-        """With counts[row] alternatives each."""
-        columns = (self.tokens, self.own, self.ranks, self.ids, self.values)
+        """Return one entry per row, with counts[row] alternatives."""
+        values = zip(*(column.tolist() for column in self.columns()), counts, strict=True)
         return [
-            TokenLogprob(token, logprob, rank, list(zip(top_ids, top_values, strict=True))[:count])
-            for (token, logprob, rank, top_ids, top_values), count in zip(
-                zip(*(column.tolist() for column in columns), strict=True), counts, strict=True
-            )
+            TokenLogprob(token, logprob, rank, list(zip(top_ids, top_logprobs, strict=True))[:count])
+            for token, logprob, rank, top_ids, top_logprobs, count in values
         ]
 
 
 def logprob_table(logits: Tensor, tokens: Tensor, width: int) -> LogprobTable:
-    """Log-probabilities of `tokens` [rows] and of the `width` most likely ones, under logits [rows, vocab]."""
+    """Return log-probabilities of `tokens` [rows] and of the `width` most likely ones, under logits [rows, vocab]."""
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, tokens.unsqueeze(1))
     ranks = (logprobs > own).sum(-1) + 1
     width = min(width, logits.shape[-1])
     values, ids = logprobs.topk(width, dim=-1) if width else (logprobs[:, :0], tokens.unsqueeze(1)[:, :0])
     return LogprobTable(tokens, own.squeeze(1), ranks, ids, values)
-
-
-def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprob]:
-    """Log-probabilities of `tokens` [rows] under logits [rows, vocab], with counts[row] alternatives each."""
-    return logprob_table(logits, tokens, max(counts)).rows(counts)

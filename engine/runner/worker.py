@@ -1,4 +1,4 @@
-"""What the ranks above 0 run: their part of the model, and nothing that decides."""
+"""Runs the ranks above 0: each computes its shard of the model and decides nothing."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from engine.runner.model_runner import LaunchedStep, ModelRunner, StepInputs
 
 logger = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 0.2  # how soon a thread notices that it is to end
+POLL_INTERVAL_S = 0.2  # within which a thread notices that it is to end
 
 
 class Worker:
-    """One rank. The constructor loads the model and returns when all ranks have; `run` follows rank 0.
+    """One rank. The constructor returns once all ranks have loaded the model; `run` follows rank 0.
 
-    Raises StartupError, this rank's own or another's.
+    Raises StartupError if this rank or another cannot start.
     """
 
     def __init__(self, config: EngineConfig, group: TPGroup):
@@ -45,18 +45,15 @@ class Worker:
 
     def run(self) -> None:
         """Compute what rank 0 plans, until it ends the group. Raises EngineUnavailable when it or a rank dies."""
-        sampled: dict[int, int] = {}  # step -> checksum, until rank 0 has told its own
+        sampled: dict[int, int] = {}  # step -> checksum, until rank 0 has sent its own
         launched: deque[LaunchedStep] = deque()
-        ahead = (
-            self._runner.overlap and self._runner.device.asynchronous
-        )  # as rank 0: a step behind the one that computes
+        ahead = self._runner.overlap and self._runner.device.asynchronous  # like rank 0, keep one step queued
         try:
             for message, inputs in self._ahead() if self._runner.overlap else self._prepared():
-                if message.checked in sampled and sampled[message.checked] != message.checksum:
-                    raise EngineUnavailable(
-                        f"rank {self._group.rank} sampled other tokens than rank 0 in step {message.checked}"
-                    )
-                sampled = {step: value for step, value in sampled.items() if step > message.checked}
+                step = message.checked
+                if sampled.get(step, message.checksum) != message.checksum:
+                    raise EngineUnavailable(f"rank {self._group.rank} sampled other tokens than rank 0 in step {step}")
+                sampled = {later: value for later, value in sampled.items() if later > step}
                 launched.append(self._runner.launch(inputs))
                 if len(launched) > ahead:
                     result = self._runner.collect(launched.popleft())
@@ -73,6 +70,7 @@ class Worker:
         self._stopping.set()
 
     def _prepared(self) -> Iterator[tuple[PlanMessage, StepInputs]]:
+        """Yield every plan with its inputs, until rank 0 or `stop` ends the rank."""
         try:
             while not self._stopping.is_set():
                 message = self._receiver.receive(POLL_INTERVAL_S)
@@ -85,7 +83,7 @@ class Worker:
             self._receiver.close()
 
     def _ahead(self) -> Iterator[tuple[PlanMessage, StepInputs]]:
-        """`_prepared` from a thread of its own, which prepares a step while the one before computes."""
+        """Yield from `_prepared` in a thread of its own, which prepares a step while the one before computes."""
         ready: queue.SimpleQueue[tuple[PlanMessage, StepInputs] | BaseException | None] = queue.SimpleQueue()
 
         def receive() -> None:
@@ -94,7 +92,7 @@ class Worker:
                 for item in self._prepared():
                     ready.put(item)
                 ready.put(None)
-            except BaseException as error:  # noqa: BLE001 - raised where it is taken out
+            except BaseException as error:  # noqa: BLE001 - raised again in `run`
                 self._group.abort(str(error))
                 ready.put(error)
 

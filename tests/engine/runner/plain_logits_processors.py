@@ -1,4 +1,4 @@
-"""What engine/runner/logits_processors.py does, one sequence after the other, as plainly as torch can say it: its oracle."""
+"""The oracle of engine/runner/logits_processors.py: the same, one sequence after the other, in plain torch."""
 
 from __future__ import annotations
 

@@ -22,11 +22,12 @@ from engine.runner.sampler import (
     draw,
     draw_filtered,
     draw_sorted,
+    logprob_table,
     prepare_sampling,
     process_rows,
     sample,
-    token_logprobs,
 )
+from engine.wire.messages import TokenLogprob
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.runner.sampling_cases import (
     FILTERS,
@@ -249,6 +250,10 @@ def test_a_row_without_a_finite_best_logit_gives_minus_one_and_leaves_the_others
 
 
 # -- log-probabilities -----------------------------------------------------------------------------------------
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprob]:
+    return logprob_table(logits, tokens, max(counts)).rows(counts)
 
 
 @given(rows=st.lists(st.tuples(logit_rows, token_ids, st.integers(0, VOCAB)), min_size=1, max_size=6))
