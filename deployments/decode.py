@@ -32,8 +32,8 @@ class Decode(EngineDeployment):
     async def generate(self, request: EncodedRequest, _: RoutingContext) -> None:
         """Return when the GenerateRequest has ended in the engine. The context is for this deployment's router alone.
 
-        Raises OtherModel, and what EngineReplica.generate does.
+        Raises OtherModel, and what EngineReplica.run_request does.
         """
         if request.model not in (None, self._model):
             raise OtherModel(request.request_id, self._model.weights, self._model.vocabulary)
-        await self._engine.generate(request)
+        await self._engine.run_request(request)

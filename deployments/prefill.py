@@ -19,4 +19,4 @@ class Prefill(EngineDeployment):
 
         The context is for this deployment's router alone.
         """
-        await self._engine.prefill(request)
+        await self._engine.run_request(request)

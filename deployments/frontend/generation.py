@@ -6,11 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 
-from deployments.frontend.inbox import Inbox
 from deployments.frontend.sequence import Aborted, AttemptError, Frontend, Sequence, Usage
 from deployments.frontend.sequence_metrics import Reason
+from deployments.frontend.token_channel import Inbox
 from deployments.observability.telemetry import current_request
 from engine.errors import Overloaded
 from engine.text.text_stream import TextChunk
@@ -18,15 +17,6 @@ from engine.wire.messages import GenerateRequest
 
 TIMEOUT_GRACE_S = 10.0
 """Time beyond a request's deadline that its engine and its replica have to end it; they may both be lost."""
-
-
-@dataclass(slots=True)
-class SequenceChunk:
-    """What one delta brought for one sequence."""
-
-    index: int
-    """Which of the HTTP request's sequences it belongs to."""
-    chunk: TextChunk
 
 
 class Generation:
@@ -46,7 +36,7 @@ class Generation:
         self._admission, self._channel, self._client = frontend.admission, frontend.channel, client
         self._timed_out = False
 
-    async def chunks(self) -> AsyncGenerator[SequenceChunk]:
+    async def chunks(self) -> AsyncGenerator[TextChunk]:
         """Generate. Closing the generator early aborts in the engines what still runs.
 
         Raises the first error of any sequence, and drops the others. Time spent waiting for admission counts.
@@ -66,7 +56,7 @@ class Generation:
                 for metrics in all_metrics:
                     metrics.admitted()
                 async for chunk in chunks:
-                    self._admission.charge(queued, len(chunk.chunk.token_ids))
+                    self._admission.charge(queued, len(chunk.token_ids))
                     yield chunk
         except Aborted:
             raise  # counts as `abort`
@@ -77,7 +67,7 @@ class Generation:
             for metrics in all_metrics:
                 metrics.ended(left, failure)
 
-    async def _run(self) -> AsyncGenerator[SequenceChunk]:
+    async def _run(self) -> AsyncGenerator[TextChunk]:
         inbox = self._channel.open(self._sequences)
         timer = self._start_timer(inbox)
         num_unfinished = len(self._sequences)
@@ -99,7 +89,7 @@ class Generation:
                         continue
                     if chunk is not None:
                         num_unfinished -= live.finished
-                        yield SequenceChunk(live.index, chunk)
+                        yield chunk
         finally:
             if timer is not None:
                 timer.cancel()

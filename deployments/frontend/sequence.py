@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from deployments.frontend.admission import Admission
-from deployments.frontend.attempt import Attempt
-from deployments.frontend.inbox import Inbox
 from deployments.frontend.retry import RetryState, TokensLost
 from deployments.frontend.sequence_metrics import SequenceMetrics
-from deployments.frontend.token_channel import TokenChannel
+from deployments.frontend.token_channel import Inbox, TokenChannel
 from deployments.observability.stats import ModelStats
 from deployments.observability.telemetry import HttpRequest
 from deployments.observability.timeline import RequestTimelines
@@ -24,6 +24,9 @@ from engine.wire.messages import ErrorInfo, GenerateRequest, TokenDelta
 from engine.wire.model_identity import ModelIdentity
 
 logger = logging.getLogger(__name__)
+
+FINAL_DELTA_S = 2.0
+"""How much later than the end of the call the final delta may come: tokens do not pass through the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,43 @@ AttemptError = (ReportedError, Aborted, TokensLost)
 """What `Sequence.add` raises when the attempt has failed."""
 
 
+class Attempt:
+    """One attempt to run a sequence in an engine, which reports its end twice: in the final delta on the token channel,
+    and by returning from the call. Whichever is first, the sequence ends once.
+
+    - The final delta comes first: the sequence is finished, and how the call ends means nothing.
+    - The call fails first: no more deltas are waited for.
+    - The call returns first: the final delta has FINAL_DELTA_S to arrive; then it counts as lost.
+    """
+
+    def __init__(self, request_id: str, call: Coroutine[Any, Any, None], wake: Callable[[], None]):
+        """Start the call. wake: called when `error` is set."""
+        self.request_id = request_id
+        self.error: BaseException | None = None
+        """Why the final delta will not come, once that is known."""
+        self._wake = wake
+        self._closed = False
+        self._call = asyncio.create_task(call)
+        self._call.add_done_callback(self._on_call_ended)
+
+    def close(self) -> bool:
+        """Cancel the call, which aborts the request in its engine. Returns False if the call had ended before."""
+        self._closed = True
+        return self._call.cancel()
+
+    def _on_call_ended(self, call: asyncio.Task[None]) -> None:
+        if call.cancelled():
+            return
+        error = call.exception()
+        delay_s = FINAL_DELTA_S if error is None else 0.0
+        asyncio.get_running_loop().call_later(delay_s, self._give_up, error or TokensLost(self.request_id))
+
+    def _give_up(self, error: BaseException) -> None:
+        if not self._closed:
+            self.error = error
+            self._wake()
+
+
 class Sequence:
     """Turns the deltas of its attempts into text, and begins another attempt when an engine is lost (retry.py)."""
 
@@ -87,7 +127,7 @@ class Sequence:
         self.finished = False
         self.retry = RetryState(request, frontend.max_replays, time.monotonic())
         self.metrics = SequenceMetrics(request, http, frontend.model, frontend.stats, frontend.timelines)
-        self._text = TextStream(request.params, frontend.tokenizer)
+        self._text = TextStream(request.params, frontend.tokenizer, index)
         self._channel, self._pool, self._stats = frontend.channel, frontend.pool, frontend.stats
         self._usage, self._counts_cached = usage, first
         self._attempt: Attempt | None = None

@@ -11,7 +11,6 @@ import msgspec
 from deployments.observability.stats import ModelStats
 from deployments.observability.telemetry import HttpRequest
 from deployments.observability.timeline import MAX_EVENTS, RequestTimelines, SequenceTimeline
-from deployments.observability.tracing import SequenceTrace
 from engine.wire.messages import GenerateRequest, RequestTimes, TokenDelta
 from engine.wire.timeline import TimelineEvent
 
@@ -27,8 +26,7 @@ class SequenceMetrics:
         self, request: GenerateRequest, http: HttpRequest, model: str, stats: ModelStats, timelines: RequestTimelines
     ):
         self.answered = False  #: a token of the present attempt has come
-        self._request, self._http, self._model, self._stats = request, http, model, stats
-        self._timelines = timelines
+        self._http, self._stats, self._timelines = http, stats, timelines
         self._timeline = SequenceTimeline(
             request_id=request.request_id,
             model=model,
@@ -36,9 +34,7 @@ class SequenceMetrics:
             arrived_at=http.started_ns / 1e9,
         )
         self._waits_at = http.started_at
-        self._first_at: float | None = None  # monotonic
         self._times: RequestTimes | None = None
-        self._over = False
         logger.debug(
             "request sent request_id=%s model=%s prompt_tokens=%d", request.request_id, model, len(request.prompt)
         )
@@ -47,7 +43,7 @@ class SequenceMetrics:
         """The sequence waits for admission from now on. `ended` must follow."""
         self._waits_at = time.monotonic()
         self._note("the request came", self._http.started_at)
-        self._note(f"its prompt of {len(self._request.prompt)} tokens waits for admission", self._waits_at)
+        self._note(f"its prompt of {self._timeline.prompt_tokens} tokens waits for admission", self._waits_at)
         self._timelines.begin(self._timeline)
 
     def admitted(self) -> None:
@@ -82,10 +78,9 @@ class SequenceMetrics:
     def delta(self, delta: TokenDelta, tokens: int) -> None:
         """A delta has come. tokens: how many of its tokens the client gets."""
         timeline = self._timeline
-        if self._first_at is None and delta.token_ids:
-            self._first_at = time.monotonic()
+        if timeline.first_token_s is None and delta.token_ids:
             self._times, timeline.cached_tokens = delta.times, delta.num_cached_tokens
-            timeline.first_token_s = self._first_at - self._http.started_at
+            timeline.first_token_s = time.monotonic() - self._http.started_at
             if delta.times is not None:
                 timeline.queue_s = delta.times.scheduled_s
                 timeline.prefill_s = delta.times.first_token_s - delta.times.scheduled_s
@@ -95,10 +90,9 @@ class SequenceMetrics:
 
     def ended(self, reason: Reason, error: Exception | None = None) -> None:
         """The sequence has ended, as the client sees it. `refused` counts as no end. Only the first call matters."""
-        if self._over:
-            return
-        self._over = True
         now, timeline = time.monotonic(), self._timeline
+        if timeline.state == "ended":
+            return
         timeline.state, timeline.reason, timeline.error = "ended", reason, None if error is None else str(error)
         timeline.seconds = now - self._http.started_at
         self._note(f"ended: {reason}, {timeline.output_tokens} output tokens", now)
@@ -111,43 +105,28 @@ class SequenceMetrics:
         logger.info(
             "request ended request_id=%s model=%s reason=%s prompt_tokens=%d cached_tokens=%d output_tokens=%d "
             "queue_s=%s prefill_s=%s first_token_s=%s seconds=%.3f trace_id=%s",
-            self._request.request_id,
-            self._model,
+            timeline.request_id,
+            timeline.model,
             reason,
             timeline.prompt_tokens,
             timeline.cached_tokens,
             timeline.output_tokens,
-            rounded(timeline.queue_s),
-            rounded(timeline.prefill_s),
-            rounded(timeline.first_token_s),
+            _rounded(timeline.queue_s),
+            _rounded(timeline.prefill_s),
+            _rounded(timeline.first_token_s),
             timeline.seconds,
             None if trace is None else trace.trace_id,
         )
         if error is not None:
-            logger.warning("request failed request_id=%s error=%s", self._request.request_id, error)
+            logger.warning("request failed request_id=%s error=%s", timeline.request_id, error)
         if trace is not None:
-            trace.sequence(self._trace(now, reason))
+            trace.sequence(timeline, self._times)
 
     def _note(self, what: str, at: float | None = None) -> None:
         """at: on the monotonic clock; None means now."""
         since_1970 = self._http.ns_since_1970(time.monotonic() if at is None else at) / 1e9
         self._timeline.events.append(TimelineEvent(since_1970, self._timelines.ingress_id, what))
 
-    def _trace(self, now: float, reason: Reason) -> SequenceTrace:
-        first = self._first_at
-        return SequenceTrace(
-            request_id=self._request.request_id,
-            model=self._model,
-            started_ns=self._http.started_ns,
-            first_at_ns=0 if first is None else self._http.ns_since_1970(first),
-            ended_at_ns=self._http.ns_since_1970(now),
-            times=self._times,
-            reason=reason,
-            prompt_tokens=self._timeline.prompt_tokens,
-            cached_tokens=self._timeline.cached_tokens,
-            output_tokens=self._timeline.output_tokens,
-        )
 
-
-def rounded(seconds: float | None) -> float | None:
+def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)

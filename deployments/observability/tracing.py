@@ -11,10 +11,11 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
+from deployments.observability.timeline import SequenceTimeline
 from engine.errors import ConfigError, StartupError
 from engine.wire.messages import RequestTimes
 
@@ -48,22 +49,6 @@ class TracingConfig:
         """Raise StartupError if the packages of the extra are missing."""
         if not _installed(PACKAGE):
             raise StartupError(f"`tracing` needs {PACKAGE}; install it with: pip install 'manta-serve[otel]'")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceTrace:
-    """One sequence, as its trace shows it. Times are in ns since 1970."""
-
-    request_id: str
-    model: str
-    started_ns: int  #: when the HTTP request came
-    first_at_ns: int  #: when the first token came; 0 if none did
-    ended_at_ns: int  #: when the last token came
-    times: RequestTimes | None  #: the engine's, which came with the first token
-    reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
 
 
 class Tracing:
@@ -100,7 +85,7 @@ class Tracing:
             start_time=started_ns,
             attributes={"http.request.method": scope["method"], "url.path": scope["path"]},
         )
-        return RequestTrace(self._tracer, span) if span.is_recording() else None
+        return RequestTrace(self._tracer, span, started_ns) if span.is_recording() else None
 
     def close(self) -> None:
         """Send what is left, for at most CLOSE_S. (`shutdown` alone tries for half a minute if nobody listens.)"""
@@ -112,34 +97,33 @@ class Tracing:
 class RequestTrace:
     """The trace of one HTTP request."""
 
-    def __init__(self, tracer: Tracer, span: Span):
-        self._tracer, self._span = tracer, span
+    def __init__(self, tracer: Tracer, span: Span, started_ns: int):
+        self._tracer, self._span, self._started_ns = tracer, span, started_ns
         self.trace_id = f"{span.get_span_context().trace_id:032x}"
 
-    def sequence(self, done: SequenceTrace) -> None:
-        """Add the spans of a sequence that has ended."""
+    def sequence(self, ended: SequenceTimeline, times: RequestTimes | None) -> None:
+        """Add the spans of a sequence that has ended. times: the engine's, which came with the first token."""
         from opentelemetry.trace import set_span_in_context
 
-        attributes: dict[str, Any] = {
-            "gen_ai.request.model": done.model,
-            "gen_ai.request.id": done.request_id,
-            "gen_ai.usage.input_tokens": done.prompt_tokens,
-            "gen_ai.usage.cached_tokens": done.cached_tokens,
-            "gen_ai.usage.output_tokens": done.output_tokens,
-            "gen_ai.response.finish_reasons": [done.reason],
-        }
         span = self._tracer.start_span(
             "sequence",
             context=set_span_in_context(self._span),
-            start_time=done.started_ns,
-            attributes=attributes,
+            start_time=self._started_ns,
+            attributes={
+                "gen_ai.request.model": ended.model,
+                "gen_ai.request.id": ended.request_id,
+                "gen_ai.usage.input_tokens": ended.prompt_tokens,
+                "gen_ai.usage.cached_tokens": ended.cached_tokens,
+                "gen_ai.usage.output_tokens": ended.output_tokens,
+                "gen_ai.response.finish_reasons": [ended.reason or ""],
+            },
         )
         inside = set_span_in_context(span)
-        for name, (start_ns, end_ns) in phases(done).items():
+        for name, (start_ns, end_ns) in phases(ended, times, self._started_ns).items():
             self._tracer.start_span(name, context=inside, start_time=start_ns).end(end_ns)
-        if done.reason == "error":
+        if ended.reason == "error":
             self._fail(span)
-        span.end(done.ended_at_ns)
+        span.end(self._started_ns + _ns(ended.seconds))
 
     def end(self, route: str, status: int, ended_ns: int) -> None:
         self._span.set_attributes({"http.route": route, "http.response.status_code": status})
@@ -153,21 +137,25 @@ class RequestTrace:
         span.set_status(StatusCode.ERROR)
 
 
-def phases(done: SequenceTrace) -> dict[str, tuple[int, int]]:
+def phases(ended: SequenceTimeline, times: RequestTimes | None, started_ns: int) -> dict[str, tuple[int, int]]:
     """Return start and end of each phase that was reached, in ns since 1970.
 
     The engine has another clock. The two are tied by the first token, whose message takes a millisecond or so.
     """
-    if done.times is None:
-        return {"queue": (done.started_ns, done.ended_at_ns)}
-    scheduled_ns = done.first_at_ns - round((done.times.first_token_s - done.times.scheduled_s) * 1e9)
-    found = {"queue": (min(done.started_ns, scheduled_ns), scheduled_ns), "prefill": (scheduled_ns, done.first_at_ns)}
-    if done.times.handoff_s is not None:
-        arrived_ns = done.first_at_ns - round(done.times.first_token_s * 1e9)
-        start_s, end_s = done.times.handoff_s
-        found["handoff"] = (arrived_ns + round(start_s * 1e9), arrived_ns + round(end_s * 1e9))
-    found["decode"] = (done.first_at_ns, done.ended_at_ns)
-    return found
+    first_ns, ended_ns = started_ns + _ns(ended.first_token_s), started_ns + _ns(ended.seconds)
+    if times is None:
+        return {"queue": (started_ns, ended_ns)}
+    scheduled_ns = first_ns - _ns(times.first_token_s - times.scheduled_s)
+    found = {"queue": (min(started_ns, scheduled_ns), scheduled_ns), "prefill": (scheduled_ns, first_ns)}
+    if times.handoff_s is not None:
+        arrived_ns = first_ns - _ns(times.first_token_s)
+        start_s, end_s = times.handoff_s
+        found["handoff"] = (arrived_ns + _ns(start_s), arrived_ns + _ns(end_s))
+    return {**found, "decode": (first_ns, ended_ns)}
+
+
+def _ns(seconds: float | None) -> int:
+    return round((seconds or 0.0) * 1e9)
 
 
 def _installed(package: str) -> bool:

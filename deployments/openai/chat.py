@@ -49,10 +49,9 @@ class ChatResponse:
 
     async def full(self) -> ChatCompletion:
         choices = [ChatChoice(i, ChatMessage(), None, None, None) for i in range(self.body.n)]
-        async with aclosing(self.generation.chunks()) as sequence_chunks:
-            async for sequence_chunk in sequence_chunks:
-                index, chunk = sequence_chunk.index, sequence_chunk.chunk
-                choice, parser = choices[index], self.parsers[index]
+        async with aclosing(self.generation.chunks()) as chunks:
+            async for chunk in chunks:
+                choice, parser = choices[chunk.index], self.parsers[chunk.index]
                 _extend(choice.message, parser.add(chunk))
                 choice.finish_reason, choice.stop_reason = parser.finish_reason(chunk), chunk.stop_reason
                 if (logprobs := self._logprobs(chunk)) is not None:
@@ -67,10 +66,9 @@ class ChatResponse:
         """Yield chunks of all choices; the first of each carries the role."""
         options = self.body.stream_options
         started: set[int] = set()
-        async with aclosing(self.generation.chunks()) as sequence_chunks:
-            async for sequence_chunk in sequence_chunks:
-                index, chunk = sequence_chunk.index, sequence_chunk.chunk
-                parser = self.parsers[index]
+        async with aclosing(self.generation.chunks()) as chunks:
+            async for chunk in chunks:
+                index, parser = chunk.index, self.parsers[chunk.index]
                 if index not in started:
                     started.add(index)
                     yield self._chunk([ChatChunkChoice(index, ChatDelta(role="assistant", content=""))])

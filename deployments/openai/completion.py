@@ -43,10 +43,10 @@ class CompletionResponse:
 
     async def full(self) -> Completion:
         choices = [CompletionChoice(i, "", None, None, None) for i in range(len(self.prompts) * self.body.n)]
-        async with aclosing(self.generation.chunks()) as sequence_chunks:
-            async for sequence_chunk in sequence_chunks:
-                choice = choices[sequence_chunk.index]
-                more = self._choice(sequence_chunk.index, sequence_chunk.chunk)
+        async with aclosing(self.generation.chunks()) as chunks:
+            async for chunk in chunks:
+                choice = choices[chunk.index]
+                more = self._choice(chunk)
                 choice.text += more.text
                 choice.finish_reason, choice.stop_reason = more.finish_reason, more.stop_reason
                 if more.prompt_logprobs is not UNSET:
@@ -64,16 +64,17 @@ class CompletionResponse:
     async def chunks(self) -> AsyncGenerator[Completion]:
         options = self.body.stream_options
         with_usage = bool(options and options.continuous_usage_stats)
-        async with aclosing(self.generation.chunks()) as sequence_chunks:
-            async for sequence_chunk in sequence_chunks:
-                choice = self._choice(sequence_chunk.index, sequence_chunk.chunk)
+        async with aclosing(self.generation.chunks()) as chunks:
+            async for chunk in chunks:
+                choice = self._choice(chunk)
                 if choice.text or choice.logprobs or choice.finish_reason or choice.token_ids is not UNSET:
                     yield self._completion([choice], with_usage=with_usage)
         if options and options.include_usage:
             yield self._completion([], with_usage=True)
 
-    def _choice(self, index: int, chunk: TextChunk) -> CompletionChoice:
-        first, logprobs = index not in self.started, None
+    def _choice(self, chunk: TextChunk) -> CompletionChoice:
+        index, logprobs = chunk.index, None
+        first = index not in self.started
         self.started.add(index)
         prompt, prompt_text, text = self.prompts[index // self.body.n], self.texts[index // self.body.n], chunk.text
         shift = len(prompt_text) if self.body.echo else 0

@@ -6,24 +6,26 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.wire.messages import GenerateRequest
+from engine.wire.messages import Abort, Add, CancelPrefill, GenerateRequest, Prefill
 from engine.wire.model_identity import ModelIdentity
 from engine.wire.remote_prefill import RemotePrefillRequest
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedRequest:
-    """A GenerateRequest or RemotePrefillRequest in msgpack, beside the fields that the control actor reads."""
+    """The commands for a GenerateRequest or RemotePrefillRequest in msgpack, beside what the control actor reads."""
 
     request_id: str  #: the handoff id of a RemotePrefillRequest
     timeout_s: float | None
     model: ModelIdentity | None  #: a replica of another model refuses the request; None goes anywhere
-    body: bytes
+    start: bytes
+    cancel: bytes
 
     @classmethod
-    def of(cls, request: GenerateRequest) -> EncodedRequest:
-        return cls(request.request_id, request.timeout_s, request.model, msgspec.msgpack.encode(request))
-
-    @classmethod
-    def of_prefill(cls, request: RemotePrefillRequest) -> EncodedRequest:
-        return cls(request.handoff_id, request.timeout_s, None, msgspec.msgpack.encode(request))
+    def of(cls, request: GenerateRequest | RemotePrefillRequest) -> EncodedRequest:
+        encode = msgspec.msgpack.encode
+        if isinstance(request, RemotePrefillRequest):
+            name = request.handoff_id
+            return cls(name, request.timeout_s, None, encode(Prefill(request)), encode(CancelPrefill(name)))
+        name = request.request_id
+        return cls(name, request.timeout_s, request.model, encode(Add(request)), encode(Abort(name)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import cast
 
 import msgspec
 import zmq
@@ -15,19 +14,7 @@ from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.prefill_dispatcher import PrefillDispatcher, PrefillPool
 from engine.errors import EngineUnavailable, RequestTimeout
-from engine.wire.messages import (
-    Abort,
-    Add,
-    CancelDispatch,
-    CancelPrefill,
-    Command,
-    DispatchPrefill,
-    EngineStatus,
-    GenerateRequest,
-    Notice,
-    Prefill,
-)
-from engine.wire.remote_prefill import RemotePrefillRequest
+from engine.wire.messages import CancelDispatch, Command, DispatchPrefill, EngineStatus, Notice
 
 logger = logging.getLogger(__name__)
 
@@ -79,24 +66,12 @@ class EngineReplica:
             self._commands.close(linger=0)  # of a shadow context, which `destroy` does not know
             self._context.destroy(linger=0)
 
-    async def generate(self, request: EncodedRequest) -> None:
-        """Return when the GenerateRequest has ended in the engine, however it ended; its tokens go to `reply_to`.
+    async def run_request(self, request: EncodedRequest) -> None:
+        """Return when the request, or the handoff of a RemotePrefillRequest, has ended in the engine, however it ended.
 
-        When cancelled, the engine drops the request at once. Raises EngineUnavailable if the engine breaks.
+        Tokens and KV do not come here. When cancelled, the engine drops the request at once. Raises EngineUnavailable
+        if the engine breaks.
         """
-        body = cast(GenerateRequest, msgspec.Raw(request.body))
-        await self._until_ended(request, Add(body), Abort(request.request_id))
-
-    async def prefill(self, request: EncodedRequest) -> None:
-        """Return when the RemotePrefillRequest's handoff is over in the engine, however it ended.
-
-        The decode engine hears of the end by itself. When cancelled, the engine drops the request at once. Raises
-        EngineUnavailable if the engine breaks.
-        """
-        body = cast(RemotePrefillRequest, msgspec.Raw(request.body))
-        await self._until_ended(request, Prefill(body), CancelPrefill(request.request_id))
-
-    async def _until_ended(self, request: EncodedRequest, start: Command, end: Command) -> None:
         name, timeout_s = request.request_id, request.timeout_s
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
@@ -105,14 +80,14 @@ class EngineReplica:
         self._calls[name] = ended
         limit_s = None if timeout_s is None else timeout_s + TIMEOUT_GRACE_S
         try:
-            self._send(start)
+            self._send_bytes(request.start)
             async with asyncio.timeout(limit_s):
                 await ended
         except asyncio.CancelledError:
-            self._send(end)
+            self._send_bytes(request.cancel)
             raise
         except TimeoutError:
-            self._send(end)
+            self._send_bytes(request.cancel)
             raise RequestTimeout(name, limit_s or 0.0) from None
         finally:
             self._calls.pop(name)
@@ -176,4 +151,7 @@ class EngineReplica:
                 ended.set_result(None)
 
     def _send(self, command: Command) -> None:
-        self._commands.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)
+        self._send_bytes(msgspec.msgpack.encode(command))
+
+    def _send_bytes(self, command: bytes) -> None:
+        self._commands.send(command, zmq.NOBLOCK)

@@ -88,7 +88,7 @@ class ServePrefillPool:
     async def prefill(self, prefill_request: RemotePrefillRequest, avoid: list[str]) -> None:
         prompt = self._prompts.digest(prefill_request.handoff_id, prefill_request.token_ids, prefill_request.cache_salt)
         call = RoutingContext(prompt, self.routing, avoid=avoid)
-        await _answer(self._handle.prefill.remote(EncodedRequest.of_prefill(prefill_request), call), call)
+        await _answer(self._handle.prefill.remote(EncodedRequest.of(prefill_request), call), call)
 
     async def statuses(self) -> list[ReplicaStatus]:
         return await _statuses(self._handle)

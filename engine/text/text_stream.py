@@ -16,6 +16,7 @@ class TextChunk:
 
     token_ids, logprobs, offsets: of the tokens taken, whose text may still be held back; see Detokenizer.
     finish_reason: set in the last chunk of a sequence; stop_reason is then the stop string or stop token id.
+    index: which sequence of an HTTP request it belongs to.
     """
 
     text: str
@@ -25,6 +26,7 @@ class TextChunk:
     prompt_logprobs: list[TokenLogprob | None] | None
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
+    index: int = 0
 
 
 class TextStream:
@@ -33,7 +35,9 @@ class TextStream:
     After a chunk with a finish_reason whose delta had none, the engine has to be told to abort the request.
     """
 
-    def __init__(self, params: SamplingParams, tokenizer: TokenBytes):
+    def __init__(self, params: SamplingParams, tokenizer: TokenBytes, index: int = 0):
+        """index: of the chunks."""
+        self._index = index
         self._include_stop = params.include_stop_str_in_output
         self._detokenizer = Detokenizer(
             tokenizer,
@@ -55,6 +59,7 @@ class TextStream:
             offsets=decoded.offsets,
             logprobs=None if delta.logprobs is None else delta.logprobs[:taken],
             prompt_logprobs=delta.prompt_logprobs,
+            index=self._index,
         )
         if detokenizer.stopped_by is None and delta.finish_reason is not None:
             chunk.text += detokenizer.finish()  # what was held back may hold a stop string

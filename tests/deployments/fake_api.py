@@ -51,7 +51,7 @@ class LocalPool:
         self._replica = replica
 
     async def generate(self, request: GenerateRequest) -> None:
-        await self._replica.generate(EncodedRequest.of(request))
+        await self._replica.run_request(EncodedRequest.of(request))
 
     async def statuses(self) -> list[ReplicaStatus]:
         return [self._replica.status()]

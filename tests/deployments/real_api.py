@@ -83,7 +83,7 @@ class LocalPrefillPool:
     async def prefill(self, prefill_request: RemotePrefillRequest, avoid: list[str]) -> None:
         prompt = PromptDigest(prefill_request.handoff_id, len(prefill_request.token_ids), ())
         self._balancer.choose(prompt, [self._replica.status().engine_id])
-        await self._replica.prefill(EncodedRequest.of_prefill(prefill_request))
+        await self._replica.run_request(EncodedRequest.of(prefill_request))
 
     async def statuses(self) -> list[ReplicaStatus]:
         return [self._replica.status()]

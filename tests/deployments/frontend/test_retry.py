@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from deployments.frontend import attempt
 from deployments.frontend import retry as retry_module
+from deployments.frontend import sequence
 from deployments.frontend.retry import RetryState, TokensLost
 from engine.core.request import Request
 from engine.errors import EngineError, EngineUnavailable, InvalidParameter, Overloaded, RequestTimeout, ServingError
@@ -31,7 +31,7 @@ DIES, REPORTS, LOSES = Death(), Death(reported=True), Death(error=None)
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     monkeypatch.setattr(retry_module, "BACK_OFF_S", 0.0)
-    monkeypatch.setattr(attempt, "FINAL_DELTA_S", 0.0)
+    monkeypatch.setattr(sequence, "FINAL_DELTA_S", 0.0)
 
 
 def run(scenario: Coroutine[Any, Any, Any]) -> Any:

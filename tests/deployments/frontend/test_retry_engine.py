@@ -58,7 +58,7 @@ class UnsurePool:
 
     async def generate(self, request: GenerateRequest) -> None:
         self.attempts.append(request)
-        call = asyncio.create_task(self._replica.generate(EncodedRequest.of(request)))
+        call = asyncio.create_task(self._replica.run_request(EncodedRequest.of(request)))
         self.calls.append(call)
         if self._breaks:
             tokens = self._breaks.pop(0)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from deployments.observability import tracing
-from deployments.observability.tracing import SequenceTrace, Tracing, TracingConfig, phases
+from deployments.observability.timeline import SequenceTimeline
+from deployments.observability.tracing import Tracing, TracingConfig, phases
 from engine.errors import ConfigError, Overloaded, StartupError
 from engine.wire.messages import ErrorInfo, RequestTimes
 from tests.deployments.fake_api import fake_api, says
@@ -135,19 +136,11 @@ def test_requests_are_served_though_no_collector_listens(receiver):
 def test_a_handoff_lies_inside_the_prefill_it_is_part_of():
     times = RequestTimes(scheduled_s=1.0, first_token_s=4.0, finished_s=4.0, handoff_s=(1.5, 3.5))
     second = 10**9
-    done = SequenceTrace(
-        request_id="a",
-        model="m",
-        started_ns=100 * second,
-        first_at_ns=105 * second,
-        ended_at_ns=110 * second,
-        times=times,
-        reason="stop",
-        prompt_tokens=1,
-        cached_tokens=0,
-        output_tokens=1,
+    ended = SequenceTimeline(
+        request_id="a", model="m", prompt_tokens=1, arrived_at=100.0, first_token_s=5.0, seconds=10.0
     )
-    in_s = {name: (start / second, end / second) for name, (start, end) in phases(done).items()}
+    found = phases(ended, times, 100 * second)
+    in_s = {name: (start / second, end / second) for name, (start, end) in found.items()}
     assert in_s == {"queue": (100, 102), "prefill": (102, 105), "handoff": (102.5, 104.5), "decode": (105, 110)}
 
 

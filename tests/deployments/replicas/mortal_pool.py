@@ -212,8 +212,8 @@ async def listen(generation: Generation, requests: Sequence[GenerateRequest], so
     """All that comes; `so_far` shows it while it does, by request id."""
     heard = [Heard() for _ in requests]
     so_far.update({request.request_id: one for request, one in zip(requests, heard, strict=True)})
-    async for part in generation.chunks():
-        one, chunk = heard[part.index], part.chunk
+    async for chunk in generation.chunks():
+        one = heard[chunk.index]
         one.text += chunk.text
         one.token_ids += chunk.token_ids
         one.offsets += chunk.offsets

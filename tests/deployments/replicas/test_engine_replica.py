@@ -48,7 +48,7 @@ def test_call_is_open_until_its_request_has_ended():
     async def scenario() -> None:
         async with replica_with_engine() as (replica, engine):
             engine.paused.set()
-            call = asyncio.create_task(replica.generate(request()))
+            call = asyncio.create_task(replica.run_request(request()))
             await until(lambda: engine.num_live == 1)
             assert not call.done()
             engine.paused.clear()
@@ -61,7 +61,7 @@ def test_call_is_open_until_its_request_has_ended():
 def test_the_engine_gets_the_request_as_it_was_encoded():
     async def scenario() -> None:
         async with replica_with_engine() as (replica, engine):
-            await replica.generate(request(timeout_s=9.0, session_id="s", cache_salt="salt"))
+            await replica.run_request(request(timeout_s=9.0, session_id="s", cache_salt="salt"))
             assert engine.added == [generate_request(timeout_s=9.0, session_id="s", cache_salt="salt")]
 
     run(scenario())
@@ -71,7 +71,7 @@ def test_cancelled_call_aborts_its_request_only():
     async def scenario() -> None:
         async with replica_with_engine() as (replica, engine):
             engine.paused.set()
-            calls = {name: asyncio.create_task(replica.generate(request(name))) for name in "ab"}
+            calls = {name: asyncio.create_task(replica.run_request(request(name))) for name in "ab"}
             await until(lambda: engine.num_live == 2)
             calls["a"].cancel()
             await until(lambda: engine.aborted == ["a"])
@@ -85,10 +85,10 @@ def test_loss_of_the_engine_ends_open_calls_and_refuses_new_ones():
     async def scenario() -> None:
         async with replica_with_engine() as (replica, engine):
             engine.paused.set()
-            call = asyncio.create_task(replica.generate(request()))
+            call = asyncio.create_task(replica.run_request(request()))
             await until(lambda: engine.num_live == 1)
             replica.fail("rank 0 died")
-            for attempt in (call, replica.generate(request("b"))):
+            for attempt in (call, replica.run_request(request("b"))):
                 with pytest.raises(EngineUnavailable, match="rank 0 died"):
                     await attempt
 
@@ -102,7 +102,7 @@ def test_request_that_the_engine_forgets_ends_with_its_deadline(monkeypatch):
         async with replica_with_engine() as (replica, engine):
             engine.paused.set()
             with pytest.raises(RequestTimeout):
-                await replica.generate(request(timeout_s=0.05))
+                await replica.run_request(request(timeout_s=0.05))
             await until(lambda: engine.aborted == ["a"])
 
     run(scenario())

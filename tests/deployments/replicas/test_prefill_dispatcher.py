@@ -126,7 +126,7 @@ def test_call_at_prefill_is_open_until_the_engine_says_that_the_handoff_is_over(
         async with decode_with(FakePrefillPool()) as (replica, engine):
             engine.paused.set()
             calls = {
-                name: asyncio.create_task(replica.prefill(EncodedRequest.of_prefill(make_prefill_request(name))))
+                name: asyncio.create_task(replica.run_request(EncodedRequest.of(make_prefill_request(name))))
                 for name in ("h1", "h2")
             }
             await until(lambda: len(engine.prefill_requests) == 2)

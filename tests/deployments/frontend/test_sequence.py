@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from deployments.frontend import attempt
-from deployments.frontend.attempt import Attempt
+from deployments.frontend import sequence
 from deployments.frontend.retry import TokensLost
+from deployments.frontend.sequence import Attempt
 from engine.errors import EngineUnavailable
 
 
@@ -39,7 +39,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 def test_call_that_fails_ends_the_attempt_at_once_with_its_error(monkeypatch):
-    monkeypatch.setattr(attempt, "FINAL_DELTA_S", 60.0)
+    monkeypatch.setattr(sequence, "FINAL_DELTA_S", 60.0)
 
     async def scenario() -> None:
         call = Call()
@@ -54,7 +54,7 @@ def test_call_that_fails_ends_the_attempt_at_once_with_its_error(monkeypatch):
 
 
 def test_call_that_returns_leaves_the_final_delta_time_and_then_counts_as_lost_tokens(monkeypatch):
-    monkeypatch.setattr(attempt, "FINAL_DELTA_S", 0.2)
+    monkeypatch.setattr(sequence, "FINAL_DELTA_S", 0.2)
 
     async def scenario() -> None:
         call = Call()
@@ -69,7 +69,7 @@ def test_call_that_returns_leaves_the_final_delta_time_and_then_counts_as_lost_t
 
 @pytest.mark.parametrize("error", [None, EngineUnavailable("rank 0 died")])
 def test_attempt_that_was_closed_in_time_wakes_nobody_however_its_call_ended(monkeypatch, error):
-    monkeypatch.setattr(attempt, "FINAL_DELTA_S", 0.0)
+    monkeypatch.setattr(sequence, "FINAL_DELTA_S", 0.0)
 
     async def scenario() -> None:
         call = Call()
