@@ -1,189 +1,76 @@
-"""Prometheus series of what engines report."""
+"""Prometheus series as tables, and those of what engines report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import SummaryMetricFamily as Summary
 from prometheus_client.utils import floatToGoString
 
+from engine.wire.handoff_stats import HandoffStats
 from engine.wire.histogram import Histogram
-from engine.wire.messages import EngineStatus
+from engine.wire.messages import EngineStats, EngineStatus
 
 LABELS = ["model_name", "engine"]
-COUNTERS = {
-    "vllm:prompt_tokens": ("Prompt tokens computed or found in the cache.", "prompt_tokens"),
-    "vllm:generation_tokens": ("Tokens generated.", "generation_tokens"),
-    "vllm:num_preemptions": ("Requests that lost their KV blocks to others.", "preemptions"),
-    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_queried_tokens"),
-    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
-}
-GAUGES = {
-    "vllm:num_requests_running": ("Requests that hold KV blocks.", "running"),
-    "vllm:num_requests_waiting": ("Requests in the engine's queue.", "waiting"),
-}
-HISTOGRAMS = {
-    "inter_token_latency_seconds": "From one token of a request to the next.",
-    "request_time_per_output_token_seconds": "Mean over a request's tokens after the first.",
-    "request_queue_time_seconds": "From arrival in the engine to the first step.",
-    "request_prefill_time_seconds": "From the first step to the first token.",
-    "request_decode_time_seconds": "From the first token to the last.",
-    "request_inference_time_seconds": "From the first step to the last token.",
-    "request_prompt_tokens": "Tokens of a request's prompt.",
-    "request_generation_tokens": "Tokens generated for a request.",
-    "request_params_max_tokens": "Tokens that a request may generate.",
-    "request_num_preemptions": "How often a request lost its KV blocks.",
-}
-HANDOFF_COUNTERS = {
-    "manta_handoff_bytes_overlapped": ("Bytes of KV read while prefill still computed.", "bytes_overlapped"),
-    "manta_handoff_lease_expiries": ("Handoffs whose decode engine fell silent.", "lease_expiries"),
-    "manta_handoff_stale_messages": ("Messages of handoffs or engines that are no more.", "stale_messages"),
-    "manta_handoff_malformed_messages": ("Messages that were not understood.", "malformed_messages"),
-}
 
 Engines = Sequence[tuple[list[str], EngineStatus]]
 """Statuses, each with the values of LABELS."""
 
 
-def family(kind: Any, name: str, text: str, labels: list[str], samples: Iterable[tuple[Any, ...]]) -> Metric:
-    """Return a metric of this kind. samples: the values of its labels, and what `add_metric` of the kind takes."""
-    metric = kind(name, text, labels=labels)
-    for values, *sample in samples:
-        metric.add_metric(values, *sample)
-    return metric
+Row = tuple[Any, str, str, str | Callable[[Any], Any], *tuple[str, ...]]
+"""A metric of a table: its kind, name and text, how it is read from a report, and labels of its own.
+
+The name of a field, or a function, gives a number, a Histogram, or count and sum of a Summary; None for no sample. With
+labels it gives dicts of these: one level per label, by its values.
+"""
 
 
-def buckets(histogram: Histogram) -> tuple[list[tuple[str, int]], float]:
-    """Return what HistogramMetricFamily takes: cumulative counts by upper bound, and the sum."""
+def histograms(texts: Mapping[str, str]) -> list[Row]:
+    """Return rows with vLLM's names. texts: by name in the report's `histograms`."""
+    return [
+        (HistogramMetricFamily, f"vllm:{name}", text, lambda report, name=name: report.histograms[name])
+        for name, text in texts.items()
+    ]
+
+
+def collect(table: Iterable[Row], labels: list[str], reports: Sequence[tuple[list[str], Any]]) -> Iterator[Metric]:
+    """Yield the metrics of a table. reports: what the table reads, each with the values of `labels`."""
+    for kind, name, text, read, *own in table:
+        metric = kind(name, text, labels=[*labels, *own])
+        for values, report in reports:
+            value = getattr(report, read) if isinstance(read, str) else read(report)
+            for more, sample in _samples(value, len(own)):
+                metric.add_metric([*values, *more], *sample)
+        yield metric
+
+
+def _samples(value: Any, num_labels: int) -> Iterator[tuple[list[str], tuple[Any, ...]]]:
+    """Yield label values, and what `add_metric` takes with them."""
+    if num_labels:
+        for label, inner in value.items():
+            for labels, sample in _samples(inner, num_labels - 1):
+                yield [str(label), *labels], sample
+    elif isinstance(value, Histogram):
+        yield [], (_buckets(value), value.sum)
+    elif value is not None:
+        yield [], value if isinstance(value, tuple) else (value,)
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, int]]:
+    """Return cumulative counts by upper bound."""
     found, below = [], 0
     for bound, count in zip([*histogram.bounds, float("inf")], histogram.counts, strict=True):
         below += count
         found.append((floatToGoString(bound), below))
-    return found, histogram.sum
+    return found
 
 
-def request_metrics(engines: Engines) -> Iterator[Metric]:
-    """engines: those that decode only: a request counts once, however many engines work for it."""
-    for name, (text, field) in COUNTERS.items():
-        yield family(CounterMetricFamily, name, text, LABELS, ((e, getattr(s.stats, field)) for e, s in engines))
-    for name, text in HISTOGRAMS.items():
-        samples = ((e, *buckets(s.stats.histograms[name])) for e, s in engines)
-        yield family(HistogramMetricFamily, f"vllm:{name}", text, LABELS, samples)
-    yield family(
-        CounterMetricFamily,
-        "manta_engine_requests_ended",
-        "Requests, as their engine saw their end.",
-        [*LABELS, "reason"],
-        (([*e, reason], count) for e, s in engines for reason, count in s.stats.finished.items()),
-    )
-
-
-def load_metrics(engines: Engines) -> Iterator[Metric]:
-    for name, (text, field) in GAUGES.items():
-        yield family(GaugeMetricFamily, name, text, LABELS, ((e, getattr(s.stats, field)) for e, s in engines))
-    yield family(
-        HistogramMetricFamily,
-        "vllm:iteration_tokens_total",
-        "Tokens computed in one step.",
-        LABELS,
-        ((e, *buckets(s.stats.histograms["iteration_tokens_total"])) for e, s in engines),
-    )
-    yield family(
-        GaugeMetricFamily,
-        "vllm:kv_cache_usage_perc",
-        "Used fraction of the KV blocks, 0 to 1.",
-        LABELS,
-        ((e, s.stats.blocks_used / s.stats.blocks_total) for e, s in engines),
-    )
-    yield family(
-        GaugeMetricFamily,
-        "vllm:cache_config_info",
-        "The KV cache.",
-        [*LABELS, "block_size", "num_gpu_blocks"],
-        (([*e, str(s.stats.block_size), str(s.stats.blocks_total)], 1) for e, s in engines),
-    )
-
-
-def handoff_metrics(engines: Engines) -> Iterator[Metric]:
-    """Prompts that one engine computes for another. Engines without handoffs have only blocks and decisions.
-
-    vLLM has no names for these: what it counts of its transfers is NIXL's, and ours has other transports too.
-    """
-    yield family(
-        GaugeMetricFamily,
-        "manta_kv_blocks",
-        "KV blocks by state.",
-        [*LABELS, "state"],
-        (([*e, state], count) for e, s in engines for state, count in _blocks(s).items()),
-    )
-    yield family(
-        CounterMetricFamily,
-        "pd_decision",
-        "Prompts by where they were computed, and why.",
-        [*LABELS, "where", "reason"],
-        (
-            ([*e, where, reason], count)
-            for e, s in engines
-            for where, reasons in s.stats.prefill_decisions.items()
-            for reason, count in reasons.items()
-        ),
-    )
-    found = [(e, s.handoffs) for e, s in engines if s.handoffs is not None]
-    if not found:
-        return
-    yield family(
-        CounterMetricFamily,
-        "manta_handoffs",
-        "Handoffs that ended, as each of their two engines saw it.",
-        [*LABELS, "result", "reason"],
-        (
-            ([*e, result, reason], count)
-            for e, stats in found
-            for result, reasons in stats.results.items()
-            for reason, count in reasons.items()
-        ),
-    )
-    yield family(
-        SummaryMetricFamily,
-        "manta_handoff_phase_seconds",
-        "Parts of a handoff.",
-        [*LABELS, "phase"],
-        (([*e, phase], *times) for e, stats in found for phase, times in stats.phase_seconds.items()),
-    )
-    yield family(
-        CounterMetricFamily,
-        "manta_handoff_bytes",
-        "KV read from other engines.",
-        [*LABELS, "transport"],
-        (([*e, transport], count) for e, stats in found for transport, count in stats.bytes_read.items()),
-    )
-    totals = [(e, stats.bytes_overlapped, sum(stats.bytes_read.values())) for e, stats in found]
-    yield family(
-        GaugeMetricFamily,
-        "manta_handoff_overlap_ratio",
-        "Fraction of bytes read while computing.",
-        LABELS,
-        ((e, overlapped / total) for e, overlapped, total in totals if total),
-    )
-    live = ((e, stats.live) for e, stats in found)
-    yield family(GaugeMetricFamily, "manta_handoffs_live", "Handoffs under way.", LABELS, live)
-    quarantined = ((e, len(stats.quarantined)) for e, stats in found)
-    text = "Engines whose link has failed."
-    yield family(GaugeMetricFamily, "manta_handoff_resting_peers", text, LABELS, quarantined)
-    for name, (text, field) in HANDOFF_COUNTERS.items():
-        yield family(CounterMetricFamily, name, text, LABELS, ((e, getattr(stats, field)) for e, stats in found))
-
-
-def _blocks(status: EngineStatus) -> dict[str, int]:
+def _blocks(stats: EngineStats) -> dict[str, int]:
     """Return KV blocks by state. Their sum is the total: anything else is a leak."""
-    stats = status.stats
     return {
         "free": stats.blocks_free,
         "cached": stats.blocks_cached,
@@ -191,3 +78,82 @@ def _blocks(status: EngineStatus) -> dict[str, int]:
         "reserved": stats.blocks_reserved,
         "leased": stats.blocks_leased,
     }
+
+
+def _usage(stats: EngineStats) -> float:
+    return stats.blocks_used / stats.blocks_total
+
+
+def _cache_config(stats: EngineStats) -> dict[int, dict[int, int]]:
+    return {stats.block_size: {stats.blocks_total: 1}}
+
+
+def _overlap(stats: HandoffStats) -> float | None:
+    total = sum(stats.bytes_read.values())
+    return stats.bytes_overlapped / total if total else None
+
+
+# of EngineStats
+REQUESTS: list[Row] = [
+    (Counter, "vllm:prompt_tokens", "Prompt tokens computed or found in the cache.", "prompt_tokens"),
+    (Counter, "vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
+    (Counter, "vllm:num_preemptions", "Requests that lost their KV blocks to others.", "preemptions"),
+    (Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queried_tokens"),
+    (Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
+    *histograms(
+        {
+            "inter_token_latency_seconds": "From one token of a request to the next.",
+            "request_time_per_output_token_seconds": "Mean over a request's tokens after the first.",
+            "request_queue_time_seconds": "From arrival in the engine to the first step.",
+            "request_prefill_time_seconds": "From the first step to the first token.",
+            "request_decode_time_seconds": "From the first token to the last.",
+            "request_inference_time_seconds": "From the first step to the last token.",
+            "request_prompt_tokens": "Tokens of a request's prompt.",
+            "request_generation_tokens": "Tokens generated for a request.",
+            "request_params_max_tokens": "Tokens that a request may generate.",
+            "request_num_preemptions": "How often a request lost its KV blocks.",
+        }
+    ),
+    (Counter, "manta_engine_requests_ended", "Requests, as their engine saw their end.", "finished", "reason"),
+]
+LOAD: list[Row] = [
+    (Gauge, "vllm:num_requests_running", "Requests that hold KV blocks.", "running"),
+    (Gauge, "vllm:num_requests_waiting", "Requests in the engine's queue.", "waiting"),
+    *histograms({"iteration_tokens_total": "Tokens computed in one step."}),
+    (Gauge, "vllm:kv_cache_usage_perc", "Used fraction of the KV blocks, 0 to 1.", _usage),
+    (Gauge, "vllm:cache_config_info", "The KV cache.", _cache_config, "block_size", "num_gpu_blocks"),
+    (Gauge, "manta_kv_blocks", "KV blocks by state.", _blocks, "state"),
+    (Counter, "pd_decision", "Prompts by where they were computed, and why.", "prefill_decisions", "where", "reason"),
+]
+# of HandoffStats. vLLM has no names for these: what it counts of its transfers is NIXL's, and ours has other transports
+HANDOFFS: list[Row] = [
+    (
+        Counter,
+        "manta_handoffs",
+        "Handoffs that ended, as each of their two engines saw it.",
+        "results",
+        "result",
+        "reason",
+    ),
+    (Summary, "manta_handoff_phase_seconds", "Parts of a handoff.", "phase_seconds", "phase"),
+    (Counter, "manta_handoff_bytes", "KV read from other engines.", "bytes_read", "transport"),
+    (Gauge, "manta_handoff_overlap_ratio", "Fraction of bytes read while computing.", _overlap),
+    (Gauge, "manta_handoffs_live", "Handoffs under way.", "live"),
+    (Gauge, "manta_handoff_resting_peers", "Engines whose link has failed.", lambda stats: len(stats.quarantined)),
+    (Counter, "manta_handoff_bytes_overlapped", "Bytes of KV read while prefill still computed.", "bytes_overlapped"),
+    (Counter, "manta_handoff_lease_expiries", "Handoffs whose decode engine fell silent.", "lease_expiries"),
+    (Counter, "manta_handoff_stale_messages", "Messages of handoffs or engines that are no more.", "stale_messages"),
+    (Counter, "manta_handoff_malformed_messages", "Messages that were not understood.", "malformed_messages"),
+]
+
+
+def request_metrics(engines: Engines) -> Iterator[Metric]:
+    """engines: those that decode only: a request counts once, however many engines work for it."""
+    return collect(REQUESTS, LABELS, [(labels, status.stats) for labels, status in engines])
+
+
+def load_metrics(engines: Engines) -> Iterator[Metric]:
+    """Yield what all engines report; of handoffs only if some engine takes part in them."""
+    yield from collect(LOAD, LABELS, [(labels, status.stats) for labels, status in engines])
+    if handoffs := [(labels, status.handoffs) for labels, status in engines if status.handoffs is not None]:
+        yield from collect(HANDOFFS, LABELS, handoffs)

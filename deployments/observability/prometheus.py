@@ -12,17 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import SummaryMetricFamily as Summary
 from prometheus_client.registry import Collector
 
-from deployments.observability.engine_metrics import buckets, family, handoff_metrics, load_metrics, request_metrics
-from deployments.observability.stats import IngressStats
+from deployments.observability.engine_metrics import Row, collect, histograms, load_metrics, request_metrics
+from deployments.observability.stats import IngressStats, RouteStats
 from deployments.observability.telemetry import Telemetry
 from deployments.replicas.pools import EnginePool, ReplicaStatus, all_statuses
 from deployments.routing.stats import RoutingStats
@@ -30,11 +27,42 @@ from deployments.routing.stats import RoutingStats
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MODEL_LABELS = ["model_name", "ingress"]
 ROUTE_LABELS = ["handler", "method", "ingress"]
-HISTOGRAMS = {
-    "time_to_first_token_seconds": "From the HTTP request to the first token.",
-    "e2e_request_latency_seconds": "From the HTTP request to the last token.",
-    "request_params_n": "Sequences asked for per prompt.",
-}
+
+REPLICAS: list[Row] = [
+    (Gauge, "manta_up", "Healthy replicas.", lambda replicas: len(replicas.decode)),
+    (Gauge, "manta_asleep", "1 while it is scaled to zero.", "asleep"),
+]
+MODELS: list[Row] = [
+    (Counter, "vllm:request_success", "Ended requests, as their clients saw it.", "finished", "finished_reason"),
+    *histograms(
+        {
+            "time_to_first_token_seconds": "From the HTTP request to the first token.",
+            "e2e_request_latency_seconds": "From the HTTP request to the last token.",
+            "request_params_n": "Sequences asked for per prompt.",
+        }
+    ),
+    (Counter, "vllm:admission_rejections", "Requests refused with 429.", lambda m: {"queue_full": m.refused}, "reason"),
+    (Gauge, "manta_ingress_requests_waiting", "Sequences not yet admitted.", "waiting"),
+    (Counter, "manta_request_replays", "Attempts to go on in another engine.", "replays", "reason"),
+]
+INGRESSES: list[Row] = [
+    (Counter, "manta_dropped_deltas", "Token deltas that came for no open request.", "dropped_deltas"),
+]
+
+
+def _status_classes(route: RouteStats) -> dict[str, int]:
+    """Return all classes, also those without an answer: a series that begins with its first error hides it."""
+    return {f"{kind}xx": sum(n for status, n in route.statuses.items() if status // 100 == kind) for kind in (2, 4, 5)}
+
+
+# as prometheus-fastapi-instrumentator has them; `status` is a class there (2xx), so the exact one is ours
+ROUTES: list[Row] = [
+    (Counter, "http_requests", "HTTP requests.", _status_classes, "status"),
+    (Counter, "manta_http_responses", "HTTP answers.", lambda route: dict(sorted(route.statuses.items())), "status"),
+    (HistogramMetricFamily, "http_request_duration_seconds", "Until all was sent.", "seconds"),
+    (Summary, "http_request_size_bytes", "Bodies of requests.", lambda r: (r.seconds.count, r.request_bytes)),
+    (Summary, "http_response_size_bytes", "Bodies of answers.", lambda r: (r.seconds.count, r.response_bytes)),
+]
 ROUTING_COUNTERS = {
     "manta_routing_estimated_cached_tokens": ("Prompt tokens that the router took to be cached.", "estimated_tokens"),
     "manta_routing_cached_tokens": ("Those that were, of the same calls.", "cached_tokens"),
@@ -77,22 +105,22 @@ class _Snapshot(Collector):
         self._models = [([name, i.ingress_id], stats) for i in ingresses for name, stats in i.models.items()]
 
     def collect(self) -> Iterator[Metric]:
-        up = (([r.model], len(r.decode)) for r in self._replicas)
-        yield family(GaugeMetricFamily, "manta_up", "Healthy replicas.", ["model_name"], up)
-        asleep = (([r.model], r.asleep) for r in self._replicas)
-        yield family(GaugeMetricFamily, "manta_asleep", "1 while it is scaled to zero.", ["model_name"], asleep)
+        yield from collect(REPLICAS, ["model_name"], [([r.model], r) for r in self._replicas])
         yield from request_metrics(self._decode)
         yield from load_metrics([*self._decode, *self._prefill])
-        yield from handoff_metrics([*self._decode, *self._prefill])
         yield from self._routing()
-        yield from self._requests()
-        yield from self._http()
+        yield from collect(MODELS, MODEL_LABELS, self._models)
+        yield from collect(INGRESSES, ["ingress"], [([i.ingress_id], i) for i in self._ingresses])
+        routes = [
+            ([*reversed(name.split(" ", 1)), i.ingress_id], r) for i in self._ingresses for name, r in i.routes.items()
+        ]
+        yield from collect(ROUTES, ROUTE_LABELS, routes)
 
     def _routing(self) -> Iterator[Metric]:
         """Routers to decode engines run in ingresses, those to prefill engines in replicas: their labels differ."""
         text = "Sequences and prefill requests by why they went to their engine."
-        routed = CounterMetricFamily("manta_routed_requests", text)
-        tokens = {field: CounterMetricFamily(name, text) for name, (text, field) in ROUTING_COUNTERS.items()}
+        routed = Counter("manta_routed_requests", text)
+        tokens = {field: Counter(name, text) for name, (text, field) in ROUTING_COUNTERS.items()}
         for labels, stats in self._routers():
             for reason, count in stats.routed.items():
                 routed.add_sample(f"{routed.name}_total", {**labels, "policy": stats.policy, "reason": reason}, count)
@@ -106,68 +134,3 @@ class _Snapshot(Collector):
         for (model, engine_id), status in self._decode:
             if status.prefill_routing is not None:
                 yield {"model_name": model, "engine": engine_id, "pool": "prefill"}, status.prefill_routing
-
-    def _requests(self) -> Iterator[Metric]:
-        yield family(
-            CounterMetricFamily,
-            "vllm:request_success",
-            "Ended requests, as their clients saw it.",
-            [*MODEL_LABELS, "finished_reason"],
-            (([*m, reason], count) for m, stats in self._models for reason, count in stats.finished.items()),
-        )
-        for name, text in HISTOGRAMS.items():
-            samples = ((m, *buckets(stats.histograms[name])) for m, stats in self._models)
-            yield family(HistogramMetricFamily, f"vllm:{name}", text, MODEL_LABELS, samples)
-        yield family(
-            CounterMetricFamily,
-            "vllm:admission_rejections",
-            "Requests refused with 429.",
-            [*MODEL_LABELS, "reason"],
-            (([*m, "queue_full"], stats.refused) for m, stats in self._models),
-        )
-        waiting = ((m, stats.waiting) for m, stats in self._models)
-        text = "Sequences not yet admitted."
-        yield family(GaugeMetricFamily, "manta_ingress_requests_waiting", text, MODEL_LABELS, waiting)
-        yield family(
-            CounterMetricFamily,
-            "manta_request_replays",
-            "Attempts to go on in another engine.",
-            [*MODEL_LABELS, "reason"],
-            (([*m, reason], count) for m, stats in self._models for reason, count in stats.replays.items()),
-        )
-        dropped = (([i.ingress_id], i.dropped_deltas) for i in self._ingresses)
-        text = "Token deltas that came for no open request."
-        yield family(CounterMetricFamily, "manta_dropped_deltas", text, ["ingress"], dropped)
-
-    def _http(self) -> Iterator[Metric]:
-        """As prometheus-fastapi-instrumentator has them; `status` is a class there (2xx), so the exact one is ours."""
-        routes = []
-        for ingress in self._ingresses:
-            for key, stats in ingress.routes.items():
-                method, path = key.split(" ", 1)
-                routes.append(([path, method, ingress.ingress_id], stats))
-        yield family(
-            CounterMetricFamily,
-            "http_requests",
-            "HTTP requests.",
-            [*ROUTE_LABELS, "status"],
-            (
-                ([*labels, f"{kind}xx"], sum(n for status, n in route.statuses.items() if status // 100 == kind))
-                for labels, route in routes
-                for kind in (2, 4, 5)  # also where there were none: a series that begins with its first error hides it
-            ),
-        )
-        yield family(
-            CounterMetricFamily,
-            "manta_http_responses",
-            "HTTP answers.",
-            [*ROUTE_LABELS, "status"],
-            (([*labels, str(status)], n) for labels, route in routes for status, n in sorted(route.statuses.items())),
-        )
-        seconds = ((labels, *buckets(route.seconds)) for labels, route in routes)
-        text = "Until all was sent."
-        yield family(HistogramMetricFamily, "http_request_duration_seconds", text, ROUTE_LABELS, seconds)
-        received = ((labels, route.seconds.count, route.request_bytes) for labels, route in routes)
-        yield family(SummaryMetricFamily, "http_request_size_bytes", "Bodies of requests.", ROUTE_LABELS, received)
-        sent = ((labels, route.seconds.count, route.response_bytes) for labels, route in routes)
-        yield family(SummaryMetricFamily, "http_response_size_bytes", "Bodies of answers.", ROUTE_LABELS, sent)
