@@ -22,12 +22,15 @@ from torch import Tensor
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ModelFolderError
 from engine.model.folder import weight_files
+from engine.model.layers.embedding import TiedLMHead
 from engine.model.models.llama import Model
 from engine.model.shard import Shard, Sharded, Shards, TensorSlice
 from engine.model.tensor_names import canonical_name
 
 logger = logging.getLogger(__name__)
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+COMPARED_ROWS = 4096
 # Tensors that a checkpoint may hold but that nobody needs: rotary frequencies, a copy of a tied head, shapes and
 # trivial column orders of quantized weights, and fixed scales of activations: here inputs are scaled as they
 # come. The scales of an FP8 KV cache are read by engine/runner/kv_cache.py.
@@ -43,8 +46,14 @@ def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
     Raises ModelFolderError that names the tensors that are missing, unexpected or of a wrong shape.
     """
     started = time.monotonic()
-    shards = checkpoint_shards(model)
     files = tensors_by_file(folder)
+    if isinstance(model.lm_head, TiedLMHead) and has_own_head(files, folder):
+        logger.warning(
+            "config.json says tie_word_embeddings, but %s differs from %s: the head is not tied folder=%s",
+            HEAD, EMBEDDING, folder,
+        )  # fmt: skip
+        model.lm_head.untie()
+    shards = checkpoint_shards(model)
     unused = zero_biases(files, set(shards))
     check_names(folder, set(shards), [name for names in files.values() for name in names if name not in unused])
     quiet = tp.rank > 0 or not sys.stderr.isatty()
@@ -108,6 +117,21 @@ def checkpoint_name(name: str, packed: dict[str, tuple[str, str]]) -> str:
     for original, (layer, own) in packed.items():
         name = name.replace(f".{layer}.{own}.", f".{original}.")
     return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def has_own_head(files: dict[Path, list[str]], folder: Path) -> bool:
+    """Whether the checkpoint holds a head that is no copy of the embedding. Every rank compares the whole of both, which
+    are mapped and read a few rows at a time."""
+    where = {canonical_name(name): (file, name) for file, names in files.items() for name in names}
+    if HEAD not in where or EMBEDDING not in where:
+        return False
+    (head_file, head_name), (file, name) = where[HEAD], where[EMBEDDING]
+    with safe_open(head_file, framework="pt") as heads, safe_open(file, framework="pt") as embeddings:
+        head, embedding = heads.get_slice(head_name), embeddings.get_slice(name)
+        if head.get_shape() != embedding.get_shape() or head.get_dtype() != embedding.get_dtype():
+            return True
+        starts = range(0, head.get_shape()[0], COMPARED_ROWS)
+        return any(not torch.equal(*(t[i : i + COMPARED_ROWS] for t in (head, embedding))) for i in starts)
 
 
 def zero_biases(files: dict[Path, list[str]], wanted: set[str]) -> set[str]:

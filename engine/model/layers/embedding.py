@@ -65,13 +65,19 @@ class LMHead(VocabParallel):
 
 
 class TiedLMHead(LMHead):
-    """A head that shares the embedding's matrix, so it reads nothing from the checkpoint."""
+    """A head that shares the embedding's matrix, so it reads nothing from the checkpoint, until `untie` gives it one
+    of its own."""
 
     def __init__(self, embedding: VocabEmbedding):
         Sharded.__init__(self)
         self.tp, self.vocab_size = embedding.tp, embedding.vocab_size
         self.start, self.stop = embedding.start, embedding.stop
         self.weight = embedding.weight
+        self.tied = True
+
+    def untie(self) -> None:
+        self.weight = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
+        self.tied = False
 
     def shards(self) -> Shards:
-        return {}
+        return {} if self.tied else super().shards()

@@ -106,14 +106,34 @@ def test_a_tensor_that_two_files_hold_is_refused(tmp_path):
         load(folder)
 
 
-def test_a_copy_of_a_tied_head_and_old_rotary_buffers_are_ignored(tmp_path):
+def test_a_copy_of_a_tied_head_and_old_rotary_buffers_are_ignored(tmp_path, caplog):
     folder = make_model(tmp_path, "llama_tied")
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     rewrite(
         folder,
-        {"lm_head.weight": torch.zeros(97, 48), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)},
+        {"lm_head.weight": embedding.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)},
     )
     model = load(folder)
-    assert torch.equal(model.lm_head.weight, load_file(folder / "model.safetensors")["model.embed_tokens.weight"])
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("compared_rows", [10, 1000])
+def test_a_head_that_differs_from_the_embedding_is_used_though_config_json_ties_them(
+    tmp_path, caplog, monkeypatch, compared_rows
+):
+    monkeypatch.setattr("engine.model.loader.COMPARED_ROWS", compared_rows)
+    folder = make_model(tmp_path, "llama_tied")
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    head = embedding.clone()
+    head[96, 47] += 1
+    rewrite(folder, {"lm_head.weight": head})
+    model = load(folder)
+    assert torch.equal(model.lm_head.weight, head)
+    assert torch.equal(model.embed_tokens.weight, embedding)
+    assert "lm_head.weight differs from model.embed_tokens.weight: the head is not tied" in caplog.text
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(reference.lm_head.weight, head), "as transformers has it"
 
 
 def test_a_truncated_file_is_named(tmp_path):
