@@ -3,7 +3,7 @@
 ServingError
 ├── RequestError              400  the request itself is wrong
 │   ├── InvalidParameter      400  one field has a bad value: names field, value and limit
-│   ├── PromptTooLong         400  prompt does not fit the model's context or the KV cache
+│   ├── PromptTooLong         400  prompt does not fit the model's context (code: context_length_exceeded)
 │   ├── ModelNotFound         404  no model of that name is served
 │   ├── RequestNotFound       404  the request that was asked about is not known, or no longer
 │   ├── InvalidApiKey         401  no key, or one that is not known
@@ -40,7 +40,7 @@ class ServingError(Exception):
 
     @property
     def code(self) -> str:
-        """Stable machine-readable name, for instance `prompt_too_long`."""
+        """Stable machine-readable name, for instance `invalid_parameter`."""
         name = type(self).__name__
         return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")
 
@@ -76,13 +76,19 @@ class InvalidParameter(RequestError):
 class PromptTooLong(RequestError):
     """The prompt and at least one token of the answer exceed the limit."""
 
-    def __init__(self, tokens: int, limit: int, what: str = "max_model_len"):
-        Exception.__init__(self, tokens, limit, what)
+    def __init__(self, tokens: int, limit: int, estimated: bool = False):
+        """estimated: the prompt has `tokens` or more."""
+        Exception.__init__(self, tokens, limit, estimated)
         self.tokens, self.limit, self.param = tokens, limit, "prompt"
+        # clients know this error by its code (LangChain), or by "this model's maximum context length is" (litellm)
         self.message = (
-            f"prompt has {tokens} tokens, but at most {limit - 1} fit: {what} is {limit} tokens, "
-            "and at least one is needed for the answer"
+            f"prompt has {'at least ' if estimated else ''}{tokens} tokens, but at most {limit - 1} fit: "
+            f"this model's maximum context length is {limit} tokens, and at least one is needed for the answer"
         )
+
+    @property
+    def code(self) -> str:
+        return "context_length_exceeded"
 
 
 class ModelNotFound(RequestError):

@@ -84,6 +84,7 @@ class ServedModel:
         self._tokenizer = tokenizer
         self._format = ChatFormat.of(tokenizer, info.tool_call_parser, info.reasoning_parser)
         self._tokens = VisibleMarkers(tokenizer, self._format.markers)
+        _ = tokenizer.max_token_bytes  # computed now, not beside the first requests
         logger.info(
             "chat format model=%s tool_call_parser=%s reasons=%s shows_tools=%s",
             info.name,
@@ -130,39 +131,46 @@ class ServedModel:
     async def tokenize(self, body: TokenizeBody) -> Tokens:
         """Raises RequestError."""
         if body.messages is not None:
-            _, token_ids = await asyncio.to_thread(self._render_chat, body.messages, body.tools or [], body)
+            text, special = await asyncio.to_thread(self._render_chat, body.messages, body.tools or [], body), False
         else:
-            special = body.add_special_tokens is not False
-            token_ids = await asyncio.to_thread(self._tokenizer.encode, body.prompt or "", special)
-        strings = [self._tokenizer.token(i) or "" for i in token_ids] if body.return_token_strs else None
-        return Tokens(len(token_ids), self.info.max_model_len, token_ids, strings)
+            text, special = body.prompt or "", body.add_special_tokens is not False
+        return await asyncio.to_thread(self._tokenize, text, special, body.return_token_strs)
 
     async def detokenize(self, body: DetokenizeBody) -> DetokenizedText:
         """Raises InvalidParameter for ids of no token."""
-        for token_id in body.tokens:
+        return DetokenizedText(await asyncio.to_thread(self._detokenize, body.tokens))
+
+    def _tokenize(self, text: str, add_special_tokens: bool, with_strings: bool) -> Tokens:
+        """The text may be longer than the context, but not by orders of magnitude."""
+        self._tokenizer.check_length(text, self.info.max_model_len)
+        token_ids = self._tokenizer.encode(text, add_special_tokens)
+        strings = [self._tokenizer.token(i) or "" for i in token_ids] if with_strings else None
+        return Tokens(len(token_ids), self.info.max_model_len, token_ids, strings)
+
+    def _detokenize(self, token_ids: list[int]) -> str:
+        for token_id in token_ids:
             if not 0 <= token_id < self.info.vocab_size or self._tokenizer.token(token_id) is None:
                 raise InvalidParameter("tokens", token_id, "a list of ids of the model's vocabulary")
-        text = await asyncio.to_thread(self._tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return DetokenizedText(text)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _prepare_chat(self, body: ChatBody, params: SamplingParams) -> tuple[list[int], SamplingParams, OutputFormat]:
         """Return the prompt, the parameters with the grammar of the output, and the format to parse it by."""
-        text, prompt = self._render_chat(body.messages, body.offered_tools, body)
+        text = self._render_chat(body.messages, body.offered_tools, body)
+        prompt = self._tokenizer.encode_prompt(text, self.info.max_model_len, add_special_tokens=False)
         thinking = self._format.thinking(body, text)
         grammar = self._format.structured_outputs(body, thinking, params.structured_outputs, self._tokens)
         params = msgspec.structs.replace(params, structured_outputs=grammar)
         return prompt, params, self._format.output_format(body, thinking)
 
-    def _render_chat(self, messages: list[Message], tools: list[Tool], body: TemplateBody) -> tuple[str, list[int]]:
-        """Return the prompt as text, and its tokens."""
-        text = self._tokenizer.render_chat_template(
+    def _render_chat(self, messages: list[Message], tools: list[Tool], body: TemplateBody) -> str:
+        """Return the prompt."""
+        return self._tokenizer.render_chat_template(
             [message.for_template() for message in messages],
             [tool.for_template() for tool in tools] or None,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             **body.chat_template_kwargs,
         )
-        return text, self._tokenizer.encode(text, add_special_tokens=False)
 
     def _tokenize_prompts(self, body: CompletionBody) -> tuple[list[list[int]], list[str]]:
         """Return the token ids of each prompt, and the text that an echo shows."""
@@ -170,7 +178,7 @@ class ServedModel:
         for prompt in body.prompts():
             if isinstance(prompt, str):
                 texts.append(prompt)
-                prompts.append(self._tokenizer.encode(prompt, body.add_special_tokens))
+                prompts.append(self._tokenizer.encode_prompt(prompt, self.info.max_model_len, body.add_special_tokens))
                 continue
             for token_id in prompt:
                 if not 0 <= token_id < self.info.vocab_size:

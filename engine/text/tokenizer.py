@@ -10,7 +10,9 @@ from typing import Any
 import jinja2
 import tokenizers
 
-from engine.errors import ModelFolderError, RequestError
+from engine.errors import ModelFolderError, PromptTooLong, RequestError
+
+NFC_SHRINKS = 3  # at most so many bytes become one when characters are composed
 
 
 class Tokenizer:
@@ -41,10 +43,26 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._encode(text, add_special_tokens).ids
+
+    def encode_prompt(self, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
+        """Raises PromptTooLong, and then before the text is tokenized if its length alone says so."""
+        self.check_length(text, max_model_len)
+        encoding = self._encode(text, add_special_tokens)
+        if len(encoding) >= max_model_len:
+            raise PromptTooLong(len(encoding), max_model_len)
+        return encoding.ids
+
+    def check_length(self, text: str, max_model_len: int) -> None:
+        """Raise PromptTooLong for a text that would not fit even if all its tokens were the longest one."""
+        if self.max_token_bytes is not None:
+            at_least = len(text.encode()) // self.max_token_bytes
+            if at_least >= max_model_len:
+                raise PromptTooLong(at_least, max_model_len, estimated=True)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        # a batch, since only that lets go of the GIL
+        return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
     @property
     def chat_template(self) -> str | None:
@@ -108,6 +126,25 @@ class Tokenizer:
         return self.token_bytes(token_id).decode(errors="replace")
 
     @cached_property
+    def max_token_bytes(self) -> int | None:
+        """The most bytes of text that become one token; None if that cannot be told, or has no bound.
+
+        Takes half a second for a large vocabulary.
+        """
+        state = json.loads(self._backend.to_str())
+        normalizers, splits = _steps(state["normalizer"]), _steps(state["pre_tokenizer"])
+        fallback = self._decoder_kind == "ByteLevel" or state["model"].get("byte_fallback")
+        swallows_spaces = any(token.lstrip or token.rstrip for token in self._added.values())
+        if not fallback or swallows_spaces or not all(_keeps_text(step) for step in normalizers + splits):
+            return None
+        longest = max(len(self._compute_bytes(token_id)) for token_id in self._backend.get_vocab().values())
+        return longest * (NFC_SHRINKS if any(step["type"] == "NFC" for step in normalizers) else 1)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        # a batch, since only that lets go of the GIL: `encode` keeps it for seconds if the text is long
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+    @cached_property
     def _decoder_kind(self) -> str | None:
         if self._backend.decoder is None:
             return None
@@ -129,6 +166,25 @@ class Tokenizer:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):  # byte fallback: <0x0A>
             return bytes([int(token[3:5], 16)])
         return token.replace("▁", " ").encode()
+
+
+def _steps(state: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer, which may be a sequence of others."""
+    if state is None:
+        return []
+    parts = state.get("normalizers") or state.get("pretokenizers")
+    return [state] if parts is None else [step for part in parts for step in _steps(part)]
+
+
+def _keeps_text(step: dict[str, Any]) -> bool:
+    """Return whether a normalizer or pre-tokenizer drops nothing of a text."""
+    match step:
+        case {"type": "Split" | "Punctuation", "behavior": behavior}:
+            return behavior != "Removed"
+        case {"type": "Replace", "pattern": {"String": " "}, "content": content}:
+            return content != ""
+        case _:
+            return step["type"] in ("ByteLevel", "Digits", "Metaspace", "NFC", "Prepend")
 
 
 def _byte_of_char() -> dict[str, int]:

@@ -121,7 +121,7 @@ def test_a_refused_request_gets_one_delta_with_the_error(ingress):
     ingress.add("good")
     last = ingress.last("too long")
     assert last.finish_reason == "error"
-    assert (last.error.code, last.error.status, last.error.retryable) == ("prompt_too_long", 400, False)
+    assert (last.error.code, last.error.status, last.error.retryable) == ("context_length_exceeded", 400, False)
     assert "at most 255 fit" in last.error.message
     assert ingress.last("unknown token").error.code == "invalid_parameter"
     assert ingress.last("good").finish_reason == "length"

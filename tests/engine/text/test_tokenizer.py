@@ -4,18 +4,24 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from engine.errors import ModelFolderError, RequestError
+import engine.pocket
+from engine.errors import ModelFolderError, PromptTooLong, RequestError
 from engine.text.tokenizer import Tokenizer
 from tests.models import make_tokenizer
 
+POCKET = Path(engine.pocket.__file__).parent / "model"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé 👩‍🚀?"}]
 
 
@@ -100,3 +106,71 @@ def test_missing_or_broken_tokenizer_file_is_named(tmp_path, content):
 def test_importing_the_tokenizer_does_not_import_torch():
     code = "import sys, engine.text.tokenizer; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@given(text=st.text() | st.text(alphabet="a \n<|im_endé'1", max_size=300))
+def test_token_ids_are_those_of_the_backends_own_encode(tokenizer, text):
+    for special in (True, False):
+        expected = tokenizer._backend.encode(text, add_special_tokens=special).ids
+        assert tokenizer.encode(text, add_special_tokens=special) == expected
+        assert tokenizer.encode_prompt(text, 10_000, add_special_tokens=special) == expected
+
+
+@given(token_ids=st.lists(st.integers(0, 300)))
+def test_text_of_tokens_is_that_of_the_backends_own_decode(tokenizer, token_ids):
+    for skip in (True, False):
+        expected = tokenizer._backend.decode(token_ids, skip_special_tokens=skip)
+        assert tokenizer.decode(token_ids, skip_special_tokens=skip) == expected
+
+
+def longest_hold_s(work: Callable[[], object]) -> float:
+    """Run `work` in a thread, and return the longest time that this one had to wait for the GIL."""
+    with ThreadPoolExecutor(1) as threads:
+        future, last, longest = threads.submit(work), time.perf_counter(), 0.0
+        while not future.done():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            last, longest = now, max(longest, now - last)
+        future.result()
+    return longest
+
+
+def test_long_text_is_tokenized_without_holding_the_gil():
+    tokenizer = Tokenizer.from_folder(POCKET)
+    text = "The quick brown fox jumps over the lazy dog, and 12 more. " * 20_000
+    held = longest_hold_s(lambda: tokenizer.encode(text))
+    started = time.perf_counter()
+    tokenizer._backend.encode(text)
+    assert held < (time.perf_counter() - started) / 4
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC(), normalizers.Strip()])
+def test_text_that_cannot_fit_is_refused_by_its_length(folder, tmp_path, normalizer):
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    longest = max(len(tokenizer.token_bytes(i)) for i in range(backend.get_vocab_size()))
+    factor = 1 if normalizer is None else 3
+    if isinstance(normalizer, normalizers.Strip):  # a text of any length may become nothing
+        assert tokenizer.max_token_bytes is None
+        assert tokenizer.encode_prompt(" " * 10**6, 10, add_special_tokens=False) == []
+        return
+    assert tokenizer.max_token_bytes == longest * factor
+    tokenizer.check_length("a" * (10 * longest * factor - 1), 10)
+    with pytest.raises(PromptTooLong, match=r"at least 10 tokens, .* maximum context length is 10 tokens"):
+        tokenizer.check_length("a" * (10 * longest * factor), 10)
+
+
+@given(text=st.text())
+def test_no_text_that_fits_is_refused_by_its_length(tokenizer, text):
+    tokenizer.check_length(text, len(tokenizer.encode(text, add_special_tokens=False)) + 1)
+
+
+def test_split_that_drops_text_leaves_no_bound(tmp_path):
+    steps = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    backend = Backend(models.BPE({"a": 0}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.from_folder(tmp_path).max_token_bytes is None
