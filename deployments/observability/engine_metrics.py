@@ -122,6 +122,8 @@ LOAD: list[Row] = [
     *histograms({"iteration_tokens_total": "Tokens computed in one step."}),
     (Gauge, "vllm:kv_cache_usage_perc", "Used fraction of the KV blocks, 0 to 1.", _usage),
     (Gauge, "vllm:cache_config_info", "The KV cache.", _cache_config, "block_size", "num_gpu_blocks"),
+]
+PLACES: list[Row] = [
     (Gauge, "manta_kv_blocks", "KV blocks by state.", _blocks, "state"),
     (Counter, "pd_decision", "Prompts by where they were computed, and why.", "prefill_decisions", "where", "reason"),
 ]
@@ -153,7 +155,11 @@ def request_metrics(engines: Engines) -> Iterator[Metric]:
 
 
 def load_metrics(engines: Engines) -> Iterator[Metric]:
-    """Yield what all engines report; of handoffs only if some engine takes part in them."""
-    yield from collect(LOAD, LABELS, [(labels, status.stats) for labels, status in engines])
+    return collect(LOAD, LABELS, [(labels, status.stats) for labels, status in engines])
+
+
+def handoff_metrics(engines: Engines) -> Iterator[Metric]:
+    """Prompts that one engine computes for another. Engines without handoffs have only blocks and decisions."""
+    yield from collect(PLACES, LABELS, [(labels, status.stats) for labels, status in engines])
     if handoffs := [(labels, status.handoffs) for labels, status in engines if status.handoffs is not None]:
         yield from collect(HANDOFFS, LABELS, handoffs)

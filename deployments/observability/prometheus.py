@@ -18,7 +18,14 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.core import SummaryMetricFamily as Summary
 from prometheus_client.registry import Collector
 
-from deployments.observability.engine_metrics import Row, collect, histograms, load_metrics, request_metrics
+from deployments.observability.engine_metrics import (
+    Row,
+    collect,
+    handoff_metrics,
+    histograms,
+    load_metrics,
+    request_metrics,
+)
 from deployments.observability.stats import IngressStats, RouteStats
 from deployments.observability.telemetry import Telemetry
 from deployments.replicas.pools import EnginePool, ReplicaStatus, all_statuses
@@ -108,6 +115,7 @@ class _Snapshot(Collector):
         yield from collect(REPLICAS, ["model_name"], [([r.model], r) for r in self._replicas])
         yield from request_metrics(self._decode)
         yield from load_metrics([*self._decode, *self._prefill])
+        yield from handoff_metrics([*self._decode, *self._prefill])
         yield from self._routing()
         yield from collect(MODELS, MODEL_LABELS, self._models)
         yield from collect(INGRESSES, ["ingress"], [([i.ingress_id], i) for i in self._ingresses])

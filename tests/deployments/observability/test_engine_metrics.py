@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 from prometheus_client.core import Metric
 
-from deployments.observability.engine_metrics import load_metrics
+from deployments.observability.engine_metrics import handoff_metrics
 from deployments.openai.debug import live_handoffs
 from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
@@ -29,7 +29,7 @@ STATS = HandoffStats(
 def series(*statuses: EngineStatus) -> dict[tuple[str, ...], float]:
     """By name and values of labels without model and engine."""
     engines = [(["m", status.engine_id], status) for status in statuses]
-    metrics: list[Metric] = list(load_metrics(engines))
+    metrics: list[Metric] = list(handoff_metrics(engines))
     return {
         (sample.name, *[v for k, v in sample.labels.items() if k not in ("model_name", "engine")]): sample.value
         for metric in metrics
