@@ -58,10 +58,11 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def flags_of(options: type) -> list[inspect.Parameter]:
-    """Flags of a dataclass: the metadata of its fields are `names` and arguments of typer.Option, such as `help`."""
+    """Flags of a dataclass: the metadata of its fields are `names` and arguments of typer.Option, such as `help`. `PANEL`
+    of the class is the panel in which those are shown that name none."""
     hints, flags = get_type_hints(options), []
     for f in fields(options):
-        details = dict(f.metadata)
+        details = {"rich_help_panel": getattr(options, "PANEL", None), **f.metadata}
         flags.append(_parameter(f.name, hints[f.name], f.default, *details.pop("names", ()), **details))
     return flags
 

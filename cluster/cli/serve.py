@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 import typer
 import yaml
@@ -22,33 +22,32 @@ from engine.errors import ConfigError, InvalidParameter, StartupError
 
 ABOVE_MODELS = ("ingress", "log_format", "log_level", "tracing")  # keys of `args` that do not belong to a model
 YAML = (".yaml", ".yml")
-API, REPLICAS = {"rich_help_panel": "API"}, {"rich_help_panel": "Replicas"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiFlags:
-    served_model_name: str | None = flag(None, "What clients send as `model`. Default: MODEL's last part.", **API)
-    host: str | None = flag(None, "0.0.0.0 listens on all interfaces.", **API, show_default=HOST)
-    port: int | None = flag(None, "", **API, min=1, max=65535, show_default=str(PORT))
-    api_keys_file: str | None = flag(None, "Who may come in; see `manta hash-key`. Default: everybody.", **API)
-    tool_call_parser: str | None = flag(None, "Default: read off the chat template.", **API)
-    reasoning_parser: str | None = flag(None, "Default: read off the chat template.", **API)
-    log_level: Literal["debug", "info", "warning", "error"] | None = flag(None, "", **API, show_default="info")
+    PANEL: ClassVar = "API"
+    served_model_name: str | None = flag(None, "What clients send as `model`. Default: MODEL's last part.")
+    host: str | None = flag(None, "0.0.0.0 listens on all interfaces.", show_default=HOST)
+    port: int | None = flag(None, "", min=1, max=65535, show_default=str(PORT))
+    api_keys_file: str | None = flag(None, "Who may come in; see `manta hash-key`. Default: everybody.")
+    tool_call_parser: str | None = flag(None, "Default: read off the chat template.")
+    reasoning_parser: str | None = flag(None, "Default: read off the chat template.")
+    log_level: Literal["debug", "info", "warning", "error"] | None = flag(None, "", show_default="info")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFlags:
+    PANEL: ClassVar = "Replicas"
     num_replicas: int | None = flag(
-        None, "Replicas that answer requests.", "--num-replicas", "--decode-replicas", **REPLICAS, show_default="1"
+        None, "Replicas that answer requests.", "--num-replicas", "--decode-replicas", show_default="1"
     )
-    max_replicas: int | None = flag(None, "In place of a fixed number: load decides (docs/autoscaling.md).", **REPLICAS)
-    min_replicas: int | None = flag(None, "With --max-replicas.", **REPLICAS, show_default="1")
-    prefill_replicas: int | None = flag(
-        None, "Replicas that only compute prompts for the others (docs/handoff.md).", **REPLICAS
-    )
-    num_cpus: float | None = flag(None, "CPUs of each rank of a replica.", **REPLICAS, show_default="1")
-    num_gpus: float | None = flag(None, "GPUs of each rank; at most 1.", **REPLICAS, show_default="0")
-    accelerator_type: str | None = flag(None, "GPU that a rank needs, as Ray names it: L4, H100.", **REPLICAS)
+    max_replicas: int | None = flag(None, "In place of a fixed number: load decides (docs/autoscaling.md).")
+    min_replicas: int | None = flag(None, "With --max-replicas.", show_default="1")
+    prefill_replicas: int | None = flag(None, "Replicas that only compute prompts for the others (docs/handoff.md).")
+    num_cpus: float | None = flag(None, "CPUs of each rank of a replica.", show_default="1")
+    num_gpus: float | None = flag(None, "GPUs of each rank; at most 1.", show_default="0")
+    accelerator_type: str | None = flag(None, "GPU that a rank needs, as Ray names it: L4, H100.")
 
 
 @with_flags

@@ -66,7 +66,6 @@ class EngineServer:
         self.engine_id = engine_id
         self._waker = Waker()
         self._core = EngineCore.build(config, group, engine_id=engine_id, host=host, wake=self._waker.wake)
-        self.model_config = self._core.model_config
         self.max_model_len = self._core.max_model_len
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -13,24 +13,23 @@ from cluster.flags import flag
 from engine.errors import InvalidParameter
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-PANEL = {"rich_help_panel": "Load"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineLoad:
+    PANEL: ClassVar = "Load"
     workload: str | None = flag(
         None,
         "A preset with token ids that other engines can be given too, in place of the four options below. "
         "W1: 64 x 128 in, 64 out (Qwen3: 16 x 256 in, 64 out). W2: one stream, 128 in, 128 out. The model needs a "
         "vocabulary of 31,000.",
-        **PANEL,
     )
-    requests: int = flag(64, "Requests, handed over all at once.", min=1, **PANEL)
-    input_len: int = flag(128, "Tokens per prompt.", min=1, **PANEL)
-    output_len: int = flag(64, "Tokens per answer.", min=1, **PANEL)
-    seed: int = flag(0, "Seed of the random prompts.", **PANEL)
-    repetitions: int = flag(5, "Repetitions, each with new prompts.", min=1, **PANEL)
-    warmup: int = flag(1, "Repetitions before those that count.", min=0, **PANEL)
+    requests: int = flag(64, "Requests, handed over all at once.", min=1)
+    input_len: int = flag(128, "Tokens per prompt.", min=1)
+    output_len: int = flag(64, "Tokens per answer.", min=1)
+    seed: int = flag(0, "Seed of the random prompts.")
+    repetitions: int = flag(5, "Repetitions, each with new prompts.", min=1)
+    warmup: int = flag(1, "Repetitions before those that count.", min=0)
 
     def batch(self, number: int, model: str, vocab_size: int) -> list[Job]:
         """Return the prompts of a repetition."""
@@ -41,25 +40,24 @@ class OfflineLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeLoad:
-    endpoint: str = flag("completions", "completions or chat.", **PANEL)
-    num_prompts: int = flag(100, "Requests to send.", min=1, **PANEL)
-    request_rate: float = flag(math.inf, "Requests per second; inf sends all at once.", **PANEL)
-    burstiness: float = flag(
-        1.0, "Shape of the arrivals: 1 is a Poisson process, below 1 in bursts, above 1 evenly.", **PANEL
-    )
+    PANEL: ClassVar = "Load"
+    endpoint: str = flag("completions", "completions or chat.")
+    num_prompts: int = flag(100, "Requests to send.", min=1)
+    request_rate: float = flag(math.inf, "Requests per second; inf sends all at once.")
+    burstiness: float = flag(1.0, "Shape of the arrivals: 1 is a Poisson process, below 1 in bursts, above 1 evenly.")
     max_concurrency: int | None = flag(
-        None, "Maximum number of requests under way; the others wait in the client, unmeasured.", min=1, **PANEL
+        None, "Maximum number of requests under way; the others wait in the client, unmeasured.", min=1
     )
-    input_len: int = flag(128, "Tokens of each prompt's own.", min=1, **PANEL)
-    output_len: int = flag(64, "Tokens per answer.", min=1, **PANEL)
-    prefix_len: int = flag(0, "Shared tokens before these.", min=0, **PANEL)
-    prefix_groups: int = flag(1, "Number of different prefixes; prompts take turns.", min=1, **PANEL)
-    text: bool = flag(False, "Send English words, not token ids; chat always does.", "--text", **PANEL)
-    vocab_size: int = flag(1000, "Token ids are below this; the model must have them.", min=2, **PANEL)
-    temperature: float = flag(0.0, "0 is greedy.", min=0, **PANEL)
-    ignore_eos: bool = flag(True, "Ask for the full length; a server may not know the field.", **PANEL)
-    num_warmups: int = flag(0, "Requests sent one after another before the clock starts.", min=0, **PANEL)
-    seed: int = flag(0, "Seed of the random prompts.", **PANEL)
+    input_len: int = flag(128, "Tokens of each prompt's own.", min=1)
+    output_len: int = flag(64, "Tokens per answer.", min=1)
+    prefix_len: int = flag(0, "Shared tokens before these.", min=0)
+    prefix_groups: int = flag(1, "Number of different prefixes; prompts take turns.", min=1)
+    text: bool = flag(False, "Send English words, not token ids; chat always does.", "--text")
+    vocab_size: int = flag(1000, "Token ids are below this; the model must have them.", min=2)
+    temperature: float = flag(0.0, "0 is greedy.", min=0)
+    ignore_eos: bool = flag(True, "Ask for the full length; a server may not know the field.")
+    num_warmups: int = flag(0, "Requests sent one after another before the clock starts.", min=0)
+    seed: int = flag(0, "Seed of the random prompts.")
 
     def __post_init__(self) -> None:
         if self.endpoint not in PATHS:
