@@ -13,12 +13,14 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import resource
 import threading
 import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,6 +38,7 @@ PIECE_BYTES = 1 << 20  # per transfer: small enough that a slow link shows progr
 MAX_TRANSFERS = 4  # under way at a time
 POLL_S = 0.0001
 PROGRESS_US = 10_000  # interval at which UCX makes progress even if it has not asked to
+RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 class NixlDescription(msgspec.Struct, frozen=True, array_like=True):
@@ -66,6 +69,7 @@ class NixlTransport:
         self._segment = "VRAM" if memory.device.type == "cuda" else "DRAM"
         self._device = memory.device.index or 0
         self._lock = threading.Lock()  # guards the NIXL agent and all below
+        warn_if_memory_cannot_be_pinned()
         self._agent = start_agent()
         with nixl_errors():
             self._registered = [self._register(memory.tensor)]
@@ -198,6 +202,13 @@ class NixlTransport:
         with self._lock:
             if release(transfer.handle):
                 self._free.append(transfer.buffer)
+
+
+def warn_if_memory_cannot_be_pinned() -> None:
+    """Log a warning if this machine has RDMA that UCX may not use: it then goes over TCP and says nothing."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit != resource.RLIM_INFINITY and RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir()):
+        logger.warning("RDMA needs RLIMIT_MEMLOCK unlimited, got %d KiB: KV may go over TCP", limit // 1024)
 
 
 def start_agent() -> Any:

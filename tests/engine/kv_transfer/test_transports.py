@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -55,6 +56,25 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def make(name: str) -> Iterator[Make]:
     yield from maker(name)
+
+
+@pytest.mark.parametrize(
+    ("device", "limit", "warned"), [(True, 8 << 20, True), (True, -1, False), (False, 8 << 20, False)]
+)
+def test_rdma_that_may_not_pin_memory_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    device: bool,
+    limit: int,
+    warned: bool,
+) -> None:
+    if device:
+        (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(nixl, "RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(nixl.resource, "getrlimit", lambda _: (limit, limit))
+    nixl.warn_if_memory_cannot_be_pinned()
+    assert ("RLIMIT_MEMLOCK unlimited, got 8192 KiB" in caplog.text) is warned
 
 
 @pytest.fixture
