@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 from functools import cache
@@ -24,6 +25,8 @@ from tests.k8s.overlays import (
     containers,
     every_overlay,
     needs_kustomize,
+    of_kind,
+    pods,
     ray_groups,
     ray_service,
     rendered,
@@ -98,19 +101,81 @@ def test_lint_finds_nothing_in_an_overlay(overlay):
     assert [str(finding) for finding in findings(rendered(overlay))] == []
 
 
+def broken_controls(pod: Manifest) -> set[str]:
+    """Return the controls of the level `restricted` (Pod Security Standards) that a pod breaks."""
+    own = [pod, *pod.get("initContainers", []), *pod["containers"]]
+    contexts = [part.get("securityContext", {}) for part in own]
+    merged = [contexts[0] | context for context in contexts[1:]]
+    allowed = {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
+    broken = {
+        "host": any(pod.get(name) for name in ("hostNetwork", "hostPID", "hostIPC")),
+        "hostPorts": any(port.get("hostPort") for part in own[1:] for port in part.get("ports", [])),
+        "volumes": any(not (volume.keys() - {"name"}) <= allowed for volume in pod.get("volumes", [])),
+        "privileged": any(context.get("privileged") for context in contexts),
+        "escalation": any(context.get("allowPrivilegeEscalation") is not False for context in contexts[1:]),
+        "nonRoot": any(context.get("runAsNonRoot") is not True or context.get("runAsUser") == 0 for context in merged),
+        "seccomp": any(
+            context.get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost") for context in merged
+        ),
+        "capabilities": any(context.get("capabilities") != {"drop": ["ALL"]} for context in contexts[1:]),
+        "kernel": any(
+            context.get("sysctls") or context.get("procMount", "Default") != "Default" for context in contexts
+        ),
+    }
+    return {control for control, is_broken in broken.items() if is_broken}
+
+
 @needs_kustomize
 @every_overlay
-def test_containers_of_an_overlay_are_restricted_and_only_those_with_rdma_may_lock_memory(overlay):
-    """The level `restricted`, and a root file system that nobody writes."""
-    for container, pod in containers(rendered(overlay)):
-        own = container["securityContext"]
-        both = pod["securityContext"] | own
-        assert both["runAsNonRoot"] is True and both["seccompProfile"]["type"] == "RuntimeDefault"
-        assert own["allowPrivilegeEscalation"] is False and own["readOnlyRootFilesystem"] is True
-        assert own["capabilities"]["drop"] == ["ALL"]
-        uses_rdma = any(name.startswith("rdma/") for name in container["resources"]["limits"])
-        assert set(own["capabilities"].get("add", [])) <= ({"IPC_LOCK"} if uses_rdma else set())
-        assert not any("hostPath" in volume for volume in pod.get("volumes", []))
+def test_pods_of_an_overlay_keep_the_level_that_their_namespace_enforces(overlay):
+    """Also those with RDMA: IPC_LOCK is of no effect for a user that is not root."""
+    (namespace,) = of_kind("Namespace", rendered(overlay))
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    for pod in pods(rendered(overlay)):
+        assert broken_controls(pod) == set()
+    for container, _ in containers(rendered(overlay)):
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+@needs_kustomize
+@pytest.mark.parametrize(
+    ("control", "change"),
+    [
+        ("host", {"hostNetwork": True}),
+        ("volumes", {"volumes": [{"name": "x", "hostPath": {"path": "/"}}]}),
+        ("nonRoot", {"securityContext": {"runAsUser": 0}}),
+        ("seccomp", {"securityContext": {"runAsNonRoot": True}}),
+    ],
+)
+def test_pod_that_breaks_a_control_is_seen(control, change):
+    pod = next(pods(rendered(OVERLAYS[0])))
+    assert control in broken_controls(pod | change)
+
+
+@pytest.mark.parametrize(
+    ("control", "change"),
+    [
+        ("privileged", {"privileged": True}),
+        ("nonRoot", {"runAsUser": 0}),
+        ("capabilities", {"capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}),
+        ("escalation", {"allowPrivilegeEscalation": True}),
+    ],
+)
+@needs_kustomize
+def test_container_that_breaks_a_control_is_seen(control, change):
+    pod = next(pods(rendered(OVERLAYS[0])))
+    first, *rest = pod["containers"]
+    changed = first | {"securityContext": first["securityContext"] | change}
+    assert broken_controls(pod | {"containers": [changed, *rest]}) == {control}
 
 
 @needs_kustomize
@@ -177,10 +242,37 @@ def test_only_the_operator_reaches_the_dashboard_of_an_overlay_and_clients_reach
         for rule in policy["spec"].get("ingress", []):
             for entry in rule.get("ports", []):
                 opened.setdefault(entry["port"], []).extend(rule["from"])
-    assert [peer["podSelector"]["matchLabels"] for peer in opened[8265]] == [
-        {"app.kubernetes.io/name": "kuberay-operator"}
-    ]
+    assert opened[8265] == [{"namespaceSelector": {"matchLabels": {"manta/operator": "allowed"}}}]
     assert {"namespaceSelector": {"matchLabels": {"manta/clients": "allowed"}}} in opened[8000]
+
+
+@needs_kustomize
+@every_overlay
+def test_namespaces_that_reach_an_overlay_have_a_label_that_the_readme_tells_to_set(overlay):
+    """Names of namespaces, and labels of pods of others, depend on how they were installed."""
+    readme = (ROOT / "k8s" / "README.md").read_text()
+    for policy in of_kind("NetworkPolicy", rendered(overlay)):
+        for rule in policy["spec"].get("ingress", []):
+            for selector in (peer["namespaceSelector"] for peer in rule["from"] if "namespaceSelector" in peer):
+                ((label, value),) = selector["matchLabels"].items()
+                assert label.startswith("manta/")
+                assert f"{label}={value}" in readme
+
+
+@needs_kustomize
+@every_overlay
+def test_pods_of_an_overlay_ask_for_names_wherever_these_are_answered(overlay):
+    """CoreDNS is not always a pod of kube-system: NodeLocal DNSCache is on the node, and OpenShift has its own port."""
+    names = {("UDP", 53), ("TCP", 53), ("UDP", 5353), ("TCP", 5353)}
+    for template in (group["template"] for group in ray_groups(rendered(overlay)).values()):
+        anywhere = [
+            {(entry["protocol"], entry["port"]) for entry in rule["ports"]}
+            for policy in of_kind("NetworkPolicy", rendered(overlay))
+            if policy["spec"]["podSelector"].get("matchLabels", {}).items() <= template["metadata"]["labels"].items()
+            for rule in policy["spec"].get("egress", [])
+            if "to" not in rule
+        ]
+        assert any(names <= ports for ports in anywhere)
 
 
 @needs_kustomize
@@ -193,6 +285,14 @@ def test_monitors_of_an_overlay_name_ports_of_the_pods_that_they_select(overlay)
         selected = [template for template in templates if labels <= template["metadata"]["labels"].items()]
         ports = {port["name"] for template in selected for port in template["spec"]["containers"][0]["ports"]}
         assert {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} <= ports
+
+
+@needs_kustomize
+@every_overlay
+def test_prometheus_operator_takes_the_monitors_and_rules_of_an_overlay(overlay):
+    """As kube-prometheus-stack installs it, it takes only those with the name of its release."""
+    for manifest in of_kind("PodMonitor", rendered(overlay)) + of_kind("PrometheusRule", rendered(overlay)):
+        assert manifest["metadata"]["labels"]["release"] == "kube-prometheus-stack"
 
 
 @needs_kustomize
@@ -226,3 +326,53 @@ def test_every_pool_of_an_overlay_has_a_disruption_budget_that_its_pods_can_meet
     pods = {group["groupName"]: group["maxReplicas"] * group.get("numOfHosts", 1) for group in groups}
     assert least.keys() == {"head", *pods}
     assert all(least[name] <= pods[name] for name in pods)
+
+
+@needs_kustomize
+@every_overlay
+def test_eviction_never_takes_pods_of_two_replicas_of_an_overlay_that_span_machines(overlay):
+    """The loss of one pod ends all of its replica. A pod that is not Ready may hold ranks at work, so it is not free to go."""
+    manifests = rendered(overlay)
+    for group in ray_service(manifests)["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
+        if (hosts := group.get("numOfHosts", 1)) == 1:
+            continue
+        (budget,) = [
+            manifest["spec"]
+            for manifest in of_kind("PodDisruptionBudget", manifests)
+            if manifest["spec"]["selector"]["matchLabels"]["manta/pool"] == group["groupName"]
+        ]
+        assert budget["minAvailable"] == group["maxReplicas"] * hosts - 1
+        assert budget.get("unhealthyPodEvictionPolicy", "IfHealthyBudget") == "IfHealthyBudget"
+
+
+@needs_kustomize
+@every_overlay
+def test_head_of_an_overlay_goes_quickly(overlay):
+    """It holds no stream, and no other head can start before it has gone."""
+    manifests = rendered(overlay)
+    head = Service(ray_service(manifests), manifests).groups[0]
+    drain_s = float(head.env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+    assert drain_s < head.pod["terminationGracePeriodSeconds"] <= 60
+
+
+@needs_kustomize
+def test_pods_with_nothing_but_ingresses_do_not_gather_on_one_machine():
+    (overlay,) = [overlay for overlay in OVERLAYS if overlay.name == "pd-disagg"]
+    template = ray_groups(rendered(overlay))["ingress"]["template"]
+    (spread,) = template["spec"]["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+    assert spread["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+
+
+@needs_kustomize
+def test_component_for_traces_lets_pods_of_ray_reach_a_collector(tmp_path):
+    k8s = os.path.relpath(ROOT / "k8s", tmp_path)
+    text = {"resources": [f"{k8s}/overlays/cpu-demo"], "components": [f"{k8s}/components/tracing"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(text))
+    manifests = rendered(tmp_path)
+    (policy,) = [m for m in of_kind("NetworkPolicy", manifests) if m["metadata"]["name"] == "manta-traces"]
+    collector = {"namespaceSelector": {"matchLabels": {"manta/tracing": "allowed"}}}
+    assert policy["spec"]["egress"] == [{"to": [collector], "ports": [{"protocol": "TCP", "port": 4318}]}]
+    for group in ray_groups(manifests).values():
+        selected = policy["spec"]["podSelector"]["matchLabels"].items()
+        assert selected <= group["template"]["metadata"]["labels"].items()

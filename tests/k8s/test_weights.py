@@ -44,7 +44,7 @@ def models(container: Manifest, overlay: Path) -> str:
 
 
 def run(container: Manifest, folder: Path, *, wanted: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the script of a container with `folder` for /models, and the commands in `path` before those of the machine."""
+    """Run the script of a container with `folder` for /models, and the commands in `path` before the machine's own."""
     script = container["args"][0].replace("/models", str(folder))
     environment = {"PATH": f"{path}:{os.environ['PATH']}", "MODELS": wanted}
     return subprocess.run([*container["command"], script], env=environment, capture_output=True, text=True, timeout=20)

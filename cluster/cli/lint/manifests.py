@@ -127,6 +127,12 @@ class Service:
         return serve_config.parse(self.spec.get("serveConfigV2") or "", "serveConfigV2")
 
     @property
+    def groups_with_streams(self) -> list[Group]:
+        """The groups whose pods answer clients: not a head without replicas that is no endpoint of the Service."""
+        head_serves = self.groups[0].node.resources["CPU"] or not self.spec.get("excludeHeadPodFromServeSvc")
+        return self.groups if head_serves else self.groups[1:]
+
+    @property
     def port(self) -> int:
         return int((self.serve.get("http_options") or {}).get("port", PORT))
 

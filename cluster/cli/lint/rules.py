@@ -72,7 +72,7 @@ def deadlines(service: Service) -> Iterator[Finding]:
     if (delay_s := _seconds(service.spec, DELETION_DELAY)) < request_s:
         message = f"{DELETION_DELAY} must be at least {request}, got {delay_s:g}"
         yield Finding("upgrade-cuts-requests", service.name, message)
-    for group in service.groups:
+    for group in service.groups_with_streams:
         grace_s, ray_s, stop_s = (
             _seconds(group.pod, GRACE), _seconds(group.env, RAY_DRAIN), _seconds(group.env, HARD_STOP)
         )  # fmt: skip

@@ -78,6 +78,16 @@ def test_a_group_that_a_patch_left_without_a_maximum_is_found():
     assert "ingress" in found["bundles-fit"]  # there is no pod that could hold it
 
 
+def test_a_head_that_answers_no_client_need_not_drain():
+    deployed = Deployed()
+    deployed.put("head.template.spec.terminationGracePeriodSeconds", 30)
+    assert {finding.rule for finding in findings(deployed.manifests())} == {"drain-grace"}
+    deployed.put("spec.excludeHeadPodFromServeSvc", True)
+    assert findings(deployed.manifests()) == []
+    deployed.put("head.rayStartParams.num-cpus", "1")  # for replicas
+    assert {finding.rule for finding in findings(deployed.manifests())} == {"drain-grace"}
+
+
 def test_pods_that_no_policy_selects_are_open_to_all():
     deployed = Deployed()
     for name in ("inside", "clients", "operator"):
