@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from engine.wire.block_hash import block_hash, root_hash
 from engine.wire.messages import GenerateRequest, RequestTimes, TokenLogprob
@@ -13,23 +13,8 @@ from engine.wire.remote_prefill import RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 
-
-class Grammar(Protocol):
-    """Constrains an output to a form (engine/text/grammar.py)."""
-
-    is_done: bool
-    """The output is complete; only its end may follow."""
-    error: str | None
-    """Why no token is allowed any more."""
-
-    def ready(self) -> bool:
-        """Return whether `mask` would return at once."""
-
-    def mask(self) -> bytes:
-        """Return which tokens may come next: one bit per token, lowest first, in whole 32-bit words."""
-
-    def accept(self, token: int) -> None:
-        """Continue the output with this token."""
+if TYPE_CHECKING:
+    from engine.text.grammar import Grammar
 
 
 class State(Enum):

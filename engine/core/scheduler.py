@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,7 +13,7 @@ from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.handoffs import HandoffManager
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.request import Grammar, Request, State
+from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
@@ -29,6 +30,9 @@ from engine.wire.messages import (
 )
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_prefill import RemotePrefillRequest
+
+if TYPE_CHECKING:
+    from engine.text.grammar import Grammar
 
 logger = logging.getLogger(__name__)
 

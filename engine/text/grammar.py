@@ -44,14 +44,14 @@ class CompiledGrammar:
 
 
 class Grammar:
-    """The state of one output in its grammar: what request.Grammar asks for. One thread at a time.
+    """The state of one output in its grammar. One thread at a time.
 
     output: tokens of it that exist already.
     """
 
     def __init__(self, compiled: CompiledGrammar, output: list[int], threads: ThreadPoolExecutor):
-        self.is_done = False
-        self.error: str | None = None
+        self.is_done = False  #: the output is complete; only its end may follow
+        self.error: str | None = None  #: why no token is allowed any more
         self._matcher = compiled.matcher.deep_copy()
         self._num_bytes = len(compiled.mask)
         self._threads = threads
@@ -63,16 +63,18 @@ class Grammar:
             self._mask.set_result(compiled.mask)
 
     def ready(self) -> bool:
-        """Waits for that, though never longer than MASK_WAIT_S per mask."""
+        """Return whether `mask` would return at once. Waits for that, though never longer than MASK_WAIT_S per mask."""
         if not self._mask.done():
             with suppress(TimeoutError):
                 self._mask.result(max(0.0, self._asked_at + MASK_WAIT_S - time.monotonic()))
         return self._mask.done()
 
     def mask(self) -> bytes:
+        """Return which tokens may come next, as `compute_mask` does."""
         return self._mask.result()
 
     def accept(self, token: int) -> None:
+        """Continue the output with this token."""
         wait([self._mask])  # done by now, unless another engine has chosen the token
         self._consume([token])
         self._asked_at = time.monotonic()
