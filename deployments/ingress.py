@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
 from deployments.frontend.token_channel import TokenChannel
-from deployments.observability.scaling_report import QueueReport
+from deployments.observability.scaling_report import queue_report
 from deployments.observability.stats import IngressStats
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import SequenceTimeline
@@ -94,8 +94,10 @@ class Ingress:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve once a second where some model is autoscaled."""
-        reports = (QueueReport.of(model.admission).numbers(name) for name, model in self._models.items())
-        return {key: value for report in reports for key, value in report.items()}
+        numbers: dict[str, float] = {}
+        for name, model in self._models.items():
+            numbers |= queue_report(name, model.admission.num_waiting, model.admission.waiting_tokens)
+        return numbers
 
     async def timelines(self, name: str) -> bytes:
         """Return what this ingress knows of a request (SequenceTimeline.is_of): list[SequenceTimeline], in msgpack."""

@@ -10,7 +10,7 @@ from cluster.simulator.results import PoolUse
 from cluster.simulator.spec import PoolSpec
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
-from deployments.routing.prompt_digest import PromptDigester
+from deployments.routing.routing_context import PromptDigester
 
 
 class Pool:

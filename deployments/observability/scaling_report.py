@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deployments.frontend.admission import Admission
     from engine.wire.messages import EngineStatus
 
 SPILLS = ("saturated", "no_prefill_replica", "quarantined")  # reasons of engine/core/remote_prefill_policy.py
@@ -65,19 +64,9 @@ class ReplicaReport:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class QueueReport:
-    """The admission queue of one model in one ingress."""
-
-    waiting: float  #: sequences that wait there for the engines
-    waiting_tokens: float  #: tokens of their prompts
-
-    @classmethod
-    def of(cls, admission: Admission) -> QueueReport:
-        return cls(admission.num_waiting, admission.waiting_tokens)
-
-    def numbers(self, model: str) -> dict[str, float]:
-        return {waiting_of(model): self.waiting, waiting_tokens_of(model): self.waiting_tokens}
+def queue_report(model: str, waiting: float, waiting_tokens: float) -> dict[str, float]:
+    """Return the admission queue of one model in one ingress: its sequences, and the tokens of their prompts."""
+    return {waiting_of(model): waiting, waiting_tokens_of(model): waiting_tokens}
 
 
 def waiting_of(model: str) -> str:

@@ -19,8 +19,7 @@ from deployments import ray_compat
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.prefill_dispatcher import PoolState
-from deployments.routing.prompt_digest import PromptDigester
-from deployments.routing.routing_context import CallOutcome, RoutingContext
+from deployments.routing.routing_context import CallOutcome, PromptDigester, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.wire.messages import GenerateRequest
@@ -49,9 +48,8 @@ class ServePool:
         """
         self._may_sleep = may_sleep
         self.routing = RoutingStats()
-        self._handle, self._prompts = handle, PromptDigester(block_size)
+        self._handle, self._prefill, self._prompts = handle, prefill, PromptDigester(block_size)
         self._note = note
-        self._prefill = None if prefill is None else ServePrefillPool(prefill)
 
     async def generate(self, request: GenerateRequest) -> None:
         prompt = self._prompts.digest(request.request_id, request.prompt, request.cache_salt, request.session_id)
@@ -74,7 +72,7 @@ class ServePool:
         return deployment is not None and deployment.status in AT_REST and not deployment.replica_states.get("RUNNING")
 
     async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return [] if self._prefill is None else await self._prefill.statuses()
+        return [] if self._prefill is None else await _statuses(self._prefill)
 
 
 class ServePrefillPool:

@@ -11,7 +11,7 @@ from deployments.routing.config import Role, RoutingConfig
 from deployments.routing.cost import EngineCandidate, RoutingCost
 from deployments.routing.placements import UNKNOWN, Placement, Placements
 from deployments.routing.policies import Lookup, make_policy, rendezvous_order
-from deployments.routing.prompt_digest import PromptDigest
+from deployments.routing.routing_context import PromptDigest
 from deployments.routing.stats import RoutingReason, RoutingStats
 from engine.wire.messages import EngineUpdate
 
@@ -86,7 +86,7 @@ class Balancer:
 
     def keep(self, engines: Iterable[str]) -> None:
         """Forget all engines but these."""
-        gone = (self.placements.engines | self._unhealthy).difference(engines)
+        gone = (self.placements.records.keys() | self._unhealthy).difference(engines)
         self._unhealthy -= gone
         for engine in gone:
             self.placements.forget(engine)

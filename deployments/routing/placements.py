@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from deployments.routing.prefix_index import PrefixIndex, block_keys
@@ -57,10 +57,6 @@ class Placements:
         self.records: defaultdict[str, EngineRecord] = defaultdict(EngineRecord)  # by engine
         self._placements: dict[str, Placement] = {}
         self._ended: set[str] = set()  # placements whose call is over: the engine's last word on the prompt is missing
-
-    @property
-    def engines(self) -> KeysView[str]:
-        return self.records.keys()
 
     def engine(self, engine: str) -> EngineRecord:
         """Return what is known of the engine, for reading only."""
@@ -128,10 +124,6 @@ class Placements:
         self.records.pop(engine, None)
         self._placements = {r: p for r, p in self._placements.items() if p.engine != engine}
         self._ended &= self._placements.keys()
-
-    def pending(self, engine: str) -> list[str]:
-        """Ids of requests that were sent to the engine and are in none of its reports yet."""
-        return list(self.engine(engine).pending)
 
     def check(self) -> None:
         """Raise AssertionError unless all records agree."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from deployments.routing.config import PolicyName
 from deployments.routing.cost import EngineCandidate, RoutingCost
-from deployments.routing.prompt_digest import PromptDigest
+from deployments.routing.routing_context import PromptDigest
 from deployments.routing.stats import RoutingReason
 
 Lookup = Callable[[str], EngineCandidate]

@@ -31,18 +31,18 @@ class PrefixIndex:
     bound both, so nothing is ever dropped to save memory.
     """
 
-    __slots__ = ("_expected", "_stored")  # a choice reads those of all engines: each cache line counts
+    __slots__ = ("_expected", "stored")  # a choice reads those of all engines: each cache line counts
 
     def __init__(self) -> None:
-        self._stored = KeySet()
+        self.stored = KeySet()  #: keys of all reported blocks
         self._expected: Counter[int] = Counter()
 
     def reset(self, keys: Sequence[int]) -> None:
         """Replace all reported blocks."""
-        self._stored = KeySet(keys)
+        self.stored = KeySet(keys)
 
     def update(self, stored: Sequence[int], removed: Sequence[int]) -> None:
-        self._stored.update(stored, removed)
+        self.stored.update(stored, removed)
 
     def expect(self, keys: Sequence[int]) -> None:
         """A prompt with these uncached blocks was sent to the engine."""
@@ -61,17 +61,13 @@ class PrefixIndex:
 
         guess: an answer to try first, from 0 to the number of keys. Many engines have the same part of a prompt.
         """
-        stored, expected = self._stored, self._expected
+        stored, expected = self.stored, self._expected
         if not keys:
             return 0
         reaches = not guess or keys[guess - 1] in stored
         if reaches and (guess == len(keys) or (keys[guess] not in stored and keys[guess] not in expected)):
             return guess
         return bisect_left(keys, True, key=lambda key: key not in stored and key not in expected)
-
-    def stored(self) -> set[int]:
-        """Keys of all reported blocks."""
-        return self._stored.to_set()
 
 
 class KeySet:

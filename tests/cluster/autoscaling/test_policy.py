@@ -16,7 +16,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from cluster.autoscaling import policy as policy_module
 from cluster.autoscaling.policy import DECISION_INTERVAL_S, Policy
 from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, Slo, autoscaling_config
-from deployments.observability.scaling_report import QueueReport, ReplicaReport
+from deployments.observability.scaling_report import ReplicaReport, queue_report
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
 
@@ -54,7 +54,7 @@ def context(reports: Any, settings: PoolSettings | None, target: int = 1, queued
 def contexts(waiting: float = 0.0, queued: float = 0.0, **now: float) -> dict[DeploymentID, SimpleNamespace]:
     """now: what the decode replica reports in the end."""
     replica = series(IDLE.numbers(), {**IDLE.numbers(), "blocks_total": 100.0, **now})
-    ingress = QueueReport(waiting, 7 * waiting).numbers("m")
+    ingress = queue_report("m", waiting, 7 * waiting)
     settings = PoolSettings("m", "decode", Slo(), LIMITS)
     return {
         DECODE: context(replica, settings, queued=queued),

@@ -1,4 +1,4 @@
-from deployments.observability.scaling_report import QueueReport, ReplicaReport
+from deployments.observability.scaling_report import ReplicaReport, queue_report
 from engine.core.stats import RequestMetrics
 from engine.wire.messages import EngineStatus
 from tests.engine_stats import engine_stats
@@ -56,6 +56,6 @@ def test_a_replica_reports_what_its_steps_cost_and_how_its_tokens_came():
 
 
 def test_serve_gets_nothing_but_numbers_by_name():
-    numbers = {**ReplicaReport.of(status()).numbers(), **QueueReport(3, 700).numbers("m")}
+    numbers = {**ReplicaReport.of(status()).numbers(), **queue_report("m", 3, 700)}
     assert all(isinstance(value, int | float) for value in numbers.values())
     assert (numbers["waiting/m"], numbers["waiting_tokens/m"]) == (3, 700)

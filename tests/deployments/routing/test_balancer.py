@@ -8,7 +8,7 @@ import pytest
 
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
-from deployments.routing.prompt_digest import PromptDigest
+from deployments.routing.routing_context import PromptDigest
 from engine.wire.messages import EngineLoad, EngineUpdate
 from tests.deployments.routing.pools import BLOCK, PoolEngine, prompt
 
@@ -93,10 +93,10 @@ def test_an_estimate_does_not_drift_from_what_engines_report():
         if rng.random() < 0.9:
             router.end(request.request_id, confirmed=rng.random() < 0.5)
         if number % 100 == 99:
-            pending = [name for engine in ENGINES for name in router.placements.pending(engine)]
+            pending = [name for engine in ENGINES for name in router.placements.engine(engine).pending]
             for engine in ENGINES:
                 load = EngineLoad(number % 7, number % 11, number % 13, 128, 10_000)
-                admitted = router.placements.pending(engine)
+                admitted = list(router.placements.engine(engine).pending)
                 router.placements.report(engine, load, admitted)
                 assert router.placements.engine(engine).load == load
             assert pending, "something was under way"
@@ -177,7 +177,7 @@ def test_lost_updates_are_noticed_and_a_snapshot_puts_everything_right():
     router.end("1", confirmed=True)
     assert not router.update(engine.update())
     assert router.update(engine.snapshot())
-    assert router.placements.engine("decode-m-a").prefixes.stored() == set(prompt("", list(range(8))).keys)
+    assert router.placements.engine("decode-m-a").prefixes.stored.to_set() == set(prompt("", list(range(8))).keys)
     engine.end("1")
     engine.pool.clear_cache()
     assert router.update(engine.update())
@@ -249,7 +249,7 @@ def test_nothing_is_left_of_an_engine_that_is_gone():
     router.keep(["decode-m-b"])
     assert router.placements.engine(engine.name).prefixes.match(prompt("", tokens).keys) == 0
     assert router.placements.engine(engine.name).load == EngineLoad()
-    assert not router.placements.engines
+    assert not router.placements.records
     router.end("1", confirmed=True)
     router.placements.check()
     assert router.choose(prompt("3", tokens), [engine.name, "decode-m-b"]).reason == "no_prefix"

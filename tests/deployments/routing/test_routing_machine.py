@@ -100,11 +100,11 @@ class RoutingMachine(RuleBasedStateMachine):
 
     def check_truth(self, engine: PoolEngine) -> None:
         """Just after its report."""
-        assert self.router.placements.engine(engine.name).prefixes.stored() == set(
+        assert self.router.placements.engine(engine.name).prefixes.stored.to_set() == set(
             block_keys(b"".join(engine.pool.block_hashes()))
         )
         sent = [name for name, (where, _) in self.on_way.items() if where == engine.name]
-        assert sorted(self.router.placements.pending(engine.name)) == sorted(sent)
+        assert sorted(self.router.placements.engine(engine.name).pending) == sorted(sent)
         load, truth = self.router.placements.engine(engine.name).load, engine.load()
         assert load.sequences == truth.sequences + len(sent)
         if not sent:
