@@ -21,13 +21,13 @@ import numpy as np
 import psutil
 
 from benchmarks.simulator.http_calibration import ROUNDS, HttpFit, Observation, completion, fit_observations, observe
+from benchmarks.simulator.shared_cores import SharedCores
 from benchmarks.simulator.traffic import grouped_trace, small_trace
 from cluster.cli.bench.openai_client import OpenAIClient, Outcome
 from cluster.cli.bench.prompts import FIRST_ID
 from cluster.cli.bench.serve import send_all
-from cluster.simulator.cluster import simulate
 from cluster.simulator.results import Latencies, Report
-from cluster.simulator.spec import ClusterSpec, GoodputSlo, Network, PoolSpec
+from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import PIECE, Trace
 from engine import pocket
 from engine.config import EngineConfig
@@ -205,16 +205,22 @@ def simulation(layout: Layout, found: HttpFit, request_s: float, trace: Trace) -
     """request_s: of a request to one pool. With two, what a request takes beyond that is due to its handoff; the call
     to the prefill replica is as long as that to a decode replica. What the loopback device takes per token of KV is not
     told apart from what computing it takes."""
-    pool = PoolSpec(replicas=layout.decode, config=CONFIG, cost=found.cost, num_blocks=ENGINE["num_blocks"])
     way_s = request_s / 2
-    handoff_s = max(0.0, found.request_s - 3 * way_s)
-    network = Network(call_s=way_s, busy_s=found.busy_s, token_s=way_s, handoff_s=handoff_s)
     spec = ClusterSpec(
-        decode=pool, network=network, kv_bytes=layout.kv_bytes, max_model_len=MAX_MODEL_LEN, contention=found.contention
+        replicas=layout.decode,
+        prefill_replicas=layout.prefill,
+        engine=CONFIG,
+        cost=found.cost,
+        num_blocks=ENGINE["num_blocks"],
+        kv_bytes=layout.kv_bytes,
+        max_model_len=MAX_MODEL_LEN,
+        call_s=way_s,
+        token_s=way_s,
+        handoff_s=max(0.0, found.request_s - 3 * way_s),
     )
-    if layout.prefill:
-        spec = replace(spec, prefill=replace(pool, replicas=layout.prefill))
-    return simulate(spec, trace, GoodputSlo())
+    cluster = SharedCores(spec, trace, contention=found.contention, busy_s=found.busy_s)
+    cluster.run()
+    return cluster.report()
 
 
 def rate_of(layout: Layout, found: HttpFit, load: float) -> float:

@@ -15,7 +15,7 @@ from benchmarks.simulator.traffic import capacity, small_trace
 from cluster.simulator.cluster import simulate
 from cluster.simulator.cost_model import CostModel
 from cluster.simulator.results import Latencies, Report
-from cluster.simulator.spec import ClusterSpec, GoodputSlo, Network, PoolSpec
+from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import Trace
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
@@ -101,9 +101,17 @@ def engine() -> None:
 
 
 def simulated(cost: CostModel, trace: Trace, max_model_len: int) -> Report:
-    pool = PoolSpec(replicas=ENGINES, config=CONFIG, cost=cost, num_blocks=4096, router="round_robin")
-    network = Network(call_s=0.0, token_s=0.0)
-    return simulate(ClusterSpec(decode=pool, network=network, max_model_len=max_model_len), trace, GoodputSlo())
+    spec = ClusterSpec(
+        replicas=ENGINES,
+        engine=CONFIG,
+        cost=cost,
+        num_blocks=4096,
+        router="round_robin",
+        call_s=0.0,
+        token_s=0.0,
+        max_model_len=max_model_len,
+    )
+    return simulate(spec, trace)
 
 
 def compare(

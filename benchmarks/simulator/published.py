@@ -10,8 +10,9 @@ import numpy as np
 from cluster.simulator.cluster import simulate
 from cluster.simulator.cost_model import CostModel
 from cluster.simulator.hardware import CARDS, MODELS, kv_tokens, roofline
+from cluster.simulator.options import RouterName
 from cluster.simulator.results import Report
-from cluster.simulator.spec import ClusterSpec, GoodputSlo, PoolSpec
+from cluster.simulator.spec import ClusterSpec, GoodputSlo
 from cluster.simulator.trace import make_trace, shared_prefix
 from engine.config import EngineConfig
 
@@ -19,7 +20,7 @@ NO_LIMIT = 10**9
 BLOCK = 16
 
 
-def prefix_groups(router: str, groups: int = 64) -> Report:
+def prefix_groups(router: RouterName, groups: int = 64) -> Report:
     """Groups of 16 prompts: 2,048 tokens in common, 128 of their own, 256 out, all at once, on 8 A100s."""
     model, card = MODELS["llama-3.1-8b"], CARDS["a100"]
     arrivals = np.arange(16 * groups) * 1e-6
@@ -27,13 +28,14 @@ def prefix_groups(router: str, groups: int = 64) -> Report:
     trace = shared_prefix(arrivals, rng, groups=groups, system=2048, question=128, output=256, turns=16)
     config = EngineConfig(block_size=BLOCK, max_num_batched_tokens=8192, max_num_seqs=256, max_waiting=NO_LIMIT)
     blocks = kv_tokens(model, card) // BLOCK
-    pool = PoolSpec(replicas=8, config=config, cost=roofline(model, card), num_blocks=blocks, router=router)
-    return simulate(ClusterSpec(decode=pool), trace, GoodputSlo())
+    cost = roofline(model, card)
+    return simulate(ClusterSpec(replicas=8, engine=config, cost=cost, num_blocks=blocks, router=router), trace)
 
 
 def routing() -> None:
     reports = {}
-    for router in ("random", "round_robin", "power_of_two", "prefix_aware"):
+    routers: tuple[RouterName, ...] = ("random", "round_robin", "power_of_two", "prefix_aware")
+    for router in routers:
         reports[router] = report = prefix_groups(router)
         tokens = report.requests_per_s * (2048 + 128 + 256)
         print(f"{router:14}{tokens:10.0f} tokens/s, hit rate {report.hit_rate:.0%}", flush=True)
@@ -53,12 +55,19 @@ def goodput(cost: CostModel, decode: int, prefill: int, chunk: int, slo: Goodput
     def keeps(rate: float) -> bool:
         config = EngineConfig(block_size=BLOCK, max_num_batched_tokens=chunk, max_num_seqs=256, max_waiting=NO_LIMIT)
         blocks = kv_tokens(model, card) // BLOCK
-        pool = PoolSpec(replicas=decode, config=config, cost=cost, num_blocks=blocks, router="round_robin")
-        other = replace(pool, replicas=prefill, config=replace(config, max_num_batched_tokens=8192))
         spec = ClusterSpec(
-            decode=pool, prefill=other if prefill else None, kv_bytes=model.kv_bytes, max_model_len=16_384
+            replicas=decode,
+            prefill_replicas=prefill,
+            engine=config,
+            prefill_engine=replace(config, max_num_batched_tokens=8192),
+            cost=cost,
+            num_blocks=blocks,
+            router="round_robin",
+            kv_bytes=model.kv_bytes,
+            max_model_len=16_384,
+            slo=slo,
         )
-        return simulate(spec, make_trace("fixed", requests, rate), slo).good >= slo.fraction
+        return simulate(spec, make_trace("fixed", requests, rate)).good >= slo.fraction
 
     low, high = 0.0, 1.0
     while keeps(high):
@@ -87,15 +96,15 @@ def split() -> None:
 def scale() -> None:
     model, card = MODELS["llama-3.1-8b"], CARDS["h100"]
     config = EngineConfig(block_size=64, max_num_batched_tokens=2048, max_num_seqs=256, max_waiting=NO_LIMIT)
-    pool = PoolSpec(
+    spec = ClusterSpec(
         replicas=1000,
-        config=config,
+        engine=config,
         cost=roofline(model, card),
         num_blocks=kv_tokens(model, card) // 64,
         router="power_of_two",
+        max_model_len=32_768,
     )
-    spec = ClusterSpec(decode=pool, max_model_len=32_768)
     trace = make_trace("azure-conversation", 1_000_000, 5000.0)
     started, cpu = time.perf_counter(), time.process_time()
-    report = simulate(spec, trace, GoodputSlo())
+    report = simulate(spec, trace)
     print(f"{time.perf_counter() - started:.0f} s, {time.process_time() - cpu:.0f} s of CPU", report, flush=True)

@@ -45,11 +45,11 @@ def simulate(
     from cluster.cli.bench.progress import progress_bar
     from cluster.simulator.cluster import simulate as simulate_cluster
     from cluster.simulator.planner import Planner
-    from cluster.simulator.spec import check_plan, find_trace, make_cluster, make_slo
+    from cluster.simulator.spec import check_plan, find_trace, make_cluster
 
-    slo, traffic = make_slo(options), find_trace(options)
     if plan:
         check_plan(options, max_gpus)
+    traffic = find_trace(options)
     spec = make_cluster(options, traffic)
     with progress_bar() as progress:
         if plan:
@@ -58,14 +58,14 @@ def simulate(
             def on_result(candidate: Candidate) -> None:
                 progress.update(task, advance=1, description=f"{candidate.name}: {candidate.report.good:.0%} good")
 
-            found = Planner(spec, traffic, slo, max_gpus, on_result).plan()
+            found = Planner(spec, traffic, max_gpus, on_result).plan()
         else:
             task = progress.add_task("requests", total=len(traffic))
-            report = simulate_cluster(spec, traffic, slo, lambda done: progress.update(task, completed=done))
+            report = simulate_cluster(spec, traffic, lambda done: progress.update(task, completed=done))
     if plan:
-        print_json(asdict(found)) if as_json else show_plan(found, slo)
+        print_json(asdict(found)) if as_json else show_plan(found, spec.slo)
         raise typer.Exit(0 if found.best else 1)
-    print_json(asdict(report)) if as_json else show_report(report, slo)
+    print_json(asdict(report)) if as_json else show_report(report, spec.slo)
 
 
 def print_json(content: object) -> None:

@@ -13,12 +13,12 @@ from cluster.simulator.pool import Pool
 from cluster.simulator.replica import MAX_FAST_FORWARD_STEPS, Replica
 from cluster.simulator.results import LatencyHistogram, Report, Results
 from cluster.simulator.scaling import Scaling
-from cluster.simulator.spec import ClusterSpec, GoodputSlo
+from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import Trace
 from deployments.frontend.fair_queue import FairQueue, QueuedRequest
 from deployments.routing.config import Role
 from engine.config import HandoffConfig
-from engine.core.handoffs import HandoffManager, HandoffOutput
+from engine.core.handoffs import HandoffManager
 from engine.core.kv_events import UPDATE_PERIOD_S
 from engine.core.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.step_cost import StepTimes
@@ -41,29 +41,26 @@ class Cluster:
         Raises PromptTooLong."""
         if trace.longest >= spec.max_model_len:
             raise PromptTooLong(trace.longest, spec.max_model_len - 1)
-        self.spec, self.trace, self.results = spec, trace, Results(trace)
+        self.spec, self.trace, self.results, self.loop = spec, trace, Results(trace), EventLoop()
         self.turns = 0  # of the event loop
-        self._loop, self._fast_forward = EventLoop(), 0 if spec.contention else fast_forward
+        self._fast_forward = fast_forward
         self._policies: list[RemotePrefillPolicy] = []
-        self._decode = Pool("decode", spec.decode, self._decode_replica, spec.seed)
-        self.pools: dict[Role, Pool] = {"decode": self._decode}
-        self.handoffs: HandoffTraffic | None = None
-        if spec.prefill is not None:
-            self.pools["prefill"] = prefill = Pool("prefill", spec.prefill, self._prefill_replica, spec.seed + 1)
-            self.handoffs = HandoffTraffic(spec.network, spec.kv_bytes, self._loop, prefill, self._after)
-        self._queue = FairQueue(
-            self._decode.capacity, NO_LIMIT if spec.max_waiting is None else spec.max_waiting, NO_LIMIT
-        )
-        self.scaling = Scaling(spec.scaling, self.pools, self._queue, self._later) if spec.scaling else None
+        self.pools = {role: Pool(role, spec, self._make_replica) for role in spec.sizes}
+        self._decode, self._handoffs = self.pools["decode"], None
+        if "prefill" in self.pools:
+            self._handoffs = HandoffTraffic(spec, self.loop, self.pools["prefill"], self._after)
+        self._queue = FairQueue(self._decode.capacity, spec.max_waiting, NO_LIMIT)
+        self._scaling = None
+        if spec.limits is not None:
+            self._scaling = Scaling(spec, spec.limits, self.pools, self._queue, self.loop)
         self._waiting: dict[QueuedRequest, int] = {}
         self._running: dict[str, QueuedRequest] = {}
         self._polled_at = 0.0
-        self._on_way = 0  # requests, to their replicas
         self._done = 0
 
     def run(self, progress: Progress = lambda done: None) -> None:
         """Run until the last request of the trace has ended. progress: is given now and then how many have."""
-        loop, arrivals, come = self._loop, self.trace.arrivals_s.tolist(), 0
+        loop, arrivals, come = self.loop, self.trace.arrivals_s.tolist(), 0
         while self._done + self.results.refused < len(arrivals):
             next_at = loop.next_at
             if come < len(arrivals) and (next_at is None or arrivals[come] < next_at):
@@ -80,16 +77,17 @@ class Cluster:
                 progress(self._done)
         progress(self._done)
 
-    def report(self, slo: GoodputSlo, took_s: float) -> Report:
+    def report(self) -> Report:
         itl, duration_s = LatencyHistogram(), self.results.duration_s
         for pool in self.pools.values():
             for replica in pool.replicas:
                 itl += replica.itl
         uses = {str(role): pool.use(duration_s) for role, pool in self.pools.items()}
-        if self.scaling is not None:
-            uses = {str(role): replace(uses[role], scaled=self.scaling.counts(role, duration_s)) for role in self.pools}
-        handoffs = self.handoffs.use(duration_s) if self.handoffs else None
-        return self.results.report(slo, itl, uses, handoffs, self.spec.gpus, took_s)
+        return self.results.report(self.spec, itl, uses, self._handoffs.use(duration_s) if self._handoffs else None)
+
+    def call_s(self) -> float:
+        """Return the time of a call to a replica that sets out now."""
+        return self.spec.call_s
 
     # -- a request -----------------------------------------------------------------------------------------
 
@@ -106,93 +104,63 @@ class Cluster:
             request = self.trace.request(self._waiting.pop(queued))
             self._running[request.request_id] = queued
             replica = self._decode.choose(request.request_id, request.prompt)
-            call_s = self.spec.network.call_s + self.spec.network.busy_s * self._busy()
-            self._on_way += 1
-            self._loop.at(self._loop.now + call_s, self._add, replica, request)
+            self.loop.at(self.loop.now + self.call_s(), self._add, replica, request)
 
     def _add(self, replica: Replica, request: GenerateRequest) -> None:
-        self._on_way -= 1
-        replica.add(request, self._loop.now)
+        replica.add(request, self.loop.now)
         self._after(replica)
 
     def _after(self, replica: Replica) -> None:
         """Take note that something has happened to the replica."""
-        self._loop.watch(replica)
+        if self._handoffs is not None:
+            self._handoffs.act(replica)
+        self.loop.watch(replica)
         pool = self.pools[replica.role]
         if pool.wants_updates:
-            pool.publish(replica, self._loop.now)
+            pool.publish(replica, self.loop.now)
             if replica.due is None:  # nothing else will happen to it, so what it has to say now it says a little later
-                self._later(UPDATE_PERIOD_S, lambda: pool.publish(replica, self._loop.now))
+                self.loop.later(UPDATE_PERIOD_S, self._publish, replica)
         if not replica.ended:
             return
         for request in replica.ended:
             self._queue.leave(self._running.pop(request.request_id))
             self._decode.ended(request.request_id)
-            self.results.ended(request, self.spec.network.token_s)
+            self.results.ended(request, self.spec.token_s)
             self._done += 1
         replica.ended.clear()
         self._start()
 
     # -- replicas ------------------------------------------------------------------------------------------
 
-    def _decode_replica(self, name: str) -> Replica:
-        if self.spec.prefill is None:
-            return self._replica(name, "decode", None, StepTimes() if self.spec.scaling else None)
-        times = StepTimes()
-        policy = RemotePrefillPolicy(HandoffConfig(role="decode", policy=self.spec.handoff), times.by_tokens)
-        self._policies.append(policy)
-        return self._replica(name, "decode", HandoffManager(policy, Peer(name, name, len(self._policies))), times)
+    def _make_replica(self, name: str, role: Role) -> Replica:
+        times = StepTimes() if self.spec.limits is not None or self.spec.prefill_replicas else None
+        handoffs = HandoffManager()
+        if role == "decode" and self.spec.prefill_replicas:
+            assert times is not None
+            policy = RemotePrefillPolicy(HandoffConfig(role="decode", policy=self.spec.handoff), times.by_tokens)
+            self._policies.append(policy)
+            handoffs = HandoffManager(policy, Peer(name, name, len(self._policies)))
+        return Replica(name, role, self.spec, handoffs, times, self._fast_forward)
 
-    def _prefill_replica(self, name: str) -> Replica:
-        return self._replica(name, "prefill", HandoffManager(), StepTimes())
-
-    def _replica(self, name: str, role: Role, handoffs: HandoffManager | None, times: StepTimes | None) -> Replica:
-        spec = self.spec.decode if role == "decode" else self.spec.prefill
-        assert spec is not None
-        return Replica(
-            name,
-            role,
-            spec,
-            max_model_len=self.spec.max_model_len,
-            handoffs=handoffs,
-            times=times,
-            fast_forward=self._fast_forward,
-            forward=self._forward,
-            slowdown=self._slowdown if self.spec.contention else None,
-        )
-
-    def _forward(self, replica: Replica, actions: list[HandoffOutput], now: float) -> None:
-        assert self.handoffs is not None
-        self.handoffs.act(replica, actions, now)
-
-    def _slowdown(self, replica: Replica) -> float:
-        on_way = self._on_way + (self.handoffs.on_way if self.handoffs else 0)
-        return 1 + self.spec.contention * (self._busy(replica) + on_way)
-
-    def _busy(self, but: Replica | None = None) -> int:
-        """Count the replicas that compute."""
-        return sum(r.due is not None and r is not but for pool in self.pools.values() for r in pool.replicas)
+    def _publish(self, replica: Replica) -> None:
+        self.pools[replica.role].publish(replica, self.loop.now)
 
     def _poll(self) -> None:
         """Do what the real cluster does about once a second."""
-        self._polled_at = now = self._loop.now
+        self._polled_at = now = self.loop.now
         for pool in self.pools.values():
-            pool.subscribe(now)
-            pool.forget_ended(now)
+            pool.poll(now)
         if "prefill" in self.pools and self.spec.handoff == "auto":
             states = [replica.prefill_state(now) for replica in self.pools["prefill"].up.values()]
             for policy in self._policies:
                 policy.replicas = states
-        if self.scaling is not None:
-            self.scaling.poll(now)
+        if self._scaling is not None:
+            self._scaling.poll()
             self._queue.window = self._decode.capacity
             self._start()
 
-    def _later(self, seconds: float, call: Callable[[], None]) -> None:
-        self._loop.at(self._loop.now + seconds, call)
 
-
-def simulate(spec: ClusterSpec, trace: Trace, slo: GoodputSlo, progress: Progress = lambda done: None) -> Report:
+def simulate(spec: ClusterSpec, trace: Trace, progress: Progress = lambda done: None) -> Report:
     """Raises ServingError for what the cluster could not serve at all."""
     started = time.perf_counter()
     cluster = Cluster(spec, trace)
@@ -202,4 +170,4 @@ def simulate(spec: ClusterSpec, trace: Trace, slo: GoodputSlo, progress: Progres
         cluster.run(progress)
     finally:
         gc.unfreeze()
-    return cluster.report(slo, time.perf_counter() - started)
+    return replace(cluster.report(), took_s=time.perf_counter() - started)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.simulator.replica import Replica
 
-STEP, MESSAGE = 0, 1  # steps end first, of what happens at the same moment
+STEP, MESSAGE, TIMER = 0, 1, 2  # the order of what happens at the same moment
 
 
 class EventLoop:
@@ -16,12 +16,16 @@ class EventLoop:
 
     def __init__(self) -> None:
         self.now = 0.0  # seconds since the start of the simulation
-        self._heap: list[tuple[float, int, int, Any, tuple[Any, ...]]] = []
+        self.heap: list[tuple[float, int, int, Any, tuple[Any, ...]]] = []  # when, kind, number, target, arguments
         self._count = 0
         self._due: dict[Replica, float | None] = {}
 
     def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
+        """Let a message arrive at this time."""
         self._push(when, MESSAGE, call, args)
+
+    def later(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
+        self._push(self.now + seconds, TIMER, call, args)
 
     def watch(self, replica: Replica) -> None:
         """Call whenever its `due` may have changed."""
@@ -31,12 +35,12 @@ class EventLoop:
 
     @property
     def next_at(self) -> float | None:
-        return self._heap[0][0] if self._heap else None
+        return self.heap[0][0] if self.heap else None
 
     def step(self) -> Replica | None:
         """Let the next thing happen. Returns the replica that was woken, if it was one."""
-        self.now, kind, _, target, args = heapq.heappop(self._heap)
-        if kind == MESSAGE:
+        self.now, kind, _, target, args = heapq.heappop(self.heap)
+        if kind != STEP:
             target(*args)
             return None
         replica: Replica = target
@@ -47,4 +51,4 @@ class EventLoop:
 
     def _push(self, when: float, kind: int, target: Any, args: tuple[Any, ...]) -> None:
         self._count += 1
-        heapq.heappush(self._heap, (when, kind, self._count, target, args))
+        heapq.heappush(self.heap, (when, kind, self._count, target, args))

@@ -6,15 +6,14 @@ time that their messages take. Reading begins with the first chunk, while prefil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.simulator.events import EventLoop
 from cluster.simulator.pool import Pool
 from cluster.simulator.replica import Replica
 from cluster.simulator.results import HandoffUse
-from cluster.simulator.spec import Network
-from engine.core.handoffs import HandoffOutput
+from cluster.simulator.spec import ClusterSpec
 from engine.errors import ServingError
 from engine.kv_transfer.protocol.actions import FinishPrefill, OpenHandoff, ReportProgress
 from engine.kv_transfer.protocol.events import Closed, Failed, Received
@@ -32,39 +31,34 @@ class _Handoff:
 class HandoffTraffic:
     """All handoffs between the two pools."""
 
-    def __init__(
-        self, network: Network, kv_bytes: float, loop: EventLoop, prefill: Pool, after: Callable[[Replica], None]
-    ):
+    def __init__(self, spec: ClusterSpec, loop: EventLoop, prefill: Pool, after: Callable[[Replica], None]):
         """after: called with each replica to which something has happened."""
-        self._network, self._kv_bytes, self._loop, self._pool, self._after = network, kv_bytes, loop, prefill, after
+        self._spec, self._loop, self._pool, self._after = spec, loop, prefill, after
         self._live: dict[str, _Handoff] = {}
         self._link_free_at: dict[Replica, float] = {}
-        self.on_way = 0  # requests to prefill replicas, and last messages of handoffs
-        self.count = 0
-        self.bytes = self.link_s = 0.0
+        self._count = 0
+        self._bytes = self._link_s = 0.0
 
-    def act(self, replica: Replica, actions: Sequence[HandoffOutput], now: float) -> None:
+    def act(self, replica: Replica) -> None:
         """Carry out what the replica's scheduler wants done."""
+        now, actions = self._loop.now, replica.scheduler.handoffs.actions
         for action in actions:
             match action:
                 case OpenHandoff(prefill_request):
-                    self.on_way += 1
-                    self._loop.at(now + self._network.call_s, self._dispatch, prefill_request, replica)
+                    self._loop.at(now + self._spec.call_s, self._dispatch, prefill_request, replica)
                 case ReportProgress(handoff_id, upto):
-                    self._send(self._live[handoff_id], upto, now)
+                    self._send(self._live[handoff_id], upto)
                 case FinishPrefill(handoff_id):
                     handoff = self._live[handoff_id]
-                    self.on_way += 1
-                    self._loop.at(max(now, handoff.read_at) + self._network.handoff_s, self._finish, handoff, action)
+                    self._loop.at(max(now, handoff.read_at) + self._spec.handoff_s, self._finish, handoff, action)
+        actions.clear()
 
     def use(self, duration_s: float) -> HandoffUse:
         senders = max(1, len(self._link_free_at))
-        return HandoffUse(
-            count=self.count, gigabytes=self.bytes / 1e9, link_busy=self.link_s / (senders * max(duration_s, 1e-9))
-        )
+        link_busy = self._link_s / (senders * max(duration_s, 1e-9))
+        return HandoffUse(count=self._count, gigabytes=self._bytes / 1e9, link_busy=link_busy)
 
     def _dispatch(self, prefill_request: RemotePrefillRequest, decode: Replica) -> None:
-        self.on_way -= 1
         handoff_id = prefill_request.handoff_id
         prefill = self._pool.choose(handoff_id, prefill_request.token_ids)
         # before the prefill engine has it, since it may be started at once and be reported on
@@ -78,21 +72,20 @@ class HandoffTraffic:
             decode.handle(failed, self._loop.now)
             self._after(decode)
             return
-        self.count += 1
+        self._count += 1
         self._after(prefill)
 
-    def _send(self, handoff: _Handoff, upto: int, now: float) -> None:
+    def _send(self, handoff: _Handoff, upto: int) -> None:
         """Send the KV up to this token, after everything else that the replica sends."""
-        num_bytes = (upto - handoff.sent) * self._kv_bytes
-        seconds = num_bytes / self._network.bytes_per_s
+        num_bytes = (upto - handoff.sent) * self._spec.kv_bytes
+        seconds = num_bytes / self._spec.bytes_per_s
         handoff.sent = upto
-        handoff.read_at = max(now, self._link_free_at.get(handoff.prefill, 0.0)) + seconds
+        handoff.read_at = max(self._loop.now, self._link_free_at.get(handoff.prefill, 0.0)) + seconds
         self._link_free_at[handoff.prefill] = handoff.read_at
-        self.bytes += num_bytes
-        self.link_s += seconds
+        self._bytes += num_bytes
+        self._link_s += seconds
 
     def _finish(self, handoff: _Handoff, finish: FinishPrefill) -> None:
-        self.on_way -= 1
         del self._live[finish.handoff_id]
         self._pool.ended(finish.handoff_id)
         handoff.prefill.handle(Closed(finish.handoff_id, "released"), self._loop.now)

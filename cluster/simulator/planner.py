@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from cluster.simulator.cluster import simulate
 from cluster.simulator.results import Report
-from cluster.simulator.spec import ClusterSpec, GoodputSlo
+from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import Trace
 
 
@@ -54,17 +54,16 @@ class Planner:
         self,
         spec: ClusterSpec,
         trace: Trace,
-        slo: GoodputSlo,
         max_gpus: int,
         on_result: Callable[[Candidate], None] = lambda candidate: None,
     ):
-        """spec: its numbers of replicas are ignored; without a prefill pool there is no split."""
-        self._spec, self._trace, self._slo, self._max_gpus, self._on_result = spec, trace, slo, max_gpus, on_result
+        """spec: its numbers of replicas are ignored; without prefill replicas there is no split."""
+        self._spec, self._trace, self._max_gpus, self._on_result = spec, trace, max_gpus, on_result
         self._tried: dict[tuple[int, int], Candidate] = {}
 
     def plan(self) -> Plan:
-        shared = self._fewest(lambda n: self._try(n, 0), 1, self._max_gpus // self._spec.decode.gpus)
-        split = self._split() if self._spec.prefill is not None else None
+        shared = self._fewest(lambda n: self._try(n, 0), self._max_gpus // self._spec.replica_gpus)
+        split = self._split() if self._spec.prefill_replicas else None
         return Plan(shared, split, list(self._tried.values()))
 
     def _split(self) -> Candidate | None:
@@ -72,21 +71,21 @@ class Planner:
         best = self._try(1, 1)
         while not self._suffices(best):
             larger = [(2 * best.decode, best.prefill), (best.decode, 2 * best.prefill)]
-            found = [self._try(*sizes) for sizes in larger if self._with(*sizes).gpus <= self._max_gpus]
+            found = [self._try(*sizes) for sizes in larger if sum(sizes) * self._spec.replica_gpus <= self._max_gpus]
             if not found:
                 return None
             best = max(found, key=lambda c: (c.report.good, c.report.good_ttft + c.report.good_tpot, -c.gpus))
         for _ in range(2):  # a smaller prefill pool may allow for fewer decode replicas, and the other way round
             start = best
-            best = self._fewest(lambda n, d=best.decode: self._try(d, n), 1, best.prefill) or best  # type: ignore[misc]
-            best = self._fewest(lambda n, p=best.prefill: self._try(n, p), 1, best.decode) or best  # type: ignore[misc]
+            best = self._fewest(lambda n, d=best.decode: self._try(d, n), best.prefill) or best  # type: ignore[misc]
+            best = self._fewest(lambda n, p=best.prefill: self._try(n, p), best.decode) or best  # type: ignore[misc]
             if (best.decode, best.prefill) == (start.decode, start.prefill):
                 break
         return best
 
-    def _fewest(self, of: Callable[[int], Candidate], low: int, limit: int) -> Candidate | None:
-        """Return the smallest n from `low` to `limit` that suffices: doubled until one does, then by halves."""
-        high = low
+    def _fewest(self, of: Callable[[int], Candidate], limit: int) -> Candidate | None:
+        """Return the smallest n up to `limit` that suffices: doubled until one does, then by halves."""
+        low = high = 1
         while not self._suffices(found := of(high)):
             if high >= limit:
                 return None
@@ -101,19 +100,11 @@ class Planner:
         return best
 
     def _suffices(self, candidate: Candidate) -> bool:
-        return candidate.report.good >= self._slo.fraction
-
-    def _with(self, decode: int, prefill: int) -> ClusterSpec:
-        pool = self._spec.prefill
-        return replace(
-            self._spec,
-            decode=replace(self._spec.decode, replicas=decode),
-            prefill=replace(pool, replicas=prefill) if prefill and pool is not None else None,
-        )
+        return candidate.report.good >= self._spec.slo.fraction
 
     def _try(self, decode: int, prefill: int) -> Candidate:
         if (decode, prefill) not in self._tried:
-            report = simulate(self._with(decode, prefill), self._trace, self._slo)
+            report = simulate(replace(self._spec, replicas=decode, prefill_replicas=prefill), self._trace)
             self._tried[decode, prefill] = candidate = Candidate(decode, prefill, report)
             self._on_result(candidate)
         return self._tried[decode, prefill]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 from cluster.simulator.replica import Replica
-from cluster.simulator.results import PoolUse
-from cluster.simulator.spec import PoolSpec
+from cluster.simulator.results import PoolUse, ReplicaCounts
+from cluster.simulator.spec import ClusterSpec
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
 from deployments.routing.routing_context import PromptDigester
@@ -16,27 +17,29 @@ from deployments.routing.routing_context import PromptDigester
 class Pool:
     """The replicas of one role."""
 
-    def __init__(self, role: Role, spec: PoolSpec, make: Callable[[str], Replica], seed: int):
+    def __init__(self, role: Role, spec: ClusterSpec, make: Callable[[str, Role], Replica]):
         """make: returns a new replica of the given name."""
-        self.role, self.spec = role, spec
+        self.role = role
         self.replicas: list[Replica] = []  # all that there ever were
         self.up: dict[str, Replica] = {}  # those that get requests
-        self._random = random.Random(seed)
+        self.desired = [spec.sizes[role]]  # numbers of replicas that there should be, the latest last
+        self._spec, self._config, self._make = spec, spec.engine_of(role), make
+        self._random = random.Random(spec.seed + (role == "prefill"))
         self._balancer: Balancer | None = None
         if spec.router != "random":  # which published gains are measured against, and no policy of the real router
-            block_size = spec.config.known_block_size
+            block_size = self._config.known_block_size
             self._balancer = Balancer(RoutingConfig(policy=spec.router), role, block_size, self._random)
             # the other policies ignore prefixes, so they need not be read
             self._digester = PromptDigester(block_size if spec.router == "prefix_aware" else None)
         #: Whether the router wants the engines' updates.
         self.wants_updates = spec.router in ("prefix_aware", "power_of_two")
         self._names: list[str] = []
-        self._make = make
-        self._alive_s = 0.0
         self._since: dict[Replica, float] = {}  # when it came, of those that are still there
-        self._draining: list[Replica] = []
-        for _ in range(spec.replicas):
+        self._gone_s = 0.0  # seconds that the others were there
+        self._sizes: list[tuple[float, int]] = []  # (when, replicas that were up from then on)
+        for _ in range(spec.sizes[role]):
             self.grow(0.0)
+        del self._sizes[:-1]
 
     def choose(self, request_id: str, tokens: list[int]) -> Replica:
         if self._balancer is None:
@@ -49,11 +52,6 @@ class Pool:
         if self._balancer is not None:
             self._balancer.end(request_id, confirmed=True)
 
-    def subscribe(self, now: float) -> None:
-        if self.wants_updates:
-            for replica in self.up.values():
-                replica.subscribe(now)
-
     def publish(self, replica: Replica, now: float) -> None:
         """Pass the engine's updates on to the router, if it is time."""
         for update in replica.updates(now):
@@ -63,41 +61,52 @@ class Pool:
     @property
     def capacity(self) -> int:
         """Sequences that the ingress lets in: as `window` in deployments/frontend/admission.py before any report."""
-        max_num_seqs = self.spec.config.max_num_seqs
+        max_num_seqs = self._config.max_num_seqs
         return max(1, len(self.up) * (max_num_seqs + max(1, max_num_seqs // 8)))
 
     def grow(self, now: float) -> None:
-        replica = self._make(f"{self.role}-{len(self.replicas)}")
+        replica = self._make(f"{self.role}-{len(self.replicas)}", self.role)
         self.replicas.append(replica)
         self._since[replica] = now
         if self.wants_updates:
             replica.subscribe(now)
-        self._set_up(self.up | {replica.name: replica})
+        self._set_up(self.up | {replica.name: replica}, now)
 
-    def drain(self) -> None:
+    def drain(self, now: float) -> None:
         """Send no more requests to the replica with the fewest."""
         replica = min(self.up.values(), key=lambda r: len(r.scheduler.queue.running) + r.scheduler.queue.num_waiting)
-        self._draining.append(replica)
-        self._set_up({name: other for name, other in self.up.items() if other is not replica})
+        self._set_up({name: other for name, other in self.up.items() if other is not replica}, now)
 
-    def forget_ended(self, now: float) -> None:
-        """Let drained replicas go that have nothing left to do."""
-        for replica in [r for r in self._draining if r.due is None and not r.scheduler.has_work]:
-            self._draining.remove(replica)
-            self._alive_s += now - self._since.pop(replica)
+    def poll(self, now: float) -> None:
+        """Keep the router subscribed, and let drained replicas go that have nothing left to do."""
+        if self.wants_updates:
+            for replica in self.up.values():
+                replica.subscribe(now)
+        for replica in [r for r in self._since if r.name not in self.up]:
+            if replica.due is None and not replica.scheduler.has_work:
+                self._gone_s += now - self._since.pop(replica)
 
     def use(self, duration_s: float) -> PoolUse:
-        alive_s = self._alive_s + sum(duration_s - since for since in self._since.values())
+        """duration_s: of the simulation, above 0."""
+        alive_s = self._gone_s + sum(duration_s - since for since in self._since.values())
         totals = [replica.scheduler.totals for replica in self.replicas]
         return PoolUse(
-            replicas=self.spec.replicas,
+            replicas=self.desired[0],
             busy=sum(replica.busy_s for replica in self.replicas) / max(alive_s, 1e-9),
             steps=sum(total.steps for total in totals),
             preemptions=sum(total.preemptions for total in totals),
-            gpu_hours=self.spec.gpus * alive_s / 3600,
+            gpu_hours=self._spec.replica_gpus * alive_s / 3600,
+            scaled=self._counts(duration_s) if self._spec.limits else None,
         )
 
-    def _set_up(self, up: dict[str, Replica]) -> None:
+    def _counts(self, duration_s: float) -> ReplicaCounts:
+        counts = [replicas for _, replicas in self._sizes]
+        times = [min(when, duration_s) for when, _ in self._sizes] + [duration_s]
+        mean = sum(n * (end - begin) for n, (begin, end) in zip(counts, pairwise(times), strict=True)) / duration_s
+        return ReplicaCounts(least=min(counts), most=max(counts), mean=mean, wanted=max(self.desired))
+
+    def _set_up(self, up: dict[str, Replica], now: float) -> None:
         self.up, self._names = up, list(up)
+        self._sizes.append((now, len(up)))
         if self._balancer is not None:
             self._balancer.keep(self._names)

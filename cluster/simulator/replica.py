@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
 
 from cluster.simulator.cost_model import Work
 from cluster.simulator.fast_forward import FastForward, token_of
 from cluster.simulator.results import LatencyHistogram
-from cluster.simulator.spec import PoolSpec
+from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import VOCABULARY
 from deployments.routing.config import Role
 from engine.core.block_pool import BlockPool
-from engine.core.handoffs import HandoffManager, HandoffOutput
+from engine.core.handoffs import HandoffManager
 from engine.core.kv_events import KVEventPublisher
 from engine.core.request import Request
 from engine.core.scheduler import Event, Scheduler
@@ -33,22 +32,16 @@ class Replica:
         self,
         name: str,
         role: Role,
-        spec: PoolSpec,
-        *,
-        max_model_len: int,
-        handoffs: HandoffManager | None = None,
-        times: StepTimes | None = None,
-        fast_forward: int = MAX_FAST_FORWARD_STEPS,
-        forward: Callable[[Replica, list[HandoffOutput], float], None] | None = None,
-        slowdown: Callable[[Replica], float] | None = None,
+        spec: ClusterSpec,
+        handoffs: HandoffManager,
+        times: StepTimes | None,
+        fast_forward: int,
     ):
         """times: what the engine itself learns of its steps; None: nothing.
-        fast_forward: steps at once, at most; 0 takes all of them one by one.
-        forward: is given what the scheduler wants done about handoffs, and when.
-        slowdown: factor on the next step's cost, without fast-forward.
-        """
-        config = spec.config
+        fast_forward: steps at once, at most; 0 takes all of them one by one."""
+        config = spec.engine_of(role)
         self.name, self.role, self.times = name, role, times
+        self.cost = spec.cost
         self.due: float | None = None  # when it has to be woken, as its steps have ended; None: it has nothing to do
         self.ended: list[Request] = []  # requests that are over, oldest first; the caller empties it
         self.itl = LatencyHistogram()
@@ -56,13 +49,12 @@ class Replica:
         self.scheduler = Scheduler(
             config,
             BlockPool(spec.num_blocks, config.known_block_size, config.enable_prefix_caching),
-            max_model_len=max_model_len,
+            max_model_len=spec.max_model_len,
             vocab_size=VOCABULARY,
             handoffs=handoffs,
         )
         self._kv_events = KVEventPublisher(name, self.scheduler)
         self._fast_forward, self._max_steps = FastForward(self.scheduler), fast_forward
-        self._seconds, self._forward, self._slowdown = spec.cost.seconds, forward, slowdown
         self._inbox: list[HandoffEvent] = []
         self._plan: StepPlan | None = None  # the step that computes
         self._ends: list[float] = []  # or of the steps of a fast-forward that are not recorded yet
@@ -138,18 +130,16 @@ class Replica:
             return
         preemptions = scheduler.totals.preemptions
         self._plan = plan = scheduler.schedule(now)
-        self._act(now)
         if plan is None:
             self.due = None
             return
         self._settled = not plan.added and max(plan.counts) == 1 and scheduler.totals.preemptions == preemptions
-        seconds = self._seconds(*Work.of(plan))
-        self.due = now + (seconds if self._slowdown is None else seconds * self._slowdown(self))
+        self.due = now + self.cost.seconds(*Work.of(plan))
 
     def _step_ends(self, steps: int, now: float) -> list[float]:
         running = len(self.scheduler.queue.running)
         context = sum(len(request.tokens) for request in self.scheduler.queue.running)
-        seconds, ends = self._seconds, []
+        seconds, ends = self.cost.seconds, []
         for _ in range(steps):
             now += seconds(running, running, context, context)
             ends.append(now)
@@ -184,7 +174,6 @@ class Replica:
         ended, nothing = len(self.ended), [None] * len(tokens)
         self._tell(self.scheduler.commit(StepResult(plan.step, tokens, [*nothing], [*nothing]), now))
         self._settled = self._settled and len(self.ended) == ended
-        self._act(now)
 
     def _tell(self, events: list[Event]) -> None:
         for event in events:
@@ -193,9 +182,3 @@ class Replica:
                 self._kv_events.finished(event.request.request_id)
                 if event.request.prefill_request is None:
                     self.ended.append(event.request)
-
-    def _act(self, now: float) -> None:
-        if (pending := self.scheduler.handoffs.actions) and self._forward is not None:
-            actions = list(pending)
-            pending.clear()
-            self._forward(self, actions, now)

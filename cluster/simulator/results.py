@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from cluster.simulator.spec import GoodputSlo
+from cluster.simulator.spec import ClusterSpec, GoodputSlo
 from cluster.simulator.trace import Trace
 from engine.core.request import Request
 
@@ -129,7 +129,7 @@ class Report:
     gpus: int
     pools: dict[str, PoolUse]
     handoffs: HandoffUse | None
-    took_s: float
+    took_s: float = 0.0  #: on the real clock
 
 
 class Results:
@@ -168,18 +168,12 @@ class Results:
         return (self.last_at - self.first_at) / intervals
 
     def report(
-        self,
-        slo: GoodputSlo,
-        itl: LatencyHistogram,
-        pools: dict[str, PoolUse],
-        handoffs: HandoffUse | None,
-        gpus: int,
-        took_s: float,
+        self, spec: ClusterSpec, itl: LatencyHistogram, pools: dict[str, PoolUse], handoffs: HandoffUse | None
     ) -> Report:
         trace, done = self._trace, ~np.isnan(self.last_at)
         tpot = self.tpot_s()
         duration_s = self.duration_s
-        halves = self.good(slo)
+        halves = self.good(spec.slo)
         good = halves.all(axis=0)
         p50, p99 = itl.percentile(50), itl.percentile(99)
         return Report(
@@ -200,8 +194,7 @@ class Results:
             itl_p50_ms=None if p50 is None else 1000 * p50,
             itl_p99_ms=None if p99 is None else 1000 * p99,
             hit_rate=float(self.cached.sum()) / max(1, int(trace.prompt_tokens[done].sum())),
-            gpus=gpus,
+            gpus=spec.gpus,
             pools=pools,
             handoffs=handoffs,
-            took_s=took_s,
         )

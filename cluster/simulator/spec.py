@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.autoscaling.slo import Limits, Slo
+from cluster.autoscaling.slo import Limits
 from cluster.simulator.cost_model import CostModel, read_cost
-from cluster.simulator.hardware import ModelShape, find_card, find_model, kv_tokens, roofline
+from cluster.simulator.hardware import find_card, find_model, kv_tokens, roofline
 from cluster.simulator.options import HandoffPolicy, RouterName, SimulationOptions
 from cluster.simulator.trace import KINDS, Trace, make_trace
 from deployments.routing.config import Role
@@ -21,64 +21,6 @@ UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 3.0, 300.0  # the defaults of serve_config.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSpec:
-    """Equal replicas behind one router."""
-
-    replicas: int
-    config: EngineConfig
-    cost: CostModel
-    num_blocks: int  #: KV blocks of one replica
-    gpus: int = 1  #: of one replica
-    router: RouterName = "prefix_aware"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """Delays of calls and messages, and the rate of the links that carry KV."""
-
-    call_s: float = 0.002  #: a call to a replica, one way
-    busy_s: float = 0.0  #: more of that for each replica that computes as the call sets out, where they share cores
-    token_s: float = 0.001  #: a token's way to the client
-    handoff_s: float = 0.004  #: the messages of a handoff when all is computed: Progress, Release, Released
-    bytes_per_s: float = 25e9  #: at which one prefill replica sends KV, to all decode replicas together
-
-    def with_request(self, request_s: float) -> Network:
-        """Spread over both ways what a client was seen to wait for its first token beside the steps of an engine."""
-        return replace(self, call_s=request_s / 2, token_s=request_s / 2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingSpec:
-    """The autoscaler's own settings, and how long a replica takes to start."""
-
-    targets: Slo
-    limits: dict[Role, Limits]
-    startup_s: float = 60.0  #: from when a replica is wanted until it takes requests
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterSpec:
-    """One or two pools, and everything between them."""
-
-    decode: PoolSpec  #: answers requests
-    prefill: PoolSpec | None = None  #: computes prompts for it, if there is one
-    network: Network = Network()
-    handoff: HandoffPolicy = "always"  #: where prompts are computed if there are two pools, as HandoffConfig.policy
-    kv_bytes: float = 0.0  #: of one token
-    max_model_len: int = 131_072
-    max_waiting: int | None = None  #: sequences that the ingress queues before it refuses more; None: all
-    scaling: ScalingSpec | None = None  #: None: the numbers of replicas stay
-    #: By what fraction a step takes longer for each other replica that computes as it begins, and for each request or
-    #: handoff on its way. 0 where each replica has cores and memory bandwidth enough; above, nothing is fast-forwarded.
-    contention: float = 0.0
-    seed: int = 0
-
-    @property
-    def gpus(self) -> int:
-        return sum(pool.replicas * pool.gpus for pool in (self.decode, self.prefill) if pool)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputSlo:
     """The two times that a request has to keep to count as good, as in DistServe (arXiv:2401.09670)."""
 
@@ -87,25 +29,59 @@ class GoodputSlo:
     fraction: float = 0.9  #: of all requests has to be good for the cluster to be good enough
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """One or two pools of equal replicas, and everything between them."""
+
+    replicas: int  #: that answer requests
+    prefill_replicas: int = 0  #: that compute prompts for them; 0: there is one pool
+    engine: EngineConfig
+    prefill_engine: EngineConfig | None = None  #: None: as `engine`
+    cost: CostModel
+    num_blocks: int  #: KV blocks of one replica
+    replica_gpus: int = 1
+    router: RouterName = "prefix_aware"  #: in front of each pool
+    handoff: HandoffPolicy = "always"  #: where prompts are computed if there are two pools, as HandoffConfig.policy
+    kv_bytes: float = 0.0  #: of one token
+    max_model_len: int = 131_072
+    max_waiting: int = NO_LIMIT  #: sequences that the ingress queues before it refuses more
+    call_s: float = 0.002  #: a call to a replica, one way
+    token_s: float = 0.001  #: a token's way to the client
+    handoff_s: float = 0.004  #: the messages of a handoff when all is computed: Progress, Release, Released
+    bytes_per_s: float = 25e9  #: at which one prefill replica sends KV, to all decode replicas together
+    slo: GoodputSlo = GoodputSlo()
+    limits: Limits | None = None  #: of a pool under the autoscaler, which keeps the SLO; None: pools stay as they are
+    startup_s: float = 60.0  #: from when a replica is desired until it takes requests
+    seed: int = 0
+
+    @property
+    def sizes(self) -> dict[Role, int]:
+        """Replicas of each pool."""
+        sizes: dict[Role, int] = {"decode": self.replicas, "prefill": self.prefill_replicas}
+        return {role: size for role, size in sizes.items() if size}
+
+    @property
+    def gpus(self) -> int:
+        return self.replica_gpus * sum(self.sizes.values())
+
+    def engine_of(self, role: Role) -> EngineConfig:
+        return self.prefill_engine or self.engine if role == "prefill" else self.engine
+
+    def with_request(self, request_s: float) -> ClusterSpec:
+        """Spread over both ways what a client was seen to wait for its first token beside the steps of an engine."""
+        return replace(self, call_s=request_s / 2, token_s=request_s / 2)
+
+
 # -- from options ------------------------------------------------------------------------------------------
 
 
 def find_trace(options: SimulationOptions) -> Trace:
     """Raises InvalidParameter."""
-    if options.trace in KINDS:
-        rate = DEFAULT_RATE if options.rate is None else options.rate
-        return make_trace(options.trace, options.requests, rate, burstiness=options.burstiness, seed=options.seed)
-    if not Path(options.trace).is_file():
-        raise InvalidParameter("trace", options.trace, f"a file, or one of {', '.join(KINDS)}")
-    found = Trace.read(Path(options.trace)).first(options.requests)
-    return found if options.rate is None else found.at_rate(options.rate)
-
-
-def make_slo(options: SimulationOptions) -> GoodputSlo:
-    """Raises InvalidParameter."""
-    for flag, value in (("--ttft-ms", options.ttft_ms), ("--tpot-ms", options.tpot_ms)):
-        _check_positive(flag, value, value)
-    return GoodputSlo(ttft_s=options.ttft_ms / 1000, tpot_s=options.tpot_ms / 1000, fraction=options.good)
+    if options.trace not in KINDS and Path(options.trace).is_file():
+        found = Trace.read(Path(options.trace)).first(options.requests)
+        return found if options.rate is None else found.at_rate(options.rate)
+    rate = DEFAULT_RATE if options.rate is None else options.rate
+    return make_trace(options.trace, options.requests, rate, burstiness=options.burstiness, seed=options.seed)
 
 
 def check_plan(options: SimulationOptions, max_gpus: int) -> None:
@@ -120,56 +96,56 @@ def check_plan(options: SimulationOptions, max_gpus: int) -> None:
 
 def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
     """Raises ServingError."""
-    model, card = find_model(options.model), find_card(options.card)
-    _check(options, model)
-    blocks = options.num_blocks or kv_tokens(model, card, options.tensor_parallel) // options.block_size
-    max_model_len = blocks * options.block_size
-    if trace.longest >= max_model_len:
-        raise _too_small(options, trace.longest, max_model_len)
+    _check(options)
+    model, card, ranks = find_model(options.model), find_card(options.card), options.tensor_parallel
+    _check_ranks(ranks, model.heads, model.kv_heads, options.model)
+    num_blocks = options.num_blocks or kv_tokens(model, card, ranks) // options.block_size
+    if trace.longest >= num_blocks * options.block_size:
+        raise _too_small(options, trace.longest, num_blocks * options.block_size)
     measured = read_cost(options.cost) if options.cost else None
-    gbit = options.network_gbit
-    bytes_per_s = card.network * options.tensor_parallel if gbit is None else gbit / 8 * 1e9
-    _check_positive("--network-gbit", gbit, bytes_per_s)
-    network = Network(bytes_per_s=bytes_per_s)
-    if measured and measured.request_s is not None:
-        network = network.with_request(measured.request_s)
-    pools = {
-        role: PoolSpec(
-            replicas=replicas,
-            config=EngineConfig(
-                block_size=options.block_size,
-                max_num_batched_tokens=options.max_num_batched_tokens,
-                max_num_seqs=options.max_num_seqs,
-                max_waiting=NO_LIMIT,
-                enable_prefix_caching=options.prefix_caching,
-            ),
-            cost=measured.cost if measured else roofline(model, card, options.tensor_parallel),
-            num_blocks=blocks,
-            gpus=options.tensor_parallel,
-            router=options.router,
-        )
-        for role, replicas in _replicas(options).items()
-    }
-    return ClusterSpec(
-        decode=pools["decode"],
-        prefill=pools.get("prefill"),
-        network=network,
+    spec = ClusterSpec(
+        replicas=options.replicas,
+        prefill_replicas=options.prefill_replicas,
+        engine=EngineConfig(
+            block_size=options.block_size,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_seqs=options.max_num_seqs,
+            max_waiting=NO_LIMIT,
+            enable_prefix_caching=options.prefix_caching,
+        ),
+        cost=measured.cost if measured else roofline(model, card, ranks),
+        num_blocks=num_blocks,
+        replica_gpus=ranks,
+        router=options.router,
         handoff=options.handoff,
         kv_bytes=model.kv_bytes,
-        max_model_len=max_model_len,
-        scaling=_scaling(options) if options.autoscale else None,
+        max_model_len=num_blocks * options.block_size,
+        bytes_per_s=card.network * ranks if options.network_gbit is None else options.network_gbit / 8 * 1e9,
+        slo=GoodputSlo(ttft_s=options.ttft_ms / 1000, tpot_s=options.tpot_ms / 1000, fraction=options.good),
+        limits=_limits(options.autoscale, options.max_num_seqs) if options.autoscale else None,
+        startup_s=options.startup_s,
         seed=options.seed,
+    )
+    return spec if measured is None or measured.request_s is None else spec.with_request(measured.request_s)
+
+
+def _limits(max_replicas: int, max_num_seqs: int) -> Limits:
+    return Limits(
+        min_replicas=1,
+        max_replicas=max_replicas,
+        max_num_seqs=max_num_seqs,
+        upscale_delay_s=UPSCALE_DELAY_S,
+        downscale_delay_s=DOWNSCALE_DELAY_S,
+        scale_to_zero_delay_s=math.inf,
     )
 
 
-def _replicas(options: SimulationOptions) -> dict[Role, int]:
-    if not options.prefill_replicas:
-        return {"decode": options.replicas}
-    return {"decode": options.replicas, "prefill": options.prefill_replicas}
-
-
-def _check(options: SimulationOptions, model: ModelShape) -> None:
+def _check(options: SimulationOptions) -> None:
     """Raises InvalidParameter."""
+    for name in ("ttft_ms", "tpot_ms", "network_gbit"):
+        value = getattr(options, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise InvalidParameter(f"--{name.replace('_', '-')}", value, "above 0 and finite")
     if options.handoff == "auto" and not options.prefill_replicas:
         raise InvalidParameter("--handoff", "auto", "always where there is no prefill pool (--prefill-replicas)")
     for flag, replicas in (("--replicas", options.replicas), ("--prefill-replicas", options.prefill_replicas)):
@@ -178,11 +154,14 @@ def _check(options: SimulationOptions, model: ModelShape) -> None:
             raise InvalidParameter("--autoscale", options.autoscale, limit)
     if not math.isfinite(options.startup_s):
         raise InvalidParameter("--startup-s", options.startup_s, "finite")
-    heads, kv_heads, ranks = model.heads, model.kv_heads, options.tensor_parallel
+
+
+def _check_ranks(ranks: int, heads: int, kv_heads: int, model: str) -> None:
+    """Raises InvalidParameter."""
     if heads % ranks:
-        raise InvalidParameter("--tensor-parallel", ranks, f"a divisor of the {heads} heads of {options.model}")
+        raise InvalidParameter("--tensor-parallel", ranks, f"a divisor of the {heads} heads of {model}")
     if kv_heads % ranks and ranks % kv_heads:
-        limit = f"a divisor or a multiple of the {kv_heads} KV heads of {options.model}"
+        limit = f"a divisor or a multiple of the {kv_heads} KV heads of {model}"
         raise InvalidParameter("--tensor-parallel", ranks, limit)
 
 
@@ -197,23 +176,3 @@ def _too_small(options: SimulationOptions, longest: int, capacity: int) -> Inval
         f"{capacity} fit on {options.tensor_parallel} {options.card})"
     )
     return InvalidParameter("--tensor-parallel", options.tensor_parallel, limit)
-
-
-def _scaling(options: SimulationOptions) -> ScalingSpec:
-    assert options.autoscale is not None
-    limits = Limits(
-        min_replicas=1,
-        max_replicas=options.autoscale,
-        max_num_seqs=options.max_num_seqs,
-        upscale_delay_s=UPSCALE_DELAY_S,
-        downscale_delay_s=DOWNSCALE_DELAY_S,
-        scale_to_zero_delay_s=math.inf,
-    )
-    slo = make_slo(options)
-    targets = Slo(ttft_ms=1000 * slo.ttft_s, itl_ms=1000 * slo.tpot_s)
-    return ScalingSpec(targets=targets, limits=dict.fromkeys(_replicas(options), limits), startup_s=options.startup_s)
-
-
-def _check_positive(flag: str, given: float | None, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise InvalidParameter(flag, given, "above 0 and finite")

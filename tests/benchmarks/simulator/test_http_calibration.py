@@ -26,7 +26,7 @@ from benchmarks.simulator.http_calibration import (
 from cluster.cli.bench.openai_client import Chunk, OpenAIClient, Outcome
 from cluster.simulator.cluster import Cluster
 from cluster.simulator.cost_model import LinearCostModel, Measured, read_cost
-from cluster.simulator.spec import ClusterSpec, GoodputSlo, Network
+from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import Trace
 from engine.errors import EngineUnavailable, RequestError
 from tests.cluster.cli.bench.fake_openai_server import FakeOpenAIServer
@@ -39,9 +39,8 @@ REQUEST_S, BUDGET = 7e-3, 512
 def real_cluster(replicas: int, *, apart: bool = False) -> ClusterSpec:
     """A simulated cluster, which takes exactly these times."""
     spec = small_cluster(replicas=replicas, router="round_robin", max_num_seqs=64, max_num_batched_tokens=BUDGET)
-    decode = replace(spec.decode, cost=COST)
-    network = replace(Network().with_request(REQUEST_S), handoff_s=0.0, bytes_per_s=1e12)
-    return replace(spec, decode=decode, prefill=decode if apart else None, network=network)
+    spec = replace(spec, prefill_replicas=replicas if apart else 0, cost=COST, handoff_s=0.0, bytes_per_s=1e12)
+    return spec.with_request(REQUEST_S)
 
 
 def seen(probe: Probe, spec: ClusterSpec) -> list[Observation]:
@@ -49,7 +48,7 @@ def seen(probe: Probe, spec: ClusterSpec) -> list[Observation]:
     trace = Trace("probe", np.ones(size), np.full(size, probe.prompt), np.full(size, probe.output))
     cluster = Cluster(spec, trace)
     cluster.run()
-    step_ms = cluster.report(GoodputSlo(), 0.0).itl_p50_ms
+    step_ms = cluster.report().itl_p50_ms
     assert step_ms is not None
     return observations(probe, BUDGET, (cluster.results.first_at - 1).tolist(), [step_ms / 1000])
 
@@ -140,8 +139,8 @@ def test_what_http_takes_is_in_the_file_and_goes_both_ways(tmp_path):
     write_cost(HttpFit(COST, REQUEST_S, busy_s=0.0, contention=0.5, times=32, error=0.01), file)
     measured = read_cost(file)
     assert measured == Measured(COST, REQUEST_S)
-    network = Network().with_request(REQUEST_S)
-    assert network.call_s + network.token_s == pytest.approx(REQUEST_S)
+    spec = small_cluster().with_request(REQUEST_S)
+    assert spec.call_s + spec.token_s == pytest.approx(REQUEST_S)
 
 
 def test_a_cluster_that_fails_a_probe_is_not_fitted(tmp_path):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 from typer.testing import CliRunner
 
@@ -18,21 +19,21 @@ SLO = GoodputSlo(ttft_s=0.3, tpot_s=0.015)
 
 
 def test_the_plan_is_the_smallest_cluster_that_is_good_enough():
-    plan = Planner(small_cluster(1, router="round_robin"), TRACE, SLO, 64).plan()
+    plan = Planner(replace(small_cluster(1, router="round_robin"), slo=SLO), TRACE, 64).plan()
     assert plan.shared and plan.split and plan.best
     assert plan.shared.report.good >= SLO.fraction
     fewer = small_cluster(router="round_robin", replicas=plan.shared.decode - 1)
-    assert simulate(fewer, TRACE, SLO).good < SLO.fraction
+    assert simulate(replace(fewer, slo=SLO), TRACE).good < SLO.fraction
     assert plan.split.report.good >= SLO.fraction
     for prefill, decode in ((plan.split.prefill - 1, plan.split.decode), (plan.split.prefill, plan.split.decode - 1)):
         if prefill and decode:
-            smaller = simulate(small_cluster(prefill, replicas=decode, router="round_robin"), TRACE, SLO)
-            assert smaller.good < SLO.fraction
+            smaller = small_cluster(prefill, replicas=decode, router="round_robin")
+            assert simulate(replace(smaller, slo=SLO), TRACE).good < SLO.fraction
     assert plan.best.gpus == min(plan.shared.gpus, plan.split.gpus)
 
 
 def test_no_cluster_keeps_what_no_engine_can():
-    plan = Planner(small_cluster(1), TRACE, GoodputSlo(ttft_s=0.3, tpot_s=0.001), 8).plan()
+    plan = Planner(replace(small_cluster(1), slo=GoodputSlo(ttft_s=0.3, tpot_s=0.001)), TRACE, 8).plan()
     assert plan.best is None
     assert max(candidate.gpus for candidate in plan.tried) == 8
 

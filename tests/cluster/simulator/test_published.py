@@ -9,7 +9,7 @@ import pytest
 from benchmarks.simulator.published import ENGINE_OF_2023, STRICT, goodput, prefix_groups
 from cluster.simulator.cluster import simulate
 from cluster.simulator.hardware import CARDS, MODELS, kv_tokens, roofline
-from cluster.simulator.spec import ClusterSpec, GoodputSlo, Network, PoolSpec
+from cluster.simulator.spec import ClusterSpec, GoodputSlo
 from cluster.simulator.trace import Trace, make_trace
 from engine.config import EngineConfig
 
@@ -40,23 +40,27 @@ def test_chunks_take_back_most_of_what_two_pools_gain():
     assert goodput(SHEET, 1, 2, 8192, STRICT) / 3 < chunks  # with an engine of today they lose
 
 
-def cluster(prefill: int, decode: int, network: float = 25e9) -> ClusterSpec:
+def cluster(prefill: int, decode: int, slo: GoodputSlo, network: float = 25e9) -> ClusterSpec:
     model, card = MODELS["llama-3.1-8b"], CARDS["h100"]
     config = EngineConfig(block_size=64, max_num_batched_tokens=512, max_waiting=10**9)
     blocks = kv_tokens(model, card) // 64
-    pool = PoolSpec(replicas=decode, config=config, cost=roofline(model, card), num_blocks=blocks, router="round_robin")
     return ClusterSpec(
-        decode=pool,
-        prefill=replace(pool, replicas=prefill) if prefill else None,
+        replicas=decode,
+        prefill_replicas=prefill,
+        engine=config,
+        cost=roofline(model, card),
+        num_blocks=blocks,
+        router="round_robin",
         kv_bytes=model.kv_bytes,
-        network=Network(bytes_per_s=network),
+        bytes_per_s=network,
+        slo=slo,
     )
 
 
 def compared(trace: Trace, slo: GoodputSlo, prefill: int, network: float = 25e9) -> tuple[float, float]:
     """Share of good requests: four replicas for everything, and some of them for prompts only."""
-    split = cluster(prefill, 4 - prefill, network)
-    return simulate(cluster(0, 4), trace, slo).good, simulate(split, trace, slo).good
+    split = cluster(prefill, 4 - prefill, slo, network)
+    return simulate(cluster(0, 4, slo), trace).good, simulate(split, trace).good
 
 
 def test_two_pools_win_where_long_prompts_meet_a_strict_time_per_token():
