@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from cluster.cli.bench.tables import Total, figure, make_table, show, totals
+from cluster.cli.bench.tables import Total, distributions, figure, make_table, show, totals
 from cluster.flags import JsonOption, with_flags
 from cluster.simulator.options import SimulationOptions
 
@@ -62,15 +61,13 @@ def simulate(
         else:
             task = progress.add_task("requests", total=len(traffic))
             report = simulate_cluster(spec, traffic, lambda done: progress.update(task, completed=done))
-    if plan:
-        print_json(asdict(found)) if as_json else show_plan(found, spec.slo)
-        raise typer.Exit(0 if found.best else 1)
-    print_json(asdict(report)) if as_json else show_report(report, spec.slo)
-
-
-def print_json(content: object) -> None:
-    json.dump(content, sys.stdout)
-    print()
+    if as_json:
+        print(json.dumps(asdict(found if plan else report)))
+    elif plan:
+        show_plan(found, spec.slo)
+    else:
+        show_report(report, spec.slo)
+    raise typer.Exit(1 if plan and found.best is None else 0)
 
 
 def show_report(report: Report, slo: GoodputSlo) -> None:
@@ -122,10 +119,8 @@ def _found(candidate: Candidate | None) -> str:
 
 
 def _latencies(report: Report) -> Table:
-    table = make_table("ms", "mean", "p50", "p90", "p99")
-    for label, values in (("TTFT", report.ttft_ms), ("TPOT", report.tpot_ms), ("E2E", report.e2e_ms)):
-        shown = (values.mean, values.p50, values.p90, values.p99) if values else (None,) * 4
-        table.add_row(label, *(figure(value, 2) for value in shown))
+    rows = [("TTFT", report.ttft_ms, 2), ("TPOT", report.tpot_ms, 2), ("E2E", report.e2e_ms, 2)]
+    table = distributions("ms", ("mean", "p50", "p90", "p99"), rows)
     table.add_row("ITL", "-", figure(report.itl_p50_ms, 2), "-", figure(report.itl_p99_ms, 2))
     return table
 

@@ -13,13 +13,13 @@ class KVCacheManager:
     Changes of the block tables of running requests are kept until the next step's plan takes them to the ranks.
     """
 
-    def __init__(self, pool: BlockPool, prefix_caching: bool):
-        self._pool, self._prefix_caching = pool, prefix_caching
+    def __init__(self, pool: BlockPool):
+        self._pool = pool
         self._changes: list[BlockChange] = []
 
     def match(self, request: Request) -> list[int]:
         """Return cached blocks that hold a prefix of the request; its last token is always computed, for its logits."""
-        if not self._prefix_caching or request.prompt_logprobs is not None:
+        if not self._pool.enable_prefix_caching or request.prompt_logprobs is not None:
             return []
         full = (len(request.tokens) - 1) // self._pool.block_size
         return self._pool.match(request.hashes(full, self._pool.block_size))
@@ -51,7 +51,7 @@ class KVCacheManager:
 
     def cache_blocks(self, request: Request, computed: int) -> None:
         """Enter the full blocks of the first `computed` tokens into the prefix cache."""
-        if not self._prefix_caching:
+        if not self._pool.enable_prefix_caching:
             return
         full = computed // self._pool.block_size
         if full <= request.num_cached_blocks:

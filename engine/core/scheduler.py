@@ -78,7 +78,7 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.queue = RequestQueue(config.max_num_seqs)
-        self.kv_cache = KVCacheManager(pool, config.enable_prefix_caching)
+        self.kv_cache = KVCacheManager(pool)
         self.handoffs = handoffs or HandoffManager()
         self.totals = SchedulerStats()
         self.metrics = RequestMetrics()

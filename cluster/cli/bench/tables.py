@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:  # a load generator need not wait for torch
-    from cluster.cli.bench.distribution import Distribution
     from cluster.cli.bench.offline import OfflineReport
     from cluster.cli.bench.serve import ServeReport
 
@@ -45,10 +44,8 @@ def totals(rows: Sequence[Total]) -> Table:
     return table
 
 
-def distributions(
-    corner: str, statistics: Sequence[str], rows: Sequence[tuple[str, Distribution | None, int]]
-) -> Table:
-    """Return a table of statistics, fields of Distribution. A row has a name, a distribution and the decimals."""
+def distributions(corner: str, statistics: Sequence[str], rows: Sequence[tuple[str, object, int]]) -> Table:
+    """Return a table of the fields `statistics` of objects. A row: its name, the object or None, and the decimals."""
     table = make_table(corner, *statistics)
     for name, values, decimals in rows:
         shown = (None if values is None else getattr(values, statistic) for statistic in statistics)
