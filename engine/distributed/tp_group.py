@@ -1,8 +1,8 @@
-"""Tensor-parallel group: the only file that knows torch.distributed.
+"""Tensor-parallel group: the only file that imports torch.distributed.
 
-How the ranks of one model come together:
+The ranks of one model come together like this:
 
-    rank 0       group = TPGroup.listen(size, host)     group.address is told to the others
+    rank 0       group = TPGroup.listen(size, host)     the others are given group.address
                  group.join(timeout_s)
     rank 1, ...  group = TPGroup.connect(rank, size, address, timeout_s)
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COLLECTIVE_TIMEOUT_S = 120.0  # ranks do equal work, so far less; a first step may compile kernels
-LOADING_TIMEOUT_S = 1800.0  # one rank may be done with its weights long before another
+COLLECTIVE_TIMEOUT_S = 120.0  # ranks do equal work, but a first step may compile kernels
+LOADING_TIMEOUT_S = 1800.0  # one rank may have its weights long before another
 POLL_INTERVAL_S = 0.01
-STORE_TIMEOUT = timedelta(seconds=10)  # of one answer of rank 0
+STORE_TIMEOUT = timedelta(seconds=10)  # for one answer of rank 0
 
 
 class TPGroup:
     """The ranks that share one model. With one rank every collective is the identity."""
 
-    local_size = 1  # ranks on this machine
-    host = "127.0.0.1"  # of this rank, as the others reach it
+    local_size = 1  #: ranks on this machine
+    host = "127.0.0.1"  #: at which the other ranks reach this one
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
@@ -56,37 +56,30 @@ class TPGroup:
 
     @staticmethod
     def listen(size: int, host: str = "127.0.0.1", port: int = 0, **options: Any) -> ConnectedGroup:
-        """Rank 0 of a group of `size`, waiting at `.address`; `join` completes it. port: 0 takes any free one.
+        """Return rank 0 of a group, which listens at `address`; `join` completes it. port: 0 takes any free one.
 
-        options: as of `connect`.
+        options: see `connect`.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)  # TCPStore would listen on all interfaces
         port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=STORE_TIMEOUT,
-            master_listen_fd=listener.detach(),
-        )
+        file = listener.detach()
+        store = dist.TCPStore(host, port, None, True, STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=file)
         return ConnectedGroup(0, size, store, host, f"{host}:{port}", **options)
 
     @staticmethod
     def connect(rank: int, size: int, address: str, timeout_s: float, **options: Any) -> ConnectedGroup:
         """Join the group whose rank 0 listens at `address` (host:port).
 
-        options: device, `auto` (the default), `cpu` or `cuda`; shared_memory=False for gloo even on one machine.
-        Raises RendezvousTimeout that names the ranks that are missing, or the StartupError of another rank.
+        options: device is `auto` (the default), `cpu` or `cuda`; shared_memory=False takes gloo even on one machine.
+        Raises RendezvousTimeout, which names the missing ranks, or StartupError if another rank failed.
         """
         deadline = time.monotonic() + timeout_s
         host, _, port = address.rpartition(":")
         while True:
             try:
-                with socket.create_connection(
-                    (host, int(port)), timeout=max(0.1, deadline - time.monotonic())
-                ) as probe:
+                left_s = max(0.1, deadline - time.monotonic())
+                with socket.create_connection((host, int(port)), timeout=left_s) as probe:
                     own_host = probe.getsockname()[0]  # the interface through which rank 0 is reached
                 break
             except OSError as error:
@@ -100,37 +93,39 @@ class TPGroup:
         return group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum of `x` over all ranks, any shape, with the same bits on every rank. May overwrite `x`."""
+        """Return the sum of `x` over all ranks, with the same bits on every rank. May overwrite `x`."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenation of every rank's `x` along the last dimension, in rank order."""
+        """Concatenate every rank's `x` along the last dimension, in rank order."""
         return x
 
     def exchange(self, value: str, timeout_s: float = LOADING_TIMEOUT_S) -> list[str]:
-        """Every rank's value, in rank order. For the start: it polls.
+        """Return every rank's value, in rank order. It polls, so it is meant for the start.
 
-        Raises RendezvousTimeout that names the ranks that are missing, or StartupError if another rank failed.
+        Raises RendezvousTimeout, which names the missing ranks, or StartupError if another rank failed.
         """
         return [value]
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """An error inside ends the start of all ranks, not only of this one."""
+        """Let an error inside end the start of all ranks, not only of this one."""
         yield
 
     def abort(self, reason: str) -> None:
-        """Let whatever waits for other ranks raise, now and from now on; from any thread."""
+        """Let everything that waits for other ranks raise, now and later; from any thread."""
 
     def close(self) -> None:
-        """Give up connections and memory. The others are not told."""
+        """Release connections and memory, without telling the other ranks."""
 
 
 class Collectives(Protocol):
+    """A way of summing and gathering tensors between ranks."""
+
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape]"""
+        """Return [size, *x.shape]."""
 
     def abort(self, reason: str) -> None: ...
 
@@ -140,8 +135,8 @@ class Collectives(Protocol):
 class ConnectedGroup(TPGroup):
     """Several ranks, each a process.
 
-    On one machine without GPUs they meet in shared memory; GPUs use NCCL; CPUs of several machines gloo. Not encrypted
-    and not authenticated, like NCCL and gloo themselves: the network between ranks has to be trusted.
+    CPUs of one machine use shared memory, CPUs of several machines gloo, GPUs NCCL. Traffic is neither encrypted nor
+    authenticated, as in NCCL and gloo themselves: the network between ranks has to be trusted.
     """
 
     def __init__(
@@ -214,7 +209,7 @@ class ConnectedGroup(TPGroup):
                 try:
                     if not self._store.check(["failed"]):
                         self._store.set("failed", f"rank {self.rank}: {str(error) or type(error).__name__}")
-                except RuntimeError:  # rank 0 is gone, and nobody left to be told
+                except RuntimeError:  # rank 0 is gone, and nobody is left to tell
                     logger.warning("rank %d could not tell the others that it failed", self.rank)
             raise
 
@@ -252,8 +247,8 @@ class ConnectedGroup(TPGroup):
             raise StartupError(f"rank {self.rank} could not connect to the other ranks: {error}") from error
 
     def _share_memory(self, pids: list[int]) -> SharedMemory | None:
-        """None unless every rank has it."""
-        from engine.distributed.shared_memory import SharedMemory  # compiles its wait; of no use to others
+        """Return None unless all ranks can share memory."""
+        from engine.distributed.shared_memory import SharedMemory  # importing it compiles code
 
         shared, problem, path = None, "", ""
         try:
@@ -277,14 +272,14 @@ class ConnectedGroup(TPGroup):
         return shared
 
     def _check_sum(self) -> None:
-        """NCCL connects at its first collective; and a sum that is right here is worth having seen."""
+        """Check one sum, at which NCCL connects."""
         device = "cuda" if self._cuda else "cpu"
         total = self.all_reduce(torch.tensor([2**self.rank], dtype=torch.float32, device=device))
         assert total.item() == 2**self.size - 1, "the ranks' first sum is wrong"
 
 
 class ProcessGroup:
-    """Collectives of torch.distributed."""
+    """The collectives of torch.distributed."""
 
     def __init__(self, group: Any, size: int):
         self._group, self._size = group, size
@@ -292,7 +287,7 @@ class ProcessGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         options = dist.AllreduceOptions()
-        options.asyncOp = False  # NCCL: in the stream of the layers, without events to and from one of its own
+        options.asyncOp = False  # NCCL runs in the layers' stream, without events to and from one of its own
         self._run(lambda: self._group.allreduce([x], options))
         return x
 
@@ -303,16 +298,16 @@ class ProcessGroup:
         return out.view(self._size, *x.shape)
 
     def abort(self, reason: str) -> None:
-        """NCCL. What waits in gloo ends as soon as the other rank's connection does, or by its timeout."""
+        """Abort NCCL. A wait in gloo ends with the other rank's connection, or by its timeout."""
         self._group.abort()
 
     def close(self) -> None:
-        """Connections close with the last reference."""
+        """Do nothing: connections close with the last reference."""
 
     def _run(self, collective: Callable[[], dist.Work | None]) -> None:
         try:
             work = collective()
-            if work is not None:  # what runs in the caller's stream may have nothing to wait for
+            if work is not None:  # None if it runs in the caller's stream
                 work.wait()
         except RuntimeError as error:
             raise EngineUnavailable(f"a collective failed, as when another rank has died: {error}") from error
@@ -335,7 +330,7 @@ def nccl(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta)
 
 
 def _machine() -> str:
-    """Equal for processes that can share memory and reach each other by process id and local socket."""
+    """Return a name that is equal for processes that can share memory and reach each other by process id."""
     if sys.platform != "linux":
         return socket.gethostname()
     spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
@@ -344,7 +339,7 @@ def _machine() -> str:
 
 @contextmanager
 def _lost_rank_0() -> Iterator[None]:
-    """The store lives in rank 0."""
+    """Raise StartupError for errors of the store, which lives in rank 0."""
     try:
         yield
     except RuntimeError as error:

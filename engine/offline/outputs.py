@@ -1,4 +1,4 @@
-"""What the offline API returns; names follow vLLM."""
+"""Results of the offline API; names follow vLLM."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ from engine.wire.messages import RequestTimes, TokenLogprob
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One generated sequence.
-
-    logprobs: one per token, if asked for. stop_reason: the stop string or stop token id that ended it.
-    error: why it failed, when finish_reason is "error"; the text is what came before.
-    """
+    """One generated sequence."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[TokenLogprob] | None = None  #: one per token, if requested
     finish_reason: Literal["stop", "length", "abort", "error"] | None = None
-    stop_reason: str | int | None = None
-    error: str | None = None
+    stop_reason: str | int | None = None  #: the stop string or stop token id that ended the sequence
+    error: str | None = None  #: why it failed, if finish_reason is "error"; the text is what came before
     times: RequestTimes | None = None
     num_preemptions: int = 0
 
@@ -33,19 +29,14 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt and its `n` sequences.
-
-    prompt: the text, or None if token ids were given.
-    prompt_logprobs: one per prompt token, the first None, if asked for.
-    num_cached_tokens: prompt tokens that came from the prefix cache.
-    """
+    """One prompt and its `n` sequences."""
 
     request_id: str
-    prompt: str | None
+    prompt: str | None  #: None if token ids were given
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob | None] | None = None  #: one per prompt token, the first None, if requested
+    num_cached_tokens: int = 0  #: prompt tokens that came from the prefix cache
 
     @property
     def finished(self) -> bool:

@@ -1,8 +1,7 @@
-"""Ranks above 0 as child processes of an offline engine. (In a cluster, placement/ starts them as Ray actors.)
+"""Ranks above 0 as child processes of an offline engine. In a cluster placement/ starts them as Ray actors.
 
-A child is `python -m engine.offline.rank_processes`. It reads its task from stdin, and ends when stdin does: that pipe closes
-when the parent ends, however it ends. Not multiprocessing's spawn, which would run the user's script again in every
-child.
+A child is `python -m engine.offline.rank_processes`. It reads its task from stdin and ends when stdin does, which
+closes however the parent ends. (multiprocessing's spawn would run the user's script again in every child.)
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RENDEZVOUS_TIMEOUT_S = 120.0  # an interpreter imports torch meanwhile, perhaps from a cold disk
+RENDEZVOUS_TIMEOUT_S = 120.0  # in which an interpreter imports torch, perhaps from a cold disk
 END_TIMEOUT_S = 5.0
 FAILED = 1
 PARENT_DIED = 2
 
 
 class RankTask(msgspec.Struct, frozen=True):
-    """All that a child has to know."""
+    """The task of a child process."""
 
     rank: int
     address: str
@@ -42,7 +41,7 @@ class RankTask(msgspec.Struct, frozen=True):
 
 
 class RankProcesses:
-    """Started by the constructor; `group` is told when one of them dies."""
+    """The child processes. The constructor starts them, and `group` is aborted when one of them dies."""
 
     def __init__(self, config: EngineConfig, group: TPGroup, address: str):
         self._group = group
@@ -56,11 +55,11 @@ class RankProcesses:
             raise
 
     def close(self) -> None:
-        """Wait for the ranks to end, which rank 0 has told them or the closed pipe does, and kill those that do not."""
+        """Close the pipes, wait for the ranks to end, and kill those that do not."""
         self._closing.set()
         for process in self.processes:
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # of a rank that died before it had read its task
+            with suppress(BrokenPipeError):  # the rank died before it read its task
                 process.stdin.close()
         for process in self.processes:
             try:
@@ -70,12 +69,12 @@ class RankProcesses:
                 process.wait()
 
     def _start(self, task: RankTask) -> None:
-        folder = str(Path(__file__).resolve().parents[1])  # where `engine` was found
+        folder = str(Path(__file__).resolve().parents[2])  # in which `engine` is
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
             [sys.executable, "-m", "engine.offline.rank_processes"],
             stdin=subprocess.PIPE,
-            # when rank 0 ends first, torch would print a page about a lost connection
+            # or torch would print a page about a lost connection when rank 0 ends first
             env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "PYTHONPATH": path},
         )
         self.processes.append(process)
@@ -92,7 +91,7 @@ class RankProcesses:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent too, which ends its ranks in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends its ranks in order
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankTask)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     logging.basicConfig(format=f"rank{task.rank} %(message)s", level=logging.WARNING)
@@ -101,11 +100,11 @@ def main() -> None:
     except ServingError as error:
         logger.error("rank %d ends: %s", task.rank, error)
         sys.stderr.flush()
-        os._exit(FAILED)  # at once, whatever threads still wait for other ranks
+        os._exit(FAILED)  # at once, although threads may still wait for other ranks
 
 
 def _run(task: RankTask) -> None:
-    import torch  # seconds, in which the parent may already have died
+    import torch  # takes seconds, in which the parent may die
 
     from engine.distributed.tp_group import TPGroup
     from engine.runner.worker import Worker
@@ -121,7 +120,7 @@ def _run(task: RankTask) -> None:
 def _end_with_parent() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    # not at once: rank 0 says goodbye before it closes the pipe, and an orderly end is better
+    # not at once: rank 0 ends the broadcast before it closes the pipe, and an orderly end is better
     threading.Timer(END_TIMEOUT_S / 2, os._exit, (PARENT_DIED,)).start()
 
 

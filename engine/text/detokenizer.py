@@ -1,4 +1,4 @@
-"""Token ids to text, token by token, up to a stop string."""
+"""Turns token ids into text, token by token, up to a stop string."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class TokenBytes(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that detokenizing needs."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
     def is_special(self, token_id: int) -> bool: ...
@@ -17,21 +17,17 @@ class TokenBytes(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class DecodedText:
-    """What some tokens added to the text.
-
-    text: may be released; all pieces together are the whole text.
-    offsets: for each token taken, the characters of text before it.
-    """
+    """Text that a call of `Detokenizer.add` released."""
 
     text: str
-    offsets: list[int]
+    offsets: list[int]  #: per token taken, the number of characters before it
 
 
 class Detokenizer:
-    """Text of one sequence.
+    """Turns one sequence's tokens into text.
 
-    Never releases part of a character, nor text that may turn out to be a stop string. Bytes that cannot be UTF-8
-    become U+FFFD once that is certain. The result does not depend on how tokens are grouped into calls.
+    It never releases part of a character, nor text that may turn out to be a stop string. Bytes that cannot be UTF-8
+    become U+FFFD once that is certain. The text does not depend on how tokens are grouped into calls.
     """
 
     def __init__(
@@ -43,7 +39,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
     ):
-        """min_tokens: a stop string does not count before this many tokens."""
+        """min_tokens: number of tokens before which stop strings are ignored."""
         self.stopped_by: str | None = None
         self.num_tokens = 0
         self._tokenizer = tokenizer
@@ -56,9 +52,9 @@ class Detokenizer:
         self._length = 0  # characters decoded so far, held ones included
 
     def add(self, token_ids: list[int], *, hide_last: bool = False) -> DecodedText:
-        """Take tokens up to the one that completes a stop string; `stopped_by` then names it, and the rest is ignored.
+        """Take tokens up to the one that completes a stop string, which `stopped_by` then names; ignore the rest.
 
-        hide_last: the last token ends the sequence and is no part of the text.
+        hide_last: the last token ends the sequence and is not part of the text.
         """
         text, offsets = [], []
         for i, token_id in enumerate(token_ids):
@@ -74,7 +70,7 @@ class Detokenizer:
         return DecodedText("".join(text), offsets)
 
     def finish(self) -> str:
-        """What was held back, once no token follows; an incomplete character becomes U+FFFD."""
+        """Return the text that was held back, once no token follows; an incomplete character becomes U+FFFD."""
         if self.stopped_by is not None:
             return ""
         rest = self._release(self._utf8.decode(b"", final=True))
@@ -97,16 +93,14 @@ class Detokenizer:
         return text[:keep]
 
     def _first_match(self, text: str) -> tuple[str, int] | None:
-        """The stop string that is complete first (of two that end together, the longer one) and where it starts."""
+        """Return the stop string that ends first (of two, the longer one) and where it starts."""
         found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if not found:
-            return None
-        _, start, stop = min(found)
-        return stop, start
+        _, start, stop = min(found, default=(0, 0, ""))
+        return (stop, start) if found else None
 
 
 def start_of_possible(markers: Sequence[str], text: str) -> int:
-    """Where the end of `text` that may be the beginning of one of `markers` starts; len(text) if there is none."""
+    """Return where the suffix of `text` starts that may begin one of `markers`; len(text) if there is none."""
     longest = max((len(marker) for marker in markers), default=1) - 1
     for start in range(max(0, len(text) - longest), len(text)):
         if any(marker.startswith(text[start:]) for marker in markers):

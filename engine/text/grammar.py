@@ -1,7 +1,7 @@
-"""Grammars that hold an output to a form: compiled, then matched token by token, by llguidance.
+"""Grammars that constrain an output: compiled, then matched token by token, by llguidance.
 
-Both may take long, a second for a hostile regex, so both happen in threads beside the step loop (llguidance lets go of
-the GIL): a request waits for its own grammar and for its own masks, and nobody else does for longer than MASK_WAIT_S.
+Both may take long, a second for a hostile regex, so both run in threads beside the step loop (llguidance releases the
+GIL): a request waits for its own grammar and masks, and others wait for them no longer than MASK_WAIT_S.
 """
 
 from __future__ import annotations
@@ -24,38 +24,36 @@ from engine.wire.structured_outputs import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
 
-MAX_CACHED_GRAMMARS = 128  # compiled grammars that are kept
+MAX_CACHED_GRAMMARS = 128
 COMPILE_TIMEOUT_S = 10.0
-MASK_WAIT_S = 0.005  # that a step waits for a mask, once per mask; most take 10 to 100 us, new states of a lexer longer
+MASK_WAIT_S = 0.005  # for which a step waits once per mask; most take 10 to 100 us, new states of a lexer longer
 THREADS = 4
 MAX_LEXER_STATES = 20_000  # 1 to 2 kB each, per request
-# At most one space, or a new line and its indentation, as llama.cpp allows: a weak model that may put any number of
-# blanks between two tokens of JSON puts nothing else.
+# At most one space, or a line break and its indentation, as in llama.cpp: a weak model that may put any number of
+# blanks between two tokens of JSON would put nothing else.
 WHITESPACE = "( |\n[ \t]{0,20})?"
 MAX_REASON = 300  # characters of llguidance's error messages
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A compiled grammar at its beginning. mask: of the tokens that may come first."""
+    """A compiled grammar, before any token."""
 
     matcher: LLMatcher
-    mask: bytes
+    mask: bytes  #: the tokens that may come first
 
 
 class Grammar:
-    """The state of one output in its grammar. One thread at a time.
-
-    output: tokens of it that exist already.
-    """
+    """The state of one output in its grammar. One thread at a time."""
 
     def __init__(self, compiled: CompiledGrammar, output: list[int], threads: ThreadPoolExecutor):
+        """output: tokens that it has already."""
         self.is_done = False  #: the output is complete; only its end may follow
-        self.error: str | None = None  #: why no token is allowed any more
+        self.error: str | None = None  #: the reason that no token is allowed any more
         self._matcher = compiled.matcher.deep_copy()
         self._num_bytes = len(compiled.mask)
         self._threads = threads
-        self._asked_at = time.monotonic()
+        self._requested_at = time.monotonic()
         if output:
             self._mask = threads.submit(self._resume, output)
         else:
@@ -63,10 +61,10 @@ class Grammar:
             self._mask.set_result(compiled.mask)
 
     def ready(self) -> bool:
-        """Return whether `mask` would return at once. Waits for that, though never longer than MASK_WAIT_S per mask."""
+        """Return whether the mask is ready, after waiting for it up to MASK_WAIT_S."""
         if not self._mask.done():
             with suppress(TimeoutError):
-                self._mask.result(max(0.0, self._asked_at + MASK_WAIT_S - time.monotonic()))
+                self._mask.result(max(0.0, self._requested_at + MASK_WAIT_S - time.monotonic()))
         return self._mask.done()
 
     def mask(self) -> bytes:
@@ -75,9 +73,9 @@ class Grammar:
 
     def accept(self, token: int) -> None:
         """Continue the output with this token."""
-        wait([self._mask])  # done by now, unless another engine has chosen the token
+        wait([self._mask])  # done by now, unless another engine chose the token
         self._consume([token])
-        self._asked_at = time.monotonic()
+        self._requested_at = time.monotonic()
         self._mask = self._threads.submit(self._compute_mask)
 
     def _resume(self, output: list[int]) -> bytes:
@@ -90,11 +88,11 @@ class Grammar:
         self.is_done = self.error is None and self._matcher.is_stopped()
 
     def _compute_mask(self) -> bytes:
-        """No token at all after an error."""
+        """Return a mask that allows nothing after an error."""
         try:
             mask = compute_mask(self._matcher, self._num_bytes)
             self._note_error()
-        except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception, and concerns this output only
+        except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception, and fails this output only
             self.error = one_line(str(error))
         return mask if self.error is None else bytes(self._num_bytes)
 
@@ -105,7 +103,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """A request's grammar in the making."""
+    """A request's grammar while it is compiled."""
 
     params: StructuredOutputsParams
     compiled: Future[CompiledGrammar]
@@ -117,14 +115,13 @@ class Compilation:
 
 
 class GrammarCompiler:
-    """Compiles in threads of its own, and keeps what was compiled.
+    """Compiles grammars in threads of its own, and caches them.
 
-    Where llguidance is not installed, or cannot read the model's tokenizer, the engine works, and requests for a
-    grammar are refused.
+    If llguidance is not installed, or cannot read the model's tokenizer, only requests with a grammar are refused.
     """
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]):
-        """Takes a second for a vocabulary of 150,000 tokens, and holds the GIL: so not later, while requests run."""
+        """Load the tokenizer, which holds the GIL for a second with 150,000 tokens: so not while requests run."""
         self._num_bytes = -(-vocab_size // 32) * 4
         threads = min(THREADS, os.cpu_count() or 1)
         self._compilers = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
@@ -138,11 +135,11 @@ class GrammarCompiler:
             self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
         except ModuleNotFoundError as error:
             self._problem = f"left out: {error.name} is not installed where the engine runs"
-        except Exception as error:  # noqa: BLE001 - whatever it is, the model can be served without grammars
+        except Exception as error:  # noqa: BLE001 - in any case the model can be served without grammars
             self._problem = f"left out: this model's tokenizer cannot be used for it ({one_line(str(error))})"
 
     def start(self, params: StructuredOutputsParams, output: list[int], now: float) -> Compilation:
-        """output: tokens that the request brings with it."""
+        """Start to compile, unless it is cached. output: tokens that the request has already."""
         key = (params.kind, params.text)
         compiled = self._cache.get(key)
         if compiled is None:
@@ -153,7 +150,7 @@ class GrammarCompiler:
         return Compilation(params, compiled, output, now + COMPILE_TIMEOUT_S)
 
     def finish(self, compilation: Compilation) -> Grammar:
-        """Raises InvalidParameter if it cannot be compiled, or not in time; Overloaded if others took all the time."""
+        """Return the grammar. Raises InvalidParameter if it fails or takes too long, Overloaded if it never began."""
         params, compiled = compilation.params, compilation.compiled
         if not compiled.done():
             if not compiled.running():
@@ -161,7 +158,7 @@ class GrammarCompiler:
             raise params.invalid(f"simple enough to be compiled in {COMPILE_TIMEOUT_S:.0f} s")
         try:
             return Grammar(compiled.result(), compilation.output, self._matchers)
-        except InvalidParameter as error:  # of whoever asked first, perhaps under another name
+        except InvalidParameter as error:  # made for the first request, perhaps with another parameter
             raise params.invalid(error.limit) from None
 
     def close(self) -> None:
@@ -175,9 +172,9 @@ class GrammarCompiler:
 
         try:
             matcher = LLMatcher(self._tokenizer, source(params), log_level=0, limits=limits())
-            # what the lexer learns here is in every copy
+            # every copy has the states that the lexer computes here
             mask = b"" if matcher.is_error() else compute_mask(matcher, self._num_bytes)
-        except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception, and concerns this grammar only
+        except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception, and fails this grammar only
             raise params.invalid(expected(params, str(error))) from None
         if matcher.is_error():
             raise params.invalid(expected(params, matcher.get_error()))
@@ -193,14 +190,14 @@ def limits() -> LLParserLimits:
 
 
 def compute_mask(matcher: LLMatcher, num_bytes: int) -> bytes:
-    """Which tokens may come next, one bit per token of the model's vocabulary: lowest first, in whole 32-bit words."""
+    """Return which tokens may come next: one bit per token of the vocabulary, lowest first, in 32-bit words."""
     mask = np.empty(num_bytes, dtype=np.uint8)
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, num_bytes)
     return mask.tobytes()
 
 
 def source(params: StructuredOutputsParams) -> str:
-    """The grammar as llguidance takes it. Raises whatever its translator of GBNF runs into, RecursionError too."""
+    """Return the grammar in llguidance's format. Raises any error of its GBNF translator, RecursionError too."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -217,14 +214,15 @@ def source(params: StructuredOutputsParams) -> str:
 
 
 def expected(params: StructuredOutputsParams, problem: str) -> str:
-    what = {
+    """Return what would have been valid in place of a grammar with this problem."""
+    valid = {
         "json": "a JSON schema that can be enforced",
         "json_object": "left out",
         "regex": "a regular expression in Rust's syntax",
         "choice": "texts that this model can produce",
         "grammar": "a grammar in llguidance's Lark or in GBNF",
     }
-    return f"{what[params.kind]} ({one_line(problem)})"
+    return f"{valid[params.kind]} ({one_line(problem)})"
 
 
 def one_line(text: str) -> str:

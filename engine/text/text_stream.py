@@ -1,4 +1,4 @@
-"""One sequence's deltas -> its text."""
+"""Turns one sequence's deltas into text."""
 
 from __future__ import annotations
 
@@ -12,31 +12,26 @@ from engine.wire.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class TextChunk:
-    """What one delta brought, as text.
-
-    token_ids, logprobs, offsets: of the tokens taken, whose text may still be held back; see Detokenizer.
-    finish_reason: set in the last chunk of a sequence; stop_reason is then the stop string or stop token id.
-    index: which sequence of an HTTP request it belongs to.
-    """
+    """The text of one delta."""
 
     text: str
-    token_ids: list[int]
+    token_ids: list[int]  #: tokens taken, whose text may still be held back; see Detokenizer
     offsets: list[int]
     logprobs: list[TokenLogprob] | None
     prompt_logprobs: list[TokenLogprob | None] | None
-    finish_reason: Literal["stop", "length"] | None = None
-    stop_reason: str | int | None = None
-    index: int = 0
+    finish_reason: Literal["stop", "length"] | None = None  #: set in the last chunk of a sequence
+    stop_reason: str | int | None = None  #: the stop string or stop token id that ended it
+    index: int = 0  #: of the sequence in its HTTP request
 
 
 class TextStream:
-    """Turns deltas into text and ends the sequence at a stop string, which the engine knows nothing of.
+    """Turns deltas into text and ends the sequence at a stop string, of which the engine knows nothing.
 
-    After a chunk with a finish_reason whose delta had none, the engine has to be told to abort the request.
+    If a chunk has a finish_reason and its delta had none, the caller has to abort the request in the engine.
     """
 
     def __init__(self, params: SamplingParams, tokenizer: TokenBytes, index: int = 0):
-        """index: of the chunks."""
+        """index: of the sequence, for its chunks."""
         self._index = index
         self._include_stop = params.include_stop_str_in_output
         self._detokenizer = Detokenizer(
@@ -48,7 +43,7 @@ class TextStream:
         )
 
     def add(self, delta: TokenDelta) -> TextChunk:
-        """`delta` must not report an error or an abort."""
+        """Return the text of `delta`, which must not report an error or an abort."""
         detokenizer = self._detokenizer
         hide_last = delta.finish_reason == "stop" and not delta.text_complete and not self._include_stop
         decoded = detokenizer.add(delta.token_ids, hide_last=hide_last)
@@ -62,7 +57,7 @@ class TextStream:
             index=self._index,
         )
         if detokenizer.stopped_by is None and delta.finish_reason is not None:
-            chunk.text += detokenizer.finish()  # what was held back may hold a stop string
+            chunk.text += detokenizer.finish()  # the text held back may contain a stop string
             assert delta.finish_reason in ("stop", "length")
             chunk.finish_reason, chunk.stop_reason = delta.finish_reason, delta.stop_reason
         if detokenizer.stopped_by is not None:

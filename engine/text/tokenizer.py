@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the files of a model folder. Imports no torch, so that an ingress starts fast."""
+"""Text to token ids and back, from the files of a model folder. Imports no torch, so that an ingress starts fast."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Tokenizer:
     """A `tokenizers` tokenizer, the bytes of each of its tokens, and the model's chat template."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str], chat_template: str | None):
-        """special_tokens: by their names in a chat template, for instance `bos_token`."""
+        """special_tokens: by their names in a chat template, for instance `bos_token`. chat_template: in Jinja."""
         self._backend = backend
         self._special_tokens = special_tokens
-        self._chat_template = chat_template
+        self.chat_template = chat_template
         self._bytes: dict[int, bytes] = {}
         self._added = backend.get_added_tokens_decoder()
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Raises ModelFolderError for a missing or unreadable file, or a kind of tokenizer that is not supported."""
+        """Read a model folder. Raises ModelFolderError if it has no readable tokenizer of a supported kind."""
         if not (folder / "tokenizer.json").is_file():
             raise ModelFolderError(str(folder), "tokenizer.json is missing")
         try:
@@ -64,45 +64,40 @@ class Tokenizer:
         # a batch, since only that lets go of the GIL
         return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
-    @property
-    def chat_template(self) -> str | None:
-        """In Jinja; None if the model has none."""
-        return self._chat_template
-
     def apply_chat_template(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer. Arguments: see render_chat_template."""
+        """Return the token ids of a conversation. Arguments: see render_chat_template."""
         return self.encode(self.render_chat_template(messages, tools, **kwargs), add_special_tokens=False)
 
     def render_chat_template(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> str:
-        """The text of a conversation, ready for the assistant's answer.
+        """Return the text of a conversation, ready for the assistant's answer.
 
-        tools: what the model may call, in OpenAI's form.
-        kwargs: variables of the template, `add_generation_prompt` and `continue_final_message` among them.
+        tools: functions that the model may call, in OpenAI's form. kwargs: variables of the template, such as
+        `add_generation_prompt` and `continue_final_message`.
         Raises RequestError if there is no template, or if it refuses the messages.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template  # what only opens a model does without
+        from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
 
-        if self._chat_template is None:
+        if self.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
         variables = {"add_generation_prompt": True, **self._special_tokens, **kwargs}
         try:
             rendered, _ = render_jinja_template(
-                conversations=[messages], tools=tools, chat_template=self._chat_template, **variables
+                conversations=[messages], tools=tools, chat_template=self.chat_template, **variables
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the model's chat template refuses the messages: {error}", "messages") from error
         return rendered[0]
 
     def token(self, token_id: int) -> str | None:
-        """A token as it stands in the vocabulary; None for an unknown id."""
+        """Return a token as the vocabulary spells it; None for an unknown id."""
         return self._backend.id_to_token(token_id)
 
     def bad_words_token_ids(self, words: list[str]) -> list[list[int]]:
-        """Each word as it is tokenized at the start of a text and, where that differs, after a space."""
+        """Tokenize each word as at the start of a text and, if that differs, as after a space."""
         sequences = []
         for word in words:
             for text in (word, " " + word.lstrip()):
@@ -112,17 +107,17 @@ class Tokenizer:
         return sequences
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token steers the model (end of turn, for instance) and is no text."""
+        """Return whether the token steers the model (end of turn, for instance) and is no text."""
         return token_id in self._added and self._added[token_id].special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that a token stands for, often a part of a character; empty for an unknown id."""
+        """Return the UTF-8 bytes of a token, often part of a character; empty for an unknown id."""
         if token_id not in self._bytes:
             self._bytes[token_id] = self._compute_bytes(token_id)
         return self._bytes[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """A token by itself; U+FFFD stands for bytes that are no whole character."""
+        """Return the text of a single token; U+FFFD stands for bytes that are no whole character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     @cached_property
@@ -188,7 +183,7 @@ def _keeps_text(step: dict[str, Any]) -> bool:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others are moved past U+0100."""
+    """Return GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others are moved past U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}

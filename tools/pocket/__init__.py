@@ -1,0 +1,1 @@
+"""Trains and evaluates Pocket, the bundled model of engine/pocket."""

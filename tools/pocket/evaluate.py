@@ -32,7 +32,7 @@ class Pocket:
 
 
 def overlap(answer: str, truth: str) -> float:
-    """Share of the words of `truth` that `answer` has."""
+    """Return the fraction of the words of `truth` that `answer` has."""
     words, given = truth.lower().rstrip(".").split(), answer.lower().rstrip(".").split()
     return sum(word in given for word in words) / len(words)
 
