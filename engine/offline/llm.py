@@ -33,9 +33,9 @@ Message = dict[str, Any]
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence that the engine is computing."""
+    """One sequence on its way: what it is part of, and its text so far."""
 
-    request: RequestOutput
+    parent: RequestOutput
     output: CompletionOutput
     text: TextStream
 
@@ -51,15 +51,14 @@ class LLM:
     """
 
     def __init__(self, model: str = "pocket", **options: Any):
-        # nobody else waits for this engine, so its queue need not be short
+        # nobody else is waiting here, so there is no queue to keep short
         options = {"model": str(model), "max_waiting": sys.maxsize, **options}
         if is_gpu(options.get("device", "auto")):
             options = GPU_DEFAULTS | options
         self.config = EngineConfig(**options)
         self.tokenizer = Tokenizer.from_folder(resolve(self.config.model))
-        self._core, self._ranks = self._start()
-        #: Also runs if this object is dropped without `close`, or the interpreter ends.
-        self._close = weakref.finalize(self, _close, self._core, self._ranks)
+        self._ranks: RankProcesses | None = None
+        self._core = self._start()
         self._numbers = itertools.count()
 
     def __enter__(self) -> LLM:
@@ -69,21 +68,24 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine's thread and the other ranks; memory is freed with the object."""
-        self._close()
+        """Stop the engine's thread and the other ranks; memory goes with the object."""
+        _close(self._core, self._ranks)
 
-    def _start(self) -> tuple[EngineCore, RankProcesses | None]:
-        if self.config.tensor_parallel == 1:
-            return EngineCore.build(self.config), None
-        group = TPGroup.listen(self.config.tensor_parallel, device=self.config.device)
-        ranks = RankProcesses(self.config, group, group.address)
+    def _start(self) -> EngineCore:
+        size = self.config.tensor_parallel
+        if size == 1:
+            return EngineCore.build(self.config)
+        group = TPGroup.listen(size, device=self.config.device)
+        self._ranks = RankProcesses(self.config, group, group.address)
         try:
             group.join(RENDEZVOUS_TIMEOUT_S)
-            return EngineCore.build(self.config, group), ranks
+            core = EngineCore.build(self.config, group)
         except BaseException:
             group.close()
-            ranks.close()
+            self._ranks.close()
             raise
+        weakref.finalize(self, _close, core, self._ranks)  # if it is dropped without `close`, or the interpreter ends
+        return core
 
     @property
     def max_model_len(self) -> int:
@@ -99,21 +101,19 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Continue each prompt (text, or token ids), and return results in the order of the prompts.
+        """Continue each prompt (text, or token ids); results in the order of the prompts.
 
         sampling_params: one for all prompts, or one for each.
-        Raises RequestError, before anything is computed, if the engine would refuse one of the requests.
+        Raises RequestError, before anything is computed, if any request could not be served as it is.
         """
         several = _as_list(prompts)
-        jobs = [
-            (self.request(prompt, p), p)
-            for prompt, p in zip(several, _per_prompt(several, sampling_params), strict=True)
-        ]
-        for request, params in jobs:
-            self.check(request, params)
-        for _ in self.run(jobs, total=len(jobs), progress=progress):
-            pass
-        return [request for request, _ in jobs]
+        params = self._params_for(several, sampling_params)
+        requests = [self.request(prompt, p) for prompt, p in zip(several, params, strict=True)]
+        for request, p in zip(requests, params, strict=True):
+            self.check(request, p)
+        jobs = zip(requests, params, strict=True)
+        by_id = {output.request_id: output for output in self.run(jobs, total=len(requests), progress=progress)}
+        return [by_id[request.request_id] for request in requests]
 
     def chat(
         self,
@@ -123,7 +123,7 @@ class LLM:
         progress: bool = True,
         **template_arguments: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages), or several, with the model's chat template.
+        """Answer one conversation (a list of messages), or several, by the model's chat template.
 
         Without sampling_params, an answer may be as long as the context allows.
         """
@@ -132,10 +132,10 @@ class LLM:
         return self.generate(prompts, sampling_params or SamplingParams(max_tokens=None), progress=progress)
 
     def request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
-        """Make a request, which `run` will fill in.
+        """A request that has not been computed yet; `run` fills it in.
 
-        request_id: unique among running requests, and the source of the seed if `params` has none; by default made of
-        the engine's seed and a running number.
+        request_id: unique among those that run at a time, and the source of the seed if `params` has none; by
+        default the engine's seed and a running number.
         """
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -176,11 +176,23 @@ class LLM:
                     if elapsed:
                         bar.update(task, speed=f"{tokens / elapsed:,.0f} tokens/s")
             finally:
-                for request_id in live:  # left if the caller gave up, or a step failed
+                for request_id in live:  # the caller gave up, or a step failed: leave nothing behind
                     self._core.abort(request_id)
 
+    def _params_for(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            message = f"sampling_params has {len(sampling_params)} entries for {len(prompts)} prompts"
+            raise RequestError(message, "sampling_params")
+        return list(sampling_params)
+
     def _messages(self, request: RequestOutput, params: SamplingParams) -> Iterator[GenerateRequest]:
-        """Yield one engine request per sequence."""
+        """One engine request per sequence."""
         if params.bad_words:
             ids = self.tokenizer.bad_words_token_ids(params.bad_words)
             params = msgspec.structs.replace(params, bad_words_token_ids=ids)
@@ -194,7 +206,7 @@ class LLM:
     def _feed(
         self, queue: Iterator[tuple[RequestOutput, SamplingParams]], live: dict[str, _Sequence]
     ) -> Iterator[RequestOutput]:
-        """Keep as many requests running as the engine can, and as many waiting; yield those that it refuses."""
+        """Keep as many requests in the engine as it can run, and as many waiting; yields those it refuses."""
         while len(live) < 2 * self.config.max_num_seqs:
             job = next(queue, None)
             if job is None:
@@ -204,16 +216,16 @@ class LLM:
                 for message, output in zip(self._messages(request, params), request.outputs, strict=True):
                     self._core.add(message)
                     live[message.request_id] = _Sequence(request, output, TextStream(params, self.tokenizer))
-            except RequestError as error:  # raised for its first sequence: they differ only in their seed
+            except RequestError as error:  # the first of its sequences: they differ only in their seed
                 for output in request.outputs:
                     output.finish_reason, output.error = "error", str(error)
                 yield request
 
     def _record(self, event: Event, live: dict[str, _Sequence]) -> RequestOutput | None:
-        """Add a delta to its request; return the request once all its sequences have ended."""
+        """Add a delta to its request; returns the request once all its sequences have ended."""
         delta = event.delta
         sequence = live[delta.request_id]
-        output, request = sequence.output, sequence.request
+        output, request = sequence.output, sequence.parent
         if delta.finish_reason in ("error", "abort"):
             output.finish_reason = delta.finish_reason
             output.error = delta.error.message if delta.error else None
@@ -246,7 +258,7 @@ def _close(core: EngineCore, ranks: RankProcesses | None) -> None:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts, given several or a single one."""
+    """One text or one list of token ids counts as one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     ids = [prompt for prompt in prompts if isinstance(prompt, int)]
@@ -255,17 +267,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if ids:
         raise RequestError(f"prompts must be texts or lists of token ids, but {ids[0]} is a token id itself", "prompts")
     return [prompt for prompt in prompts if not isinstance(prompt, int)]
-
-
-def _per_prompt(
-    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        message = f"sampling_params has {len(params)} entries for {len(prompts)} prompts"
-        raise RequestError(message, "sampling_params")
-    return params
 
 
 def _progress(shown: bool) -> Progress:
