@@ -58,8 +58,10 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def flags_of(options: type) -> list[inspect.Parameter]:
-    """Flags of a dataclass: the metadata of its fields are `names` and arguments of typer.Option, such as `help`. `PANEL`
-    of the class is the panel in which those are shown that name none."""
+    """Flags of a dataclass, shown in the panel that its PANEL names.
+
+    The metadata of a field are `names` and arguments of typer.Option, such as `help`.
+    """
     hints, flags = get_type_hints(options), []
     for f in fields(options):
         details = {"rich_help_panel": getattr(options, "PANEL", None), **f.metadata}

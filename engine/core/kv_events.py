@@ -72,7 +72,7 @@ class KVEventPublisher:
         if now < self._due_at and not new:
             return  # before anything is counted: this is called in every step
         load = self._scheduler.load()
-        if not self._has_changed(load):
+        if not (self._pool.has_changes or self._admitted or self._prefilled or load != self._load):
             self._due_at = self._sent_at + HEARTBEAT_S
         synced = [address for address, subscriber in self._subscribers.items() if subscriber.synced]
         if synced and now >= self._due_at:
@@ -86,9 +86,6 @@ class KVEventPublisher:
     def wait_s(self, now: float) -> float | None:
         """Return the time until an update is due, if nothing else happens; None without subscribers."""
         return max(0.0, self._due_at - now) if self._subscribers else None
-
-    def _has_changed(self, load: EngineLoad) -> bool:
-        return bool(self._pool.has_changes or self._admitted or self._prefilled) or load != self._load
 
     def _changes(self, load: EngineLoad) -> EngineUpdate:
         self._number += 1
