@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from cluster.simulator.cluster import simulate
-from cluster.simulator.cost_model import CostModel
-from cluster.simulator.hardware import CARDS, MODELS, kv_tokens, roofline
+from cluster.simulator.cost_model import CARDS, MODELS, CostModel, kv_tokens, roofline
 from cluster.simulator.options import RouterName
 from cluster.simulator.results import Report
 from cluster.simulator.spec import ClusterSpec, GoodputSlo

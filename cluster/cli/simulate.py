@@ -134,22 +134,18 @@ def _pools(report: Report) -> Table:
 
 
 def _replicas(use: PoolUse) -> str:
-    scaled = use.scaled
-    if scaled is None:
-        return str(use.replicas)
-    if scaled.least == scaled.most:
-        return str(scaled.most)
+    if (scaled := use.scaled) is None or scaled.least == scaled.most:
+        return str(scaled.most if scaled else use.replicas)
     return f"{scaled.least} to {scaled.most}, mean {scaled.mean:.1f}"
 
 
 def _never_up(report: Report) -> list[str]:
     """Return a note for each pool that was to have more replicas than it ever had."""
-    scaled = {role: use.scaled for role, use in report.pools.items() if use.scaled is not None}
     return [
-        f"{role}: the autoscaler wanted up to {counts.wanted} replicas, and at most {counts.most} were up in time; "
-        "more --requests are longer traffic"
-        for role, counts in scaled.items()
-        if counts.wanted > counts.most
+        f"{role}: the autoscaler wanted up to {use.scaled.wanted} replicas, and at most {use.scaled.most} were up in "
+        "time; more --requests are longer traffic"
+        for role, use in report.pools.items()
+        if use.scaled is not None and use.scaled.wanted > use.scaled.most
     ]
 
 

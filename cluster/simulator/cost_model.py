@@ -1,4 +1,4 @@
-"""The time that a step of an engine takes, by the work in it."""
+"""The time that a step of an engine takes, by the work in it: as measured, or as data sheets have it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from engine.errors import InvalidParameter
+from engine.model.config import DTYPES, ModelConfig
 from engine.wire.plan import StepPlan
+
+COMPUTE_FRACTION = 0.6  # of the dense peak is reached by large matrix products
+ATTENTION_FRACTION = 0.4  # of the dense peak is reached by attention over long prompts
+MEMORY_FRACTION = 0.8  # of the memory's bandwidth is reached by a step of decoding
+TP_FRACTION = 0.9  # of it all is left for every doubling of the ranks: all-reduces take the rest
+STEP_S = 0.002  # of a step beside the model: planning, launching, sampling
+SEQUENCE_S = 5e-6
+USABLE = 0.9  # of the memory, as `gpu_memory_utilization`; activations take a fraction of that
+ACTIVATIONS = 0.05
 
 
 class Work(NamedTuple):
@@ -86,3 +96,109 @@ def read_cost(path: Path) -> Measured:
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         limit = f"a file that `python -m benchmarks.simulator.fit` wrote ({error})"
         raise InvalidParameter("--cost", str(path), limit) from None
+
+
+# -- data sheets -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Figures from the maker's data sheet."""
+
+    flops: float  #: per second, dense, bfloat16
+    bandwidth: float  #: of its memory, bytes per second
+    memory: float  #: bytes
+    network: float  #: bytes per second that one card can send to another machine, by a NIC of its own
+
+
+CARDS = {
+    "a100": Card(312e12, 2.039e12, 80e9, 25e9),  # SXM 80 GB, 200 Gb/s
+    "h100": Card(989e12, 3.35e12, 80e9, 50e9),  # SXM, 400 Gb/s
+    "h200": Card(989e12, 4.8e12, 141e9, 50e9),
+    "l4": Card(121e12, 0.3e12, 24e9, 3.1e9),  # 25 Gb/s
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a model that decide the cost of its steps."""
+
+    parameters: float
+    active: float  #: parameters that a token passes through: a mixture of experts has fewer, though a batch reads all
+    pair_flops: float  #: of a token that attends to one token, over all layers
+    kv_bytes: float  #: of a token's keys and values, over all layers
+    weight_bytes: float
+    heads: int
+    kv_heads: int
+
+    @classmethod
+    def dense(cls, parameters: float, layers: int, heads: int, kv_heads: int, head_dim: int) -> ModelShape:
+        """Return the shape of a dense model in bfloat16."""
+        kv_bytes = 2 * 2 * layers * kv_heads * head_dim
+        pair_flops = 4.0 * layers * heads * head_dim
+        return cls(parameters, parameters, pair_flops, kv_bytes, 2 * parameters, heads, kv_heads)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ModelShape:
+        """Read the config.json of a model folder. Raises ModelFolderError."""
+        cfg = ModelConfig.from_folder(folder)
+        attention = cfg.hidden_size * cfg.head_dim * (2 * cfg.num_heads + 2 * cfg.num_kv_heads)
+        total = active = float(cfg.vocab_size * cfg.hidden_size)  # the head; looking up an embedding costs nothing
+        for layer in range(cfg.num_layers):
+            mlp = mlp_active = 3.0 * cfg.hidden_size * cfg.intermediate_size
+            if cfg.moe is not None and layer in cfg.moe.layers:
+                expert = 3.0 * cfg.hidden_size * cfg.moe.intermediate_size
+                mlp, mlp_active = cfg.moe.num_experts * expert, cfg.moe.experts_per_token * expert
+            total, active = total + attention + mlp, active + attention + mlp_active
+        item = DTYPES[cfg.dtype]
+        pair_flops = 4.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim
+        kv_bytes = cfg.kv_bytes_per_token(item)
+        return cls(total, active, pair_flops, kv_bytes, item * total, cfg.num_heads, cfg.num_kv_heads)
+
+
+MODELS = {
+    "llama-3.1-8b": ModelShape.dense(8.03e9, 32, 32, 8, 128),
+    "llama-3.1-70b": ModelShape.dense(70.6e9, 80, 64, 8, 128),
+    "qwen3-0.6b": ModelShape.dense(0.6e9, 28, 16, 8, 128),
+    "qwen3-32b": ModelShape.dense(32.8e9, 64, 64, 8, 128),
+    "opt-13b": ModelShape.dense(12.85e9, 40, 40, 40, 128),  # no grouped heads: DistServe's first figure has it
+}
+
+
+def find_model(name: str) -> ModelShape:
+    """name: one of MODELS, or a model folder. Raises ServingError."""
+    if name in MODELS:
+        return MODELS[name]
+    if Path(name, "config.json").is_file():
+        return ModelShape.from_folder(Path(name))
+    raise InvalidParameter("model", name, f"a folder with a config.json, or one of {', '.join(MODELS)}")
+
+
+def find_card(name: str) -> Card:
+    if name not in CARDS:
+        raise InvalidParameter("card", name, f"one of {', '.join(CARDS)}")
+    return CARDS[name]
+
+
+def roofline(model: ModelShape, card: Card, tensor_parallel: int = 1) -> Roofline:
+    """Return a cost model by round fractions, which fit published measurements within some tens of percent; a cost that
+    was fitted to the engine itself is better."""
+    ranks = tensor_parallel * TP_FRACTION ** (tensor_parallel.bit_length() - 1)
+    return Roofline(
+        step_s=STEP_S,
+        sequence_s=SEQUENCE_S,
+        token_s=2 * model.active / (card.flops * COMPUTE_FRACTION * ranks),
+        pair_s=model.pair_flops / (card.flops * ATTENTION_FRACTION * ranks),
+        weights_s=model.weight_bytes / (card.bandwidth * MEMORY_FRACTION * ranks),
+        context_s=model.kv_bytes / (card.bandwidth * MEMORY_FRACTION * ranks),
+    )
+
+
+def kv_tokens(model: ModelShape, card: Card, tensor_parallel: int = 1) -> int:
+    """Return the tokens whose KV fits beside the weights. Raises InvalidParameter if not even the weights fit."""
+    usable = tensor_parallel * card.memory * USABLE * (1 - ACTIVATIONS)
+    tokens = int((usable - model.weight_bytes) / model.kv_bytes)
+    if tokens < 1:
+        need = model.weight_bytes / 1e9
+        raise InvalidParameter("tensor_parallel", tensor_parallel, f"so many cards that {need:.0f} GB of weights fit")
+    return tokens

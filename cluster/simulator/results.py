@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
-from cluster.simulator.spec import ClusterSpec, GoodputSlo
+from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import Trace
 from engine.core.request import Request
 
@@ -17,11 +17,11 @@ PER_DOUBLING = 32  # classes of a histogram, so that a value is known to 1 perce
 SMALLEST_S = 1e-6
 
 
+@dataclass(slots=True)
 class LatencyHistogram:
     """Times between tokens, which are too many to keep: counted in classes of a factor of 2 ** (1 / PER_DOUBLING)."""
 
-    def __init__(self) -> None:
-        self._counts = [0] * (40 * PER_DOUBLING)
+    _counts: list[int] = field(default_factory=lambda: [0] * (40 * PER_DOUBLING))
 
     def add(self, seconds: float, count: int = 1) -> None:
         self._counts[self._index(seconds)] += count
@@ -39,22 +39,17 @@ class LatencyHistogram:
         index = int(PER_DOUBLING * math.log2(seconds / SMALLEST_S)) if seconds > SMALLEST_S else 0
         return min(index, len(self._counts) - 1)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LatencyHistogram) and self._counts == other._counts
-
-    __hash__ = None  # type: ignore[assignment]
-
     def __iadd__(self, other: LatencyHistogram) -> LatencyHistogram:
         self._counts = [a + b for a, b in zip(self._counts, other._counts, strict=True)]
         return self
 
-    def percentile(self, percent: float) -> float | None:
-        """Return seconds; None if nothing was added."""
+    def percentile_ms(self, percent: float) -> float | None:
+        """Return milliseconds; None if nothing was added."""
         total = sum(self._counts)
         if not total:
             return None
         index = int(np.searchsorted(np.cumsum(self._counts), percent / 100 * total))
-        return SMALLEST_S * float(2 ** ((min(index, len(self._counts) - 1) + 0.5) / PER_DOUBLING))
+        return 1000 * (SMALLEST_S * float(2 ** ((min(index, len(self._counts) - 1) + 0.5) / PER_DOUBLING)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,27 +150,16 @@ class Results:
         """Until the last request ended."""
         return max(float(np.nanmax(self.last_at, initial=0.0)), 1e-9)
 
-    def good(self, slo: GoodputSlo) -> np.ndarray:
-        """Whether each request kept each half of the SLO: two rows, first token and time per token."""
-        ttft, tpot = self.first_at - self._trace.arrivals_s, self.tpot_s()
-        done = ~np.isnan(self.last_at)
-        return np.stack([done & (ttft <= slo.ttft_s), done & ~(tpot > slo.tpot_s)])
-
-    def tpot_s(self) -> np.ndarray:
-        """Mean time per token after the first; nan for requests of a single token."""
-        intervals = (self._trace.output_tokens - 1).astype(np.float64)
-        intervals[intervals == 0] = np.nan
-        return (self.last_at - self.first_at) / intervals
-
     def report(
         self, spec: ClusterSpec, itl: LatencyHistogram, pools: dict[str, PoolUse], handoffs: HandoffUse | None
     ) -> Report:
-        trace, done = self._trace, ~np.isnan(self.last_at)
-        tpot = self.tpot_s()
-        duration_s = self.duration_s
-        halves = self.good(spec.slo)
-        good = halves.all(axis=0)
-        p50, p99 = itl.percentile(50), itl.percentile(99)
+        trace, done, duration_s = self._trace, ~np.isnan(self.last_at), self.duration_s
+        ttft, e2e = self.first_at - trace.arrivals_s, self.last_at - trace.arrivals_s
+        intervals = (trace.output_tokens - 1).astype(np.float64)
+        intervals[intervals == 0] = np.nan  # a single token has none
+        tpot = (self.last_at - self.first_at) / intervals
+        good_ttft, good_tpot = done & (ttft <= spec.slo.ttft_s), done & ~(tpot > spec.slo.tpot_s)
+        good = good_ttft & good_tpot
         return Report(
             trace=trace.name,
             requests=len(trace),
@@ -186,13 +170,13 @@ class Results:
             output_tokens_per_s=float(trace.output_tokens[done].sum()) / duration_s,
             goodput=float(good.sum()) / duration_s,
             good=float(good.mean()),
-            good_ttft=float(halves[0].mean()),
-            good_tpot=float(halves[1].mean()),
-            ttft_ms=Latencies.of((self.first_at - trace.arrivals_s)[done]),
+            good_ttft=float(good_ttft.mean()),
+            good_tpot=float(good_tpot.mean()),
+            ttft_ms=Latencies.of(ttft[done]),
             tpot_ms=Latencies.of(tpot[~np.isnan(tpot)]),
-            e2e_ms=Latencies.of((self.last_at - trace.arrivals_s)[done]),
-            itl_p50_ms=None if p50 is None else 1000 * p50,
-            itl_p99_ms=None if p99 is None else 1000 * p99,
+            e2e_ms=Latencies.of(e2e[done]),
+            itl_p50_ms=itl.percentile_ms(50),
+            itl_p99_ms=itl.percentile_ms(99),
             hit_rate=float(self.cached.sum()) / max(1, int(trace.prompt_tokens[done].sum())),
             gpus=spec.gpus,
             pools=pools,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.autoscaling.slo import Limits
-from cluster.simulator.cost_model import CostModel, read_cost
-from cluster.simulator.hardware import find_card, find_model, kv_tokens, roofline
+from cluster.simulator.cost_model import CostModel, find_card, find_model, kv_tokens, read_cost, roofline
 from cluster.simulator.options import HandoffPolicy, RouterName, SimulationOptions
 from cluster.simulator.trace import KINDS, Trace, make_trace
 from deployments.routing.config import Role

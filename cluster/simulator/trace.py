@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -37,10 +38,10 @@ Random = np.random.Generator
 
 
 class _Line(msgspec.Struct, frozen=True):
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int] = []
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=0)]
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=OUTPUT_ID)]] = []
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,19 +103,11 @@ class Trace:
         lines = []
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
                 try:
-                    found = decoder.decode(line)
+                    if line.strip():
+                        lines.append(decoder.decode(line))
                 except msgspec.MsgspecError as error:
                     raise InvalidParameter(f"{path}:{number}", line[:80], f"a request ({error})") from None
-                if found.input_length < 1 or found.output_length < 0 or found.timestamp < 0:
-                    raise InvalidParameter(
-                        f"{path}:{number}", line[:80], "with lengths and a time that are not negative"
-                    )
-                if found.hash_ids and not 0 <= min(found.hash_ids) <= max(found.hash_ids) < OUTPUT_ID:
-                    raise InvalidParameter(f"{path}:{number} hash_ids", max(found.hash_ids), f"ids below {OUTPUT_ID}")
-                lines.append(found)
         if not lines:
             raise InvalidParameter("trace", str(path), "at least one request")
         lines.sort(key=lambda line: line.timestamp)

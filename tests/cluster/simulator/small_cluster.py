@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.simulator.hardware import CARDS, MODELS, roofline
+from cluster.simulator.cost_model import CARDS, MODELS, roofline
 from cluster.simulator.options import RouterName
 from cluster.simulator.spec import ClusterSpec
 from engine.config import EngineConfig

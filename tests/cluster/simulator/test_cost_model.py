@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.simulator.cost_model import Work
-from cluster.simulator.hardware import CARDS, MODELS, find_model, kv_tokens, roofline
+from cluster.simulator.cost_model import CARDS, MODELS, Work, find_model, kv_tokens, roofline
 from engine.errors import InvalidParameter
 from engine.wire.plan import StepPlan
 from tests.models import make_model

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli import main as cli
-from cluster.simulator.hardware import MODELS
+from cluster.simulator.cost_model import MODELS
 from cluster.simulator.options import SimulationOptions
 from engine.errors import InvalidParameter
 from tests.models import make_model

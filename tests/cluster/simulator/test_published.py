@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.simulator.published import ENGINE_OF_2023, STRICT, goodput, prefix_groups
 from cluster.simulator.cluster import simulate
-from cluster.simulator.hardware import CARDS, MODELS, kv_tokens, roofline
+from cluster.simulator.cost_model import CARDS, MODELS, kv_tokens, roofline
 from cluster.simulator.spec import ClusterSpec, GoodputSlo
 from cluster.simulator.trace import Trace, make_trace
 from engine.config import EngineConfig
