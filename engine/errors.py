@@ -27,6 +27,7 @@ Constructor arguments equal `args`, so that errors pickle between processes.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import ClassVar
 
 
@@ -63,7 +64,7 @@ class InvalidParameter(RequestError):
 
     def __init__(self, field: str, value: object, limit: str):
         try:
-            shown = repr(value)
+            shown = repr(_head(value))
         except ValueError:  # Python refuses to print integers of thousands of digits
             value = shown = "a number of thousands of digits"
         if len(shown) > 100:
@@ -71,6 +72,19 @@ class InvalidParameter(RequestError):
         Exception.__init__(self, field, shown if not isinstance(value, (int, float, str)) else value, limit)
         self.message, self.param = f"{field} must be {limit}, got {shown}", field
         self.field, self.value, self.limit = field, value, limit
+
+
+def _head(value: object) -> object:
+    """Return the part of `value` that a message shows: printing all of a long list takes long."""
+    match value:
+        case str():
+            return value[:100]
+        case list():
+            return [_head(entry) for entry in value[:50]]
+        case dict():
+            return {key: _head(entry) for key, entry in islice(value.items(), 50)}
+        case _:
+            return value
 
 
 class PromptTooLong(RequestError):

@@ -20,6 +20,7 @@ from deployments.openai.completion import CompletionResponse
 from deployments.openai.context import RequestContext
 from deployments.openai.debug import VERSION, ServerLoad, Version, live_handoffs
 from deployments.openai.errors import error_response
+from deployments.openai.json_size import check_json_size
 from deployments.openai.middleware import AuthConfig, AuthMiddleware
 from deployments.openai.openapi import openapi_document
 from deployments.openai.requests import (
@@ -139,14 +140,16 @@ def openai_app(
 
 
 async def read_json(request: Request) -> bytes:
-    """Return the body. Raises UnsupportedMediaType, and BodyTooLarge while reading."""
+    """Return the body. Raises UnsupportedMediaType, BodyTooLarge while reading, and RequestError for too many values."""
     content_type = request.headers.get("content-type")
     media_type = (content_type or "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
         raise UnsupportedMediaType(content_type)
-    return await request.body()
+    body = await request.body()
+    await check_json_size(body)
+    return body
 
 
 async def _respond(request: Request, body: GenerationBody, response: ChatResponse | CompletionResponse) -> Response:

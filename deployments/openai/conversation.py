@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from engine.errors import InvalidParameter
 
+MAX_PARTS = 1024  # of one message
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -94,8 +95,8 @@ class Message(TemplateModel):
     """One turn. The chat template gets all fields, also those that are not listed here."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_PARTS, fail_fast=True)
     reasoning: str | None = None
     """Reasoning of an earlier assistant message."""
     reasoning_content: str | None = None
@@ -128,10 +129,11 @@ def parse_arguments(arguments: str) -> dict[str, Any] | str:
 
 def check_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> None:
     """Raise InvalidParameter for invalid tools, or a choice that does not match them."""
-    names = [tool.function.name for tool in tools or []]
+    names: dict[str, None] = {}  # in order
     for i, tool in enumerate(tools or []):
-        if names.index(tool.function.name) < i:
+        if tool.function.name in names:
             raise InvalidParameter(f"tools[{i}].function.name", tool.function.name, "different from all other names")
+        names[tool.function.name] = None
         if tool.arguments_schema["type"] != "object":
             field = f"tools[{i}].function.parameters"
             raise InvalidParameter(field, tool.function.parameters, 'a JSON schema of type "object"')

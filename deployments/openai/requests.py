@@ -5,7 +5,7 @@ A field that would change the response and is not supported is refused, never ig
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -13,10 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from deployments.openai.conversation import Message, StrictModel, Tool, ToolChoice, check_tools
 from deployments.openai.validation import has_no_effect, validation_error
 from engine.errors import InvalidParameter, RequestError
-from engine.wire.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine.wire.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 INT32 = 2**31 - 1
+MAX_FIELDS = 200
+MAX_SEQUENCES = 1024  # of one HTTP request: prompts * n
+MAX_MESSAGES = 4096
+MAX_TOOLS = 512
 # Variables that a chat template gets from elsewhere; `chat_template` itself would be code from outside.
 TEMPLATE_RESERVED = {
     "self",
@@ -29,6 +33,11 @@ TEMPLATE_RESERVED = {
     "add_generation_prompt",
     "continue_final_message",
 }
+
+
+T = TypeVar("T")
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Prompts = Annotated[list[T], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
 
 
 class StreamOptions(StrictModel):
@@ -57,7 +66,7 @@ class StructuredOutputs(StrictModel):
 
     schema_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: list[str] | None = Field(default=None, fail_fast=True)
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -67,12 +76,16 @@ class RequestBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
-    model: str | None = None
+    model: str | None = Field(default=None, max_length=1024)
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, body: Any) -> Any:
-        return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
+        if not isinstance(body, dict):
+            return body
+        if len(body) > MAX_FIELDS:  # pydantic would list each one that is not known
+            raise RequestError(f"the body has {len(body)} fields; no route has more than {MAX_FIELDS}")
+        return {k: v for k, v in body.items() if v is not None}
 
     def check(self) -> None:
         """Raise RequestError for fields that contradict each other."""
@@ -94,22 +107,22 @@ class GenerationBody(RequestBody):
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] = []
-    stop_token_ids: list[int] = []
+    stop: str | Annotated[list[str], Field(fail_fast=True)] = []
+    stop_token_ids: list[int] = Field(default=[], max_length=1024, fail_fast=True)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] = []
-    cache_salt: str = ""
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=10_000)
+    allowed_token_ids: list[int] | None = Field(default=None, max_length=2**18, fail_fast=True)
+    bad_words: list[str] = Field(default=[], max_length=MAX_BAD_WORDS, fail_fast=True)
+    cache_salt: str = Field(default="", max_length=1024)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: int = Field(default=0, ge=-INT32, le=INT32)
     """Smaller runs first, if the engine's `scheduling_policy` is `priority`."""
-    user: str | None = None
+    user: str | None = Field(default=None, max_length=1024)
     """Whose fair share of the server the request counts to, where there are no API keys."""
-    safety_identifier: str | None = None
+    safety_identifier: str | None = Field(default=None, max_length=1024)
     """Used like `user`, if that is not given."""
     request_id: str | None = None
     """Part of the response's id, in place of the header X-Request-Id, which Serve gives every request."""
@@ -213,8 +226,8 @@ class TemplateBody(RequestBody):
 class ChatBody(GenerationBody, TemplateBody):
     """POST /v1/chat/completions"""
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = Field(default=None, min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice | None = None
     """None means `auto` where there are tools. With `none` the model is not shown the tools either."""
     parallel_tool_calls: bool = True
@@ -252,7 +265,7 @@ class ChatBody(GenerationBody, TemplateBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | TokenIds | Prompts[str] | Prompts[TokenIds]
     """A text, token ids, or a list of either."""
     max_tokens: int = 16
     """May be 0 with `echo`, for the log-probabilities of the prompt alone."""
@@ -299,9 +312,9 @@ class TokenizeBody(TemplateBody):
 
     prompt: str | None = None
     """A text, in place of `messages`."""
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     """A conversation, tokenized as a chat request would be."""
-    tools: list[Tool] | None = Field(default=None, min_length=1)
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
     """Tools that the model may call in the conversation."""
     add_special_tokens: bool | None = None
     """None means yes for a prompt, as in a completion, and no for messages, whose template brings the tokens."""
@@ -312,7 +325,7 @@ class TokenizeBody(TemplateBody):
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("give either prompt or messages", "prompt")
-        if self.tools is not None and self.messages is None:
+        if self.tools and self.messages is None:
             raise RequestError("tools is only allowed with messages", "tools")
         if self.add_special_tokens and self.messages is not None:
             limit = "false with messages, whose template brings the special tokens"
@@ -323,7 +336,7 @@ class TokenizeBody(TemplateBody):
 class DetokenizeBody(RequestBody):
     """POST /detokenize"""
 
-    tokens: list[int]
+    tokens: TokenIds
 
 
 Body = TypeVar("Body", bound=RequestBody)

@@ -23,6 +23,7 @@ from deployments.openai.conversation import Message, Tool
 from deployments.openai.parsers import ReasoningParserName, ToolCallParserName
 from deployments.openai.parsers.choice_parser import OutputFormat
 from deployments.openai.requests import (
+    MAX_SEQUENCES,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -39,8 +40,6 @@ from engine.wire.model_identity import ModelIdentity
 from engine.wire.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-MAX_SEQUENCES = 1024  # of one HTTP request: prompts * n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +114,14 @@ class ServedModel:
         """Raises RequestError, and Overloaded before any work is done."""
         self.admission.check(context.client)
         self._format.check(body)
-        params = self._params(body)
-        prompt, params, output_format = await asyncio.to_thread(self._prepare_chat, body, params)
+        prompt, params, output_format = await asyncio.to_thread(self._prepare_chat, body)
         generation = self._generation([prompt], params, body, context)
         return ChatResponse(body, context, self.info.name, generation, self._tokenizer, output_format)
 
     async def completion(self, body: CompletionBody, context: RequestContext) -> CompletionResponse:
         """Raises RequestError, and Overloaded before any work is done."""
         self.admission.check(context.client)
-        params = self._params(body)
+        params = await asyncio.to_thread(self._params, body)
         prompts, texts = await asyncio.to_thread(self._tokenize_prompts, body)
         generation = self._generation(prompts, params, body, context)
         return CompletionResponse(body, context, self.info.name, generation, self._tokenizer, prompts, texts)
@@ -153,8 +151,9 @@ class ServedModel:
                 raise InvalidParameter("tokens", token_id, "a list of ids of the model's vocabulary")
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _prepare_chat(self, body: ChatBody, params: SamplingParams) -> tuple[list[int], SamplingParams, OutputFormat]:
+    def _prepare_chat(self, body: ChatBody) -> tuple[list[int], SamplingParams, OutputFormat]:
         """Return the prompt, the parameters with the grammar of the output, and the format to parse it by."""
+        params = self._params(body)
         text = self._render_chat(body.messages, body.offered_tools, body)
         prompt = self._tokenizer.encode_prompt(text, self.info.max_model_len, add_special_tokens=False)
         thinking = self._format.thinking(body, text)

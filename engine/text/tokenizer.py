@@ -98,13 +98,9 @@ class Tokenizer:
 
     def bad_words_token_ids(self, words: list[str]) -> list[list[int]]:
         """Tokenize each word as at the start of a text and, if that differs, as after a space."""
-        sequences = []
-        for word in words:
-            for text in (word, " " + word.lstrip()):
-                token_ids = self.encode(text, add_special_tokens=False)
-                if token_ids not in sequences:
-                    sequences.append(token_ids)
-        return sequences
+        texts = [text for word in words for text in (word, " " + word.lstrip())]
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [list(token_ids) for token_ids in dict.fromkeys(tuple(encoding.ids) for encoding in encodings)]
 
     def is_special(self, token_id: int) -> bool:
         """Return whether the token steers the model (end of turn, for instance) and is no text."""

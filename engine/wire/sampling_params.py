@@ -12,6 +12,8 @@ from engine.wire.structured_outputs import StructuredOutputsParams
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 1000
+MAX_BAD_WORD_CHARS = 1000
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,6 +75,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_lists(self) -> None:
         check(len(self.stop) <= MAX_STOP_STRINGS, "stop", self.stop, f"at most {MAX_STOP_STRINGS} strings")
         check("" not in self.stop, "stop", self.stop, "a list of non-empty strings")
+        limit = f"at most {MAX_BAD_WORDS} words of at most {MAX_BAD_WORD_CHARS} characters"
+        short = all(len(word) <= MAX_BAD_WORD_CHARS for word in self.bad_words)
+        check(len(self.bad_words) <= MAX_BAD_WORDS and short, "bad_words", self.bad_words, limit)
         check("" not in self.bad_words, "bad_words", self.bad_words, "a list of non-empty strings")
         check(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids, 0 or above")
         check(self.allowed_token_ids != [], "allowed_token_ids", self.allowed_token_ids, "a list of at least one id")
@@ -98,8 +103,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "bad_words": [token for word in self.bad_words_token_ids for token in word],
         }
         for field, ids in lists.items():
-            for token in ids:
-                check(0 <= token < vocab_size, field, token, f"a token id below {vocab_size}")
+            unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
+            check(unknown is None, field, unknown, f"a token id below {vocab_size}")
 
 
 def check(valid: bool, field: str, value: object, limit: str) -> None:

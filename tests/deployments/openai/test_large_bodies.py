@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
+import time
+from typing import Any
 
 import pytest
 
+from deployments.openai.json_size import check_json_size
+from deployments.openai.requests import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    RequestBody,
+    parse,
+)
+from engine.errors import RequestError
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, tokenizer
 from tests.deployments.openai.bad_requests import Bad
 
@@ -48,5 +62,120 @@ def test_prompt_that_does_not_fit_has_the_code_and_the_words_that_clients_look_f
             error = (await api.post("completions", prompt=prompt)).json()["error"]
             assert error["code"] == "context_length_exceeded"
             assert f"this model's maximum context length is {MAX_MODEL_LEN} tokens" in error["message"]
+
+    asyncio.run(scenario())
+
+
+HELLO = {"role": "user", "content": "hello"}
+PART = {"type": "text", "text": "a"}
+CALL = {"id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def function(i: int) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": f"f{i}", "parameters": {"type": "object"}}}
+
+
+LARGEST: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
+    "messages": (ChatBody, {"messages": [HELLO] * 4096}),
+    "parts": (ChatBody, {"messages": [{"role": "user", "content": [PART] * 1024}] * 7}),
+    "one long message": (ChatBody, {"messages": [{"role": "user", "content": 'a"\n' * 3_000_000}]}),
+    "tool calls": (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [CALL] * 1000}] * 4}),
+    "members of a message": (ChatBody, {"messages": [{**HELLO, **{f"key{i}": 1 for i in range(60_000)}}]}),
+    "lists in a message": (ChatBody, {"messages": [{**HELLO, "more": [[]] * 16_000}]}),
+    "tools": (ChatBody, {"messages": [HELLO], "tools": [function(i) for i in range(512)]}),
+    "schema": (ChatBody, {"messages": [HELLO], "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1] * 99_000}}}}),
+    "chat_template_kwargs": (ChatBody, {"messages": [HELLO], "chat_template_kwargs": {"a": ["b"] * 10**6}}),
+    "metadata": (ChatBody, {"messages": [HELLO], "metadata": {f"key{i}": "a" for i in range(65_000)}}),
+    "prompt": (CompletionBody, {"prompt": "a, b: " * 2_500_000}),
+    "prompts": (CompletionBody, {"prompt": ["a" * 10_000] * 1024}),
+    "token ids": (CompletionBody, {"prompt": [12345] * 10**6}),
+    "lists of token ids": (CompletionBody, {"prompt": [[12345] * 976] * 1024}),
+    "stop": (CompletionBody, {"prompt": "a", "stop": ["a" * 10**6] * 15}),
+    "stop_token_ids": (CompletionBody, {"prompt": "a", "stop_token_ids": [5] * 1024}),
+    "allowed_token_ids": (CompletionBody, {"prompt": "a", "allowed_token_ids": [5] * 2**18}),
+    "logit_bias": (CompletionBody, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(10_000)}}),
+    "bad_words": (CompletionBody, {"prompt": "a", "bad_words": ["a" * 1000] * 1000}),
+    "choice": (CompletionBody, {"prompt": "a", "structured_outputs": {"choice": ["abc"] * 30_000}}),
+    "tokens": (DetokenizeBody, {"tokens": [5] * 10**6}),
+}  # fmt: skip
+# bodies that are refused, and what the refusal names
+TOO_LARGE: dict[str, tuple[type[RequestBody], bytes, str]] = {
+    "messages": (ChatBody, b'{"messages": [' + b"{}," * 4097 + b"{}]}", "messages"),
+    "many messages": (ChatBody, json.dumps({"messages": [HELLO] * 300_000}).encode(), "objects"),
+    "no messages": (ChatBody, b'{"messages": [' + b"[]," * 5_000_000 + b"[]]}", "lists"),
+    "numbers for messages": (ChatBody, b'{"messages": [' + b"1," * 1_000_000 + b"1]}", "messages"),
+    "parts": (ChatBody, json.dumps({"messages": [{"role": "user", "content": [PART] * 1025}]}).encode(), "messages"),
+    "tools": (ChatBody, json.dumps({"messages": [HELLO], "tools": [function(i) for i in range(513)]}).encode(), "tools"),
+    "fields": (ChatBody, json.dumps({str(i): 1 for i in range(60_000)}).encode(), "fields"),
+    "members": (ChatBody, json.dumps({str(i): 1 for i in range(1_000_000)}).encode(), "members"),
+    "prompts": (CompletionBody, json.dumps({"prompt": ["a"] * 1_000_000}).encode(), "prompt"),
+    "prompts of one id": (CompletionBody, json.dumps({"prompt": [[1]] * 1_000_000}).encode(), "lists"),
+    "ids": (CompletionBody, json.dumps({"prompt": [1] * 2_000_000}).encode(), "values"),
+    "stop": (CompletionBody, json.dumps({"prompt": "a", "stop": [1] * 1_000_000}).encode(), "stop"),
+    "bad_words": (CompletionBody, json.dumps({"prompt": "a", "bad_words": ["a"] * 1001}).encode(), "bad_words"),
+    "text for ids": (CompletionBody, json.dumps({"prompt": "a", "allowed_token_ids": "a" * 10**7}).encode(), "allowed"),
+}  # fmt: skip
+
+
+async def parse_body(kind: type[RequestBody], raw: bytes) -> float:
+    """Parse a body as a route does. Return the CPU seconds that the event loop's thread takes for it."""
+    started = time.thread_time()
+    try:
+        await check_json_size(raw)
+        body = parse(kind, raw)
+    finally:
+        took = time.thread_time() - started
+    if isinstance(body, GenerationBody):
+        body.sampling_params({})
+    return took
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_largest_body_that_is_accepted_holds_the_loop_for_less_than_100_ms(name):
+    kind, body = LARGEST[name]
+    raw = json.dumps(body).encode()
+    assert len(raw) < 16 * 2**20
+    assert min(asyncio.run(parse_body(kind, raw)) for _ in range(3)) < 0.1
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_body_that_is_too_large_is_refused_within_100_ms(name):
+    kind, raw, named = TOO_LARGE[name]
+    took = []
+    for _ in range(3):
+        started = time.thread_time()
+        with pytest.raises(RequestError, match=named) as caught:
+            asyncio.run(parse_body(kind, raw))
+        took.append(time.thread_time() - started)
+        assert len(str(caught.value)) < 600
+    assert min(took) < 0.1
+
+
+def test_texts_may_have_any_number_of_the_signs_that_values_are_counted_by():
+    texts = ["{[,:" * 100_000, '\\"' * 100_000, '"' * 100_000, "\\" * 100_001, '{"a": [1]}' * 50_000]
+    for text in texts:
+        asyncio.run(check_json_size(json.dumps({"prompt": text, "user": "a"}).encode()))
+    with pytest.raises(RequestError, match="lists"):
+        asyncio.run(check_json_size(json.dumps({"prompt": texts, "more": [[]] * 20_000}).encode()))
+
+
+def test_words_are_not_tokenized_on_the_event_loop(monkeypatch):
+    threads: list[threading.Thread] = []
+    token_ids = type(tokenizer()).bad_words_token_ids
+
+    def recorded(self, words):
+        threads.append(threading.current_thread())
+        return token_ids(self, words)
+
+    monkeypatch.setattr(type(tokenizer()), "bad_words_token_ids", recorded)
+
+    async def scenario() -> None:
+        async with fake_api() as api:
+            words = [f"word{i}" for i in range(1000)]
+            for route, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [HELLO]})):
+                response = await api.post(route, **body, max_tokens=1, bad_words=words)
+                assert response.status_code == 200
+            assert len(threads) == 2
+            assert threading.main_thread() not in threads
 
     asyncio.run(scenario())
