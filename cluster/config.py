@@ -112,12 +112,19 @@ class IngressSection(Section):
         default=None, min_length=1
     )  #: on every node with an ingress; None admits everybody
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    body_timeout_s: float = Field(default=60.0, gt=0)  #: for a request's body to come; else 408
+    cors_origins: list[str] = Field(default=[])  #: web pages that may send requests from browsers; `*` for all
 
     def auth(self) -> AuthConfig:
         """Return the limits of the HTTP edge. Raises ConfigError for a bad file of keys."""
         if self.api_keys_file is not None:
             ApiKeys(Path(self.api_keys_file))
-        return AuthConfig(api_keys_file=self.api_keys_file, max_body_bytes=self.max_body_bytes)
+        return AuthConfig(
+            api_keys_file=self.api_keys_file,
+            max_body_bytes=self.max_body_bytes,
+            body_timeout_s=self.body_timeout_s,
+            cors_origins=tuple(self.cors_origins),
+        )
 
 
 class SloSection(Section):

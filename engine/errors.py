@@ -8,6 +8,7 @@ ServingError
 │   ├── RequestNotFound       404  the request that was asked about is not known, or no longer
 │   ├── InvalidApiKey         401  no key, or one that is not known
 │   ├── BodyTooLarge          413  the HTTP body exceeds this server's limit
+│   ├── BodyTimeout           408  the HTTP body does not come to its end
 │   └── UnsupportedMediaType  415  the Content-Type is not JSON
 ├── Overloaded                429  queues are full; nothing was started
 ├── RequestTimeout            408  the request's own deadline passed
@@ -139,6 +140,16 @@ class BodyTooLarge(RequestError):
     def __init__(self, limit: int):
         Exception.__init__(self, limit)
         self.message, self.param = f"the body is larger than {limit} bytes, the limit of this server", None
+
+
+class BodyTimeout(RequestError):
+    """The HTTP body did not come within this server's limit; the connection is closed."""
+
+    status, type = 408, "timeout_error"
+
+    def __init__(self, limit_s: float):
+        Exception.__init__(self, limit_s)
+        self.message, self.param = f"the body did not come within {limit_s:g} s, the limit of this server", None
 
 
 class UnsupportedMediaType(RequestError):

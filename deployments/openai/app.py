@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from deployments.frontend.api_keys import ApiKeys
@@ -47,7 +48,7 @@ def openai_app(
 
     models: by the names they are served under; if there is only one, it also answers requests that name none.
     """
-    app = FastAPI(title="Manta", docs_url=None, redoc_url=None)
+    app = FastAPI(title="Manta", docs_url=None, redoc_url=None, redirect_slashes=False)
     api_keys = None if auth.api_keys_file is None else ApiKeys(Path(auth.api_keys_file))
     document = openapi_document(VERSION, with_keys=auth.api_keys_file is not None)
     app.openapi = lambda: document  # type: ignore[method-assign]  # the way FastAPI's manual gives
@@ -81,6 +82,8 @@ def openai_app(
 
     @app.get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> Response:
+        if not name:
+            return await list_models()
         return _json_response(card(find(name)))
 
     @app.get("/version")
@@ -118,7 +121,9 @@ def openai_app(
     async def on_error(_: Request, error: Exception) -> Response:
         return error_response(error)
 
-    app.add_middleware(AuthMiddleware, api_keys=api_keys, max_body_bytes=auth.max_body_bytes)
+    app.add_middleware(AuthMiddleware, api_keys=api_keys, config=auth)
+    if auth.cors_origins:  # outside of the check of keys: a browser's first question has none
+        app.add_middleware(CORSMiddleware, allow_origins=auth.cors_origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(MetricsMiddleware, telemetry=telemetry)  # the last one is the outermost: it sees every response
 
     def pools() -> dict[str, EnginePool]:

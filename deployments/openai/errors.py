@@ -14,7 +14,7 @@ from starlette.responses import Response
 from deployments.frontend.sequence import ReportedError
 from deployments.observability.telemetry import CLIENT_LEFT
 from deployments.openai.responses import ErrorBody, ErrorDetail
-from engine.errors import Overloaded, ServingError
+from engine.errors import BodyTimeout, Overloaded, ServingError
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ def error_response(error: Exception) -> Response:
         headers["Retry-After"] = str(math.ceil(retry_after_s))
     if status == 408:  # OpenAI's clients would send it again by themselves, to wait as long as before
         headers["X-Should-Retry"] = "false"
+    if isinstance(error, BodyTimeout):
+        headers["Connection"] = "close"
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, HTTPException) and error.headers:

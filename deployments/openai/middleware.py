@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -9,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.frontend.api_keys import ApiKeys
 from deployments.openai.errors import error_response
-from engine.errors import BodyTooLarge, ServingError
+from engine.errors import BodyTimeout, BodyTooLarge, ServingError
 
 OPEN_PATH = "/health"  # for probes, which have no key
 
@@ -19,13 +20,17 @@ class AuthConfig:
     api_keys_file: str | None = None
     """File of ApiKeys; None lets everybody in."""
     max_body_bytes: int = 16 * 2**20
+    body_timeout_s: float = 60.0
+    """From the first byte of a request to the last one of its body."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages that may send requests from a browser; `*` for all."""
 
 
 class AuthMiddleware:
     """ASGI middleware that stores the name of the key as `api_key_name` in the request's state."""
 
-    def __init__(self, app: ASGIApp, api_keys: ApiKeys | None, max_body_bytes: int):
-        self._app, self._api_keys, self._max_body_bytes = app, api_keys, max_body_bytes
+    def __init__(self, app: ASGIApp, api_keys: ApiKeys | None, config: AuthConfig):
+        self._app, self._api_keys, self._config = app, api_keys, config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,7 +41,7 @@ class AuthMiddleware:
         except ServingError as error:
             await error_response(error)(scope, receive, send)
         else:
-            await self._app(scope, _BodyLimit(receive, self._max_body_bytes), send)
+            await self._app(scope, _BodyLimit(receive, self._config), send)
 
     def _check(self, scope: Scope) -> None:
         """Raises InvalidApiKey or BodyTooLarge."""
@@ -44,18 +49,26 @@ class AuthMiddleware:
         if self._api_keys is not None and get_path(scope) != OPEN_PATH:
             scope.setdefault("state", {})["api_key_name"] = self._api_keys.name_of(headers.get("authorization"))
         length = headers.get("content-length", "")
-        if length.isdecimal() and len(length) < 20 and int(length) > self._max_body_bytes:
-            raise BodyTooLarge(self._max_body_bytes)
+        if length.isdecimal() and len(length) < 20 and int(length) > self._config.max_body_bytes:
+            raise BodyTooLarge(self._config.max_body_bytes)
 
 
 class _BodyLimit:
-    """A `receive` that counts bytes, because a chunked body does not announce its length."""
+    """A `receive` that counts bytes, because a chunked body does not announce its length, and has a deadline."""
 
-    def __init__(self, receive: Receive, limit: int):
-        self._receive, self._limit, self._bytes = receive, limit, 0
+    def __init__(self, receive: Receive, config: AuthConfig):
+        self._receive, self._limit, self._bytes = receive, config.max_body_bytes, 0
+        self._timeout_s = config.body_timeout_s
+        self._deadline: float | None = asyncio.get_running_loop().time() + config.body_timeout_s  # None: it is all here
 
     async def __call__(self) -> Message:
-        message = await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise BodyTimeout(self._timeout_s) from None
+        if not message.get("more_body"):
+            self._deadline = None
         self._bytes += len(message.get("body", b""))
         if self._bytes > self._limit:
             raise BodyTooLarge(self._limit)

@@ -19,6 +19,7 @@ from deployments.openai.parsers import ToolCallParserName, hermes, reasoning
 from deployments.openai.requests import ChatBody
 from engine.errors import InvalidParameter
 from engine.text.grammar import WHITESPACE, limits, one_line
+from engine.text.json_schema import without_annotations
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 Thinking = Literal["never", "maybe", "begun"]
@@ -124,7 +125,7 @@ def _content_rule(content: StructuredOutputsParams) -> str:
 
 
 def _json_rule(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+    return f"%json {json.dumps({**without_annotations(schema), 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
 
 
 def _regex_rule(regex: str) -> str:
@@ -137,7 +138,9 @@ def _regex_rule(regex: str) -> str:
 def check_schema(schema: dict[str, Any], field: str) -> None:
     """Raise InvalidParameter for a JSON schema that cannot be enforced."""
     try:
-        problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema), None, limits=limits())
+        problem = LLMatcher.validate_grammar(
+            LLMatcher.grammar_from_json_schema(without_annotations(schema)), None, limits=limits()
+        )
     except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception, and concerns this schema only
         problem = str(error) or type(error).__name__
     if problem:

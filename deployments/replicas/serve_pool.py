@@ -138,4 +138,4 @@ def _translate(error: Exception) -> ServingError:
     if isinstance(error, TaskCancelledError):
         return EngineUnavailable("the replica is shutting down")
     logger.warning("call to a replica failed: %r", error)
-    return EngineUnavailable(f"the replica died: {type(error).__name__}")
+    return EngineUnavailable("the replica that was to run this request is gone; send the request again")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.errors import InvalidParameter, Overloaded
+from engine.text.json_schema import without_annotations
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -203,7 +204,8 @@ def source(params: StructuredOutputsParams) -> str:
 
     match params.kind:
         case "json" | "json_object":
-            return LLMatcher.grammar_from_json_schema(params.text, overrides={"whitespace_pattern": WHITESPACE})
+            schema = json.dumps(without_annotations(json.loads(params.text)))
+            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
         case "regex":
             return LLMatcher.grammar_from_regex(params.text)
         case "choice":

@@ -46,7 +46,7 @@ class OutputFormat:
             case "hermes":
                 return HermesParser(streaming=streaming)
             case _:
-                return JsonCallsParser(self.tools, streaming=streaming)
+                return JsonCallsParser(self.tools, streaming=streaming, forced=self.tool_calls == "json")
 
 
 class ChoiceParser:

@@ -26,8 +26,10 @@ class JsonCallsParser(OutputParser):
     distinguishes a call from an answer in JSON.
     """
 
-    def __init__(self, names: Container[str], *, streaming: bool):
+    def __init__(self, names: Container[str], *, streaming: bool, forced: bool = False):
+        """forced: the output can be nothing but calls, so what is no call is one that max_tokens cut off: dropped."""
         super().__init__()
+        self._forced = forced
         self._names, self._streaming = names, streaming
         self._skipped = ""  # before the current call
         self._called = False
@@ -49,14 +51,15 @@ class JsonCallsParser(OutputParser):
         if not self._call.ended:
             return None
         if self._call.failed:
-            out.append(Content(self._skipped + self._call.raw))
+            self._buffer = self._skipped + self._call.raw + self._buffer
             return self._content
         self._called = True
         return self._start
 
     def _content(self, out: list[OutputEvent], final: bool) -> State | None:
         if self._buffer:
-            out.append(Content(self._buffer))
+            if not self._forced:
+                out.append(Content(self._buffer))
             self._buffer = ""
         return None
 

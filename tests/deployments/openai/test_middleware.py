@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,5 +138,51 @@ def test_bad_file_of_keys_keeps_the_application_from_starting():
         channel = TokenChannel("127.0.0.1")
         with pytest.raises(ConfigError, match="api_keys_file"):
             openai_app({}, Telemetry("ingress-1", channel), AuthConfig(api_keys_file="/none"))
+
+    run(scenario())
+
+
+def test_body_that_never_ends_is_refused_after_a_deadline():
+    async def scenario() -> None:
+        async with fake_api(auth=AuthConfig(body_timeout_s=0.05)) as api:
+            left = asyncio.Event()
+
+            async def pieces() -> AsyncGenerator[bytes]:
+                yield b'{"prompt": "'
+                await left.wait()
+
+            response = await api.client.post("/v1/completions", content=pieces(), headers=JSON)
+            assert (response.status_code, response.json()["error"]["code"]) == (408, "body_timeout")
+            assert response.headers["connection"] == "close"
+            slow = api.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+            api.engine.paused.set()  # the deadline is for the body, not for the answer
+            asyncio.get_running_loop().call_later(0.2, api.engine.paused.clear)
+            assert (await slow).status_code == 200
+
+    run(scenario())
+
+
+def test_pages_of_other_origins_are_answered_only_if_the_configuration_names_them(auth):
+    page = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+
+    async def asked(*origins: str) -> tuple[int, str | None]:
+        async with fake_api(auth=replace(auth, cors_origins=origins)) as api:
+            response = await api.client.options("/v1/completions", headers=page)
+            return response.status_code, response.headers.get("access-control-allow-origin")
+
+    async def scenario() -> None:
+        assert await asked() == (401, None)
+        assert await asked("https://a.example") == (200, "https://a.example")
+        assert await asked("https://b.example") == (400, None)
+
+    run(scenario())
+
+
+def test_slash_at_the_end_is_no_redirect_and_no_model():
+    async def scenario() -> None:
+        async with fake_api(names=("one", "two")) as api:
+            models = await api.client.get("/v1/models/")
+            assert models.json() == (await api.client.get("/v1/models")).json()
+            Bad("/health/", b"", status=404, method="GET").check(await api.client.get("/health/"))
 
     run(scenario())

@@ -237,3 +237,11 @@ def test_tags_are_not_counted_as_tokens_of_reasoning():
 def test_reasoning_can_be_left_out():
     output_format = OutputFormat(reasoning=True, include_reasoning=False)
     assert whole(output_format, "<think>a</think>b") == read(output_format, [*"<think>a</think>b"]) == [Content("b")]
+
+
+@pytest.mark.parametrize("text", ["[", '[{"na', '[{"name": "f", "argum', '[{"name": "f", "arguments": {"a": 1'])
+def test_forced_call_that_max_tokens_cuts_off_is_no_content(text):
+    for streaming in (False, True):
+        events = read(OutputFormat(tool_calls="json", tools={"f"}), [text], streaming=streaming, reason="length")
+        assert not any(isinstance(event, Content) for event in events)
+    assert whole(OutputFormat(tool_calls="llama3_json", tools={"f"}), text) == [Content(text)]
