@@ -33,6 +33,11 @@ MAX_LEXER_STATES = 20_000  # 1 to 2 kB each, per request
 # At most one space, or a line break and its indentation, as in llama.cpp: a weak model that may put any number of
 # blanks between two tokens of JSON would put nothing else.
 WHITESPACE = "( |\n[ \t]{0,20})?"
+STOP_REASONS = {  # llguidance's names, where it says no more
+    "NoExtension": "no token of this model can go on with the output; allow more, or give it an end",
+    "LexerTooComplex": "its regular expressions have too many states; make them simpler or shorter",
+    "ParserTooComplex": "it can be read in too many ways; make it simpler",
+}
 MAX_REASON = 300  # characters of llguidance's error messages
 
 
@@ -228,4 +233,8 @@ def expected(params: StructuredOutputsParams, problem: str) -> str:
 
 
 def one_line(text: str) -> str:
+    """Return what llguidance says, in words that a client can do something with."""
+    for name, meaning in STOP_REASONS.items():
+        if name in text:
+            return meaning
     return " ".join(text.split())[:MAX_REASON]

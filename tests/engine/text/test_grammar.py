@@ -15,7 +15,7 @@ from engine.core.scheduler import Event
 from engine.errors import Overloaded
 from engine.model.config import ModelConfig
 from engine.text import grammar
-from engine.text.grammar import GrammarCompiler
+from engine.text.grammar import GrammarCompiler, one_line
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import GenerateRequest, TokenDelta
 from engine.wire.sampling_params import SamplingParams
@@ -284,3 +284,10 @@ def test_masks_name_the_tokens_by_the_bytes_that_become_text(folder):
             if not ours.is_special(token) and not text.startswith(b"\xff"):  # in no valid UTF-8
                 assert compiler._tokenizer.decode_bytes([token]) == text
         compiler.close()
+
+
+@pytest.mark.parametrize("name", ["NoExtension", "NoExtensionBias", "LexerTooComplex", "ParserTooComplex"])
+def test_names_inside_llguidance_are_told_in_words(name):
+    message = one_line(f"matcher stopped: {name}")
+    assert name not in message
+    assert "it" in message
