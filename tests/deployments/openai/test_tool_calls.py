@@ -279,7 +279,6 @@ def test_official_client_reads_calls_and_reasoning():
 
 
 BAD = [
-    (QWEN, {"tools": []}, "tools"),
     (QWEN, {"tools": [{"type": "function"}]}, "tools"),
     (QWEN, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools"),
     (QWEN, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
@@ -344,3 +343,15 @@ def test_known_call_format_is_not_needed_where_a_call_is_forced():
             assert without_ids(choice["message"]) == message(None, WEATHER)
 
     run(scenario())
+
+
+def test_empty_list_of_tools_counts_as_none():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            hello = [{"role": "user", "content": "hello"}]
+            for tools in ({"tools": []}, {}, {"tools": [], "tool_choice": "auto"}):
+                response = await api.post("chat/completions", messages=hello, max_tokens=1, **tools)
+                assert response.status_code == 200, response.text
+            assert len({tuple(request.prompt) for request in api.engine.added}) == 1
+
+    asyncio.run(scenario())
