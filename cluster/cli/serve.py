@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -178,6 +179,8 @@ def _joins_a_cluster() -> bool:
 
 def run(config: Path, address: str | None = None) -> NoReturn:
     """Let `serve run` take the place of this process."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup; `serve run` inherits that
+        print(f"Ctrl-C is ignored here; to stop: kill {os.getpid()}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "ray.serve.scripts", "run"]
     command += [] if address is None else ["--address", address]
     os.execve(sys.executable, [*command, str(config)], haproxy.environment() | dict(os.environ))

@@ -17,6 +17,7 @@ import pytest
 
 from cluster.cli.chat import Answer, printable
 from tests.cluster.cli.bench.fake_openai_server import FakeOpenAIServer
+from tests.processes import accept_sigint
 
 WAIT_S = 60.0
 
@@ -47,7 +48,7 @@ class Terminal:
             stdout=inside,
             stderr=inside,
             env={**os.environ, "TERM": "dumb"},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs ignore it
+            preexec_fn=accept_sigint,
         )
         os.close(inside)
         self.seen, self._looked = "", 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -167,3 +169,11 @@ def test_what_runs_is_serve_run_with_the_configuration_that_is_printed(monkeypat
     assert command == ["-m", "ray.serve.scripts", "run", "--address", "auto"]
     assert proxy == "what the user wants"
     assert yaml.safe_load(text) == printed("--num-blocks", "64")
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_where_ctrl_c_is_ignored_the_server_says_how_to_stop_it(monkeypatch, capsys, ignored):
+    monkeypatch.setattr("os.execve", lambda *arguments: None)
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN if ignored else signal.default_int_handler)
+    serve_command.run(Path("serve_config.yaml"))
+    assert (f"to stop: kill {os.getpid()}" in capsys.readouterr().err) is ignored

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from engine.errors import EngineUnavailable, StartupError
 from engine.offline import rank_processes
 from engine.offline.rank_processes import RankProcesses
 from tests.models import make_model
+from tests.processes import started
 
 PROMPTS = [[5, 6, 7], [8] * 30, [9, 10]]
 NOTICE_S = 3.0
@@ -122,7 +124,16 @@ def test_a_rank_that_hangs_is_noticed_by_its_silence(folder, leaves_nothing, mon
         assert time.monotonic() - started < NOTICE_S
 
 
+@pytest.fixture
+def sigint_ignored():
+    """As under nohup, and in many CI runners."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.usefixtures("sigint_ignored")
 def test_ranks_end_when_the_process_that_started_them_does(folder, leaves_nothing, death):
     code = f"""
 from engine import LLM
@@ -131,15 +142,16 @@ print(llm._ranks.processes[0].pid, flush=True)
 while True:
     llm.generate([[5, 6, 7]], progress=False)
 """
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert parent.stdout is not None
-    rank = psutil.Process(int(parent.stdout.readline()))
-    parent.send_signal(death)
-    parent.wait(timeout=20)
-    parent.stdout.close()
-    wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+    with started([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
+        assert parent.stdout is not None
+        rank = psutil.Process(int(parent.stdout.readline()))
+        try:
+            parent.send_signal(death)
+            parent.wait(timeout=20)
+            wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()  # nobody's child any more, if its parent has ended
 
 
 def test_ranks_of_an_engine_that_was_dropped_without_close_end(folder, leaves_nothing):
