@@ -21,8 +21,11 @@ TEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: $(INSTALLED)
 	$(TEST)
 
+# in another order every time; `make test-all TEST_SEED=...` repeats one
+test-all: TEST_SEED ?= $(shell date +%s)
 test-all: $(INSTALLED)
-	$(TEST) -m ''
+	@echo "TEST_SEED=$(TEST_SEED)"
+	TEST_SEED=$(TEST_SEED) $(TEST) -m ''
 
 # With the environment of `make install` where there is one, else with the machine's own Python, as in a CUDA image
 # without a network: neither Ray nor anything else of Serve is needed.

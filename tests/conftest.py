@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import zlib
 from typing import Any
 
 import pytest
@@ -12,7 +14,10 @@ __all__ = ["leaves_nothing_behind", "module_leaves_nothing_behind"]  # pytest fi
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `pytest -n`, tests that wait for clusters come first, so that at the end no process waits for another."""
+    """With TEST_SEED, files come in an order of that seed, the same in every process of `pytest -n`. There, tests that
+    wait for clusters come first, so that at the end no process waits for another."""
+    if seed := os.environ.get("TEST_SEED"):
+        items.sort(key=lambda item: zlib.crc32(f"{seed} {item.path.name} {item.path.parent.name}".encode()))
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("serve") is None)
 
