@@ -57,7 +57,7 @@ class Planner:
         max_gpus: int,
         on_result: Callable[[Candidate], None] = lambda candidate: None,
     ):
-        """spec: its numbers of replicas are ignored; without prefill replicas there is no split."""
+        """spec: its numbers of replicas are searched; without prefill replicas there is no split."""
         self._spec, self._trace, self._max_gpus, self._on_result = spec, trace, max_gpus, on_result
         self._tried: dict[tuple[int, int], Candidate] = {}
 

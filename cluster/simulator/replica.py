@@ -38,10 +38,9 @@ class Replica:
         fast_forward: int,
     ):
         """times: what the engine itself learns of its steps; None: nothing.
-        fast_forward: steps at once, at most; 0 takes all of them one by one."""
+        max_steps: steps of a fast-forward at most; 0 takes all of them one by one."""
         config = spec.engine_of(role)
-        self.name, self.role, self.times = name, role, times
-        self.cost = spec.cost
+        self.name, self.role, self.times, self.cost = name, role, times, spec.cost
         self.due: float | None = None  # when it has to be woken, as its steps have ended; None: it has nothing to do
         self.ended: list[Request] = []  # requests that are over, oldest first; the caller empties it
         self.itl = LatencyHistogram()
@@ -54,7 +53,7 @@ class Replica:
             handoffs=handoffs,
         )
         self._kv_events = KVEventPublisher(name, self.scheduler)
-        self._fast_forward, self._max_steps = FastForward(self.scheduler), fast_forward
+        self._fast_forward, self._max_steps = FastForward(self.scheduler), max_steps
         self._inbox: list[HandoffEvent] = []
         self._plan: StepPlan | None = None  # the step that computes
         self._ends: list[float] = []  # or of the steps of a fast-forward that are not recorded yet

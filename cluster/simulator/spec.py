@@ -32,8 +32,8 @@ class GoodputSlo:
 class ClusterSpec:
     """One or two pools of equal replicas, and everything between them."""
 
-    replicas: int  #: that answer requests
-    prefill_replicas: int = 0  #: that compute prompts for them; 0: there is one pool
+    replicas: int  #: replicas that answer requests
+    prefill_replicas: int = 0  #: replicas that compute prompts for them; 0: there is one pool
     engine: EngineConfig
     prefill_engine: EngineConfig | None = None  #: None: as `engine`
     cost: CostModel
@@ -41,7 +41,7 @@ class ClusterSpec:
     replica_gpus: int = 1
     router: RouterName = "prefix_aware"  #: in front of each pool
     handoff: HandoffPolicy = "always"  #: where prompts are computed if there are two pools, as HandoffConfig.policy
-    kv_bytes: float = 0.0  #: of one token
+    kv_bytes: float = 0.0  #: bytes of one token's KV
     max_model_len: int = 131_072
     max_waiting: int = NO_LIMIT  #: sequences that the ingress queues before it refuses more
     call_s: float = 0.002  #: a call to a replica, one way
