@@ -35,7 +35,7 @@ class Replica:
         spec: ClusterSpec,
         handoffs: HandoffManager,
         times: StepTimes | None,
-        fast_forward: int,
+        max_steps: int,
     ):
         """times: what the engine itself learns of its steps; None: nothing.
         max_steps: steps of a fast-forward at most; 0 takes all of them one by one."""
