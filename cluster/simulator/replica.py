@@ -29,16 +29,10 @@ class Replica:
     planned for in the next."""
 
     def __init__(
-        self,
-        name: str,
-        role: Role,
-        spec: ClusterSpec,
-        handoffs: HandoffManager,
-        times: StepTimes | None,
-        max_steps: int,
+        self, name: str, role: Role, spec: ClusterSpec, handoffs: HandoffManager, times: StepTimes | None, at_once: int
     ):
         """times: what the engine itself learns of its steps; None: nothing.
-        max_steps: steps of a fast-forward at most; 0 takes all of them one by one."""
+        at_once: steps of a fast-forward at most; 0 takes all of them one by one."""
         config = spec.engine_of(role)
         self.name, self.role, self.times, self.cost = name, role, times, spec.cost
         self.due: float | None = None  # when it has to be woken, as its steps have ended; None: it has nothing to do
@@ -53,7 +47,7 @@ class Replica:
             handoffs=handoffs,
         )
         self._kv_events = KVEventPublisher(name, self.scheduler)
-        self._fast_forward, self._max_steps = FastForward(self.scheduler), max_steps
+        self._fast_forward, self._max_steps = FastForward(self.scheduler), at_once
         self._inbox: list[HandoffEvent] = []
         self._plan: StepPlan | None = None  # the step that computes
         self._ends: list[float] = []  # or of the steps of a fast-forward that are not recorded yet
