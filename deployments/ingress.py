@@ -68,10 +68,10 @@ class Ingress:
         started = time.monotonic()
         ingress_id = serve.get_replica_context().replica_id.unique_id
         log_to_console(f"ingress-{ingress_id}", log)
-        self._channel = TokenChannel(ray.util.get_node_ip_address())
         self._auth = auth
         traces = None if tracing is None else Tracing(tracing)
-        self._telemetry = Telemetry(ingress_id, self._channel, traces, IngressPeers())
+        self._telemetry = Telemetry(ingress_id, traces, IngressPeers())
+        self._channel = TokenChannel(ray.util.get_node_ip_address(), self._telemetry.stats)
         engines = [
             ServePool(*handles, info.block_size, info.may_sleep, self._telemetry.timelines.note)
             for info, handles in zip(infos, pools, strict=True)
@@ -81,7 +81,7 @@ class Ingress:
             for info, pool in zip(infos, engines, strict=True)
         }
         for info, pool in zip(infos, engines, strict=True):
-            self._telemetry.routed(info.name, pool.routing)
+            self._telemetry.stats.model(info.name).routing = pool.routing
         self._task = asyncio.create_task(self._channel.run())
         logger.info("ingress ready startup_s=%.1f", time.monotonic() - started)
 

@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from deployments.frontend.fair_queue import FairQueue, QueuedRequest
+from deployments.observability.stats import ModelStats
 from deployments.replicas.pools import EnginePool
 from engine.errors import EngineUnavailable, Overloaded, RequestTimeout
 from engine.wire.messages import EngineStatus
@@ -48,8 +49,8 @@ class AdmissionLimits:
 class Admission:
     """Lets the requests of one model wait until the engines have capacity for them."""
 
-    def __init__(self, pool: EnginePool, limits: AdmissionLimits):
-        self.refused = 0  #: requests answered with Overloaded so far
+    def __init__(self, pool: EnginePool, limits: AdmissionLimits, stats: ModelStats):
+        self.stats = stats
         self._pool, self._limits = pool, limits
         window = _per_ingress(limits.num_engines * _engine_capacity(limits), limits)
         self._queue = FairQueue(window, limits.max_waiting, limits.max_waiting_tokens)
@@ -107,9 +108,11 @@ class Admission:
         self._queue.charge(queued, output_tokens)
 
     def _start(self) -> None:
+        """Let start what may run now; called after every change of the queue."""
         for queued in self._queue.start():
             if not (started := self._starts.pop(queued)).done():  # it may have been cancelled just now
                 started.set_result(None)
+        self.stats.waiting = self.num_waiting
         if self._queue.num_running and (self._watch is None or self._watch.done()):
             self._watch = asyncio.create_task(self._watch_engines())
 
@@ -126,7 +129,7 @@ class Admission:
             self._start()
 
     def _overloaded(self) -> Overloaded:
-        self.refused += 1
+        self.stats.refused += 1
         message = f"{self.num_waiting} sequences are waiting, the limit is {self._limits.max_waiting} sequences"
         message += f" and {self._limits.max_waiting_tokens} prompt tokens"
         return Overloaded(message, self._retry_after_s())

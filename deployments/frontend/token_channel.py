@@ -11,6 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from deployments.observability.stats import IngressStats
 from engine.distributed.sockets import PushSockets
 from engine.wire.messages import Abort, TokenBatch, TokenDelta
 
@@ -53,8 +54,8 @@ class Inbox(asyncio.Queue[TokenDelta | None]):
 class TokenChannel:
     """Sorts the deltas of all engines into the inboxes of the requests they belong to."""
 
-    def __init__(self, host: str):
-        self.dropped = 0  #: deltas that came for nobody; some are normal after a client has left
+    def __init__(self, host: str, stats: IngressStats):
+        self._stats = stats
         self._inboxes: dict[str, Inbox] = {}
         self._working: dict[str, tuple[str, str]] = {}  # by request id: the engine's id and address
         self._context = zmq.asyncio.Context()
@@ -113,7 +114,7 @@ class TokenChannel:
         for delta in batch.deltas:
             inbox = self._inboxes.get(delta.request_id)
             if inbox is None:
-                self.dropped += 1
+                self._stats.dropped_deltas += 1  # some are normal after a client has left
             else:
                 self._working[delta.request_id] = engine
                 inbox.put_nowait(delta)

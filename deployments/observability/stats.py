@@ -50,7 +50,11 @@ class IngressStats(msgspec.Struct):
     """Routes by `METHOD /path`; the path is the declared one, so that clients cannot add to them."""
     dropped_deltas: int = 0  #: deltas that came for no open request
 
+    def model(self, name: str) -> ModelStats:
+        return self.models.setdefault(name, ModelStats())
+
     def answered(self, name: str, status: int, seconds: float, request_bytes: int, response_bytes: int) -> None:
+        """Count an HTTP request whose answer was sent as far as possible."""
         route = self.routes.setdefault(name, RouteStats())
         route.statuses[status] = route.statuses.get(status, 0) + 1
         route.seconds.observe(seconds)

@@ -10,12 +10,9 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.frontend.admission import Admission
-from deployments.frontend.token_channel import TokenChannel
-from deployments.observability.stats import IngressStats, ModelStats
+from deployments.observability.stats import IngressStats
 from deployments.observability.timeline import RequestTimeline, RequestTimelines, SequenceTimeline
 from deployments.observability.tracing import RequestTrace, Tracing
-from deployments.routing.stats import RoutingStats
 from engine.errors import RequestNotFound
 
 NOT_COUNTED = frozenset(
@@ -60,47 +57,21 @@ def current_request() -> HttpRequest:
 class Telemetry:
     """Collects what one ingress makes known, and asks the others for theirs."""
 
-    def __init__(
-        self, ingress_id: str, channel: TokenChannel, tracing: Tracing | None = None, peers: Peers | None = None
-    ):
+    def __init__(self, ingress_id: str, tracing: Tracing | None = None, peers: Peers | None = None):
         self.tracing = tracing
         self.timelines = RequestTimelines(ingress_id)
-        self._stats = IngressStats(ingress_id)
-        self._channel = channel
+        self.stats = IngressStats(ingress_id)
         self._peers = peers
-        self._admissions: dict[str, Admission] = {}
-
-    def model(self, name: str, admission: Admission) -> ModelStats:
-        """Return the counts of a model, to be added to."""
-        self._admissions[name] = admission
-        return self._stats.models.setdefault(name, ModelStats())
-
-    def routed(self, name: str, routing: RoutingStats) -> None:
-        """Report these counts of the model's router from now on."""
-        self._stats.models[name].routing = routing
-
-    @property
-    def stats(self) -> IngressStats:
-        """Counts of this ingress, as they are now."""
-        self._stats.dropped_deltas = self._channel.dropped
-        for name, admission in self._admissions.items():
-            model = self._stats.models[name]
-            model.refused, model.waiting = admission.refused, admission.num_waiting
-        return self._stats
 
     def close(self) -> None:
         """Send the traces that are left. Takes up to two seconds."""
         if self.tracing is not None:
             self.tracing.close()
 
-    def answered(self, route: str, status: int, seconds: float, request_bytes: int, response_bytes: int) -> None:
-        """Count an HTTP request whose answer was sent as far as possible. route: see IngressStats."""
-        self._stats.answered(route, status, seconds, request_bytes, response_bytes)
-
     async def all_stats(self) -> list[IngressStats]:
         """Return the counts of every ingress that answers, its own always."""
         others = await self._peers.stats() if self._peers is not None else []
-        return [self.stats, *(stats for stats in others if stats.ingress_id != self._stats.ingress_id)]
+        return [self.stats, *(stats for stats in others if stats.ingress_id != self.stats.ingress_id)]
 
     async def explain(self, name: str) -> RequestTimeline:
         """Return what every ingress that answers knows of a request. name: see SequenceTimeline.is_of.
@@ -150,7 +121,7 @@ class MetricsMiddleware:
             path = NO_ROUTE if route is None else route.path
             method = scope["method"] if scope["method"] in METHODS else NO_METHOD
             ended = time.monotonic()
-            self._telemetry.answered(f"{method} {path}", status, ended - started, _content_length(scope), sent)
+            self._telemetry.stats.answered(f"{method} {path}", status, ended - started, _content_length(scope), sent)
             if trace:
                 trace.end(path, status, request.ns_since_1970(ended))
 

@@ -79,7 +79,8 @@ class ServedModel:
     ):
         self.info = info
         self.pool = pool
-        self.admission = Admission(pool, info.admission)
+        stats = telemetry.stats.model(info.name)
+        self.admission = Admission(pool, info.admission, stats)
         self._tokenizer = tokenizer
         self._format = ChatFormat.of(tokenizer, info.tool_call_parser, info.reasoning_parser)
         self._tokens = VisibleMarkers(tokenizer, self._format.markers)
@@ -97,7 +98,7 @@ class ServedModel:
             channel=channel,
             pool=pool,
             admission=self.admission,
-            stats=telemetry.model(info.name, self.admission),
+            stats=stats,
             timelines=telemetry.timelines,
             max_replays=info.max_replays,
         )

@@ -107,8 +107,8 @@ async def fake_api(
 
     info: fields of ModelInfo, or of its admission.
     """
-    channel, replica = TokenChannel("127.0.0.1"), EngineReplica("127.0.0.1")
-    telemetry = Telemetry("ingress-1", channel, tracing)
+    telemetry = Telemetry("ingress-1", tracing)
+    channel, replica = TokenChannel("127.0.0.1", telemetry.stats), EngineReplica("127.0.0.1")
     tasks = [asyncio.create_task(channel.run()), asyncio.create_task(replica.run())]
     engine = FakeEngine(replica.status_to, script)
     replica.connect(engine.address)

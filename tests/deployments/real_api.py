@@ -168,8 +168,8 @@ async def serving(
     folder: Path, engine: EngineServer, pool: EnginePool, tracing: Tracing | None
 ) -> AsyncGenerator[httpx.AsyncClient]:
     """The API on a port of its own, and a client of it."""
-    channel = TokenChannel("127.0.0.1")
-    telemetry = Telemetry("ingress-1", channel, tracing)
+    telemetry = Telemetry("ingress-1", tracing)
+    channel = TokenChannel("127.0.0.1", telemetry.stats)
     info = ModelInfo(
         name="tiny",
         root=str(folder),

@@ -85,7 +85,7 @@ def test_full_queue_is_answered_with_429_and_the_time_after_which_to_come_back()
                     assert refused.status_code == 429, refused.text
                     assert int(refused.headers["retry-after"]) >= 1
                     assert refused.json()["error"]["code"] == "overloaded"
-            assert api.model.admission.refused == 4
+            assert api.model.admission.stats.refused == 4
             assert len(api.engine.added) == 9
             api.engine.paused.clear()
             assert [(await answer).status_code for answer in answers] == [200] * 12
@@ -100,7 +100,7 @@ def test_flood_of_one_client_leaves_room_for_another():
             flood = [ask(api, "flood") for _ in range(60)]
             await until(lambda: api.model.admission.num_waiting == 20)
             late = [ask(api, "late") for _ in range(5)]
-            await until(lambda: api.model.admission.refused == 31 + 5)
+            await until(lambda: api.model.admission.stats.refused == 31 + 5)
             api.engine.paused.clear()
             assert [(await answer).status_code for answer in late] == [200] * 5
             statuses = [(await answer).status_code for answer in flood]

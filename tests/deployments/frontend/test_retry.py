@@ -54,7 +54,7 @@ async def outcome(
         try:
             run = one.generation(requests, pool, n=n, max_replays=max_replays)
             found = await listen(run, requests, pool.heard)
-            await until(lambda: one.channel.dropped == pool.late)
+            await until(lambda: one.ingress_stats.dropped_deltas == pool.late)
         finally:
             pool.close()
         assert sum(one.stats.replays.values()) == len(pool.requests) - len(requests)

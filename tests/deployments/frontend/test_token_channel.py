@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.frontend.token_channel import MAX_UNMERGED, Inbox, TokenChannel
+from deployments.observability.stats import IngressStats
 from engine.wire.messages import Abort, Command, ErrorInfo, RequestTimes, TokenBatch, TokenDelta, TokenLogprob
 from engine.wire.timeline import TimelineEvent
 from tests.deployments.fake_api import until
@@ -17,7 +18,8 @@ ENDS = st.sampled_from(["stop", "length", "error", None])
 
 def test_deltas_reach_the_inbox_of_their_request_and_others_are_counted():
     async def scenario() -> None:
-        channel = TokenChannel("127.0.0.1")
+        stats = IngressStats("ingress-1")
+        channel = TokenChannel("127.0.0.1", stats)
         task = asyncio.create_task(channel.run())
         ours, theirs = channel.open(["a", "b"]), channel.open(["c"])
         with zmq.Context() as context, context.socket(zmq.PUSH) as engine:
@@ -29,10 +31,10 @@ def test_deltas_reach_the_inbox_of_their_request_and_others_are_counted():
                 got = [await ours.get(), await ours.get()]
                 assert [delta and delta.request_id for delta in got] == ["a", "b"]
                 assert (await theirs.get()) == deltas[1]
-            assert channel.dropped == 1
+            assert stats.dropped_deltas == 1
             channel.close(["a", "b"])
             engine.send(msgspec.msgpack.encode(TokenBatch(engine_id="fake", commands_to="", step=2, deltas=deltas)))
-            await until(lambda: channel.dropped == 4)
+            await until(lambda: stats.dropped_deltas == 4)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -43,7 +45,8 @@ def test_a_stop_goes_to_the_engine_that_works_for_the_request_and_unused_sockets
     monkeypatch.setattr("engine.distributed.sockets.FORGET_S", -1.0)  # each stop forgets all engines before it
 
     async def scenario() -> None:
-        channel = TokenChannel("127.0.0.1")
+        stats = IngressStats("ingress-1")
+        channel = TokenChannel("127.0.0.1", stats)
         task = asyncio.create_task(channel.run())
         inbox = channel.open(["a", "b", "c"])
         with zmq.Context() as context, context.socket(zmq.PUSH) as tokens:
@@ -70,7 +73,8 @@ def test_a_stop_goes_to_the_engine_that_works_for_the_request_and_unused_sockets
 
 def test_a_request_that_moves_keeps_its_inbox_after_its_old_engine_was_told_to_drop_it():
     async def scenario() -> None:
-        channel = TokenChannel("127.0.0.1")
+        stats = IngressStats("ingress-1")
+        channel = TokenChannel("127.0.0.1", stats)
         task = asyncio.create_task(channel.run())
         inbox = channel.open(["a", "b"])
         with zmq.Context() as context, context.socket(zmq.PUSH) as tokens, context.socket(zmq.PULL) as engine:
@@ -95,7 +99,7 @@ def test_a_request_that_moves_keeps_its_inbox_after_its_old_engine_was_told_to_d
                     say(name)
                 got = [await inbox.get(), await inbox.get()]
             assert [delta and delta.request_id for delta in got] == ["b.1", "a.1"]
-            assert channel.dropped == 2
+            assert stats.dropped_deltas == 2
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import pytest
 
-from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.stats import IngressStats, ModelStats
-from deployments.observability.telemetry import MetricsMiddleware, Peers, Telemetry
+from deployments.observability.telemetry import MetricsMiddleware, Telemetry
 from deployments.observability.timeline import SequenceTimeline
 
 
@@ -33,24 +31,14 @@ class FakePeers:
         return [timeline for timeline in self.told if timeline.is_of(name)]
 
 
-@asynccontextmanager
-async def telemetry_of(ingress_id: str, peers: Peers | None = None) -> AsyncGenerator[Telemetry]:
-    channel = TokenChannel("127.0.0.1")
-    task = asyncio.create_task(channel.run())
-    await asyncio.sleep(0)  # only what has begun closes its socket when it is cancelled
-    yield Telemetry(ingress_id, channel, peers=peers)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
 def test_counts_of_other_ingresses_stand_beside_the_own_ones_which_are_never_stale():
     async def scenario() -> None:
         stale, other = IngressStats("a"), IngressStats("b")
         other.answered("GET /", 200, 0.1, 0, 5)
 
-        async with telemetry_of("a", FakePeers([stale, other])) as telemetry:
-            telemetry.answered("GET /", 404, 0.1, 0, 5)
-            own, theirs = await telemetry.all_stats()
+        telemetry = Telemetry("a", peers=FakePeers([stale, other]))
+        telemetry.stats.answered("GET /", 404, 0.1, 0, 5)
+        own, theirs = await telemetry.all_stats()
         assert (own.ingress_id, own.routes["GET /"].statuses) == ("a", {404: 1})
         assert (theirs.ingress_id, theirs.routes["GET /"].statuses) == ("b", {200: 1})
 
@@ -99,13 +87,13 @@ def test_every_request_counts_once_however_it_ends(app, length, statuses, num_by
             pass
 
         scope = {"type": "http", "path": "/a", "method": "POST", "headers": [(b"content-length", length)]}
-        async with telemetry_of("a") as telemetry:
-            call = asyncio.create_task(MetricsMiddleware(app, telemetry)(scope, None, send))
-            await asyncio.wait([call])
-            assert call.cancelled() == (app in (is_cancelled, is_cancelled_late))
-            assert call.cancelled() or isinstance(call.exception(), ValueError) == (app is fails)
-            (route,) = telemetry.stats.routes.values()
-            assert route.statuses == statuses
-            assert (route.request_bytes, route.response_bytes) == num_bytes
+        telemetry = Telemetry("a")
+        call = asyncio.create_task(MetricsMiddleware(app, telemetry)(scope, None, send))
+        await asyncio.wait([call])
+        assert call.cancelled() == (app in (is_cancelled, is_cancelled_late))
+        assert call.cancelled() or isinstance(call.exception(), ValueError) == (app is fails)
+        (route,) = telemetry.stats.routes.values()
+        assert route.statuses == statuses
+        assert (route.request_bytes, route.response_bytes) == num_bytes
 
     run(scenario())

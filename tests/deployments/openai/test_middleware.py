@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from deployments.frontend.api_keys import hash_key
-from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.app import openai_app
 from deployments.openai.middleware import AuthConfig
@@ -93,9 +92,9 @@ def test_keys_share_fairly_whatever_their_requests_say_of_users(auth):
                 return asyncio.create_task(api.client.post("/v1/completions", json=body, headers=headers))
 
             flood = [ask("sk-a", str(i)) for i in range(20)]
-            await until(lambda: api.model.admission.refused == 12)
+            await until(lambda: api.model.admission.stats.refused == 12)
             late = [ask("sk-b", "one") for _ in range(3)]
-            await until(lambda: api.model.admission.refused == 15)
+            await until(lambda: api.model.admission.stats.refused == 15)
             api.engine.paused.clear()
             assert [(await response).status_code for response in late] == [200] * 3
             assert [(await response).status_code for response in flood].count(200) == 5
@@ -135,9 +134,8 @@ def test_longest_body_is_accepted():
 
 def test_bad_file_of_keys_keeps_the_application_from_starting():
     async def scenario() -> None:
-        channel = TokenChannel("127.0.0.1")
         with pytest.raises(ConfigError, match="api_keys_file"):
-            openai_app({}, Telemetry("ingress-1", channel), AuthConfig(api_keys_file="/none"))
+            openai_app({}, Telemetry("ingress-1"), AuthConfig(api_keys_file="/none"))
 
     run(scenario())
 

@@ -17,7 +17,7 @@ from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.generation import Generation
 from deployments.frontend.sequence import Frontend, Usage
 from deployments.frontend.token_channel import TokenChannel
-from deployments.observability.stats import ModelStats
+from deployments.observability.stats import IngressStats, ModelStats
 from deployments.observability.timeline import RequestTimelines
 from deployments.replicas.pools import EnginePool, ReplicaStatus
 from engine.core.request import Request
@@ -169,6 +169,7 @@ class Ingress:
     """One HTTP request's worth of an ingress."""
 
     channel: TokenChannel
+    ingress_stats: IngressStats
     stats: ModelStats = field(default_factory=ModelStats)
     timelines: RequestTimelines = field(default_factory=lambda: RequestTimelines("ingress-1"))
 
@@ -181,7 +182,7 @@ class Ingress:
             tokenizer=tokenizer(),
             channel=self.channel,
             pool=pool,
-            admission=Admission(pool, LIMITS),
+            admission=Admission(pool, LIMITS, self.stats),
             stats=self.stats,
             timelines=self.timelines,
             max_replays=max_replays,
@@ -192,11 +193,12 @@ class Ingress:
 
 @asynccontextmanager
 async def ingress() -> AsyncGenerator[Ingress]:
-    channel = TokenChannel("127.0.0.1")
+    stats = IngressStats("ingress-1")
+    channel = TokenChannel("127.0.0.1", stats)
     task = asyncio.create_task(channel.run())
     await asyncio.sleep(0)  # only what has begun closes its socket when it is cancelled
     try:
-        yield Ingress(channel)
+        yield Ingress(channel, stats)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
