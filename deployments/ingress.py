@@ -16,7 +16,6 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
 from deployments.frontend.token_channel import TokenChannel
-from deployments.observability.scaling_report import queue_report
 from deployments.observability.stats import IngressStats
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import SequenceTimeline
@@ -24,6 +23,7 @@ from deployments.observability.tracing import Tracing, TracingConfig
 from deployments.openai.app import openai_app
 from deployments.openai.middleware import AuthConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
+from deployments.replicas.scaling_report import queue_report
 from deployments.replicas.serve_pool import ServePool
 from engine.text.tokenizer import Tokenizer
 from placement.console_log import LogConfig, log_to_console

@@ -114,7 +114,7 @@ def test_the_rooms_of_the_engine_import_those_before_them_only():
 
 
 def test_what_stands_side_by_side_in_a_folder_imports_in_one_direction():
-    """Files of a folder, with each folder inside it taken as one. `engine/__init__.py` is the door, so it is left out."""
+    """Files of a folder, with each folder inside it taken as one. `engine/__init__.py`, the door, is left out."""
     files = [file for some in FILES.values() for file in some if file != ROOT / "engine" / "__init__.py"]
     arrows = {file: imported_files(file) for file in files}
     for folder in sorted({parent for file in files for parent in file.parents if parent.is_relative_to(ROOT)}):

@@ -12,7 +12,7 @@ from ray.util.metrics import Counter, Gauge
 
 from cluster.autoscaling.scaler import EngineCosts, ModelScaler, PoolLoad, ReplicaLoad, ScalingDecision
 from cluster.autoscaling.slo import PoolSettings
-from deployments.observability.scaling_report import waiting_of, waiting_tokens_of
+from deployments.replicas.scaling_report import waiting_of, waiting_tokens_of
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext

@@ -21,7 +21,6 @@ from deployments.openai.completion import CompletionResponse
 from deployments.openai.context import RequestContext
 from deployments.openai.debug import VERSION, ServerLoad, Version, live_handoffs
 from deployments.openai.errors import error_response
-from deployments.openai.json_size import check_json_size
 from deployments.openai.middleware import AuthConfig, AuthMiddleware
 from deployments.openai.openapi import openapi_document
 from deployments.openai.requests import (
@@ -35,6 +34,7 @@ from deployments.openai.requests import (
 from deployments.openai.responses import ModelCard, ModelList
 from deployments.openai.served_model import ServedModel
 from deployments.openai.streaming import run_while_connected, stream
+from deployments.openai.validation import check_json_size
 from deployments.replicas.pools import EnginePool
 from engine.errors import ModelNotFound, RequestError, ServingError, UnsupportedMediaType
 
@@ -145,7 +145,7 @@ def openai_app(
 
 
 async def read_json(request: Request) -> bytes:
-    """Return the body. Raises UnsupportedMediaType, BodyTooLarge while reading, and RequestError for too many values."""
+    """Return the body. Raises UnsupportedMediaType, BodyTooLarge as it is read, RequestError for too many values."""
     content_type = request.headers.get("content-type")
     media_type = (content_type or "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not (

@@ -1,7 +1,8 @@
-"""Refusals of request bodies: fields that this server does not support, and pydantic's errors in one line."""
+"""Refusals of request bodies: too many values, unsupported fields, and pydantic's errors in one line."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -29,6 +30,15 @@ NEUTRAL_VALUES: dict[str, list[JsonValue]] = {
     "verbosity": ["medium"],
 }
 REPLACEMENTS = {"functions": "tools", "function_call": "tool_choice"}  # OpenAI replaced these fields long ago
+
+# Limits on values in a body, each by a byte that every such value has one of: parsing takes time for values, not for
+# bytes, and keeps the GIL. Texts have such bytes too: where a plain count is above a limit, strings are left out.
+MAX_VALUES = {
+    b"{": (8_192, "objects"),
+    b"[": (16_384, "lists"),
+    b":": (65_536, "members of objects"),
+    b",": (2**20, "values"),
+}
 
 MAX_ALTERNATIVES = 3
 UNION_NOISE = ("missing", "extra_forbidden")  # they add nothing to another problem of the same path
@@ -88,3 +98,35 @@ def _path(location: tuple[int | str, ...]) -> str:
 def _expected(message: str) -> str:
     message = message.replace("Input should be ", "").replace("List should have ", "a list of ")
     return re.sub(r" after validation, not \d+$", "", message)
+
+
+async def check_json_size(body: bytes) -> None:
+    """Raises RequestError for a body of too many values, whether it is valid JSON or not."""
+    if any(body.count(byte) > limit for byte, (limit, _) in MAX_VALUES.items()):
+        await asyncio.to_thread(_check_outside_strings, body)
+
+
+def _check_outside_strings(body: bytes) -> None:
+    counts = dict.fromkeys(MAX_VALUES, 0)
+    start = 0
+    while start < len(body):
+        quote = body.find(b'"', start)
+        end = len(body) if quote < 0 else quote
+        for byte, (limit, what) in MAX_VALUES.items():
+            counts[byte] += body.count(byte, start, end)
+            if counts[byte] > limit:
+                raise RequestError(f"the body has more than {limit} {what}, the limit of this server")
+        start = _end_of_string(body, end)
+
+
+def _end_of_string(body: bytes, quote: int) -> int:
+    """Return the position after the string that begins at `quote`, or the end of a body that ends inside it."""
+    end = body.find(b'"', quote + 1)
+    while end > 0:
+        backslashes = end
+        while body[backslashes - 1] == ord("\\"):
+            backslashes -= 1
+        if (end - backslashes) % 2 == 0:
+            return end + 1
+        end = body.find(b'"', end + 1)
+    return len(body)

@@ -14,9 +14,9 @@ import ray
 from ray import serve
 
 from deployments import ray_compat
-from deployments.observability.scaling_report import ReplicaReport
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.prefill_dispatcher import PrefillPool
+from deployments.replicas.scaling_report import ReplicaReport
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
 from engine.model.folder import resolve

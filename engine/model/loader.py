@@ -120,7 +120,7 @@ def checkpoint_name(name: str, packed: dict[str, tuple[str, str]]) -> str:
 
 
 def has_own_head(files: dict[Path, list[str]], folder: Path) -> bool:
-    """Whether the checkpoint holds a head that is no copy of the embedding. Every rank compares the whole of both, which
+    """Whether the checkpoint holds a head that is no copy of the embedding. Every rank compares all of both, which
     are mapped and read a few rows at a time."""
     where = {canonical_name(name): (file, name) for file, names in files.items() for name in names}
     if HEAD not in where or EMBEDDING not in where:

@@ -31,6 +31,7 @@ from deployments.routing.stats import RoutingStats
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.server import EngineServer
 from engine.errors import EngineUnavailable
+from engine.model.config import ModelConfig
 from engine.text.tokenizer import Tokenizer
 from engine.wire.remote_prefill import RemotePrefillRequest
 from tests.deployments.fake_api import LocalPool, until
@@ -175,7 +176,7 @@ async def serving(
         root=str(folder),
         folder=str(folder),
         max_model_len=engine.max_model_len,
-        vocab_size=engine.model_config.vocab_size,
+        vocab_size=ModelConfig.from_folder(folder).vocab_size,
         default_sampling={},
         request_timeout_s=60.0,
         admission=LIMITS,

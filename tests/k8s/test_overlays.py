@@ -331,7 +331,7 @@ def test_every_pool_of_an_overlay_has_a_disruption_budget_that_its_pods_can_meet
 @needs_kustomize
 @every_overlay
 def test_eviction_never_takes_pods_of_two_replicas_of_an_overlay_that_span_machines(overlay):
-    """The loss of one pod ends all of its replica. A pod that is not Ready may hold ranks at work, so it is not free to go."""
+    """The loss of one pod ends all of its replica. A pod that is not Ready may hold working ranks."""
     manifests = rendered(overlay)
     for group in ray_service(manifests)["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
         if (hosts := group.get("numOfHosts", 1)) == 1:

@@ -16,7 +16,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from cluster.autoscaling import policy as policy_module
 from cluster.autoscaling.policy import DECISION_INTERVAL_S, Policy
 from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, Slo, autoscaling_config
-from deployments.observability.scaling_report import ReplicaReport, queue_report
+from deployments.replicas.scaling_report import ReplicaReport, queue_report
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
 

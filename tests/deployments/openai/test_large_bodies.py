@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from deployments.openai.json_size import check_json_size
 from deployments.openai.requests import (
     ChatBody,
     CompletionBody,
@@ -19,6 +18,7 @@ from deployments.openai.requests import (
     RequestBody,
     parse,
 )
+from deployments.openai.validation import check_json_size
 from engine.errors import RequestError
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, tokenizer
 from tests.deployments.openai.bad_requests import Bad
@@ -83,7 +83,13 @@ LARGEST: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
     "members of a message": (ChatBody, {"messages": [{**HELLO, **{f"key{i}": 1 for i in range(60_000)}}]}),
     "lists in a message": (ChatBody, {"messages": [{**HELLO, "more": [[]] * 16_000}]}),
     "tools": (ChatBody, {"messages": [HELLO], "tools": [function(i) for i in range(512)]}),
-    "schema": (ChatBody, {"messages": [HELLO], "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1] * 99_000}}}}),
+    "schema": (
+        ChatBody,
+        {
+            "messages": [HELLO],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1] * 99_000}}},
+        },
+    ),
     "chat_template_kwargs": (ChatBody, {"messages": [HELLO], "chat_template_kwargs": {"a": ["b"] * 10**6}}),
     "metadata": (ChatBody, {"messages": [HELLO], "metadata": {f"key{i}": "a" for i in range(65_000)}}),
     "prompt": (CompletionBody, {"prompt": "a, b: " * 2_500_000}),
@@ -105,7 +111,7 @@ TOO_LARGE: dict[str, tuple[type[RequestBody], bytes, str]] = {
     "no messages": (ChatBody, b'{"messages": [' + b"[]," * 5_000_000 + b"[]]}", "lists"),
     "numbers for messages": (ChatBody, b'{"messages": [' + b"1," * 1_000_000 + b"1]}", "messages"),
     "parts": (ChatBody, json.dumps({"messages": [{"role": "user", "content": [PART] * 1025}]}).encode(), "messages"),
-    "tools": (ChatBody, json.dumps({"messages": [HELLO], "tools": [function(i) for i in range(513)]}).encode(), "tools"),
+    "tools": (ChatBody, json.dumps({"messages": [HELLO], "tools": [function(1)] * 513}).encode(), "tools"),
     "fields": (ChatBody, json.dumps({str(i): 1 for i in range(60_000)}).encode(), "fields"),
     "members": (ChatBody, json.dumps({str(i): 1 for i in range(1_000_000)}).encode(), "members"),
     "prompts": (CompletionBody, json.dumps({"prompt": ["a"] * 1_000_000}).encode(), "prompt"),

@@ -1,4 +1,4 @@
-from deployments.observability.scaling_report import ReplicaReport, queue_report
+from deployments.replicas.scaling_report import ReplicaReport, queue_report
 from engine.core.stats import RequestMetrics
 from engine.wire.messages import EngineStatus
 from tests.engine_stats import engine_stats
