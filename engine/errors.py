@@ -247,7 +247,7 @@ class ModelFolderError(StartupError):
 
 
 class UnsupportedArchitecture(StartupError):
-    """The model's architecture is not in engine/model/models/registry.py."""
+    """The model's architecture is not in engine/model/families.py."""
 
     def __init__(self, architecture: str, supported: list[str]):
         super().__init__(architecture, supported)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from engine.errors import ConfigError, ModelFolderError
+from engine.model.families import find_family
 from engine.model.folder import eos_token_ids, read_json, stored_dtype
-from engine.model.models.registry import find_family
 from engine.model.quantization.unsupported import UnsupportedScheme
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 from engine.errors import ConfigError, ModelFolderError, UnsupportedArchitecture
 from engine.model.config import ModelConfig, RopeConfig
+from engine.model.families import FAMILIES
 from engine.model.models.llama import LlamaForCausalLM
-from engine.model.models.registry import FAMILIES, model_class
+from engine.model.models.registry import model_class
 
 # As published on the Hub, before transformers 5.
 LLAMA_3_1_8B = {

@@ -1,0 +1,80 @@
+"""The model families: what each architecture of config.json is computed by, and which fields of it count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import UnsupportedArchitecture
+
+# Fields of config.json that some families read and others do not, whatever they say.
+OPTIONAL = frozenset({
+    "attention_bias", "mlp_bias", "qkv_bias", "hidden_activation", "query_pre_attn_scalar",
+    "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern",
+    "rope_local_base_freq",
+    "num_experts", "num_local_experts",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture."""
+
+    model: str
+    """Its class, as `file.Class` in this folder."""
+    keys: tuple[str, ...] = ()
+    """Those of OPTIONAL that transformers' code of this family reads."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Fields that its config.json may leave out: transformers' defaults, or part of the family's code."""
+
+    def fields(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """What config.json says to this family. Raises KeyError where a mixture has no number of experts."""
+        own = {key: value for key, value in raw.items() if key not in OPTIONAL or key in self.keys}
+        if "num_experts" in self.keys and own.get("num_experts", own.get("num_local_experts")) is None:
+            raise KeyError("num_experts")
+        return self.defaults | own
+
+
+LLAMA, QWEN3 = "llama.LlamaForCausalLM", "qwen3.Qwen3ForCausalLM"
+QWEN_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(LLAMA, ("attention_bias", "mlp_bias")),
+    # Mistral, arXiv:2310.06825: Llama with a sliding attention window in all layers
+    "MistralForCausalLM": Family(LLAMA, ("sliding_window",), {"sliding_window": 4096}),
+    # Qwen 2 and 2.5, arXiv:2407.10671: Llama with biases on Q, K and V
+    "Qwen2ForCausalLM": Family(
+        LLAMA,
+        QWEN_WINDOW,
+        {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "qkv_bias": True},
+    ),
+    "Qwen3ForCausalLM": Family(
+        QWEN3,
+        (*QWEN_WINDOW, "attention_bias"),
+        {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    ),
+    # Qwen 3 with a mixture of experts in most layers or all; a window, if any, is in all of them
+    "Qwen3MoeForCausalLM": Family(
+        QWEN3,
+        ("sliding_window", "use_sliding_window", "attention_bias", "num_experts", "num_local_experts"),
+        {"use_sliding_window": False, "sliding_window": 4096},
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3.Gemma3ForCausalLM",
+        (
+            "attention_bias", "hidden_activation", "query_pre_attn_scalar", "sliding_window", "layer_types",
+            "sliding_window_pattern", "rope_local_base_freq",
+        ),
+        {
+            "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+    ),
+}  # fmt: skip
+
+
+def find_family(architecture: str) -> Family:
+    """Look up an architecture. Raises UnsupportedArchitecture."""
+    if architecture not in FAMILIES:
+        raise UnsupportedArchitecture(architecture, sorted(FAMILIES))
+    return FAMILIES[architecture]
