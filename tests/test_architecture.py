@@ -132,6 +132,23 @@ def test_what_stands_side_by_side_in_a_folder_imports_in_one_direction():
         assert not circle, " -> ".join(circle)
 
 
+def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
+    """Lines that are not blank; docs/reading_path.md has the same count as a command."""
+    rooms = [
+        ROOT / "engine" / name
+        for name in ("wire", "text", "distributed", "runner", "core", "model/models", "model/layers")
+    ]
+    path = [
+        *ROOT.glob("engine/*.py"),
+        *ROOT.glob("engine/model/*.py"),
+        *(file for room in rooms for file in room.rglob("*.py")),
+    ]
+    everything = [file for files in FILES.values() for file in files]
+    for files, limit in ((path, 8_500), (everything, 25_000)):
+        lines = sum(bool(line.strip()) for file in files for line in file.read_text(encoding="utf-8").splitlines())
+        assert lines <= limit, f"{lines} lines"
+
+
 def test_no_folder_has_more_files_than_one_takes_in_at_a_glance():
     for folder in {file.parent for files in FILES.values() for file in files}:
         files = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
