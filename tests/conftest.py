@@ -1,4 +1,4 @@
-"""In which order tests run, with `pytest -n` in which process, and that none leaves anything behind for the next."""
+"""In which order tests run, and with `pytest -n` in which process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ import zlib
 from typing import Any
 
 import pytest
-
-from tests.left_behind import leaves_nothing_behind, module_leaves_nothing_behind
-
-__all__ = ["leaves_nothing_behind", "module_leaves_nothing_behind"]  # pytest finds them here
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

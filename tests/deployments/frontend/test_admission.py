@@ -60,8 +60,8 @@ def test_more_than_fits_waits_here_and_not_in_the_engine():
         async with fake_api(max_num_seqs=8) as api:
             api.engine.paused.set()
             answers = [ask(api) for _ in range(20)]
+            await until(lambda: (api.model.admission.num_running, api.model.admission.num_waiting) == (9, 11))
             await until(lambda: len(api.engine.added) == 9)
-            assert (api.model.admission.num_running, api.model.admission.num_waiting) == (9, 11)
             assert (await api.client.get("/load")).json() == {"server_load": 20}
             api.engine.paused.clear()
             assert [(await answer).status_code for answer in answers] == [200] * 20
@@ -86,7 +86,7 @@ def test_full_queue_is_answered_with_429_and_the_time_after_which_to_come_back()
                     assert int(refused.headers["retry-after"]) >= 1
                     assert refused.json()["error"]["code"] == "overloaded"
             assert api.model.admission.stats.refused == 4
-            assert len(api.engine.added) == 9
+            await until(lambda: len(api.engine.added) == 9)
             api.engine.paused.clear()
             assert [(await answer).status_code for answer in answers] == [200] * 12
 
