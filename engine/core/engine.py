@@ -323,12 +323,12 @@ class EngineCore:
         if self.handoff_channel is None:
             return
         actions = self.scheduler.handoffs.actions
-        for action in actions:
-            if isinstance(action, DispatchPrefill | CancelDispatch):
-                self._notices.append(action)
-            else:
-                self.handoff_channel.submit(action)
-        actions.clear()
+        if actions:
+            self._notices += [action for action in actions if isinstance(action, DispatchPrefill | CancelDispatch)]
+            self.handoff_channel.submit(
+                *(action for action in actions if not isinstance(action, DispatchPrefill | CancelDispatch))
+            )
+            actions.clear()
 
     def take_notices(self) -> list[DispatchPrefill | CancelDispatch]:
         """Return the messages for the control actor since the last call."""

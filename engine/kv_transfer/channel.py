@@ -76,9 +76,9 @@ class HandoffChannel:
         self._thread = threading.Thread(target=self._run, name=f"handoff-channel {engine_id}", daemon=True)
         self._thread.start()
 
-    def submit(self, action: HandoffAction) -> None:
-        """Have the protocol apply the action, in the order of the calls."""
-        self._actions.append(action)
+    def submit(self, *actions: HandoffAction) -> None:
+        """Have the protocol apply the actions in order. A peer hears of those of one call together."""
+        self._actions.extend(actions)
         self._waker.wake()
 
     def events(self) -> list[HandoffEvent]:
