@@ -150,11 +150,12 @@ def test_client_that_leaves_while_its_request_waits_for_admission_leaves_a_timel
     async def scenario() -> None:
         async with fake_api(max_num_seqs=1) as api:
             api.engine.paused.set()
-            flood = [
-                asyncio.create_task(api.client.post("/v1/completions", json=ASKED, headers={"X-Request-Id": f"r{i}"}))
-                for i in range(3)
-            ]
-            await until(lambda: api.model.admission.num_waiting == 1)
+            flood, admission = [], api.model.admission
+            for i in range(3):  # one after the other: texts are tokenized in threads, so they may overtake each other
+                post = api.client.post("/v1/completions", json=ASKED, headers={"X-Request-Id": f"r{i}"})
+                flood.append(asyncio.create_task(post))
+                await until(lambda n=i + 1: admission.num_running + admission.num_waiting == n)
+            await until(lambda: admission.num_waiting == 1)
             (last,) = await told(api.client, "r2")
             assert said(last, "ingress-1")[-1] == f"its prompt of {last['prompt_tokens']} tokens waits for admission"
             flood[2].cancel()

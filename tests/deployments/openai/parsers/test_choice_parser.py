@@ -81,6 +81,9 @@ def test_how_a_text_is_cut_into_chunks_does_not_matter(text, cuts, output_format
 @given(text=TEXTS, output_format=st.sampled_from(FORMATS))
 def test_no_text_is_lost_but_white_space_tags_and_what_stands_around_arguments(text, output_format):
     events = read(output_format, [text])
+    if output_format.tool_calls == "json":  # nothing but calls can come: what is none was cut off, and is dropped
+        assert not any(isinstance(event, Content) for event in events)
+        return
     kept = "".join(event.name if isinstance(event, CallStart) else event.text for event in events)
     if not any(isinstance(event, CallStart) for event in events):
         for tag in ("<think>", "</think>"):
