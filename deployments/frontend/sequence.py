@@ -31,7 +31,7 @@ FINAL_DELTA_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontend:
-    """What all sequences of one model share in an ingress."""
+    """State that all sequences of one model share in an ingress."""
 
     model: str
     tokenizer: TokenBytes

@@ -322,13 +322,15 @@ class EngineCore:
         """Pass on what the scheduler asks of the channel, and of the control actor."""
         if self.handoff_channel is None:
             return
-        actions = self.scheduler.handoffs.actions
-        if actions:
-            self._notices += [action for action in actions if isinstance(action, DispatchPrefill | CancelDispatch)]
-            self.handoff_channel.submit(
-                *(action for action in actions if not isinstance(action, DispatchPrefill | CancelDispatch))
-            )
-            actions.clear()
+        submitted = []
+        for action in self.scheduler.handoffs.actions:
+            if isinstance(action, DispatchPrefill | CancelDispatch):
+                self._notices.append(action)
+            else:
+                submitted.append(action)
+        self.scheduler.handoffs.actions.clear()
+        if submitted:
+            self.handoff_channel.submit(*submitted)
 
     def take_notices(self) -> list[DispatchPrefill | CancelDispatch]:
         """Return the messages for the control actor since the last call."""

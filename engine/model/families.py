@@ -28,7 +28,7 @@ class Family:
     """Fields that its config.json may leave out: transformers' defaults, or part of the family's code."""
 
     def fields(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """What config.json says to this family. Raises KeyError where a mixture has no number of experts."""
+        """Return the fields of config.json that this family reads. Raises KeyError if an MoE has no `num_experts`."""
         own = {key: value for key, value in raw.items() if key not in OPTIONAL or key in self.keys}
         if "num_experts" in self.keys and own.get("num_experts", own.get("num_local_experts")) is None:
             raise KeyError("num_experts")

@@ -1,15 +1,15 @@
-"""Builds the model of an architecture. Imports torch, and the family's file, only then."""
+"""Builds the model of an architecture. A family's file is imported when it is needed."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING
 
+import torch
+
 from engine.model.families import find_family
 
 if TYPE_CHECKING:
-    import torch
-
     from engine.distributed.tp_group import TPGroup
     from engine.model.config import ModelConfig
     from engine.model.models.llama import Model
@@ -27,8 +27,6 @@ def build_model(cfg: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch
 
     Raises UnsupportedArchitecture, or ConfigError where the model cannot be split over `tp.size` ranks.
     """
-    import torch
-
     cls, before = model_class(cfg.architecture), torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
