@@ -112,7 +112,7 @@ class KVEventPublisher:
             load=load,
             stored=b"".join(self._pool.block_hashes()),
             removed=b"",
-            admitted=list(self._scheduler.queue.live),
+            admitted=list(self._prefilling),
             prefilled=[],
         )
 

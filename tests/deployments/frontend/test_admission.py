@@ -129,7 +129,11 @@ def test_client_that_leaves_the_queue_takes_no_turn():
     async def scenario() -> None:
         async with fake_api(max_num_seqs=1) as api:
             api.engine.paused.set()
-            answers = [ask(api) for _ in range(6)]
+            answers = [ask(api) for _ in range(2)]
+            await until(lambda: len(api.engine.added) == 2)
+            answers.append(ask(api))
+            await until(lambda: api.model.admission.num_waiting == 1)
+            answers += [ask(api) for _ in range(3)]
             await until(lambda: api.model.admission.num_waiting == 4)
             for answer in answers[3:]:
                 answer.cancel()
