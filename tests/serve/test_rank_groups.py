@@ -43,7 +43,7 @@ SERVED_S = 30.0
 STARTED = re.compile(
     r"(decode-(\w+)-\w+)/rank(\d+) placement\.rank_actor rank starts pid=(\d+) node=(\w+) .*CUDA_VISIBLE_DEVICES=(\S+)"
 )
-READY = re.compile(r"pid=(\d+).* (decode-(\w+)-\w+) deployments\.engine_deployment replica ready")
+READY = re.compile(r"pid=(\d+).* (decode-(\w+)-\w+) .*replica ready")
 
 
 @dataclass(frozen=True)
