@@ -26,7 +26,10 @@ def write_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
     batch.kv_cache[blocks, layer, 1, :, offsets] = v
 
 
-def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None) -> Tensor:
+def paged_attention(
+    q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None,
+    *, softcap: float | None = None, sinks: Tensor | None = None, chunk: int | None = None,
+) -> Tensor:  # fmt: skip
     out = torch.empty_like(q)
     starts = batch.query_start.tolist()
     for seq, kv_len in enumerate(batch.kv_len.tolist()):
@@ -37,7 +40,12 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: i
         k, v = gather_kv(batch, seq, layer, kv_len)
         if batch.kv_scales is not None:
             k, v = ((x.float() * scale).to(q.dtype) for x, scale in zip((k, v), batch.kv_scales[layer], strict=True))
-        out[rows] = attend(q[rows].transpose(0, 1), k, v, scale, window).transpose(0, 1)
+        visible = visible_keys(starts[seq + 1] - starts[seq], kv_len, window, chunk, q.device)
+        if softcap is None and sinks is None:
+            attended = attend(q[rows].transpose(0, 1), k, v, scale, visible)
+        else:
+            attended = attend_by_scores(q[rows].transpose(0, 1), k, v, scale, visible, softcap, sinks)
+        out[rows] = attended.transpose(0, 1)
     return out
 
 
@@ -55,14 +63,36 @@ def gather_kv(batch: Batch, seq: int, layer: int, kv_len: int) -> tuple[Tensor, 
     return k, v
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """Dense attention of q [heads, queries, head_dim], the last positions of k, v [kv_heads, length, head_dim]."""
-    queries, length = q.shape[1], k.shape[1]
-    position = torch.arange(length - queries, length, device=q.device)[:, None]
-    key = torch.arange(length, device=q.device)[None]
+def visible_keys(queries: int, length: int, window: int | None, chunk: int | None, device: torch.device) -> Tensor:
+    """[queries, length] whether each of the last positions of a sequence sees each key."""
+    position = torch.arange(length - queries, length, device=device)[:, None]
+    key = torch.arange(length, device=device)[None]
     visible = key <= position
     if window is not None:
         visible &= key > position - window
+    if chunk is not None:
+        visible &= key >= position // chunk * chunk
+    return visible
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Tensor:
+    """Dense attention of q [heads, queries, head_dim], the last positions of k, v [kv_heads, length, head_dim]."""
     # torch's fast kernels want a batch dimension
     out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=True)
     return out[0]
+
+
+def attend_by_scores(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """The same with scores in float32 that are capped, or that share their softmax with the sinks."""
+    group = q.shape[0] // k.shape[0]
+    k, v = (x.float().repeat_interleave(group, dim=0) for x in (k, v))
+    scores = q.float() @ k.mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        sink = sinks.float()[:, None, None].expand(-1, q.shape[1], 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    return (scores.softmax(-1)[..., : k.shape[1]] @ v).to(q.dtype)

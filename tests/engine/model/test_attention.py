@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -25,17 +26,25 @@ class Sequence:
         self.k = torch.randn(self.length, kv_heads, HEAD_DIM)
         self.v = torch.randn(self.length, kv_heads, HEAD_DIM)
 
-    def expected(self, scale: float, window: int | None) -> Tensor:
+    def expected(
+        self, scale: float, window: int | None, softcap: float | None = None, sinks: Tensor | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:  # fmt: skip
         out = torch.empty_like(self.q)
         group = self.q.shape[1] // self.k.shape[1]
         for row in range(self.queries):
             position = self.cached + row
             first = 0 if window is None else max(0, position - window + 1)
+            first = first if chunk is None else max(first, position // chunk * chunk)
             for head in range(self.q.shape[1]):
                 keys = self.k[first : position + 1, head // group].double()
                 values = self.v[first : position + 1, head // group].double()
                 scores = keys @ self.q[row, head].double() * scale
-                out[row, head] = (scores.softmax(0) @ values).float()
+                if softcap is not None:
+                    scores = softcap * (scores / softcap).tanh()
+                weights = scores.exp()
+                total = weights.sum() + (0.0 if sinks is None else sinks[head].double().exp())
+                out[row, head] = (weights / total @ values).float()
         return out
 
 
@@ -62,7 +71,7 @@ def make_batch(sequences: list[Sequence], block_size: int, kv_heads: int, new: b
     )
 
 
-def attend(sequences: list[Sequence], block_size: int, window: int | None, layer: int = 1) -> Tensor:
+def attend(sequences: list[Sequence], block_size: int, window: int | None, layer: int = 1, **scores: Any) -> Tensor:
     """Write what was cached in one step, then this step's tokens, then attend."""
     kv_heads = sequences[0].k.shape[1]
     before, batch = (make_batch(sequences, block_size, kv_heads, new) for new in (False, True))
@@ -74,7 +83,7 @@ def attend(sequences: list[Sequence], block_size: int, window: int | None, layer
         torch.cat([s.k[s.cached :] for s in sequences]), torch.cat([s.v[s.cached :] for s in sequences]), batch, layer
     )
     assert batch.kv_cache[:, 1 - layer].isnan().all(), "the other layer is left alone"
-    return paged_attention(torch.cat([s.q for s in sequences]), batch, layer, HEAD_DIM**-0.5, window)
+    return paged_attention(torch.cat([s.q for s in sequences]), batch, layer, HEAD_DIM**-0.5, window, **scores)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -83,12 +92,16 @@ def attend(sequences: list[Sequence], block_size: int, window: int | None, layer
     block_size=st.sampled_from([1, 4, 5, 16]),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
     window=st.sampled_from([None, 1, 4, 7, 100]),
+    softcap=st.sampled_from([None, 1.5]),
+    sinks=st.booleans(),
+    chunk=st.sampled_from([None, None, 1, 8]),
 )
-def test_paged_attention_equals_dense_attention(lengths, block_size, heads, window):
+def test_paged_attention_equals_dense_attention(lengths, block_size, heads, window, softcap, sinks, chunk):
     torch.manual_seed(0)
     sequences = [Sequence(cached, queries, *heads) for cached, queries in lengths]
-    expected = torch.cat([s.expected(HEAD_DIM**-0.5, window) for s in sequences])
-    torch.testing.assert_close(attend(sequences, block_size, window), expected, atol=1e-5, rtol=1e-5)
+    scores = {"softcap": softcap, "sinks": torch.randn(heads[0]) if sinks else None, "chunk": chunk}
+    expected = torch.cat([s.expected(HEAD_DIM**-0.5, window, **scores) for s in sequences])
+    torch.testing.assert_close(attend(sequences, block_size, window, **scores), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_chunk_that_ends_on_a_block_boundary_reads_no_further_block():

@@ -100,16 +100,18 @@ def attend_rows(cast: Any, args: Any) -> None:
     q, cache, out, numbers = cast(args[1]), cast(args[2]), cast(args[3]), as_f32(args[4])
     tiles, kv_lens, tables = as_i64(args[5]), as_i32(args[6]), as_i32(args[7])
     items, max_rows, table_stride, q_stride, out_stride = args[8], args[9], args[10], args[11], args[12]
-    kv_heads, span, group, block_size, head_dim, block_stride, window = (
-        args[13], args[14], args[15], args[16], args[17], args[18], args[19],
+    kv_heads, span, group, block_size, head_dim, block_stride, window, chunk = (
+        args[13], args[14], args[15], args[16], args[17], args[18], args[19], args[20],
     )  # fmt: skip
+    softcap, sinks = numbers[1], cast(args[21])
     head_stride = block_size * head_dim
     heads, ranges = span * group, kv_heads // span
     max_queries = max_rows * heads
-    step = max(args[20] // block_size, 1)  # blocks whose scores are known before the softmax moves on
+    step = max(args[22] // block_size, 1)  # blocks whose scores are known before the softmax moves on
     score_space = (step * block_size + LANES - 1) // LANES * LANES + LANES
     scratch = np.empty(2 * max_queries * head_dim + score_space, np.float32)
     tops, totals = np.empty(max_queries, np.float32), np.empty(max_queries, np.float32)
+    begins = np.empty(max_rows, np.int64)  # the first token that each row sees
     queries = scratch.ctypes.data
     sums = queries + 4 * max_queries * head_dim
     scores = sums + 4 * max_queries * head_dim
@@ -126,16 +128,21 @@ def attend_rows(cast: Any, args: Any) -> None:
             for i in range(heads * head_dim):
                 as_f32(queries)[r * heads * head_dim + i] = load(q, source + i) * numbers[0]
                 as_f32(sums)[r * heads * head_dim + i] = np.float32(0.0)
+            length = kv_len - rows + 1 + r
+            begins[r] = max(length - window, (length - 1) // chunk * chunk)
         for query in range(rows * heads):
             tops[query], totals[query] = LOWEST, np.float32(0.0)
+            if args[21]:
+                tops[query] = load(sinks, first_head * group + query % heads)
+                totals[query] = np.float32(1.0)
         blocks = (kv_len + block_size - 1) // block_size
-        for start in range(max(kv_len - rows + 1 - window, 0) // block_size, blocks, step):
+        for start in range(max(begins[0], 0) // block_size, blocks, step):
             stop = min(start + step, blocks)
             for h in range(heads):
                 head = (first_head + h // group) * head_stride
                 for r in range(rows):
                     length = kv_len - rows + 1 + r
-                    first = max(length - window, start * block_size)  # tokens [first, last) are here, and visible
+                    first = max(begins[r], start * block_size)  # tokens [first, last) are here, and visible
                     last = min(length, stop * block_size)
                     if first >= last:
                         continue
@@ -151,6 +158,10 @@ def attend_rows(cast: Any, args: Any) -> None:
                             prefetch(cache, after + kv_heads * head_stride, head_stride)
                         vector = as_f32(queries + 4 * query * head_dim)
                         dot_rows(as_f32(scores + 4 * (begin - first)), vector, cache, keys, end - begin, head_dim)
+                    if softcap > np.float32(0.0):
+                        for t in range(last - first):
+                            power = exp(as_f32(scores)[t] * (np.float32(2.0) / softcap))  # for the tanh
+                            as_f32(scores)[t] = softcap - np.float32(2.0) * softcap / (power + np.float32(1.0))
                     padded = (last - first + LANES - 1) // LANES * LANES
                     for t in range(last - first, padded):
                         as_f32(scores)[t] = LOWEST
@@ -186,11 +197,17 @@ def attend_f32(args: Any) -> None:
 ATTEND = Kernel({torch.bfloat16: attend_bf16, torch.float32: attend_f32})
 
 
-def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None) -> Tensor:
+def paged_attention(
+    q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None,
+    *, softcap: float | None = None, sinks: Tensor | None = None, chunk: int | None = None,
+) -> Tensor:  # fmt: skip
     cache = batch.kv_cache
     _, _, _, kv_heads, block_size, head_dim = cache.shape
     if head_dim % LANES or batch.kv_scales is not None:
-        return attention_plain.paged_attention(q, batch, layer, scale, window)
+        return attention_plain.paged_attention(
+            q, batch, layer, scale, window, softcap=softcap, sinks=sinks, chunk=chunk
+        )
+    assert sinks is None or sinks.dtype == q.dtype, "the kernel reads sinks as it reads q"
     out = torch.empty(q.shape, dtype=q.dtype)
     if batch.tiles is None:
         batch.tiles = row_tiles(batch)
@@ -200,10 +217,10 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: i
     span = 1 if spread else kv_heads
     items = len(tiles) * (kv_heads // span)
     ATTEND.launch(
-        q.dtype, items, q, cache[0, layer], out, constants(scale), tiles, batch.kv_len, batch.block_table,
-        items, max_rows, batch.block_table.stride(0), q.stride(0), out.stride(0),
+        q.dtype, items, q, cache[0, layer], out, constants(scale, softcap or 0.0), tiles, batch.kv_len,
+        batch.block_table, items, max_rows, batch.block_table.stride(0), q.stride(0), out.stride(0),
         kv_heads, span, q.shape[1] // kv_heads, block_size, head_dim, cache.stride(0), window or NO_WINDOW,
-        CHUNK_TILE_TOKENS if batch.chunks else TILE_TOKENS,
+        chunk or NO_WINDOW, 0 if sinks is None else sinks, CHUNK_TILE_TOKENS if batch.chunks else TILE_TOKENS,
     )  # fmt: skip
     return out
 

@@ -9,6 +9,7 @@ kernel (Flash-Decoding, https://pytorch.org/blog/flash-decoding, 2023).
 CUDA graphs can hold it: for sequences that decode, the grid and every argument follow from shapes alone, and lengths
 are read on the device. A sequence with kv_len 0 pads such a batch; its output is 0. Results depend on the number of
 programs that the keys are split over and so, in the last bits, on the size of the batch. Tile sizes are estimates.
+Capped scores, sinks and chunks have run under Triton's interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ INTERPRETED_PROCESSORS = 8
 
 @triton.jit
 def add_keys(
-    acc, total, top, q, keys, values, table, first, end, length, scale, block_stride,
-    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr, HEAD_PAD: tl.constexpr, PRECISION: tl.constexpr,
+    acc, total, top, q, keys, values, table, first, end, length, scale, cap, block_stride,
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step of the running softmax, over keys [first, first + BLOCK_N) below `end`; row i sees the first length[i].
 
@@ -55,10 +56,14 @@ def add_keys(
     offset = block.to(tl.int64) * block_stride + n % PAGE * HEAD_DIM
     k = tl.load(keys + offset[:, None] + d[None, :], mask=inside, other=0.0).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if CAPPED:
+        scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))  # cap * tanh
     if MASKED:
         visible = n[None, :] < length[:, None]
         if WINDOW:
             visible = visible & (n[None, :] >= length[:, None] - WINDOW)
+        if CHUNK:
+            visible = visible & (n[None, :] >= (length[:, None] - 1) // CHUNK * CHUNK)
         scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(highest == float("-inf"), 0.0, highest)  # a row that sees no key yet
@@ -72,16 +77,17 @@ def add_keys(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def attend_kernel(
-    q, cache, out, partial, partial_top, kv_scales, tiles, single, query_start, kv_len, block_table,
-    scale, q_stride, out_stride, block_stride, table_stride,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, DECODE: tl.constexpr,
+    q, cache, out, partial, partial_top, kv_scales, sinks, tiles, single, query_start, kv_len, block_table,
+    scale, cap, q_stride, out_stride, block_stride, table_stride,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, DECODE: tl.constexpr,
     NUM_SPLITS: tl.constexpr, SLOTS: tl.constexpr, QUANTIZED: tl.constexpr, MIN_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, kv_heads, NUM_SPLITS). A tile is (sequence, first row, rows, rows of the sequence after these).
 
-    WINDOW 0 means none. With NUM_SPLITS > 1 each program leaves its result in `partial` [tiles, kv_heads, NUM_SPLITS,
-    SLOTS, HEAD_DIM] and the logarithm (base 2) of its weights' sum in `partial_top`, without HEAD_DIM.
+    WINDOW 0 and CHUNK 0 mean none. With NUM_SPLITS > 1 each program leaves its result in `partial` [tiles, kv_heads,
+    NUM_SPLITS, SLOTS, HEAD_DIM] and the logarithm (base 2) of its weights' sum in `partial_top`, without HEAD_DIM.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if DECODE:
@@ -98,6 +104,8 @@ def attend_kernel(
     start = 0
     if WINDOW:
         start = tl.maximum(all_see - WINDOW, 0)
+    if CHUNK:
+        start = tl.maximum(tl.maximum(all_see - 1, 0) // CHUNK * CHUNK, start)
     split_tokens = tl.cdiv(tl.maximum(tl.cdiv(stop - start, NUM_SPLITS), MIN_TOKENS), BLOCK_N) * BLOCK_N
     begin = start + split * split_tokens
     end = tl.minimum(begin + split_tokens, stop)
@@ -119,18 +127,22 @@ def attend_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634  # log2(e)
+        top = tl.where(split == 0, sink, top)
+        total = tl.where(split == 0, 1.0, total)
     masked_from = begin
-    if not WINDOW:
+    if not WINDOW and not CHUNK:
         masked_from += tl.maximum(tl.minimum(all_see, end) - begin, 0) // BLOCK_N * BLOCK_N
         for first in range(begin, masked_from, BLOCK_N):
             acc, total, top = add_keys(
-                acc, total, top, query, keys, values, table, first, end, length, scale, block_stride,
-                PAGE, HEAD_DIM, WINDOW, False, BLOCK_N, HEAD_PAD, PRECISION,
+                acc, total, top, query, keys, values, table, first, end, length, scale, cap, block_stride,
+                PAGE, HEAD_DIM, WINDOW, CHUNK, CAPPED, False, BLOCK_N, HEAD_PAD, PRECISION,
             )  # fmt: skip
     for first in range(masked_from, end, BLOCK_N):
         acc, total, top = add_keys(
-            acc, total, top, query, keys, values, table, first, end, length, scale, block_stride,
-            PAGE, HEAD_DIM, WINDOW, True, BLOCK_N, HEAD_PAD, PRECISION,
+            acc, total, top, query, keys, values, table, first, end, length, scale, cap, block_stride,
+            PAGE, HEAD_DIM, WINDOW, CHUNK, CAPPED, True, BLOCK_N, HEAD_PAD, PRECISION,
         )  # fmt: skip
 
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
@@ -177,24 +189,32 @@ def combine_kernel(
     tl.store(target, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
 
 
-def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None) -> Tensor:
+def paged_attention(
+    q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None,
+    *, softcap: float | None = None, sinks: Tensor | None = None, chunk: int | None = None,
+) -> Tensor:  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group = q.shape[1] // batch.kv_cache.shape[3]
     if len(batch.single):
         longest = batch.block_table.shape[1] * batch.kv_cache.shape[4]
         block_m = max(DECODE_ROWS, triton.next_power_of_2(group))
-        launch(q, out, batch, layer, scale, window, len(batch.single), longest, block_m, decode=True)
+        launch(
+            q, out, batch, layer, scale, window, softcap, sinks, chunk, len(batch.single), longest, block_m, decode=True
+        )
     if batch.chunks:
-        block_m = chunk_rows(max(chunk.count for chunk in batch.chunks), group, q.dtype)
+        block_m = chunk_rows(max(c.count for c in batch.chunks), group, q.dtype)
         if batch.tiles is None:
             batch.tiles = row_tiles(batch, block_m // group)
-        longest = max(chunk.kv_len for chunk in batch.chunks)
-        launch(q, out, batch, layer, scale, window, len(batch.tiles), longest, block_m, decode=False)
+        longest = max(c.kv_len for c in batch.chunks)
+        launch(
+            q, out, batch, layer, scale, window, softcap, sinks, chunk, len(batch.tiles), longest, block_m, decode=False
+        )
     return out
 
 
 def launch(
     q: Tensor, out: Tensor, batch: Batch, layer: int, scale: float, window: int | None,
+    softcap: float | None, sinks: Tensor | None, chunk: int | None,
     tiles: int, longest: int, block_m: int, *, decode: bool,
 ) -> None:  # fmt: skip
     """Attend from the rows that decode, or from all chunks, to at most `longest` keys."""
@@ -203,20 +223,23 @@ def launch(
     group, head_pad = q.shape[1] // kv_heads, max(16, triton.next_power_of_2(head_dim))
     wide = q.dtype == torch.float32
     block_n = min(128, max(16, KEY_TILE_BYTES // (head_pad * q.element_size())))
-    keys = min(longest, (window or longest) + block_m)
+    keys = min(longest, (window or longest) + block_m, (chunk or longest) + block_m)
     splits = num_splits(tiles * kv_heads, keys, processors(q.device), decode=decode)
     slots = group if decode else block_m // group * group  # rows x heads of a full tile
     partial = partial_top = out  # not used
     if splits > 1:
         partial = torch.empty((tiles, kv_heads, splits, slots, head_dim), dtype=torch.float32, device=q.device)
         partial_top = torch.empty((tiles, kv_heads, splits, slots), dtype=torch.float32, device=q.device)
+    steepness = 1.0 if softcap is None else 2 / softcap  # the kernel's tanh(x) takes e ** 2x
     row_tiles = batch.single if decode else batch.tiles
     kv_scales = kv_cache if batch.kv_scales is None else batch.kv_scales[layer]
     attend_kernel[tiles, kv_heads, splits](
-        q, kv_cache[0, layer], out, partial, partial_top, kv_scales,
+        q, kv_cache[0, layer], out, partial, partial_top, kv_scales, q if sinks is None else sinks,
         row_tiles, batch.single, batch.query_start, batch.kv_len, batch.block_table,
-        scale * LOG2_E, q.stride(0), out.stride(0), kv_cache.stride(0), batch.block_table.stride(0),
-        GROUP=group, PAGE=page, HEAD_DIM=head_dim, WINDOW=window or 0, DECODE=decode,
+        scale * steepness * LOG2_E, (softcap or 0.0) * LOG2_E,
+        q.stride(0), out.stride(0), kv_cache.stride(0), batch.block_table.stride(0),
+        GROUP=group, PAGE=page, HEAD_DIM=head_dim, WINDOW=window or 0, CHUNK=chunk or 0,
+        CAPPED=softcap is not None, SINKS=sinks is not None, DECODE=decode,
         NUM_SPLITS=splits, SLOTS=slots, QUANTIZED=batch.kv_scales is not None, MIN_TOKENS=MIN_SPLIT_TOKENS,
         BLOCK_M=block_m, BLOCK_N=block_n, HEAD_PAD=head_pad, PRECISION="ieee" if wide else "tf32",
         num_warps=8 if block_m >= CHUNK_ROWS else 4, num_stages=NUM_STAGES,

@@ -1,5 +1,6 @@
 """Paged attention by FlashAttention 3, arXiv:2407.08608 (module flash_attn_interface, Hopper only), behind the op's
-signature. What it does not take (a cache in float8, float32, wide heads) our Triton kernel computes.
+signature. What it does not take (a cache in float8, float32, wide heads, a softcap, sinks, chunks) our Triton kernel
+computes.
 
 The cache has KV heads outside tokens; the library takes a strided view of it with tokens outside heads. It is used only
 after it has computed small batches right (`check`), since none of this has run on a GPU yet and its signature changes
@@ -35,11 +36,15 @@ FAILURES = (ImportError, OSError, RuntimeError, TypeError, ValueError, Attribute
 FlashAttention = Callable[..., Tensor]  # flash_attn_with_kvcache
 
 
-def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None) -> Tensor:
+def paged_attention(
+    q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None,
+    *, softcap: float | None = None, sinks: Tensor | None = None, chunk: int | None = None,
+) -> Tensor:  # fmt: skip
     flash_attention, head_dim = select(q.device), q.shape[2]
+    plain_scores = softcap is None and sinks is None and chunk is None
     fits = batch.kv_cache.dtype == q.dtype and q.dtype in DTYPES and head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM
-    if flash_attention is None or not fits:
-        return attention.paged_attention(q, batch, layer, scale, window)
+    if flash_attention is None or not fits or not plain_scores:
+        return attention.paged_attention(q, batch, layer, scale, window, softcap=softcap, sinks=sinks, chunk=chunk)
     return attend(flash_attention, q, batch, layer, scale, window)
 
 

@@ -66,9 +66,14 @@ def test_rotate_equals_plain_and_leaves_its_neighbours_alone(tokens, heads, half
     head_dim=st.sampled_from([8, 24, 64]),
     block_size=st.sampled_from([1, 4, 16, 20]),
     window=st.sampled_from([None, 1, 7, 16, 33]),
+    softcap=st.sampled_from([None, None, 1.5, 50.0]),
+    sinks=st.booleans(),
+    chunk=st.sampled_from([None, None, 1, 32]),
     dtype=DTYPES,
 )
-def test_attention_over_pages_equals_plain(sequences, heads, head_dim, block_size, window, dtype):
+def test_attention_over_pages_equals_plain(
+    sequences, heads, head_dim, block_size, window, softcap, sinks, chunk, dtype
+):
     """Each sequence: tokens cached before, and tokens in this step."""
     num_heads, kv_heads = heads
     counts, kv_lens = [n for _, n in sequences], [cached + n for cached, n in sequences]
@@ -95,10 +100,10 @@ def test_attention_over_pages_equals_plain(sequences, heads, head_dim, block_siz
     written, batch.kv_cache = batch.kv_cache, cache
     attention_plain.write_kv(k, v, batch, 1)
     assert torch.equal(written, batch.kv_cache)
-    expected = attention_plain.paged_attention(q, batch, 1, head_dim**-0.5, window)
-    torch.testing.assert_close(
-        cpu_attention.paged_attention(q, batch, 1, head_dim**-0.5, window), expected, **TOLERANCE[dtype]
-    )
+    scores = {"softcap": softcap, "sinks": randn(num_heads, dtype=dtype) if sinks else None, "chunk": chunk}
+    expected = attention_plain.paged_attention(q, batch, 1, head_dim**-0.5, window, **scores)
+    found = cpu_attention.paged_attention(q, batch, 1, head_dim**-0.5, window, **scores)
+    torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -34,6 +34,8 @@ CASES: dict[str, Case] = {
     "rows, a window": DECODE.but(window=512),
     "rows, float16": DECODE.but(dtype=torch.float16),
     "rows, 7 heads, blocks of 20": DECODE.but(heads=14, block_size=20),
+    "rows, sinks and a window": DECODE.but(head_dim=64, sinks=True, window=128),
+    "rows, capped scores": DECODE.but(head_dim=256, softcap=50.0),
     "chunk": CHUNK,
     "chunk, float8": CHUNK.but(cache_dtype=FLOAT8),
     "chunk, head_dim 64": CHUNK.but(head_dim=64),
@@ -41,6 +43,9 @@ CASES: dict[str, Case] = {
     "chunk, head_dim 256": CHUNK.but(head_dim=256),
     "chunk, a window": CHUNK.but(window=512),
     "chunk, 7 heads": CHUNK.but(heads=14),
+    "chunk, sinks": CHUNK.but(head_dim=64, sinks=True),
+    "chunk, capped scores": CHUNK.but(head_dim=256, softcap=50.0),
+    "chunk, chunked attention": CHUNK.but(chunk=8192),
     "chunk over a long prefix": CHUNK.but(sequences=[(4000, 200)]),
     "short chunk": CHUNK.but(sequences=[(4000, 4)]),
 }
@@ -92,7 +97,7 @@ def compile_attention(case: Case) -> None:
     q, k, v, batch = case.inputs()
     table = torch.zeros(8192, case.head_dim, dtype=case.dtype)
     rope.rotate_and_write(q, k, v, table, batch, 1)
-    attention.paged_attention(q, batch, 1, 0.1, case.window)
+    attention.paged_attention(q, batch, 1, 0.1, case.window, **case.scores())
 
 
 def compile_elementwise() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +25,19 @@ class Case:
     head_dim: int = 64
     block_size: int = 16
     window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    chunk: int | None = None
     dtype: torch.dtype = torch.bfloat16
     cache_dtype: torch.dtype | None = None
 
     def but(self, **changes: object) -> Case:
         return replace(self, **changes)
+
+    def scores(self) -> dict[str, Any]:
+        """The keywords of `paged_attention`."""
+        sinks = torch.linspace(-1, 2, self.heads).to(DEVICE, self.dtype) if self.sinks else None
+        return {"softcap": self.softcap, "sinks": sinks, "chunk": self.chunk}
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Batch]:
         """q, k, v of this step, as parts of one projection, and the batch, whose cache has NaN where nothing was

@@ -32,6 +32,10 @@ CASES = {
     "padding among rows": Case([(20, 1), (0, 0), (40, 1), (0, 0)]),
     "keys in four splits": Case([(2100, 1), (900, 1), (0, 0), (30, 1)], heads=2, kv_heads=1),
     "keys of chunks in four splits": Case([(1300, 6), (30, 20)], heads=2, kv_heads=1),
+    "capped scores": MIXED.but(softcap=1.5, dtype=torch.float32),
+    "sinks": MIXED.but(sinks=True, dtype=torch.float32),
+    "sinks of keys in four splits, and of padding": Case([(2100, 1), (0, 0)], heads=2, kv_heads=1, sinks=True),
+    "chunks of 16 tokens": MIXED.but(chunk=16),
 }
 MORE_CASES = {
     "one head each": MIXED.but(heads=2),
@@ -46,6 +50,9 @@ MORE_CASES = {
     "float8 cache, float16": DECODE.but(cache_dtype=FLOAT8, dtype=torch.float16, head_dim=128),
     "padding only": Case([(0, 0), (0, 0)]),
     "keys in four splits, a window": Case([(2100, 1), (1300, 1)], kv_heads=1, window=1100),
+    "a window of 33 and sinks": CHUNKS.but(window=33, sinks=True, heads=14),
+    "chunks of 1024 tokens, keys in four splits": Case([(2100, 1), (1020, 9)], kv_heads=1, chunk=1024),
+    "capped scores of a float8 cache, a window": MIXED.but(cache_dtype=FLOAT8, softcap=50.0, window=7),
     "float8 keys in four splits": Case([(2100, 1), (1300, 9)], kv_heads=1, cache_dtype=FLOAT8),
 }
 
@@ -54,8 +61,8 @@ def check(case: Case, layer: int = 1) -> torch.Tensor:
     q, k, v, batch = case.inputs()
     scale = case.head_dim**-0.5
     attention_plain.write_kv(k, v, batch, layer)
-    expected = attention_plain.paged_attention(q, batch, layer, scale, case.window)
-    found = attention.paged_attention(q, batch, layer, scale, case.window)
+    expected = attention_plain.paged_attention(q, batch, layer, scale, case.window, **case.scores())
+    found = attention.paged_attention(q, batch, layer, scale, case.window, **case.scores())
     tolerance = TOLERANCE[case.dtype]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     return found
@@ -81,7 +88,7 @@ def test_paged_attention_of_more_shapes_equals_plain(case):
     window=st.sampled_from([None, 1, 7, 33]),
 )
 def test_paged_attention_over_any_shape_equals_plain(sequences, heads, head_dim, block_size, window):
-    check(Case(sequences, *heads, head_dim, block_size, window, torch.float32))
+    check(Case(sequences, *heads, head_dim, block_size, window, dtype=torch.float32))
 
 
 def test_every_layer_is_found():

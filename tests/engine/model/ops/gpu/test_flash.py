@@ -91,12 +91,15 @@ def test_a_library_that_fails_its_trial_is_not_used_and_the_reason_is_told(
         CASES["rows"].but(cache_dtype=FLOAT8),
         CASES["rows"].but(dtype=torch.float32),
         CASES["rows"].but(head_dim=12),
+        CASES["rows"].but(softcap=1.5),
+        CASES["rows"].but(sinks=True),
+        CASES["rows"].but(chunk=16),
     ],
-    ids=["float8 cache", "float32", "head_dim 12"],
+    ids=["float8 cache", "float32", "head_dim 12", "capped scores", "sinks", "chunks"],
 )
 def test_what_a_library_does_not_take_our_own_kernel_computes(install, case):
     install()
     q, k, v, batch = case.inputs()
     attention_plain.write_kv(k, v, batch, 1)
-    expected = attention.paged_attention(q, batch, 1, 0.1)
-    assert torch.equal(flash.paged_attention(q, batch, 1, 0.1), expected)
+    expected = attention.paged_attention(q, batch, 1, 0.1, **case.scores())
+    assert torch.equal(flash.paged_attention(q, batch, 1, 0.1, **case.scores()), expected)
