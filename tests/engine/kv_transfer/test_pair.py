@@ -127,7 +127,8 @@ def test_the_kv_travels_while_the_rest_is_computed(fresh, alone, monkeypatch):
     assert blocks_read() == -(-700 // BLOCK), "every block once"
     overlapped = fresh.decode.status.handoffs.bytes_overlapped - before.bytes_overlapped
     last_chunk = 700 % fresh.prefill.config.max_num_batched_tokens
-    assert overlapped == (700 - last_chunk) // BLOCK * block_bytes
+    at_least = (700 - last_chunk) // BLOCK * block_bytes  # the last chunk's own blocks may win against its token
+    assert at_least <= overlapped <= blocks_read() * block_bytes
     assert fresh.decode.status.stats.prefill_decisions.keys() == {"remote"}
 
 
