@@ -1,1 +1,1 @@
-"""From engine requests to text: admission, sequences and their retries, and the channel that tokens come by."""
+"""Turns engine requests into text: admission, sequences and their retries, and the channel that brings tokens."""

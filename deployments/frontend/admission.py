@@ -32,7 +32,7 @@ MAX_RETRY_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """How many sequences one ingress sends to the engines of a model, and how many it lets wait."""
+    """Limits on the sequences that one ingress sends to the engines of a model, and on those that it lets wait."""
 
     max_num_seqs: int
     """Sequences that one engine runs."""

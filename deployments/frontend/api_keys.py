@@ -1,4 +1,4 @@
-"""Which API keys are valid, from a file that may change at any time."""
+"""The valid API keys, read from a file that may change at any time."""
 
 from __future__ import annotations
 

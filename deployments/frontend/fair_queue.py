@@ -1,4 +1,4 @@
-"""Which request is next when clients want more than engines can run. Pure: no clock, no tasks.
+"""Chooses the next request when clients want more than engines can run. Pure: no clock, no tasks.
 
 Fairness is the Virtual Token Counter of arXiv:2401.00588: every client has a counter of the tokens it was served,
 and the client with the smallest one is next. A client that had nothing waiting starts again no lower than those that

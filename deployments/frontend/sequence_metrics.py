@@ -1,4 +1,4 @@
-"""What one sequence makes known: its counts, its log line, its spans of a trace, and its timeline."""
+"""The metrics of one sequence: its counts, its log line, its spans of a trace, and its timeline."""
 
 from __future__ import annotations
 

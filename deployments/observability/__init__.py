@@ -1,1 +1,1 @@
-"""What ingresses and engines make known: metrics, traces, timelines of requests, and reports to the autoscaler."""
+"""Metrics, traces and timelines of requests, and what ingresses and engines report to the autoscaler."""

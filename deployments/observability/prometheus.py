@@ -103,7 +103,7 @@ class _Replicas:
 
 
 class _Snapshot(Collector):
-    """What all replicas and ingresses said when they were asked."""
+    """The answers of all replicas and ingresses to one scrape."""
 
     def __init__(self, replicas: Sequence[_Replicas], ingresses: Sequence[IngressStats]):
         self._replicas, self._ingresses = replicas, ingresses

@@ -1,4 +1,4 @@
-"""What an ingress makes known of its requests: counts, traces and timelines."""
+"""Counts, traces and timelines of the requests of one ingress."""
 
 from __future__ import annotations
 

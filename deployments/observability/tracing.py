@@ -29,7 +29,7 @@ CLOSE_S = 2.0  # to send what is left when the ingress ends
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracingConfig:
-    """Where traces go, and how many are taken."""
+    """The collector that traces are sent to, and the fraction of requests that are traced."""
 
     otlp_endpoint: str = field(
         metadata={"help": "URL that takes traces by OTLP over HTTP, for instance http://collector:4318/v1/traces."}

@@ -32,7 +32,7 @@ class LiveHandoff(msgspec.Struct):
 
 
 class LiveHandoffs(msgspec.Struct):
-    """At most MAX_LIVE_HANDOFFS of each engine, oldest first."""
+    """The oldest MAX_LIVE_HANDOFFS handoffs of each engine, oldest first."""
 
     handoffs: list[LiveHandoff]
 

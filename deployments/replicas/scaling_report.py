@@ -1,4 +1,4 @@
-"""What replicas and ingresses report to the autoscaling policy: numbers by name, which is what Serve carries.
+"""The reports of replicas and ingresses to the autoscaling policy: numbers by name, which is what Serve carries.
 
 Serve collects them once a second and keeps those of the last seconds; the policy reads them in Serve's controller,
 which has no use for an engine's modules: they are imported for their types only.

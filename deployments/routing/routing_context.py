@@ -1,4 +1,4 @@
-"""What a Serve call tells the router of its handle: the digest of its prompt, and the call itself."""
+"""The context that a Serve call gives to the router of its handle: the digest of its prompt, and the call itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CallOutcome = Literal["answered", "lost", "ended"]
 
 @dataclass(frozen=True, slots=True)
 class PromptDigest:
-    """What routers compare of a prompt: computed once, where its token ids are known first."""
+    """The part of a prompt that routers compare, computed once, where its token ids are known first."""
 
     request_id: str
     num_tokens: int

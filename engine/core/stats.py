@@ -1,4 +1,4 @@
-"""What one engine measures of its requests and steps; the names are vLLM's. Pure Python, no clock."""
+"""Statistics of one engine's requests and steps, under vLLM's names. Pure Python, no clock."""
 
 from __future__ import annotations
 
