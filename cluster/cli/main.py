@@ -201,8 +201,9 @@ def lint_manifests(
 ) -> None:
     """Say what is wrong with manifests that Kubernetes would accept; exit code 1 if anything is.
 
-    Compares the Serve configuration in a RayService with its pods: whether replicas fit, whether ports and deadlines
-    agree, and whether Ray's and HAProxy's own ports are closed. For schemas and pod security: k8s/README.md.
+    Compares the Serve configuration in a RayService with its pods, network policies, monitors, budgets and volumes:
+    whether replicas fit, ports and deadlines agree, and pods reach what they need and no others reach them. All rules,
+    and what finds the rest: k8s/README.md.
 
     Example: manta k8s lint k8s/overlays/single-gpu
     """

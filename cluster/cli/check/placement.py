@@ -22,14 +22,24 @@ class Deployment:
 
 def deployments_of(config: AppConfig, overrides: Sequence[Mapping[str, Any]] = ()) -> list[Deployment]:
     """Return all deployments of an application. overrides: its section `deployments`."""
-    given = (override.get("ray_actor_options") for override in overrides if override.get("name") == INGRESS)
-    options, count = next(given, None) or {}, config.ingress.num_replicas
+    given = {override["name"]: override for override in overrides}
+    options, count = given.get(INGRESS, {}).get("ray_actor_options") or {}, config.ingress.num_replicas
     cpus, labels = float(options.get("num_cpus", config.ingress.num_cpus)), options.get("label_selector") or {}
-    found = [Deployment(INGRESS, GroupSpec(num_cpus=cpus, control_cpus=0.0, label_selector=labels), count, count)]
+    spec = GroupSpec(num_cpus=cpus, control_cpus=0.0, label_selector=labels)
+    found = [Deployment(INGRESS, spec, *_bounds(given.get(INGRESS, {}), (count, count)))]
     for model in config.models:
         for role, pool in model.pools.items():
-            found.append(Deployment(f"{role}-{model.name}", model.group_spec(role), *pool.bounds))
+            name = f"{role}-{model.name}"
+            found.append(Deployment(name, model.group_spec(role), *_bounds(given.get(name, {}), pool.bounds)))
     return found
+
+
+def _bounds(override: Mapping[str, Any], bounds: tuple[int, int]) -> tuple[int, int]:
+    """Return the least and the largest number of replicas, of which an override may say more than `args`."""
+    if isinstance(count := override.get("num_replicas"), int):
+        return count, count
+    scaling = override.get("autoscaling_config") or {}
+    return int(scaling.get("min_replicas", bounds[0])), int(scaling.get("max_replicas", bounds[1]))
 
 
 @dataclass(slots=True)

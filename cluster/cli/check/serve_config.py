@@ -45,7 +45,7 @@ def check_serve_config(serve_config: dict[str, Any]) -> list[str]:
         config = AppConfig.of(application)
         config.ingress.auth()
         names += [model_info(model, config.ingress).name for model in config.models]
-        _check_deployments(application, config, f"applications[{i}].deployments")
+        check_deployments(application, config, f"applications[{i}].deployments")
     return names
 
 
@@ -108,7 +108,7 @@ def _check_keys(section: Mapping[str, Any], known: Set[str], path: str) -> None:
             raise ConfigError(f"{path}{key}", key, f"one of the known keys ({', '.join(sorted(known))})")
 
 
-def _check_deployments(application: Mapping[str, Any], config: AppConfig, path: str) -> None:
+def check_deployments(application: Mapping[str, Any], config: AppConfig, path: str) -> None:
     """Check the names of deployments, which Serve does only after it has built the application."""
     known = ["ingress", *(f"{role}-{model.name}" for model in config.models for role in model.pools)]
     for i, deployment in enumerate(application.get("deployments") or []):

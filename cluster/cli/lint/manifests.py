@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +15,18 @@ import yaml
 
 from cluster.cli.check import serve_config
 from cluster.config import PORT, AppConfig
-from engine.errors import StartupError
+from engine.errors import ConfigError, StartupError
 from placement.capacity import Node
 
 Manifest = dict[str, Any]
 
 RENDER_S = 60.0
+REDIS_PORT = 6379
+UNITS = (
+    {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3}
+    | {unit: 1000.0**power for power, unit in enumerate("MGTPE", start=2)}
+    | {f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", start=1)}
+)
 
 
 def read(path: Path) -> list[Manifest]:
@@ -52,8 +59,22 @@ def _text(path: Path) -> str:
 
 
 def quantity(value: Any) -> float:
-    """Read cores or GPUs as Kubernetes writes them: `500m`, `8`."""
-    return float(value[:-1]) / 1000 if str(value).endswith("m") else float(value)
+    """Read an amount as Kubernetes writes it: `500m` cores, `16Gi` bytes, `1e10`. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?([a-zA-Z]*)", str(value))
+    if found is None or found[3] not in UNITS or (found[2] and found[3]):
+        raise ConfigError("quantity", value, "a number with or without a unit, as 8, 500m, 16Gi or 1e10")
+    return float(found[1] + (found[2] or "")) * UNITS[found[3]]
+
+
+def selects(selector: Manifest | None, labels: Mapping[str, str]) -> bool:
+    """Evaluate a label selector; an empty one selects everything."""
+    wanted = (selector or {}).get("matchLabels") or {}
+    for expression in (selector or {}).get("matchExpressions") or []:
+        value, values, operator = labels.get(expression["key"]), expression.get("values") or [], expression["operator"]
+        holds = value is not None if operator in ("Exists", "DoesNotExist") else value in values
+        if holds == (operator in ("NotIn", "DoesNotExist")):
+            return False
+    return wanted.items() <= labels.items()
 
 
 @dataclass(frozen=True)
@@ -73,11 +94,25 @@ class Group:
         """Ray's container: the first."""
         return self.pod["containers"][0]
 
+    @property
+    def is_head(self) -> bool:
+        return "groupName" not in self.spec
+
+    @property
+    def start_params(self) -> Mapping[str, str]:
+        return self.spec.get("rayStartParams") or {}
+
+    @cached_property
+    def ports(self) -> Mapping[str, int]:
+        """Container ports that have a name."""
+        entries = [entry for container in self.pod["containers"] for entry in container.get("ports") or []]
+        return {entry["name"]: entry["containerPort"] for entry in entries if "name" in entry}
+
     @cached_property
     def labels(self) -> Mapping[str, str]:
         """Labels of its pods, with those that the operator adds."""
         own = (self.spec["template"].get("metadata") or {}).get("labels") or {}
-        kind = "worker" if "groupName" in self.spec else "head"
+        kind = "head" if self.is_head else "worker"
         return {"ray.io/is-ray-node": "yes", "ray.io/node-type": kind, **own}
 
     @cached_property
@@ -91,7 +126,7 @@ class Group:
         """One of its pods, as Ray sees it."""
         has, labels = self.main.get("resources") or {}, self.spec.get("labels") or {}
         has = {**(has.get("requests") or {}), **(has.get("limits") or {})}
-        given = {**(self.spec.get("rayStartParams") or {}), **(self.spec.get("resources") or {})}
+        given = {**self.start_params, **(self.spec.get("resources") or {})}
         cpus = given.get("CPU", given.get("num-cpus", has.get("cpu", 0)))
         gpus = given.get("GPU", given.get("num-gpus", has.get("nvidia.com/gpu", 0)))
         kind = labels.get("ray.io/accelerator-type")
@@ -99,27 +134,46 @@ class Group:
         return Node({"CPU": quantity(cpus), "GPU": quantity(gpus), **card}, labels)
 
     def max_pods(self, *, autoscaler: bool) -> int:
-        if "groupName" not in self.spec:
+        if self.is_head:
             return 1
         replicas = self.spec.get("maxReplicas" if autoscaler else "replicas") or 0
         return int(replicas) * int(self.spec.get("numOfHosts", 1))
 
 
 class Service:
-    """A RayService, with the ConfigMaps and network policies that are deployed beside it."""
+    """A RayService, with the manifests that are deployed beside it."""
 
     def __init__(self, manifest: Manifest, manifests: Sequence[Manifest]):
         self.name = f"RayService {manifest['metadata']['name']}"
+        self.metadata: Manifest = manifest["metadata"]
         self.spec: Manifest = manifest["spec"]
-        self.policies = [m for m in manifests if m["kind"] == "NetworkPolicy"]
-        maps = {m["metadata"]["name"]: m.get("data") or {} for m in manifests if m["kind"] == "ConfigMap"}
-        cluster = self.spec["rayClusterConfig"]
-        specs = {"head": cluster["headGroupSpec"]}
-        specs |= {f"group {spec['groupName']}": spec for spec in cluster.get("workerGroupSpecs") or []}
-        self.groups = [Group(f"{self.name}, {name}", spec, maps) for name, spec in specs.items()]
-        scales = bool(cluster.get("enableInTreeAutoscaling"))
+        self.cluster: Manifest = self.spec["rayClusterConfig"]
+        self._manifests = manifests
+        maps = {m["metadata"]["name"]: m.get("data") or {} for m in self.of_kind("ConfigMap")}
+        specs = [("head", self.cluster["headGroupSpec"])]
+        specs += [(f"group {spec['groupName']}", spec) for spec in self.cluster.get("workerGroupSpecs") or []]
+        self.groups = [Group(f"{self.name}, {name}", spec, maps) for name, spec in specs]
         # all pods that there may ever be, as Ray sees them
-        self.nodes = [group.node for group in self.groups for _ in range(group.max_pods(autoscaler=scales))]
+        self.nodes = [group.node for group in self.groups for _ in range(self.max_pods(group))]
+
+    def of_kind(self, kind: str) -> Iterator[Manifest]:
+        return (manifest for manifest in self._manifests if manifest["kind"] == kind)
+
+    @property
+    def autoscales(self) -> bool:
+        return bool(self.cluster.get("enableInTreeAutoscaling"))
+
+    @property
+    def redis_address(self) -> tuple[str, int] | None:
+        """Host and port of Ray's control store, if that is a Redis."""
+        address = (self.cluster.get("gcsFaultToleranceOptions") or {}).get("redisAddress")
+        if address is None:
+            return None
+        host, _, port = address.split("://")[-1].partition(":")
+        return host, int(port or REDIS_PORT)
+
+    def max_pods(self, group: Group) -> int:
+        return group.max_pods(autoscaler=self.autoscales)
 
     @cached_property
     def serve(self) -> Manifest:
@@ -139,4 +193,8 @@ class Service:
     @cached_property
     def apps(self) -> list[tuple[Manifest, AppConfig]]:
         """Manta's applications, as they stand there and parsed. Raises StartupError."""
-        return [(app, AppConfig.of(app)) for _, app in serve_config.ours(self.serve)]
+        found = []
+        for i, app in serve_config.ours(self.serve):
+            found.append((app, AppConfig.of(app)))
+            serve_config.check_deployments(*found[-1], f"applications[{i}].deployments")
+        return found

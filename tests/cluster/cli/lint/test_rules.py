@@ -7,10 +7,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cluster.cli.lint.manifests import quantity, read
+from cluster.cli.lint.manifests import quantity, read, selects
 from cluster.cli.lint.rules import findings
 from cluster.cli.main import app
-from engine.errors import StartupError
+from engine.errors import ConfigError, StartupError
 from tests.cluster.cli.lint.good_manifests import GONE, Deployed
 
 ARGS = "serve.applications.0.args"
@@ -34,9 +34,9 @@ class Fault:
 
 FAULTS = [
     Fault("broken-serve-config", f"{ARGS}.ingress.num_replica", 2, "num_replicas"),
-    Fault("broken-serve-config", "serve.applications", [], "an application whose import_path"),
-    Fault("broken-serve-config", "serve.applications", 5, "a mapping with a list `applications`"),
-    Fault("broken-serve-config", "serve.applications.0.import_path", "other:build", "an application whose import_path"),
+    Fault("broken-serve-config", "serve.applications.0.deployments.0.name", "ingres", "one of ingress, decode-m"),
+    Fault("not-manta", "serve.applications", [], "is not a Manta service"),
+    Fault("not-manta", "serve.applications.0.import_path", "other:build", "is not a Manta service"),
     Fault("serve-port", f"ingress.{CONTAINER}.ports.0.containerPort", 8001, "must be http_options.port (8000)"),
     Fault("bundles-fit", f"{DECODE}.num_cpus", 9, "no node has 9.1 CPU, at most 8"),
     Fault("bundles-fit", f"{DECODE}.label_selector", {"pool": "decod"}, "no node has the labels {pool: decod}"),
@@ -52,8 +52,8 @@ FAULTS = [
     Fault("haproxy-env", "env.RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", "2m", "at least request_timeout_s (100), got 0"),
     Fault("upgrade-cuts-requests", "spec.rayClusterDeletionDelaySeconds", GONE, "at least request_timeout_s (100)"),
     Fault("open-ports", "clients.ingress.0.ports", [{"port": 8000}, {"port": 8404}], "opens 8404 (HAProxy's stats)"),
-    Fault("open-ports", "clients.ingress.0.ports", [{"port": 8000, "endPort": 9200}], "9101 (HAProxy's metrics)"),
-    Fault("open-ports", "clients.ingress.0.ports", GONE, "opens 6379 (Ray's GCS), 8404 (HAProxy's stats)"),
+    Fault("open-ports", "clients.ingress.0.ports", [{"port": 8000, "endPort": 9200}], "opens 8404 (HAProxy's stats)"),
+    Fault("open-ports", "clients.ingress.0.ports", GONE, "6379 (Ray's GCS), 8404 (HAProxy's stats), 10001"),
     Fault("open-ports", "inside.ingress.0.from.0.podSelector.matchLabels", {}, "opens 6379 (Ray's GCS)"),
 ]  # fmt: skip
 
@@ -99,9 +99,46 @@ def test_pods_that_no_policy_selects_are_open_to_all():
     }
 
 
-@pytest.mark.parametrize(("text", "number"), [("500m", 0.5), ("8", 8), (2, 2)])
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("500m", 0.5),
+        ("8", 8),
+        (2, 2),
+        (0.5, 0.5),
+        ("1e10", 1e10),
+        ("1E3", 1e3),
+        ("2P", 2e15),
+        ("1E", 1e18),
+        (".5Gi", 2**29),
+    ],
+)
 def test_quantities_are_read_as_kubernetes_writes_them(text, number):
-    assert quantity(text) == number
+    assert quantity(text) == pytest.approx(number)
+
+
+@pytest.mark.parametrize("text", ["", "Gi", "1X", "1e3Gi", "-"])
+def test_a_quantity_that_kubernetes_would_refuse_is_named(text):
+    with pytest.raises(ConfigError, match="quantity must be a number"):
+        quantity(text)
+
+
+@pytest.mark.parametrize(
+    ("operator", "values", "selected"),
+    [
+        ("In", ["a"], True),
+        ("In", ["b"], False),
+        ("NotIn", ["a"], False),
+        ("NotIn", ["b"], True),
+        ("Exists", None, True),
+        ("DoesNotExist", None, False),
+    ],
+)
+def test_selectors_are_read_as_kubernetes_reads_them(operator, values, selected):
+    expression = {"key": "pool", "operator": operator} | ({"values": values} if values else {})
+    assert selects({"matchExpressions": [expression]}, {"pool": "a"}) == selected
+    assert not selects({"matchLabels": {"x": "y"}, "matchExpressions": [expression]}, {"pool": "a"})
+    assert selects(None, {"pool": "a"})
 
 
 def test_the_command_prints_each_finding_and_fails(tmp_path):
