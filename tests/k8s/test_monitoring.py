@@ -1,7 +1,11 @@
-"""Every query of the dashboard and of the alerts finds series in a real scrape, by name, by label and by value."""
+"""Every query of the dashboard and of the alerts finds series in a real scrape, by name, by label and by value.
+
+What cannot run here, the operator and kube-state-metrics, is taken from its documentation.
+"""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import re
@@ -10,20 +14,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import promql_parser as promql
 import pytest
 import yaml
+from ray import serve
+from ray.serve.schema import ApplicationStatus
 from ray.util.metrics import Counter, Metric
 
 from cluster.autoscaling.policy import ScalingMetrics
+from cluster.cli.lint.manifests import selects
+from tests.cluster.haproxy_process import needs_haproxy, running
 from tests.deployments.real_api import real_api_with_prefill
+from tests.k8s.overlays import ROOT, needs_kustomize, of_kind, ray_groups, rendered
 from tests.models import make_model
 from tests.scrape import Scrape, Series
 
-MONITORING = Path(__file__).parents[2] / "k8s" / "monitoring"
+MONITORING = ROOT / "k8s" / "components" / "monitoring"
 DASHBOARD = json.loads((MONITORING / "grafana_dashboard.json").read_text())
-ALERTS = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["spec"]["groups"][0]["rules"]
+ALERTS = [
+    rule
+    for file in ("alerts.yaml", "cluster_alerts.yaml")
+    for group in yaml.safe_load((MONITORING / file).read_text())["spec"]["groups"]
+    for rule in group["rules"]
+]
+RUNBOOK = ROOT / "docs" / "alerts.md"
+POD = {"namespace": "manta", "pod": "manta-x1-head-y2", "container": "ray", "job": "manta/manta", "endpoint": "serve"}
+# docs.ray.io, "KubeRay metrics references"; github.com/kubernetes/kube-state-metrics, docs/metrics
+ELSEWHERE = [
+    Series(f"kuberay_service_condition_{condition}", {**POD, "name": "manta", "uid": "u", "condition": value}, 1.0)
+    for condition in ("ready", "upgrade_in_progress")
+    for value in ("true", "false")
+] + [
+    Series("kube_pod_status_phase", {"namespace": "manta", "pod": POD["pod"], "uid": "u", "phase": "Pending"}, 0.0),
+    Series("kube_statefulset_status_replicas_ready", {"namespace": "manta", "statefulset": "manta-redis"}, 1.0),
+]
 VARIABLES = {"$__rate_interval": "1m", "$model_name": "tiny"}  # as Grafana puts them in
+
+pytestmark = [needs_kustomize, needs_haproxy]
+
 OPS = {"MatchOp.Equal": "=", "MatchOp.NotEqual": "!=", "MatchOp.Re": "=~", "MatchOp.NotRe": "!~"}
 
 
@@ -92,9 +121,11 @@ def result_labels(node: Any, scrape: Scrape) -> set[str]:
         case promql.Call():
             return result_labels(node.args[-1], scrape)
         case promql.BinaryExpr():
-            return result_labels(node.lhs, scrape)
+            return result_labels(node.rhs if isinstance(node.lhs, promql.NumberLiteral) else node.lhs, scrape)
         case promql.ParenExpr():
             return result_labels(node.expr, scrape)
+        case promql.NumberLiteral():
+            return set()
     raise AssertionError(f"{type(node).__name__} is not known here")
 
 
@@ -110,9 +141,47 @@ def exported_by_ray() -> list[Series]:
     return found
 
 
+def exported_by_serve() -> list[Series]:
+    """What Serve's controller and replicas register, by their source. Histograms have a count."""
+    found = []
+    for file in (Path(serve.__file__).parent / "_private").glob("*.py"):
+        tree = ast.parse(file.read_text())
+        assigned = {ast.unparse(t): n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) for t in n.targets}
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            kind, (first, *_) = ast.unparse(call.func).rpartition(".")[2], (*call.args, None)
+            if kind not in ("Gauge", "Histogram") or not isinstance(first, ast.Constant):
+                continue
+            keys = next((keyword.value for keyword in call.keywords if keyword.arg == "tag_keys"), None)
+            keys = assigned.get(ast.unparse(keys), keys) if keys is not None else ast.Tuple([])
+            labels = {node.value: "any" for node in ast.walk(keys) if isinstance(node, ast.Constant)}
+            suffix = "_count" * (kind == "Histogram")
+            found.append(Series(f"ray_{first.value}{suffix}", {str(label): "any" for label in labels}, 1.0))
+    return found
+
+
+def targets() -> list[Series]:
+    """Return `up` of all that the PodMonitors of an overlay find, with the labels that Prometheus gives it."""
+    manifests = rendered(ROOT / "k8s" / "overlays" / "single-gpu")
+    found = []
+    for monitor in of_kind("PodMonitor", manifests):
+        job = f"{monitor['metadata']['namespace']}/{monitor['metadata']['name']}"
+        for name, group in ray_groups(manifests).items():
+            if not selects(monitor["spec"]["selector"], group["template"]["metadata"]["labels"]):
+                continue
+            ports = {port["name"] for port in group["template"]["spec"]["containers"][0]["ports"]}
+            for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+                if endpoint["port"] in ports:
+                    pod = {"pod": f"manta-x1-{name}-y2", "job": job, "endpoint": endpoint["port"]}
+                    found.append(Series("up", POD | pod, 1.0))
+    return found
+
+
 @pytest.fixture(scope="module")
 def scrape(tmp_path_factory) -> Scrape:
-    """After one good and one bad request, to a model with a prefill engine. With the policy's series."""
+    """After one good and one bad request, to a model with a prefill engine, and one that HAProxy answered itself.
+
+    With the series of the policy, of Serve, and of what else runs in a cluster.
+    """
 
     async def scenario() -> Scrape:
         async with real_api_with_prefill(make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)) as api:
@@ -121,7 +190,12 @@ def scrape(tmp_path_factory) -> Scrape:
             return await api.scrape_when(lambda scrape: scrape.sum("vllm:request_prompt_tokens_count") == 1)
 
     found = asyncio.run(asyncio.wait_for(scenario(), 60))
-    found.series += exported_by_ray()
+    with running({}) as (url, metrics_url, _):
+        assert httpx.post(f"{url}/v1/completions", json={}).status_code == 503
+        found.series += Scrape(httpx.get(metrics_url).text).series
+    found.series += exported_by_ray() + exported_by_serve()
+    found.series = [Series(one.name, POD | one.labels, one.value) for one in found.series]
+    found.series += targets() + ELSEWHERE
     return found
 
 
@@ -146,6 +220,37 @@ def test_query_aggregates_and_joins_by_labels_that_its_series_have(query, scrape
         for side in below:
             assert named <= result_labels(side, scrape), node.prettify()
     assert set(query.labels) <= result_labels(tree, scrape)
+
+
+@pytest.mark.parametrize("query", queries(), ids=lambda query: query.of)
+def test_query_compares_sides_that_have_the_same_labels(query, scrape):
+    """Unless it says by which labels: Prometheus finds no pair otherwise, and no alert ever fires."""
+    for node in walk(parse(query.expr)):
+        if isinstance(node, promql.BinaryExpr) and (node.modifier is None or node.modifier.matching is None):
+            left, right = result_labels(node.lhs, scrape), result_labels(node.rhs, scrape)
+            numbers = [side for side in (node.lhs, node.rhs) if isinstance(side, promql.NumberLiteral)]
+            assert numbers or left == right, node.prettify()
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
+def test_alert_says_how_severe_it_is_and_where_its_runbook_stands(alert):
+    assert alert["labels"]["severity"] in ("critical", "warning")
+    assert alert["annotations"]["summary"]
+    assert alert["annotations"]["runbook_url"] == f"docs/alerts.md#{alert['alert'].lower()}"
+
+
+def test_runbook_has_a_section_for_every_alert_and_no_other():
+    sections = re.findall(r"^### (\w+)$", RUNBOOK.read_text(), re.MULTILINE)
+    assert sections == [alert["alert"] for alert in ALERTS]
+
+
+def test_application_that_failed_to_deploy_has_the_status_that_the_alert_compares_with(scrape):
+    (expr,) = [alert["expr"] for alert in ALERTS if alert["alert"] == "MantaDeployFailed"]
+    assert expr == f"ray_serve_application_status == {ApplicationStatus.DEPLOY_FAILED.to_numeric()}"
+
+
+def test_answers_that_haproxy_gives_itself_count_as_its_errors(scrape):
+    assert scrape.sum("haproxy_frontend_http_responses_total", proxy="http_frontend", code="5xx") == 1
 
 
 def test_quantiles_keep_the_buckets_apart():

@@ -1,0 +1,55 @@
+"""Ray's HAProxy as a process of its own, without Ray."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig
+from ray.serve.config import HTTPOptions, gRPCOptions
+
+from cluster import haproxy
+from tests.serve.serve_run import free_port, wait_until
+
+STARTER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+
+needs_haproxy = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAProxy for Linux only")
+
+
+@contextmanager
+def running(applications: dict[str, BackendConfig]) -> Iterator[tuple[str, str, subprocess.Popen[bytes]]]:
+    """As Ray starts it for applications that have no replica yet, by name. Its address, that of its metrics, and the
+    process that did."""
+    port, metrics_port = free_port(), free_port()
+    with tempfile.TemporaryDirectory(prefix="manta", dir="/tmp") as folder:  # socket paths must be short
+        config = HAProxyConfig(
+            http_options=HTTPOptions(host="127.0.0.1", port=port),
+            grpc_options=gRPCOptions(),
+            is_head=True,
+            metrics_port=metrics_port,
+            stats_port=free_port(),
+            socket_path=f"{folder}/admin.sock",
+            metrics_socket_path=f"{folder}/metrics.sock",
+            server_state_base=folder,
+            server_state_file=f"{folder}/server-state",
+        )
+        api = HAProxyApi(config, applications, f"{folder}/haproxy.cfg")
+        api._generate_config_file_internal()
+        program = haproxy.environment()[haproxy.BINARY_PATH]
+        command = [sys.executable, "-c", STARTER, program, "-db", "-f", api.config_file_path]
+        starter = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            wait_until(lambda: (Path(folder) / "admin.sock").exists())
+            proxies = psutil.Process(starter.pid).children()
+            yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}/metrics", starter
+        finally:
+            starter.kill()
+            starter.wait()
+            gone, alive = psutil.wait_procs(proxies, timeout=20)
+            assert gone and not alive, "HAProxy ends with the process that started it"
