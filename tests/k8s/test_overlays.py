@@ -313,15 +313,17 @@ def test_what_pods_of_an_overlay_mount_is_made_by_it_or_told_in_the_readme(overl
     assert f"`{cluster['authOptions']['secretName']}`" in readme
 
 
+def budgets_of_pools(manifests: list[Manifest]) -> dict[str, Manifest]:
+    budgets = [manifest["spec"] for manifest in of_kind("PodDisruptionBudget", manifests)]
+    labelled = [(budget["selector"]["matchLabels"].get("manta/pool"), budget) for budget in budgets]
+    return {pool: budget for pool, budget in labelled if pool is not None}
+
+
 @needs_kustomize
 @every_overlay
 def test_every_pool_of_an_overlay_has_a_disruption_budget_that_its_pods_can_meet(overlay):
     manifests = rendered(overlay)
-    least = {
-        manifest["spec"]["selector"]["matchLabels"]["manta/pool"]: manifest["spec"]["minAvailable"]
-        for manifest in manifests
-        if manifest["kind"] == "PodDisruptionBudget"
-    }
+    least = {pool: budget["minAvailable"] for pool, budget in budgets_of_pools(manifests).items()}
     groups = ray_service(manifests)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     pods = {group["groupName"]: group["maxReplicas"] * group.get("numOfHosts", 1) for group in groups}
     assert least.keys() == {"head", *pods}
@@ -330,18 +332,14 @@ def test_every_pool_of_an_overlay_has_a_disruption_budget_that_its_pods_can_meet
 
 @needs_kustomize
 @every_overlay
-def test_eviction_never_takes_pods_of_two_replicas_of_an_overlay_that_span_machines(overlay):
-    """The loss of one pod ends all of its replica. A pod that is not Ready may hold working ranks."""
+def test_no_pod_of_an_overlay_is_evicted_whose_replica_spans_machines(overlay):
+    """The loss of one pod ends its replica, and only one pod of a replica is Ready, so no smaller number helps."""
     manifests = rendered(overlay)
     for group in ray_service(manifests)["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
         if (hosts := group.get("numOfHosts", 1)) == 1:
             continue
-        (budget,) = [
-            manifest["spec"]
-            for manifest in of_kind("PodDisruptionBudget", manifests)
-            if manifest["spec"]["selector"]["matchLabels"]["manta/pool"] == group["groupName"]
-        ]
-        assert budget["minAvailable"] == group["maxReplicas"] * hosts - 1
+        budget = budgets_of_pools(manifests)[group["groupName"]]
+        assert budget["minAvailable"] == group["maxReplicas"] * hosts
         assert budget.get("unhealthyPodEvictionPolicy", "IfHealthyBudget") == "IfHealthyBudget"
 
 
