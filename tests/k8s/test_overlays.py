@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 from functools import cache
@@ -363,14 +362,65 @@ def test_pods_with_nothing_but_ingresses_do_not_gather_on_one_machine():
 
 
 @needs_kustomize
-def test_component_for_traces_lets_pods_of_ray_reach_a_collector(tmp_path):
-    k8s = os.path.relpath(ROOT / "k8s", tmp_path)
-    text = {"resources": [f"{k8s}/overlays/cpu-demo"], "components": [f"{k8s}/components/tracing"]}
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(text))
-    manifests = rendered(tmp_path)
-    (policy,) = [m for m in of_kind("NetworkPolicy", manifests) if m["metadata"]["name"] == "manta-traces"]
-    collector = {"namespaceSelector": {"matchLabels": {"manta/tracing": "allowed"}}}
-    assert policy["spec"]["egress"] == [{"to": [collector], "ports": [{"protocol": "TCP", "port": 4318}]}]
-    for group in ray_groups(manifests).values():
-        selected = policy["spec"]["podSelector"]["matchLabels"].items()
-        assert selected <= group["template"]["metadata"]["labels"].items()
+@every_overlay
+def test_pods_that_serve_an_overlay_have_a_priority_that_pushes_nobody_out(overlay):
+    manifests = rendered(overlay)
+    (priority,) = of_kind("PriorityClass", manifests)
+    assert priority["preemptionPolicy"] == "Never"
+    templates = [group["template"] for group in ray_groups(manifests).values()]
+    for template in [*templates, *(m["spec"]["template"] for m in of_kind("StatefulSet", manifests))]:
+        assert template["spec"]["priorityClassName"] == priority["metadata"]["name"]
+
+
+@needs_kustomize
+@every_overlay
+def test_ray_pods_of_an_overlay_ask_for_the_disk_that_they_may_fill(overlay):
+    """A limit of an emptyDir evicts, but no node is chosen by it."""
+    for group in ray_groups(rendered(overlay)).values():
+        pod = group["template"]["spec"]
+        (tmp,) = [volume["emptyDir"]["sizeLimit"] for volume in pod["volumes"] if volume["name"] == "tmp"]
+        asked = pod["containers"][0]["resources"]["requests"]["ephemeral-storage"]
+        assert asked == ("1Gi" if overlay.name == "cpu-demo" else tmp)  # kind has no disk of its own
+
+
+@needs_kustomize
+@every_overlay
+def test_config_maps_that_pods_of_an_overlay_name_outlive_the_next_sync(overlay):
+    """Their names change with what they say, and pods of the old cluster of an upgrade may start once more."""
+    manifests = rendered(overlay)
+    named = {source["configMapRef"]["name"] for c, _ in containers(manifests) for source in c.get("envFrom", [])}
+    for config_map in of_kind("ConfigMap", manifests):
+        if config_map["metadata"]["name"] in named:
+            assert config_map["metadata"]["annotations"]["argocd.argoproj.io/sync-options"] == "Prune=false"
+            assert config_map["metadata"]["annotations"]["kustomize.toolkit.fluxcd.io/prune"] == "disabled"
+
+
+@needs_kustomize
+@every_overlay
+def test_network_between_gpus_of_an_overlay_is_named_in_one_place(overlay):
+    manifests = rendered(overlay)
+    fabric = {
+        name
+        for config_map in of_kind("ConfigMap", manifests)
+        if config_map["metadata"]["name"].startswith("manta-fabric-")
+        for name in config_map["data"]
+    }
+    for group in Service(ray_service(manifests), manifests).groups:
+        assert not [entry for entry in group.main.get("env", []) if entry["name"].startswith(("NCCL_", "UCX_"))]
+        rdma = [name for name in group.main["resources"]["requests"] if name.startswith("rdma/")]
+        assert fabric <= group.env.keys() if rdma else not fabric & group.env.keys()
+
+
+@needs_kustomize
+@every_overlay
+def test_pods_of_an_overlay_whose_replica_spans_machines_come_near_each_other_and_hold_no_ingress(overlay):
+    manifests = rendered(overlay)
+    groups = ray_service(manifests)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    for group in [group for group in groups if group.get("numOfHosts", 1) > 1]:
+        affinity = group["template"]["spec"]["affinity"]["podAffinity"]
+        (preferred,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert preferred["podAffinityTerm"]["matchLabelKeys"] == ["ray.io/worker-group-replica-name"]
+        (app,) = yaml.safe_load((overlay / "serve_config.yaml").read_text())["applications"]
+        (ingress,) = app["deployments"]
+        assert ingress["name"] == "ingress"
+        assert not ingress["ray_actor_options"]["label_selector"].items() <= group["labels"].items()

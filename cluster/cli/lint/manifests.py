@@ -133,12 +133,6 @@ class Group:
         card = {} if kind is None else {f"accelerator_type:{kind}": 1.0}
         return Node({"CPU": quantity(cpus), "GPU": quantity(gpus), **card}, labels)
 
-    def max_pods(self, *, autoscaler: bool) -> int:
-        if self.is_head:
-            return 1
-        replicas = self.spec.get("maxReplicas" if autoscaler else "replicas") or 0
-        return int(replicas) * int(self.spec.get("numOfHosts", 1))
-
 
 class Service:
     """A RayService, with the manifests that are deployed beside it."""
@@ -153,8 +147,6 @@ class Service:
         specs = [("head", self.cluster["headGroupSpec"])]
         specs += [(f"group {spec['groupName']}", spec) for spec in self.cluster.get("workerGroupSpecs") or []]
         self.groups = [Group(f"{self.name}, {name}", spec, maps) for name, spec in specs]
-        # all pods that there may ever be, as Ray sees them
-        self.nodes = [group.node for group in self.groups for _ in range(self.max_pods(group))]
 
     def of_kind(self, kind: str) -> Iterator[Manifest]:
         return (manifest for manifest in self._manifests if manifest["kind"] == kind)
@@ -172,8 +164,16 @@ class Service:
         host, _, port = address.split("://")[-1].partition(":")
         return host, int(port or REDIS_PORT)
 
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """All pods that there may ever be, as Ray sees them."""
+        return [group.node for group in self.groups for _ in range(self.max_pods(group))]
+
     def max_pods(self, group: Group) -> int:
-        return group.max_pods(autoscaler=self.autoscales)
+        if group.is_head:
+            return 1
+        replicas = group.spec.get("maxReplicas" if self.autoscales else "replicas") or 0
+        return int(replicas) * int(group.spec.get("numOfHosts", 1))
 
     @cached_property
     def serve(self) -> Manifest:

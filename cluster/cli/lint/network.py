@@ -21,6 +21,7 @@ DNS_PORTS = (53, 5353)  # the second is OpenShift's
 API_SERVER_PORTS = (443, 6443, 8443)  # a policy cannot name the server, and 8443 is minikube's
 
 Direction = Literal["Ingress", "Egress"]
+VERBS: dict[Direction, str] = {"Ingress": "be reached by", "Egress": "reach"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ def open_ports(service: Service) -> Iterator[Finding]:
 def cut_off(service: Service) -> Iterator[Finding]:
     """Pods that policies keep from what they need wait for ever, or are never told what to do."""
     for group in service.groups:
-        for direction, verb in (("Ingress", "be reached by"), ("Egress", "reach")):
-            rules = _rules(service, group, direction)  # type: ignore[arg-type]  # mypy widens the tuple's literals
+        for direction, verb in VERBS.items():
+            rules = _rules(service, group, direction)
             if rules is not None and not any(rule.reaches_own and rule.opens("TCP", ANY_PORT) for rule in rules):
                 message = f"no NetworkPolicy lets these pods {verb} the other pods of the cluster, on all ports"
                 yield Finding("cut-off", group.where, message)

@@ -1,0 +1,101 @@
+"""Components that no overlay has, and what one of them does in its own container."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.cli.lint.manifests import Manifest
+from cluster.cli.lint.rules import findings
+from cluster.config import AppConfig
+from tests.k8s.overlays import OVERLAYS, ROOT, needs_kustomize, of_kind, ray_groups, ray_service, rendered
+
+pytestmark = needs_kustomize
+
+
+def demo_with(component: str, folder: Path, **more: list[Manifest]) -> list[Manifest]:
+    """The overlay cpu-demo, with a component and what an overlay says beside it."""
+    k8s = os.path.relpath(ROOT / "k8s", folder)
+    text = {"resources": [f"{k8s}/overlays/cpu-demo"], "components": [f"{k8s}/components/{component}"], **more}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(text))
+    return rendered(folder)
+
+
+@pytest.mark.parametrize("component", ["monitoring", "tracing", "gateway", "gcs-redis"])
+def test_lint_finds_nothing_in_the_demo_with_a_component_more(component, tmp_path):
+    assert [str(finding) for finding in findings(demo_with(component, tmp_path))] == []
+
+
+def test_component_for_traces_lets_pods_of_ray_reach_a_collector(tmp_path):
+    manifests = demo_with("tracing", tmp_path)
+    (policy,) = [m for m in of_kind("NetworkPolicy", manifests) if m["metadata"]["name"] == "manta-traces"]
+    collector = {"namespaceSelector": {"matchLabels": {"manta/tracing": "allowed"}}}
+    assert policy["spec"]["egress"] == [{"to": [collector], "ports": [{"protocol": "TCP", "port": 4318}]}]
+    for group in ray_groups(manifests).values():
+        selected = policy["spec"]["podSelector"]["matchLabels"].items()
+        assert selected <= group["template"]["metadata"]["labels"].items()
+
+
+def test_release_of_the_prometheus_operator_is_set_by_the_patch_that_the_component_names(tmp_path):
+    operation = {"op": "replace", "path": "/metadata/labels/release", "value": "mine"}
+    patch = {"target": {"group": "monitoring.coreos.com"}, "patch": yaml.safe_dump([operation])}
+    manifests = demo_with("monitoring", tmp_path, patches=[patch])
+    found = of_kind("PodMonitor", manifests) + of_kind("PrometheusRule", manifests)
+    assert len(found) == 4
+    assert {manifest["metadata"]["labels"]["release"] for manifest in found} == {"mine"}
+    assert "release" not in ray_service(manifests)["metadata"].get("labels", {})
+
+
+def test_route_of_the_gateway_leads_to_the_service_and_waits_longer_than_any_request_may_take(tmp_path):
+    manifests = demo_with("gateway", tmp_path)
+    (route,) = of_kind("HTTPRoute", manifests)
+    (rule,) = route["spec"]["rules"]
+    serve = yaml.safe_load(ray_service(manifests)["spec"]["serveConfigV2"])
+    name = f"{ray_service(manifests)['metadata']['name']}-serve-svc"  # as KubeRay names it
+    assert rule["backendRefs"] == [{"name": name, "port": serve["http_options"]["port"]}]
+    for overlay in OVERLAYS:
+        (app,) = yaml.safe_load((overlay / "serve_config.yaml").read_text())["applications"]
+        request_s = AppConfig.parse(app["args"]).ingress.request_timeout_s
+        assert {float(limit.removesuffix("s")) > request_s for limit in rule["timeouts"].values()} == {True}
+
+
+def redis(folder: Path) -> Manifest:
+    (found,) = of_kind("StatefulSet", demo_with("gcs-redis", folder))
+    (container,) = found["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def test_password_of_redis_is_in_its_configuration_and_not_on_its_command_line(tmp_path):
+    server = tmp_path / "redis-server"
+    server.write_text('#!/bin/sh\necho "$@"\ncat\n')
+    server.chmod(0o755)
+    container = redis(tmp_path)
+    (password,) = [entry["name"] for entry in container["env"]]
+    done = subprocess.run(
+        [*container["command"], *container["args"]],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", password: "secret"},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    command_line, configuration = done.stdout.splitlines()
+    assert command_line.split()[0] == "-"  # read the configuration from standard input
+    assert "secret" not in command_line
+    assert configuration == 'requirepass "secret"'
+
+
+def test_redis_that_hangs_is_started_again_and_one_that_loads_is_not(tmp_path):
+    """Any answer is enough to be alive, but only PONG to be ready."""
+    container = redis(tmp_path)
+    client = tmp_path / "redis-cli"
+    for answer, ready in (("PONG", True), ("LOADING Redis is loading the dataset in memory", False)):
+        client.write_text(f"#!/bin/sh\necho {answer}\n")
+        client.chmod(0o755)
+        for probe, healthy in (("livenessProbe", True), ("readinessProbe", ready)):
+            command = container[probe]["exec"]["command"]
+            done = subprocess.run(command, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=False)
+            assert (done.returncode == 0) == healthy
