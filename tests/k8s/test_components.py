@@ -63,6 +63,19 @@ def test_route_of_the_gateway_leads_to_the_service_and_waits_longer_than_any_req
         assert {float(limit.removesuffix("s")) > request_s for limit in rule["timeouts"].values()} == {True}
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda overlay: overlay.name)
+def test_overlay_can_be_installed_a_second_time_in_another_namespace(overlay, tmp_path):
+    text = {"namespace": "other", "resources": [os.path.relpath(overlay, tmp_path)]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(text))
+    manifests = rendered(tmp_path)
+    assert [str(finding) for finding in findings(manifests)] == []
+    (namespace,) = of_kind("Namespace", manifests)
+    assert namespace["metadata"]["name"] == "other"
+    assert {m["metadata"].get("namespace") for m in manifests if m["kind"] not in ("Namespace", "PriorityClass")} == {
+        "other"
+    }
+
+
 def redis(folder: Path) -> Manifest:
     (found,) = of_kind("StatefulSet", demo_with("gcs-redis", folder))
     (container,) = found["spec"]["template"]["spec"]["containers"]
