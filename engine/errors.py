@@ -3,6 +3,7 @@
 ServingError
 ├── RequestError              400  the request itself is wrong
 │   ├── InvalidParameter      400  one field has a bad value: names field, value and limit
+│   ├── UnsupportedTask       400  the model cannot do what is asked of it, such as generate or embed
 │   ├── PromptTooLong         400  prompt does not fit the model's context (code: context_length_exceeded)
 │   ├── ModelNotFound         404  no model of that name is served
 │   ├── RequestNotFound       404  the request that was asked about is not known, or no longer
@@ -88,17 +89,26 @@ def _head(value: object) -> object:
             return value
 
 
-class PromptTooLong(RequestError):
-    """The prompt and at least one token of the answer exceed the limit."""
+class UnsupportedTask(RequestError):
+    """The model cannot do what is asked of it: an encoder cannot generate, for instance."""
 
-    def __init__(self, tokens: int, limit: int, estimated: bool = False):
-        """estimated: the prompt has `tokens` or more."""
-        Exception.__init__(self, tokens, limit, estimated)
+    def __init__(self, task: str, supported: list[str]):
+        Exception.__init__(self, task, supported)
+        self.message, self.param = f"this model cannot do {task!r}; it can do: {', '.join(supported)}", "task"
+
+
+class PromptTooLong(RequestError):
+    """The prompt, and at least one token of the answer if there is to be one, exceed the limit."""
+
+    def __init__(self, tokens: int, limit: int, estimated: bool = False, answer: bool = True):
+        """estimated: the prompt has `tokens` or more. answer: tokens are to follow it."""
+        Exception.__init__(self, tokens, limit, estimated, answer)
         self.tokens, self.limit, self.param = tokens, limit, "prompt"
         # clients know this error by its code (LangChain), or by "this model's maximum context length is" (litellm)
         self.message = (
-            f"prompt has {'at least ' if estimated else ''}{tokens} tokens, but at most {limit - 1} fit: "
-            f"this model's maximum context length is {limit} tokens, and at least one is needed for the answer"
+            f"prompt has {'at least ' if estimated else ''}{tokens} tokens, but at most {limit - answer} fit: "
+            f"this model's maximum context length is {limit} tokens"
+            + (", and at least one is needed for the answer" if answer else "; truncate_prompt_tokens can cut it")
         )
 
     @property

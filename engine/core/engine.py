@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -22,7 +22,14 @@ from engine.core.request import Request, State
 from engine.core.scheduler import Event, Scheduler
 from engine.core.step_cost import StepTimes, StepWork
 from engine.distributed.tp_group import TPGroup
-from engine.errors import ConfigError, EngineUnavailable, RequestTimeout, ServingError
+from engine.errors import (
+    ConfigError,
+    EngineUnavailable,
+    InvalidParameter,
+    RequestTimeout,
+    ServingError,
+    UnsupportedTask,
+)
 from engine.kv_transfer.fingerprint import fingerprint
 from engine.kv_transfer.protocol.actions import AcceptPrefill, RefusePrefill
 from engine.model.config import ModelConfig
@@ -82,6 +89,8 @@ class EngineCore:
         with group.starting():
             folder = resolve(config.model, weights=config.load_format == "auto")
             model_config = ModelConfig.from_folder(folder, config.quantization)
+            if model_config.bidirectional:
+                config = whole_prompts(config, model_config)
             runner = ModelRunner(config, model_config, folder, group)
             if config.handoff is not None:
                 from engine.kv_transfer.transport.ranks import start_kv_worker
@@ -111,11 +120,15 @@ class EngineCore:
             handoffs = HandoffManager(policy, channel.peer, own)
         scheduler = Scheduler(
             config,
-            BlockPool(runner.num_blocks, runner.block_size, config.enable_prefix_caching),
+            BlockPool(
+                runner.num_blocks, runner.block_size, config.enable_prefix_caching and not model_config.bidirectional
+            ),
             max_model_len=runner.max_model_len,
             vocab_size=model_config.vocab_size,
             eos_token_ids=frozenset(model_config.eos_token_ids),
             handoffs=handoffs,
+            chunked_prefill=not model_config.bidirectional,
+            pools_all_tokens=model_config.pooling.type != "last",
         )
         grammars = GrammarCompiler(folder, model_config.vocab_size, scheduler.eos_token_ids)
         return cls(
@@ -159,6 +172,7 @@ class EngineCore:
 
     def add(self, message: GenerateRequest) -> None:
         """Take a request, or raise a ServingError."""
+        self._check_task(message)
         now = time.monotonic()
         self._admit(self.scheduler.add(message, now), now)
 
@@ -181,11 +195,28 @@ class EngineCore:
 
     def check(self, message: GenerateRequest) -> None:
         """Raise RequestError if `add` would refuse this request whatever the load, or end it for its grammar."""
+        self._check_task(message)
         self.scheduler.check_request(message)
         if message.params.structured_outputs is not None:
             compilation = self._grammars.start(message.params.structured_outputs, [], time.monotonic())
             wait([compilation.compiled], COMPILE_TIMEOUT_S)
             self._grammars.finish(compilation)
+
+    def _check_task(self, message: GenerateRequest) -> None:
+        """Raise RequestError unless the model can do what is asked of it."""
+        pooling, supported = message.pooling, self.model_config.supported_tasks
+        task = "generate" if pooling is None else pooling.task
+        if task not in supported:
+            raise UnsupportedTask(task, list(supported))
+        if pooling is None:
+            return
+        size, vocab_size = self.model_config.embedding_size, self.model_config.vocab_size
+        if pooling.dimensions is not None and pooling.dimensions > size:
+            raise InvalidParameter("dimensions", pooling.dimensions, f"at most {size}, the size of this embedding")
+        if task == "score" and self.model_config.head == "lm":
+            ids = pooling.score_token_ids
+            if not ids or not all(0 <= token < vocab_size for token in ids):
+                raise InvalidParameter("score_token_ids", ids, f"two token ids below {vocab_size}")
 
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> Event | None:
         """End a request, if it is live; with `stop` its text has reached a stop string."""
@@ -388,3 +419,13 @@ class EngineCore:
         if self._broadcaster:
             self._broadcaster.close()
         self._group.close()
+
+
+def whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Return the options of an engine whose model needs a whole prompt in one step. Raises ConfigError."""
+    if config.handoff is not None:
+        raise ConfigError("handoff", config.handoff.role, "left out: this model keeps no KV that could be handed over")
+    if config.torch_compile:
+        raise ConfigError("torch_compile", True, "left out: it compiles models that generate")
+    longest = model.longest_sequence(config.max_model_len)
+    return replace(config, max_num_batched_tokens=max(config.max_num_batched_tokens, longest))

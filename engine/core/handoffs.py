@@ -72,6 +72,8 @@ class HandoffManager:
             return RESUMED
         if request.prompt_logprobs is not None:
             return "prompt_logprobs"
+        if request.pooling is not None:
+            return "pooling"
         if request.prefill == "local":
             return ASKED
         if request.num_remote_attempts >= self._policy.config.max_attempts:

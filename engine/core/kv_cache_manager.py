@@ -19,7 +19,7 @@ class KVCacheManager:
 
     def match(self, request: Request) -> list[int]:
         """Return cached blocks that hold a prefix of the request; its last token is always computed, for its logits."""
-        if not self._pool.enable_prefix_caching or request.prompt_logprobs is not None:
+        if not self._pool.enable_prefix_caching or request.skip_reading_prefix_cache:
             return []
         full = (len(request.tokens) - 1) // self._pool.block_size
         return self._pool.match(request.hashes(full, self._pool.block_size))

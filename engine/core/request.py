@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from engine.wire.block_hash import block_hash, root_hash
 from engine.wire.messages import GenerateRequest, RequestTimes, TokenLogprob
+from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_prefill import RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
@@ -40,6 +41,7 @@ class Request:
     order: tuple[int, int]
     """(priority, number of arrival); the smallest is served first."""
     arrived_at: float
+    pooling: PoolingParams | None = None
     cache_salt: str = ""
     reply_to: str = ""
     state: State = State.WAITING
@@ -57,6 +59,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached: int = 0
     """Prompt tokens that came from the prefix cache."""
+    skip_reading_prefix_cache: bool = False
+    """All tokens are computed, since something is wanted of each."""
     num_preemptions: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
     grammar: Grammar | None = None
@@ -83,7 +87,7 @@ class Request:
     def create(cls, message: GenerateRequest, order: tuple[int, int], max_model_len: int, now: float) -> Request:
         params = message.params
         num_prompt = len(message.prompt) if message.num_prompt is None else message.num_prompt
-        limit = max_model_len - num_prompt
+        limit = max_model_len - num_prompt if message.pooling is None else 1  # pooling counts as one token in flight
         return cls(
             request_id=message.request_id,
             tokens=list(message.prompt),
@@ -93,8 +97,10 @@ class Request:
             seed=seed_of(message.request_id) if params.seed is None else params.seed % 2**64,
             order=order,
             arrived_at=now,
+            pooling=message.pooling,
             cache_salt=message.cache_salt,
             reply_to=message.reply_to,
+            skip_reading_prefix_cache=params.prompt_logprobs is not None,
             prefill=message.prefill,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             deadline_at=None if message.timeout_s is None else now + message.timeout_s,

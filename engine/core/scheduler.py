@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_TOKEN = "no token can be sampled: all are banned, or the model's logits are not finite"
+NOT_FINITE = "the model's hidden states are not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,10 @@ class Scheduler:
         vocab_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
         handoffs: HandoffManager | None = None,
+        chunked_prefill: bool = True,
+        pools_all_tokens: bool = False,
     ):
+        """chunked_prefill: a prompt may take several steps. pools_all_tokens: pooling needs every token of a prompt."""
         assert max_model_len <= pool.num_blocks * pool.block_size, "one request alone must fit the pool"
         self.config, self.pool = config, pool
         self.max_model_len = max_model_len
@@ -80,6 +84,7 @@ class Scheduler:
         self.queue = RequestQueue(config.max_num_seqs)
         self.kv_cache = KVCacheManager(pool)
         self.handoffs = handoffs or HandoffManager()
+        self._chunked_prefill, self._pools_all_tokens = chunked_prefill, pools_all_tokens
         self.totals = SchedulerStats()
         self.metrics = RequestMetrics()
         #: Steps that were planned and not committed, oldest first, and the requests of their entries.
@@ -98,7 +103,9 @@ class Scheduler:
         self.check_request(message)
         self._check_capacity()
         priority = message.priority if self.config.scheduling_policy == "priority" else 0
-        return self._enqueue(Request.create(message, (priority, self._num_arrived), self.max_model_len, now))
+        request = Request.create(message, (priority, self._num_arrived), self.max_model_len, now)
+        request.skip_reading_prefix_cache |= request.pooling is not None and self._pools_all_tokens
+        return self._enqueue(request)
 
     def add_remote_prefill(self, prefill_request: RemotePrefillRequest, now: float) -> Request:
         """Queue a prompt to be computed for another engine, or raise a ServingError and change nothing."""
@@ -129,20 +136,21 @@ class Scheduler:
         """Raise RequestError if this request could never be served."""
         if message.request_id in self.queue.live:
             raise InvalidParameter("request_id", message.request_id, "unique among live requests")
-        self._check_tokens(message.prompt, message.num_prompt)
+        self._check_tokens(message.prompt, message.num_prompt, answer=message.pooling is None)
         message.params.check_vocabulary(self.vocab_size)
         given = 0 if message.num_prompt is None else len(message.prompt) - message.num_prompt
         if message.params.max_tokens is not None and given >= message.params.max_tokens:
             raise InvalidParameter("max_tokens", message.params.max_tokens, f"above the {given} that are given already")
-        local_only = message.params.prompt_logprobs is not None or not self.handoffs.decides
+        whole = message.params.prompt_logprobs is not None or message.pooling is not None
+        local_only = whole or not self.handoffs.decides
         if message.prefill == "remote" and local_only:
             raise InvalidParameter("prefill", message.prefill, "auto or local where no other engine computes prompts")
 
-    def _check_tokens(self, tokens: list[int], num_prompt: int | None) -> None:
+    def _check_tokens(self, tokens: list[int], num_prompt: int | None, answer: bool = True) -> None:
         if not tokens:
             raise InvalidParameter("prompt", tokens, "at least one token")
-        if len(tokens) >= self.max_model_len:
-            raise PromptTooLong(len(tokens), self.max_model_len)
+        if len(tokens) + answer > self.max_model_len:
+            raise PromptTooLong(len(tokens), self.max_model_len, answer=answer)
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < self.vocab_size:
                 raise InvalidParameter("prompt", token, f"token ids from 0 to {self.vocab_size - 1}")
@@ -202,7 +210,8 @@ class Scheduler:
                 return  # it was preempted, and its last token has not arrived yet
             if request.waiting_for_grammar:
                 continue  # its next mask is still being computed, which may take long
-            startable = budget > 0 and self.queue.has_free_slot
+            needed = 1 if self._chunked_prefill else len(request.tokens)
+            startable = budget >= needed and self.queue.has_free_slot
             if not request.blocks and not self._reserve(request, startable, now):
                 return
             if startable and request.state is State.WAITING:
@@ -322,6 +331,8 @@ class Scheduler:
                 self._report(request, computed, token, result.logprobs[i])
             elif token is not None:
                 events.append(self.append_token(request, token, result.logprobs[i], now))
+            elif i in result.pooled:
+                events.append(self._finish_pooling(request, result.pooled[i], now))
         return events
 
     def append_token(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> Event:
@@ -362,6 +373,12 @@ class Scheduler:
         if request.num_output >= request.max_tokens:
             return self._finish(request, "length", now, delta)
         return Event(request, delta)
+
+    def _finish_pooling(self, request: Request, pooled: bytes, now: float) -> Event:
+        if not pooled:
+            return self._finish(request, "error", now, error=EngineError(request.request_id, NOT_FINITE))
+        delta = TokenDelta(request_id=request.request_id, pooled=pooled, num_cached_tokens=request.num_cached)
+        return self._finish(request, "stop", now, delta)
 
     def _collect_prompt_logprobs(self, request: Request, start: int, rows: list[TokenLogprob] | None) -> None:
         known = request.prompt_logprobs

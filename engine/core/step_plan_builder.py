@@ -20,7 +20,8 @@ class StepPlanBuilder:
 
     def add_sequence(self, request: Request) -> None:
         """Send a request that was given a slot to the runner."""
-        added = NewSequence(request.slot, list(request.tokens), request.num_prompt, request.params, request.seed)
+        tokens, params = list(request.tokens), request.params
+        added = NewSequence(request.slot, tokens, request.num_prompt, params, request.seed, request.pooling)
         self._added.append(added)
 
     def compute(self, request: Request, count: int) -> None:

@@ -49,6 +49,8 @@ class Batch:
     kv_scales: Tensor | None = None
     """[layers, 2 (K, V)] float32 for a cache in float8_e4m3fn: a value is what is stored times its scale. The tensor
     stays at its address for as long as the cache does."""
+    token_types: Tensor | None = None
+    """[tokens] int64, 1 for tokens of the second text of a pair; None if there are no pairs."""
 
 
 def split(counts: list[int], kv_lens: list[int]) -> tuple[Tensor, list[Chunk]]:

@@ -7,14 +7,16 @@ Imports torch for quantized models only, so that reading a configuration stays f
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from engine.errors import ConfigError, ModelFolderError
-from engine.model.families import find_family
+from engine.model.families import Family, Head, find_family, head_of
 from engine.model.folder import eos_token_ids, read_json, stored_dtype
+from engine.model.pooling_config import PoolingConfig, PoolingType
 from engine.model.quantization.unsupported import UnsupportedScheme
+from engine.wire.pooling_params import Task
 
 if TYPE_CHECKING:
     from engine.model.quantization.format import WeightFormat
@@ -25,8 +27,9 @@ RopeType = Literal["default", "linear", "llama3", "yarn"]
 ROPE_TYPES = get_args(RopeType)
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+ENCODER_ACTIVATIONS = ("gelu",)
 # Fields of config.json that change the output when they are set.
-UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +62,21 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """What only BERT and its successors have."""
+
+    layer_norm_eps: float
+    norm_bias: bool
+    type_vocab_size: int
+    """Kinds of tokens, each with an embedding: the first and the second text of a pair; 0 for none."""
+    first_position: int
+    """Row of the position embeddings that belongs to the first token; RoBERTa keeps those before for padding."""
+    classifier_bias: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder-only transformer. Sizes are those of the whole model, not of one rank."""
+    """Shape of a transformer, decoder or encoder. Sizes are those of the whole model, not of one rank."""
 
     architecture: str
     dtype: str
@@ -81,7 +97,8 @@ class ModelConfig:
     rope: tuple[RopeConfig, ...]
     """One per layer."""
     window: tuple[int | None, ...]
-    """One per layer: with a window w, a token sees itself and the w - 1 tokens before it; None shows it all."""
+    """One per layer: with a window w, a token sees itself and the w - 1 tokens before it, and if `bidirectional` also
+    the w - 1 after it; None shows it all."""
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -91,6 +108,11 @@ class ModelConfig:
     moe: MoEConfig | None
     quantization: Scheme | None = None
     """The formats of the checkpoint's linear layers, if any are quantized."""
+    bidirectional: bool = False
+    """Tokens also see those after them: a prompt is computed in one step, and no KV is kept."""
+    encoder: EncoderConfig | None = None
+    head: Head = "lm"
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
 
     @classmethod
     def from_folder(cls, folder: Path, quantization: str | None = None) -> ModelConfig:
@@ -102,7 +124,8 @@ class ModelConfig:
         architecture = (raw.get("architectures") or ["none"])[0]
         family = find_family(architecture)
         try:
-            cfg = _parse(architecture, family.fields(raw), _dtype(raw, folder), eos_token_ids(folder))
+            cfg = _parse(architecture, family, family.fields(raw), _dtype(raw, folder), eos_token_ids(folder))
+            cfg = replace(cfg, pooling=PoolingConfig.from_folder(folder, _default_pooling(cfg, raw)))
         except KeyError as e:
             raise ModelFolderError(str(folder), f"config.json has no {e.args[0]!r}") from e
         except _Unsupported as e:
@@ -112,6 +135,21 @@ class ModelConfig:
             raise ModelFolderError(str(folder), problem) from e
 
         return cfg.rounded() if quantization == "fp8" else cfg
+
+    @property
+    def supported_tasks(self) -> tuple[Task, ...]:
+        """What requests may ask for. A generative model makes embeddings as well, and if its files name no modules for
+        them, scores by its words for yes and no."""
+        if self.head == "score":
+            return ("score",)
+        if self.head == "none":
+            return ("embed",)
+        is_reranker = self.pooling.score_token_ids is not None or not self.pooling.is_embedding
+        return ("generate", "embed", "score") if is_reranker else ("generate", "embed")
+
+    @property
+    def embedding_size(self) -> int:
+        return self.pooling.dense[-1].outputs if self.pooling.dense else self.hidden_size
 
     def rounded(self) -> ModelConfig:
         """Return the same model with weights in FP8. Raises ConfigError if it is quantized in another way."""
@@ -149,7 +187,8 @@ class ModelConfig:
 
     def longest_sequence(self, max_model_len: int | None) -> int:
         """Tokens of the longest sequence; None stands for the model's own context, more raises ConfigError."""
-        longest = self.max_position_embeddings if max_model_len is None else max_model_len
+        own = min(self.max_position_embeddings, self.pooling.max_seq_length or self.max_position_embeddings)
+        longest = own if max_model_len is None else max_model_len
         if longest > self.max_position_embeddings:
             limit = f"at most the model's own context ({self.max_position_embeddings})"
             raise ConfigError("max_model_len", longest, limit)
@@ -157,7 +196,12 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, itemsize: int, tp_size: int = 1) -> int:
         """Bytes of one token's K and V in all layers, on one rank; `itemsize` bytes per number."""
-        return 2 * self.num_layers * self.kv_heads_per_rank(tp_size) * self.head_dim * itemsize
+        return 2 * self.num_kv_layers * self.kv_heads_per_rank(tp_size) * self.head_dim * itemsize
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers whose K and V are kept: all or none."""
+        return 0 if self.bidirectional else self.num_layers
 
 
 class _Unsupported(Exception):
@@ -174,10 +218,22 @@ def _dtype(raw: Fields, folder: Path) -> str:
     return _one_of("dtype", (stored_dtype(folder) or "float32") if named == "auto" else named, tuple(DTYPES))
 
 
-def _parse(architecture: str, raw: Fields, dtype: str, eos: frozenset[int]) -> ModelConfig:
-    for field in UNSUPPORTED:
-        if raw.get(field):
-            raise _Unsupported(field, raw[field])
+def _parse(architecture: str, family: Family, raw: Fields, dtype: str, eos: frozenset[int]) -> ModelConfig:
+    for key in UNSUPPORTED:
+        if raw.get(key):
+            raise _Unsupported(key, raw[key])
+    if raw.get("use_bidirectional_attention") not in (None, False, True):
+        raise _Unsupported("use_bidirectional_attention", raw["use_bidirectional_attention"])
+    encoder = None
+    if family.encoder:
+        raw = _common_names(raw)
+        encoder = _encoder(raw)
+    bidirectional = family.encoder or bool(raw.get("use_bidirectional_attention"))
+    if bidirectional and raw.get("sliding_window"):
+        raw = {**raw, "sliding_window": raw["sliding_window"] // 2 + 1}  # stated for both sides together
+    head = head_of(architecture)
+    if head == "score" and (labels := len(raw.get("id2label") or ()) or raw.get("num_labels", 2)) != 1:
+        raise _Unsupported("num_labels", labels)
     num_layers, num_heads = raw["num_hidden_layers"], raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
     windows = _windows(raw, num_layers)
@@ -194,9 +250,14 @@ def _parse(architecture: str, raw: Fields, dtype: str, eos: frozenset[int]) -> M
         num_kv_heads=raw.get("num_key_value_heads") or num_heads,
         head_dim=head_dim,
         attention_scale=float(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5,
-        activation=_one_of("hidden_act", raw.get("hidden_activation") or raw["hidden_act"], ACTIVATIONS),
+        activation=_one_of(
+            "hidden_act",
+            raw.get("hidden_activation") or raw["hidden_act"],
+            ENCODER_ACTIVATIONS if encoder else ACTIVATIONS,
+        ),
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        max_position_embeddings=_max_positions(raw["max_position_embeddings"], ropes),
+        max_position_embeddings=_max_positions(raw["max_position_embeddings"], ropes)
+        - (encoder.first_position if encoder else 0),
         rope=ropes,
         window=windows,
         qkv_bias=raw.get("qkv_bias", attention_bias),
@@ -206,7 +267,52 @@ def _parse(architecture: str, raw: Fields, dtype: str, eos: frozenset[int]) -> M
         eos_token_ids=eos,
         moe=_moe(raw, num_layers),
         quantization=_quantization(raw),
+        bidirectional=bidirectional,
+        encoder=encoder,
+        head="none" if bidirectional and head == "lm" else head,
     )
+
+
+def _common_names(raw: Fields) -> Fields:
+    """ModernBERT's fields under the names that other families have for them. Its layers alternate: one sees all, and
+    those up to the next have a window."""
+    if "local_attention" not in raw:
+        return raw
+    full = range(0, raw["num_hidden_layers"], raw["global_attn_every_n_layers"])
+    types = ["full_attention" if i in full else "sliding_attention" for i in range(raw["num_hidden_layers"])]
+    return {
+        "layer_types": types,
+        **raw,
+        "sliding_window": raw["local_attention"],
+        "rope_theta": raw["global_rope_theta"],
+        "rope_local_base_freq": raw["local_rope_theta"],
+        "layer_norm_eps": raw["norm_eps"],
+        "norm_bias": raw.get("norm_bias", False),
+        "type_vocab_size": 0,
+        "first_position": 0,
+    }
+
+
+def _encoder(raw: Fields) -> EncoderConfig:
+    only = {"position_embedding_type": "absolute", "is_decoder": False, "classifier_activation": "gelu"}
+    for key, value in only.items():
+        if raw.get(key, value) != value:
+            raise _Unsupported(key, raw[key])
+    return EncoderConfig(
+        layer_norm_eps=raw["layer_norm_eps"],
+        norm_bias=raw.get("norm_bias", True),
+        type_vocab_size=raw["type_vocab_size"],
+        first_position=raw["first_position"] if "first_position" in raw else raw["pad_token_id"] + 1,
+        classifier_bias=raw.get("classifier_bias", False),
+    )
+
+
+def _default_pooling(cfg: ModelConfig, raw: Fields) -> PoolingType:
+    """The pooling of a model that names no modules: sentence-transformers' default for an encoder, vLLM's for a
+    decoder, and for a score what its head was trained on."""
+    if cfg.encoder and cfg.head == "score":
+        return "mean" if raw.get("classifier_pooling") == "mean" else "cls"
+    return "mean" if cfg.bidirectional else "last"
 
 
 def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> str:

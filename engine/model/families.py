@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from engine.errors import UnsupportedArchitecture
 
@@ -12,7 +12,7 @@ OPTIONAL = frozenset({
     "attention_bias", "mlp_bias", "qkv_bias", "hidden_activation", "query_pre_attn_scalar",
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern",
     "rope_local_base_freq",
-    "num_experts", "num_local_experts",
+    "num_experts", "num_local_experts", "use_bidirectional_attention",
 })  # fmt: skip
 
 
@@ -26,6 +26,8 @@ class Family:
     """Those of OPTIONAL that transformers' code of this family reads."""
     defaults: dict[str, Any] = field(default_factory=dict)
     """Fields that its config.json may leave out: transformers' defaults, or part of the family's code."""
+    encoder: bool = False
+    """Its tokens see each other in both directions, and it has no head that generates."""
 
     def fields(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of config.json that this family reads. Raises KeyError if an MoE has no `num_experts`."""
@@ -62,7 +64,7 @@ FAMILIES: dict[str, Family] = {
         "gemma3.Gemma3ForCausalLM",
         (
             "attention_bias", "hidden_activation", "query_pre_attn_scalar", "sliding_window", "layer_types",
-            "sliding_window_pattern", "rope_local_base_freq",
+            "sliding_window_pattern", "rope_local_base_freq", "use_bidirectional_attention",
         ),
         {
             "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
@@ -73,8 +75,45 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
+# The base models of encoders; each also comes with a head for pretraining, and with one that scores.
+BERT_FIELDS = {"hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
+BERT = Family("bert.BertModel", (), {**BERT_FIELDS, "first_position": 0}, encoder=True)
+ROBERTA = Family("bert.RobertaModel", (), {**BERT_FIELDS, "pad_token_id": 1}, encoder=True)
+ENCODERS: dict[str, Family] = {
+    "BertModel": BERT,
+    "RobertaModel": ROBERTA,
+    "XLMRobertaModel": ROBERTA,
+    "ModernBertModel": Family(
+        "modernbert.ModernBertModel",
+        ("attention_bias", "mlp_bias", "hidden_activation", "layer_types"),
+        {
+            "hidden_activation": "gelu", "max_position_embeddings": 8192, "local_attention": 128, "norm_eps": 1e-5,
+            "global_attn_every_n_layers": 3, "global_rope_theta": 160_000.0, "local_rope_theta": 10_000.0,
+        },
+        encoder=True,
+    ),
+}  # fmt: skip
+# What comes behind the hidden states: next tokens, a score, or nothing.
+Head = Literal["lm", "score", "none"]
+HEADS: dict[str, Head] = {
+    "ForSequenceClassification": "score",
+    "ForMaskedLM": "none",
+    "TextModel": "none",
+    "Model": "none",
+}
+
+
 def find_family(architecture: str) -> Family:
-    """Look up an architecture. Raises UnsupportedArchitecture."""
-    if architecture not in FAMILIES:
-        raise UnsupportedArchitecture(architecture, sorted(FAMILIES))
-    return FAMILIES[architecture]
+    """Look up an architecture, which may be a family's base model, or that with a score head. Raises
+    UnsupportedArchitecture."""
+    base = architecture.removesuffix(next(filter(architecture.endswith, HEADS), ""))
+    for family in (FAMILIES.get(architecture), ENCODERS.get(f"{base}Model")):
+        if family is not None:
+            return family
+    if head_of(architecture) == "lm" or architecture.endswith("ForMaskedLM") or f"{base}ForCausalLM" not in FAMILIES:
+        raise UnsupportedArchitecture(architecture, sorted([*FAMILIES, *ENCODERS]))
+    return FAMILIES[f"{base}ForCausalLM"]
+
+
+def head_of(architecture: str) -> Head:
+    return next((head for suffix, head in HEADS.items() if architecture.endswith(suffix)), "lm")

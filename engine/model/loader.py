@@ -30,6 +30,7 @@ from engine.model.tensor_names import canonical_name
 logger = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEADS = ("lm_head.", "score.", "classifier.", "head.")  # beside the base model in a checkpoint
 COMPARED_ROWS = 4096
 # Tensors that a checkpoint may hold but that nobody needs: rotary frequencies, a copy of a tied head, shapes and
 # trivial column orders of quantized weights, and fixed scales of activations: here inputs are scaled as they
@@ -54,7 +55,7 @@ def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
         )  # fmt: skip
         model.lm_head.untie()
     shards = checkpoint_shards(model)
-    unused = zero_biases(files, set(shards))
+    unused = zero_biases(files, set(shards)) | unused_heads(files, model, set(shards))
     check_names(folder, set(shards), [name for names in files.values() for name in names if name not in unused])
     quiet = tp.rank > 0 or not sys.stderr.isatty()
     with Progress(console=Console(stderr=True), disable=quiet) as progress:
@@ -116,7 +117,7 @@ def checkpoint_name(name: str, packed: dict[str, tuple[str, str]]) -> str:
     """`layers.0.self_attn.qkv_proj.q.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
     for original, (layer, own) in packed.items():
         name = name.replace(f".{layer}.{own}.", f".{original}.")
-    return name if name.startswith("lm_head.") else f"model.{name}"
+    return name if name.startswith(HEADS) else f"model.{name}"
 
 
 def has_own_head(files: dict[Path, list[str]], folder: Path) -> bool:
@@ -142,6 +143,12 @@ def zero_biases(files: dict[Path, list[str]], wanted: set[str]) -> set[str]:
             with safe_open(file, framework="pt") as tensors:
                 found |= {name for name in biases if not tensors.get_tensor(name).any()}
     return found
+
+
+def unused_heads(files: dict[Path, list[str]], model: Model, wanted: set[str]) -> set[str]:
+    """Tensors of heads that the checkpoint has and the model does without, such as the one of its pretraining."""
+    names = {name: canonical_name(name) for names in files.values() for name in names}
+    return {name for name, own in names.items() if own.startswith(model.unused) and own not in wanted}
 
 
 def check_names(folder: Path, wanted: set[str], found: list[str]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-# The language model of a multimodal one, as transformers 5 and transformers 4 saved it.
-WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.")
-BARE = ("layers.", "embed_tokens.", "norm.")
+# The language model of a multimodal one, as transformers 5 and transformers 4 saved it; an encoder with a head.
+WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "bert.", "roberta.")
+BARE = ("layers.", "embed_tokens.", "norm.", "embeddings.", "encoder.", "pooler.", "final_norm.")
 
 
 def canonical_name(name: str) -> str:

@@ -11,20 +11,31 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine.config import GPU_DEFAULTS, EngineConfig
 from engine.core.engine import EngineCore
-from engine.core.scheduler import Event
+from engine.core.scheduler import NOT_FINITE, Event
 from engine.device import is_gpu
 from engine.distributed.tp_group import TPGroup
-from engine.errors import RequestError
+from engine.errors import EngineError, RequestError
+from engine.model.config import ModelConfig
 from engine.model.folder import resolve
-from engine.offline.outputs import CompletionOutput, RequestOutput
+from engine.offline.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from engine.offline.pooling import PoolingPrompt, PoolingPrompts
 from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import EngineStats, GenerateRequest
+from engine.wire.messages import EngineStats, GenerateRequest, TokenDelta
+from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 
 Prompt = str | list[int]
@@ -56,7 +67,9 @@ class LLM:
         if is_gpu(options.get("device", "auto")):
             options = GPU_DEFAULTS | options
         self.config = EngineConfig(**options)
-        self.tokenizer = Tokenizer.from_folder(resolve(self.config.model))
+        folder = resolve(self.config.model, weights=self.config.load_format == "auto")
+        self._model_config = ModelConfig.from_folder(folder)
+        self.tokenizer = Tokenizer.from_folder(folder, decodes="generate" in self._model_config.supported_tasks)
         self._ranks: RankProcesses | None = None
         self._core = self._start()
         self._numbers = itertools.count()
@@ -131,6 +144,55 @@ class LLM:
         prompts = [self.tokenizer.apply_chat_template(list(c), **template_arguments) for c in conversations]
         return self.generate(prompts, sampling_params or SamplingParams(max_tokens=None), progress=progress)
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, *, progress: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        """Make an embedding of each prompt (text, or token ids); results in the order of the prompts.
+
+        Raises RequestError, before anything is computed, if any prompt could not be served as it is, and EngineError
+        if an embedding is not finite.
+        """
+        jobs = self._pooling_prompts().embed(_as_list(prompts), pooling_params or PoolingParams())
+        return [
+            EmbeddingRequestOutput(
+                delta.request_id, job.token_ids, EmbeddingOutput(_numbers(delta).tolist()), delta.num_cached_tokens
+            )
+            for job, delta in zip(jobs, self._pool(jobs, progress), strict=True)
+        ]
+
+    def score(
+        self,
+        query: str,
+        documents: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        instruction: str | None = None,
+        progress: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """Tell how well each document fits the query; results in the order of the documents.
+
+        A reranker reads both together. With an embedding model the score is the cosine of the two embeddings.
+        instruction: what a generative reranker is to look for, in place of its default. Errors: see `embed`.
+        """
+        documents = [documents] if isinstance(documents, str) else list(documents)
+        params, prompts = pooling_params or PoolingParams(), self._pooling_prompts()
+        if "score" in self._model_config.supported_tasks:
+            jobs = prompts.score(query, documents, params, instruction)
+            deltas = self._pool(jobs, progress)
+            scores = [_numbers(delta).item() for delta in deltas]
+        else:
+            if instruction is not None:
+                raise RequestError("instruction must be left out: this model takes none", "instruction")
+            jobs = prompts.embed([query, *documents], msgspec.structs.replace(params, use_activation=True))
+            _, *deltas = both = self._pool(jobs, progress)
+            first, *others = map(_numbers, both)
+            scores = [float(first @ other) for other in others]
+            jobs = [PoolingPrompt(jobs[0].token_ids + job.token_ids, job.params) for job in jobs[1:]]
+        return [
+            ScoringRequestOutput(delta.request_id, job.token_ids, ScoringOutput(score), delta.num_cached_tokens)
+            for job, delta, score in zip(jobs, deltas, scores, strict=True)
+        ]
+
     def request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
         """A request that has not been computed yet; `run` fills it in.
 
@@ -178,6 +240,41 @@ class LLM:
             finally:
                 for request_id in live:  # the caller gave up, or a step failed: leave nothing behind
                     self._core.abort(request_id)
+
+    def _pooling_prompts(self) -> PoolingPrompts:
+        return PoolingPrompts(self.tokenizer, self._model_config, self.max_model_len)
+
+    def _pool(self, jobs: list[PoolingPrompt], progress: bool) -> list[TokenDelta]:
+        """Compute the jobs; results in their order. Raises RequestError or EngineError; nothing is left behind then."""
+        requests = [
+            GenerateRequest(
+                request_id=f"{self.config.seed}-{next(self._numbers)}", prompt=job.token_ids, pooling=job.params
+            )
+            for job in jobs
+        ]
+        for request in requests:
+            self._core.check(request)
+        ended: dict[str, TokenDelta] = {}
+        live: set[str] = set()
+        # an encoder computes neighbours of one length together
+        queue = iter(sorted(requests, key=lambda request: len(request.prompt), reverse=True))
+        with _progress(progress) as bar:
+            task = bar.add_task("pooling", total=len(requests), speed="")
+            try:
+                while len(ended) < len(requests):
+                    for request in itertools.islice(queue, 2 * self.config.max_num_seqs - len(live)):
+                        self._core.add(request)
+                        live.add(request.request_id)
+                    for event in self._core.step():
+                        if event.delta.error is not None:
+                            raise EngineError(event.delta.request_id, NOT_FINITE)  # the only one
+                        ended[event.delta.request_id] = event.delta
+                        live.discard(event.delta.request_id)
+                        bar.advance(task)
+            finally:
+                for request_id in live:  # the caller gave up, or a step failed: leave nothing behind
+                    self._core.abort(request_id)
+        return [ended[request.request_id] for request in requests]
 
     def _params_for(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
@@ -255,6 +352,10 @@ def _close(core: EngineCore, ranks: RankProcesses | None) -> None:
     core.close()
     if ranks:
         ranks.close()
+
+
+def _numbers(delta: TokenDelta) -> np.ndarray:
+    return np.frombuffer(delta.pooled, dtype="<f4")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

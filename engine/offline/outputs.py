@@ -41,3 +41,41 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return all(output.finish_reason for output in self.outputs)
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The embedding of one prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """The score of one document."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """One prompt and its embedding."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int = 0  #: prompt tokens that came from the prefix cache
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """One query with one document, and how well they fit."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: ScoringOutput
+    num_cached_tokens: int = 0  #: prompt tokens that came from the prefix cache

@@ -14,8 +14,10 @@ from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.runner.cuda_graphs import pad_to_capture_size
 from engine.runner.logits_processors import LogitsEdits
+from engine.runner.pooler import PooledRows
 from engine.runner.sampler import MaskedRows, SampledRow, SamplingInputs, UniformSource, prepare_sampling
 from engine.wire.plan import NewSequence, StepPlan
+from engine.wire.pooling_params import PoolingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class StepInputs:
     written: Tensor  #: [entries] int64, where their tokens go in the flattened history
     sampling: SamplingInputs
     prompt_logprob_rows: list[PromptLogprobRows]
+    pooled_rows: list[PooledRows]
 
 
 class InputBuilder:
@@ -89,6 +92,7 @@ class InputBuilder:
         slots = config.max_num_seqs
         self.block_tables = np.zeros((slots, -(-max_model_len // self._block_size)), dtype=np.int32)
         self._sequences: dict[int, NewSequence] = {}  # by slot
+        self._pooling: dict[int, PoolingParams] = {}  # of those in it that are pooled
         self._eos = model_config.eos_token_ids
         self._edits: list[LogitsEdits | None] = [None] * slots
         self._plain = np.zeros(slots, dtype=bool)  # sequences that need nothing but their most likely token
@@ -128,6 +132,12 @@ class InputBuilder:
                 kv_scales=self._kv_scales,
             )
         entries = [i for i, samples in enumerate(plan.samples) if samples]
+        pooled_rows: list[PooledRows] = []
+        if self._pooling:
+            pooled_rows = self._pooled_rows(plan, query_start)
+            entries = [i for i in entries if plan.slots[i] not in self._pooling]
+            if batch is not None:
+                batch.token_types = self._token_types(plan, positions, entry, staged)
         last = np.minimum(ends[entries], self._max_model_len - 1)
         return StepInputs(
             plan=plan,
@@ -142,12 +152,16 @@ class InputBuilder:
             written=staged.add(slots[entries] * self._max_model_len + last),
             sampling=self._sampling(plan, slots, entries, staged),
             prompt_logprob_rows=self._prompt_logprob_rows(plan, query_start, staged),
+            pooled_rows=pooled_rows,
         )
 
     def _add(self, sequence: NewSequence, staged: StagedCopy) -> NewTokens:
         params, edits = sequence.params, LogitsEdits.of(sequence.params, self._eos)
         self._sequences[sequence.slot], self._edits[sequence.slot] = sequence, edits
         self._plain[sequence.slot] = params.greedy and params.logprobs is None and edits is None
+        self._pooling.pop(sequence.slot, None)
+        if sequence.pooling is not None:
+            self._pooling[sequence.slot] = sequence.pooling
         return NewTokens(sequence.slot, staged.add(np.array(sequence.tokens, dtype=np.int32)))
 
     def _block_table_rows(self, plan: StepPlan, slots: np.ndarray, width: int, staged: StagedCopy) -> BlockTableRows:
@@ -176,6 +190,23 @@ class InputBuilder:
         rows = np.searchsorted(entries, plan.masked)
         allowed = np.frombuffer(plan.masks, dtype=np.uint8).reshape(len(rows), -1)
         return MaskedRows(staged.add(rows), staged.add(allowed.copy()))  # torch warns of read-only arrays
+
+    def _pooled_rows(self, plan: StepPlan, query_start: np.ndarray) -> list[PooledRows]:
+        columns = zip(plan.slots, query_start.tolist(), plan.starts, plan.counts, plan.samples, strict=False)
+        return [
+            PooledRows(i, slot, row, start, count, is_last, self._pooling[slot])
+            for i, (slot, row, start, count, is_last) in enumerate(columns)
+            if slot in self._pooling
+        ]
+
+    def _token_types(
+        self, plan: StepPlan, positions: np.ndarray, entry: np.ndarray, staged: StagedCopy
+    ) -> Tensor | None:
+        firsts = [self._pooling[s].token_types_from if s in self._pooling else None for s in plan.slots]
+        if not any(firsts):
+            return None
+        first = np.array([self._max_model_len if first is None else first for first in firsts])
+        return staged.add((positions >= first[entry]).astype(np.int64))
 
     def _prompt_logprob_rows(
         self, plan: StepPlan, query_start: np.ndarray, staged: StagedCopy

@@ -27,7 +27,7 @@ SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_sca
 
 def block_shape(config: ModelConfig, block_size: int, tp: TPGroup) -> tuple[int, int, int, int, int]:
     """Return the shape of one block on one rank: [layers, 2 (K, V), kv_heads, block_size, head_dim]."""
-    return config.num_layers, 2, config.kv_heads_per_rank(tp.size), block_size, config.head_dim
+    return config.num_kv_layers, 2, config.kv_heads_per_rank(tp.size), block_size, config.head_dim
 
 
 def choose_num_blocks(
@@ -47,6 +47,9 @@ def choose_num_blocks(
     block_bytes = torch.Size(block_shape(model, block_size, tp)).numel() * dtype.itemsize
     longest = model.longest_sequence(config.max_model_len)
     desired = config.max_num_seqs * -(-longest // block_size)
+    if not block_bytes:
+        logger.info("kv cache: none, since this model keeps no KV; max_model_len=%d", longest)
+        return desired, longest
     if config.num_blocks is not None:
         blocks, limit = config.num_blocks, "num_blocks"
         if blocks * block_bytes > free_bytes:

@@ -29,6 +29,7 @@ from engine.model.ops import dispatch
 from engine.runner import kv_cache
 from engine.runner.cuda_graphs import DecodeGraphs, capture_sizes
 from engine.runner.inputs import InputBuilder, PromptLogprobRows, StepInputs
+from engine.runner.pooler import Pooled, Pooler
 from engine.runner.sampler import (
     LogprobTable,
     SampledRow,
@@ -55,6 +56,7 @@ class LaunchedStep:
     tokens: Tensor  #: [n] int64, of the entries that sample
     logprobs: tuple[list[int], list[int], LogprobTable] | None  #: entries, alternatives of each, and their table
     prompt_logprobs: list[tuple[PromptLogprobRows, list[LogprobTable]]]  #: with one table per PROMPT_LOGPROB_ROWS rows
+    pooled: list[Pooled]
     event: DeviceEvent
 
 
@@ -81,6 +83,7 @@ class ModelRunner:
         if self.kv_dtype == torch.float8_e4m3fn:
             self.kv_scales = kv_cache.read_scales(folder, model_config.num_layers, device)
         self.model = self._load(folder, tp)
+        self._pooler = Pooler(model_config, self.model, folder, self.dtype, self.device)
         if config.torch_compile:
             self._compile()
         free = kv_cache.free_host_bytes() // tp.local_size if device.type == "cpu" else self._free_gpu_bytes()
@@ -112,6 +115,8 @@ class ModelRunner:
         why = None
         if self.config.enforce_eager:
             why = "enforce_eager"
+        elif self.model_config.bidirectional:
+            why = "this model does not decode"
         elif self.device.torch_device.type == "cuda" and not dispatch.triton_found():
             why = "plain torch takes the place of Triton's kernels"
         if why:
@@ -186,6 +191,11 @@ class ModelRunner:
             chunks=chunks,
             kv_scales=self.kv_scales,
         )
+        if self.model_config.head != "lm":
+            staged.send()
+            self.model(ids, batch)
+            self.device.event().wait()
+            return
         # both ways of drawing, since each has a kernel; top_p needs the most memory
         samplings = [
             prepare_sampling(
@@ -220,7 +230,8 @@ class ModelRunner:
         # -1 ends a request, but with overlap a step that reads this token may be under way and needs a real one
         history[inputs.written] = tokens.clamp(min=0).int()
         prompt_logprobs = [(rows, self._prompt_logprobs(hidden, rows)) for rows in inputs.prompt_logprob_rows]
-        return LaunchedStep(inputs, self.device.fetch(tokens), logprobs, prompt_logprobs, self.device.event())
+        pooled = self._pooler.launch(hidden, inputs.pooled_rows) if inputs.pooled_rows else []
+        return LaunchedStep(inputs, self.device.fetch(tokens), logprobs, prompt_logprobs, pooled, self.device.event())
 
     def _forward(self, inputs: StepInputs, history: Tensor) -> Tensor:
         if inputs.padded is not None:
@@ -249,6 +260,8 @@ class ModelRunner:
             result.prompt_logprobs[rows.entry] = [
                 value for table in tables for value in table.rows([rows.count] * len(table.tokens))
             ]
+        for pooled in launched.pooled:
+            result.pooled.update(self._pooler.finish(pooled))
         return result
 
     def _sample(

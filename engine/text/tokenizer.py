@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import jinja2
 import tokenizers
 
-from engine.errors import ModelFolderError, PromptTooLong, RequestError
+from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, RequestError
 
 NFC_SHRINKS = 3  # at most so many bytes become one when characters are composed
 
@@ -27,18 +28,24 @@ class Tokenizer:
         self._added = backend.get_added_tokens_decoder()
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
-        """Read a model folder. Raises ModelFolderError if it has no readable tokenizer of a supported kind."""
+    def from_folder(cls, folder: Path, decodes: bool = True) -> Tokenizer:
+        """Read a model folder. Raises ModelFolderError if it has no readable tokenizer of a supported kind.
+
+        decodes: tokens are to become text again, for which not every kind is supported.
+        """
         if not (folder / "tokenizer.json").is_file():
             raise ModelFolderError(str(folder), "tokenizer.json is missing")
         try:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # `tokenizers` raises plain Exception
             raise ModelFolderError(str(folder), f"tokenizer.json cannot be read: {error}") from error
+        # files of embedding models ask for both, to one length for all texts
+        backend.no_truncation()
+        backend.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
         special = {**_read_json(folder / "special_tokens_map.json"), **config}
         tokenizer = cls(backend, _special_tokens(special), _chat_template(folder, config))
-        if tokenizer._decoder_kind is None:
+        if decodes and tokenizer._decoder_kind is None:
             raise ModelFolderError(str(folder), "only byte-level and byte-fallback tokenizers are supported")
         return tokenizer
 
@@ -59,6 +66,44 @@ class Tokenizer:
             at_least = len(text.encode()) // self.max_token_bytes
             if at_least >= max_model_len:
                 raise PromptTooLong(at_least, max_model_len, estimated=True)
+
+    def encode_for_pooling(
+        self, texts: Sequence[str | tuple[str, str]], max_tokens: int | None = None
+    ) -> list[tuple[list[int], int | None]]:
+        """Tokenize texts, or pairs of texts, with the model's special tokens around them. Return the ids of each, and
+        where the second text of a pair begins, if the model's tokens have types.
+
+        max_tokens: cut what is longer, special tokens included, at the end; of a pair the longer text first.
+        Raises InvalidParameter if no text would be left.
+        """
+        encodings = self._backend.encode_batch_fast(list(texts))
+        if max_tokens is not None:
+            encodings = [
+                encoding if len(encoding) <= max_tokens else self._encode_cut(text, max_tokens)
+                for text, encoding in zip(texts, encodings, strict=True)
+            ]
+        return [(e.ids, e.type_ids.index(1) if 1 in e.type_ids else None) for e in encodings]
+
+    def _encode_cut(self, text: str | tuple[str, str], max_tokens: int) -> tokenizers.Encoding:
+        parts = (text,) if isinstance(text, str) else text
+        first, *others = self._backend.encode_batch_fast(list(parts), add_special_tokens=False)
+        added = self._backend.num_special_tokens_to_add(bool(others))
+        room = max_tokens - added
+        if room < len(parts):
+            raise InvalidParameter("truncate_prompt_tokens", max_tokens, f"at least {added + len(parts)} here")
+        if not others:
+            first.truncate(room)
+            return self._backend.post_process(first)
+        (second,) = others
+        short = min(len(first), len(second), room // 2)
+        first_is_longer = len(first) > len(second)
+        first.truncate(room - short if first_is_longer else short)
+        second.truncate(short if first_is_longer else room - short)
+        return self._backend.post_process(first, second)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary spells it; None if there is none."""
+        return self._backend.token_to_id(token)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         # a batch, since only that lets go of the GIL

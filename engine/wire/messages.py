@@ -18,6 +18,7 @@ from engine.errors import ServingError
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.histogram import Histogram
 from engine.wire.model_identity import ModelIdentity
+from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_prefill import RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
@@ -28,12 +29,14 @@ SUBSCRIPTION_S = 30.0
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate, in token ids. `n > 1` was split up before this point."""
+    """One sequence to generate or to pool, in token ids. `n > 1` was split up before this point."""
 
     request_id: str
     """Unique among the live requests of an engine; also the source of the seed if none is given."""
     prompt: list[int]
-    params: SamplingParams
+    params: SamplingParams = SamplingParams()
+    pooling: PoolingParams | None = None
+    """Asks for a vector or a score in place of tokens; `params` is then without effect."""
     reply_to: str = ""
     """ZMQ address of the ingress's token channel; empty for in-process use."""
     timeout_s: float | None = None
@@ -107,6 +110,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One per prompt token, the first None; given with the first token if asked for."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; given with the first token."""
+    pooled: bytes = b""
+    """The vector or the score of a request with `pooling`, in float32, little endian; given with the only delta."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     """Stop token id that ended the sequence, if it is one of `stop_token_ids`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.wire.messages import TokenLogprob
+from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 
 
@@ -16,6 +17,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     num_prompt: int
     params: SamplingParams
     seed: int
+    pooling: PoolingParams | None = None
+    """Its hidden states are pooled; nothing is sampled."""
 
 
 class BlockChange(msgspec.Struct, frozen=True, array_like=True):
@@ -37,7 +40,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     counts: list[int]
     """The step computes tokens [start, start + count) of the sequence."""
     samples: list[bool]
-    """True where that reaches the sequence's last token, so that a new one is sampled."""
+    """True where that reaches the sequence's last token, so that a new one is sampled, or its pooling ends."""
     masked: list[int] = []
     """Entries whose token must obey a grammar."""
     masks: bytes = b""
@@ -58,3 +61,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Given for sequences that asked for them."""
     prompt_logprobs: list[list[TokenLogprob] | None]
     """Log-probabilities of the prompt tokens that follow those computed in this step, if asked for."""
+    pooled: dict[int, bytes] = {}
+    """Vectors and scores by entry, as in TokenDelta; empty bytes where they were not finite."""

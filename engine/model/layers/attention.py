@@ -1,4 +1,4 @@
-"""Attention of one layer over the paged KV cache, with rotary positions."""
+"""Attention of one layer over the paged KV cache, or over whole sequences without one, with rotary positions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.rope import rope_table
 from engine.model.ops import attention
+from engine.model.ops.encoder_attention import encoder_attention, select_rotation
 
 
 class Attention(nn.Module):
     """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim].
 
     q and k are rotated by their positions, possibly in place, and this step's K and V are written to the cache first,
-    so that a token also sees itself and its neighbours.
+    so that a token also sees itself and its neighbours. A bidirectional model has whole sequences in every step, and no
+    cache.
     """
 
     def __init__(self, cfg: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device):
@@ -24,8 +26,13 @@ class Attention(nn.Module):
         self.scale = cfg.attention_scale
         self.window = cfg.window[layer]
         self.table = rope_table(cfg.rope[layer], cfg.head_dim, cfg.max_position_embeddings, dtype, device)
+        self.bidirectional = cfg.bidirectional
+        self.rotate = select_rotation(dtype, device)
         self.ops = attention.select(dtype, device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        if self.bidirectional:
+            q, k = (self.rotate(x, self.table, batch.positions) for x in (q, k))
+            return encoder_attention(q, k, v, batch, self.scale, self.window).flatten(1)
         q = self.ops.rotate_and_write(q, k, v, self.table, batch, self.layer)
         return self.ops.paged_attention(q, batch, self.layer, self.scale, self.window).flatten(1)

@@ -84,8 +84,19 @@ class ColumnParallelLinear(Linear):
         if self.bias is not None:
             targets = self.bias.data.split([bias.size for bias in self.biases.values()])
             for (name, bias), target in zip(self.biases.items(), targets, strict=True):
-                shards[f"{name}.bias"] = bias, target
+                shards[f"{name}.bias".removeprefix(".")] = bias, target
         return shards
+
+
+class ReplicatedLinear(ColumnParallelLinear):
+    """Linear layers with the same input, merged into one, which every rank computes whole.
+
+    outputs: of the only layer, or of each by its name in the checkpoint. [tokens, inputs] -> [tokens, all outputs]
+    """
+
+    def __init__(self, inputs: int, outputs: int | dict[str, int], bias: bool = True):
+        sizes = outputs if isinstance(outputs, dict) else {"": outputs}
+        super().__init__(inputs, {name: Shard((size,), 0, 0, size) for name, size in sizes.items()}, bias)
 
 
 class QKVLinear(ColumnParallelLinear):

@@ -1,10 +1,11 @@
-"""RMSNorm, arXiv:1910.07467."""
+"""RMSNorm, arXiv:1910.07467, and LayerNorm, arXiv:1607.06450."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.model.ops import norm
@@ -31,3 +32,19 @@ class RMSNorm(Sharded):
 
     def shards(self) -> Shards:
         return {"weight": replicated(self.weight)}
+
+
+class LayerNorm(Sharded):
+    """LayerNorm over the last dimension. Every rank holds all of it."""
+
+    def __init__(self, size: int, eps: float, bias: bool = True):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def shards(self) -> Shards:
+        return {"weight": replicated(self.weight)} | ({} if self.bias is None else {"bias": replicated(self.bias)})

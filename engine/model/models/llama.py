@@ -11,7 +11,7 @@ from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.attention import Attention
 from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
-from engine.model.layers.linear import QKVLinear, RowParallelLinear
+from engine.model.layers.linear import QKVLinear, ReplicatedLinear, RowParallelLinear
 from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.moe import MixtureOfExperts
 from engine.model.layers.norm import RMSNorm
@@ -68,6 +68,7 @@ class LlamaForCausalLM(nn.Module):
     """input_ids [tokens] int64 -> hidden [tokens, hidden]; `logits` then takes the rows that are sampled from."""
 
     packed: ClassVar[dict[str, tuple[str, str]]] = PACKED
+    unused: ClassVar[tuple[str, ...]] = ()  # prefixes of tensors in the checkpoint that nobody needs
     layer_type: ClassVar[type[nn.Module]] = LlamaLayer
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
@@ -75,9 +76,13 @@ class LlamaForCausalLM(nn.Module):
         self.embed_tokens = VocabEmbedding(cfg.vocab_size, cfg.hidden_size, tp)
         self.layers = nn.ModuleList(self.layer_type(cfg, tp, i) for i in range(cfg.num_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.lm_head = (
-            TiedLMHead(self.embed_tokens) if cfg.tie_word_embeddings else LMHead(cfg.vocab_size, cfg.hidden_size, tp)
-        )
+        self.lm_head: LMHead | None = None
+        self.score: ReplicatedLinear | None = None
+        if cfg.head == "lm":
+            tied = cfg.tie_word_embeddings
+            self.lm_head = TiedLMHead(self.embed_tokens) if tied else LMHead(cfg.vocab_size, cfg.hidden_size, tp)
+        elif cfg.head == "score":
+            self.score = ReplicatedLinear(cfg.hidden_size, 1, bias=False)
 
     def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
         x = self.embed(input_ids)
@@ -90,11 +95,18 @@ class LlamaForCausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab_size] float32."""
+        assert self.lm_head is not None
         return self.lm_head(hidden)
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[rows, hidden] -> the largest logit of each row, and its id."""
+        assert self.lm_head is not None
         return self.lm_head.best(hidden)
+
+    def scores(self, pooled: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, 1], of a model with a score head."""
+        assert self.score is not None
+        return self.score(pooled)
 
 
 Model = LlamaForCausalLM  # the interface of every family's class

@@ -1,0 +1,173 @@
+"""BERT, arXiv:1810.04805, and RoBERTa, arXiv:1907.11692: encoders, whose tokens see each other in both directions."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.layers.embedding import VocabEmbedding
+from engine.model.layers.linear import ReplicatedLinear
+from engine.model.layers.norm import LayerNorm
+from engine.model.ops.encoder_attention import encoder_attention
+from engine.model.ops.linear import linear_gelu
+
+
+class Encoder(nn.Module):
+    """The interface of encoders: input_ids [tokens] int64 of whole sequences -> hidden [tokens, hidden]. One rank
+    computes all of it: encoders are small."""
+
+    packed: ClassVar[dict[str, tuple[str, str]]] = {}
+    unused: ClassVar[tuple[str, ...]] = ("model.pooler.", "cls.", "lm_head.", "head.", "decoder.")
+    lm_head: ClassVar[None] = None
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+        super().__init__()
+        if tp.size > 1:
+            raise ConfigError("tensor_parallel", tp.size, "1 for an encoder")
+
+    def scores(self, pooled: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, 1]"""
+        raise NotImplementedError
+
+
+class BertEmbeddings(nn.Module):
+    """[tokens] -> [tokens, hidden], from what a token is, where it stands, and the text of a pair that it is in."""
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+        super().__init__()
+        assert cfg.encoder is not None
+        self.first_position = cfg.encoder.first_position
+        positions = cfg.max_position_embeddings + self.first_position
+        self.word_embeddings = VocabEmbedding(cfg.vocab_size, cfg.hidden_size, tp)
+        self.position_embeddings = VocabEmbedding(positions, cfg.hidden_size, tp)
+        self.token_type_embeddings = VocabEmbedding(cfg.encoder.type_vocab_size, cfg.hidden_size, tp)
+        self.LayerNorm = LayerNorm(cfg.hidden_size, cfg.encoder.layer_norm_eps)
+
+    def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
+        types = batch.token_types if self.token_type_embeddings.vocab_size > 1 else None
+        types = torch.zeros_like(input_ids) if types is None else types
+        x = self.word_embeddings(input_ids) + self.token_type_embeddings(types)
+        return self.LayerNorm(x + self.position_embeddings(batch.positions + self.first_position))
+
+
+class BertOutput(nn.Module):
+    """The end of a block: [tokens, inputs], and the residual [tokens, hidden] -> [tokens, hidden]."""
+
+    def __init__(self, cfg: ModelConfig, inputs: int):
+        super().__init__()
+        assert cfg.encoder is not None
+        self.dense = ReplicatedLinear(inputs, cfg.hidden_size)
+        self.LayerNorm = LayerNorm(cfg.hidden_size, cfg.encoder.layer_norm_eps)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.LayerNorm(self.dense(x) + residual)
+
+
+class BertAttention(nn.Module):
+    """Attention with its residual: [tokens, hidden] -> [tokens, hidden]."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        size = cfg.num_heads * cfg.head_dim
+        self.scale, self.head_dim = cfg.attention_scale, cfg.head_dim
+        self.qkv = ReplicatedLinear(cfg.hidden_size, dict.fromkeys(("query", "key", "value"), size))
+        self.output = BertOutput(cfg, size)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
+        return self.output(encoder_attention(q, k, v, batch, self.scale).flatten(1), x)
+
+
+class BertIntermediate(nn.Module):
+    """[tokens, hidden] -> [tokens, intermediate]"""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.dense = ReplicatedLinear(cfg.hidden_size, cfg.intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.dense.weight is not None
+        return linear_gelu(x, self.dense.weight, self.dense.bias)
+
+
+class BertLayer(nn.Module):
+    """Post-norm residual blocks: [tokens, hidden] -> [tokens, hidden]."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.attention = BertAttention(cfg)
+        self.intermediate = BertIntermediate(cfg)
+        self.output = BertOutput(cfg, cfg.intermediate_size)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x = self.attention(x, batch)
+        return self.output(self.intermediate(x), x)
+
+
+class BertEncoder(nn.Module):
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.layer = nn.ModuleList(BertLayer(cfg) for _ in range(cfg.num_layers))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        for layer in self.layer:
+            x = layer(x, batch)
+        return x
+
+
+class BertPooler(nn.Module):
+    """[rows, hidden] -> [rows, hidden]"""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.dense = ReplicatedLinear(cfg.hidden_size, cfg.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense(x).tanh()
+
+
+class BertModel(Encoder):
+    packed: ClassVar[dict[str, tuple[str, str]]] = {f"self.{name}": ("qkv", name) for name in ("query", "key", "value")}
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+        super().__init__(cfg, tp)
+        self.embeddings = BertEmbeddings(cfg, tp)
+        self.encoder = BertEncoder(cfg)
+        if cfg.head == "score":
+            self.add_head(cfg)
+
+    def add_head(self, cfg: ModelConfig) -> None:
+        self.pooler = BertPooler(cfg)
+        self.classifier: nn.Module = ReplicatedLinear(cfg.hidden_size, 1)
+
+    def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
+        return self.encoder(self.embeddings(input_ids, batch), batch)
+
+    def scores(self, pooled: Tensor) -> Tensor:
+        return self.classifier(self.pooler(pooled))
+
+
+class RobertaClassificationHead(nn.Module):
+    """[rows, hidden] -> [rows, 1]"""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.dense = ReplicatedLinear(cfg.hidden_size, cfg.hidden_size)
+        self.out_proj = ReplicatedLinear(cfg.hidden_size, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out_proj(self.dense(x).tanh())
+
+
+class RobertaModel(BertModel):
+    def add_head(self, cfg: ModelConfig) -> None:
+        self.classifier = RobertaClassificationHead(cfg)
+
+    def scores(self, pooled: Tensor) -> Tensor:
+        return self.classifier(pooled)

@@ -1,0 +1,141 @@
+"""How a model's hidden states become an embedding or a score: the modules that sentence-transformers writes beside it.
+
+https://sbert.net/docs/package_reference/sentence_transformer/modules.html describes the files.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.errors import ModelFolderError
+from engine.model.folder import read_json
+
+PoolingType = Literal["cls", "last", "mean"]
+MODES: dict[str, PoolingType] = {"cls": "cls", "lasttoken": "last", "mean": "mean"}  # sentence-transformers' names
+# the same before version 6
+FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+ACTIVATIONS = ("Identity", "Tanh")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseConfig:
+    """A linear layer behind the pooling."""
+
+    path: str
+    """Its folder in the model's."""
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingConfig:
+    """Pooling of one model. The defaults are vLLM's for a generative model that names no modules."""
+
+    type: PoolingType = "last"
+    """Which hidden states count: the first token's, the last token's, or the mean of all."""
+    normalize: bool = True
+    """Embeddings are scaled to length 1."""
+    dense: tuple[DenseConfig, ...] = ()
+    max_seq_length: int | None = None
+    """Longest text, if it is shorter than the model's own context."""
+    is_embedding: bool = False
+    """The folder names modules that make an embedding."""
+    score_token_ids: tuple[int, int] | None = None
+    """Tokens that mean yes and no to a generative reranker."""
+    sigmoid: bool = True
+    """Scores pass through a sigmoid."""
+
+    @classmethod
+    def from_folder(cls, folder: Path, default: PoolingType) -> PoolingConfig:
+        """default: the type of a model that names none. Raises ModelFolderError."""
+        fields: dict[str, Any] = {"type": default, "sigmoid": _sigmoid(folder)}
+        if (folder / "modules.json").is_file():
+            fields["normalize"] = False
+            for module in _modules(folder):
+                _read_module(folder, module, fields)
+        return cls(**fields)
+
+
+def _modules(folder: Path) -> list[dict[str, Any]]:
+    try:
+        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        return sorted(modules, key=lambda module: module["idx"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelFolderError(str(folder), f"modules.json is not a list of modules: {error!r}") from error
+
+
+def _read_module(folder: Path, module: dict[str, Any], fields: dict[str, Any]) -> None:
+    path = module.get("path", "")
+    kind = module.get("type", "").rpartition(".")[2]
+    try:
+        match kind:
+            case "Transformer":
+                if (folder / path / "sentence_bert_config.json").is_file():
+                    config = read_json(folder / path, "sentence_bert_config.json")
+                    fields["max_seq_length"] = config.get("max_seq_length")
+            case "Pooling":
+                fields |= {"type": _pooling_type(folder, path), "is_embedding": True}
+            case "Dense" if not fields["normalize"]:
+                fields["dense"] = (*fields.get("dense", ()), _dense(folder, path))
+            case "Normalize":
+                fields["normalize"] = True
+            case "LogitScore":
+                config = read_json(folder / path, "config.json")
+                if config["false_token_id"] is None:
+                    raise ModelFolderError(str(folder), f"{path}/config.json: false_token_id = None is not supported")
+                fields["score_token_ids"] = (config["true_token_id"], config["false_token_id"])
+            case _:
+                problem = f"modules.json: {module.get('type')!r} is not supported at this place"
+                raise ModelFolderError(str(folder), problem)
+    except KeyError as error:
+        raise ModelFolderError(str(folder), f"{path}/config.json has no {error.args[0]!r}") from error
+
+
+def _pooling_type(folder: Path, path: str) -> PoolingType:
+    config = read_json(folder / path, "config.json")
+    modes = config.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if config.get(flag)]
+    modes = [modes] if isinstance(modes, str) else modes
+    if len(modes) != 1 or modes[0] not in MODES:
+        raise ModelFolderError(str(folder), f"{path}/config.json: pooling mode {modes} is not supported")
+    if not config.get("include_prompt", True):
+        raise ModelFolderError(str(folder), f"{path}/config.json: include_prompt = False is not supported")
+    return MODES[modes[0]]
+
+
+def _dense(folder: Path, path: str) -> DenseConfig:
+    config = read_json(folder / path, "config.json")
+    activation = config.get("activation_function", "Tanh").rpartition(".")[2]
+    if activation not in ACTIVATIONS:
+        raise ModelFolderError(str(folder), f"{path}/config.json: activation_function {activation} is not supported")
+    return DenseConfig(
+        path=path,
+        inputs=config["in_features"],
+        outputs=config["out_features"],
+        bias=config.get("bias", True),
+        activation=activation,
+    )
+
+
+def _sigmoid(folder: Path) -> bool:
+    """What sentence-transformers' CrossEncoder does with a score: by default a sigmoid."""
+    config = read_json(folder, "config.json")
+    named = (config.get("sentence_transformers") or {}).get("activation_fn")
+    named = named or config.get("sbert_ce_default_activation_function") or ""
+    if not named and (folder / "config_sentence_transformers.json").is_file():
+        named = read_json(folder, "config_sentence_transformers.json").get("activation_fn") or ""
+    kind = named.rpartition(".")[2]
+    if kind not in ("", "Identity", "Sigmoid"):
+        raise ModelFolderError(str(folder), f"activation_fn {named} of a score is not supported")
+    return kind != "Identity"

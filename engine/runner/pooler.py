@@ -1,0 +1,130 @@
+"""Makes embeddings and scores of hidden states. What a sequence's chunks leave behind waits here for its last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from engine.device import Device
+from engine.errors import ModelFolderError
+from engine.model.config import ModelConfig
+from engine.model.models.llama import Model
+from engine.model.pooling_config import DenseConfig
+from engine.wire.pooling_params import PoolingParams
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"Identity": lambda x: x, "Tanh": torch.tanh}
+SMALLEST_NORM = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """A sequence's rows of hidden states in one step."""
+
+    entry: int  #: index in the plan
+    slot: int
+    first_row: int
+    start: int  #: position of the first of them
+    count: int
+    is_last: bool  #: they reach the end of the prompt
+    params: PoolingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """Vectors of sequences whose prompts have ended, not normalised yet."""
+
+    rows: list[PooledRows]
+    vectors: Tensor  #: [rows, size] float32; of a generative reranker the logits of yes and no
+
+
+class Pooler:
+    """The pooling of one rank's model; every rank has the same result."""
+
+    def __init__(self, config: ModelConfig, model: Model, folder: Path, dtype: torch.dtype, device: Device):
+        """dtype: of the model. Raises ModelFolderError if the weights of a dense layer cannot be read."""
+        self._config, self._pooling = config, config.pooling
+        self._model, self._dtype, self._device = model, dtype, device
+        self._dense = [
+            (*read_dense(folder, dense, device.torch_device), ACTIVATIONS[dense.activation])
+            for dense in config.pooling.dense
+        ]
+        self._carried: dict[int, Tensor] = {}  # by slot: what chunks before gave, [hidden] float32
+
+    def launch(self, hidden: Tensor, rows: list[PooledRows]) -> list[Pooled]:
+        """Take the rows of a step, and pool the sequences that end with it. hidden: [tokens, hidden]"""
+        ended: dict[str, tuple[list[PooledRows], list[Tensor]]] = {}
+        for row in rows:
+            vector = self._pool(hidden[row.first_row : row.first_row + row.count], row)
+            if row.is_last:
+                some, vectors = ended.setdefault(row.params.task, ([], []))
+                some.append(row)
+                vectors.append(vector)
+            else:
+                self._carried[row.slot] = vector
+        heads = {"embed": self._embed, "score": self._score}
+        return [
+            Pooled(some, self._device.fetch(heads[task](some, torch.stack(vectors))))
+            for task, (some, vectors) in ended.items()
+        ]
+
+    def finish(self, pooled: Pooled) -> dict[int, bytes]:
+        """Return the results by entry of the plan, once the device has reached the step's end."""
+        vectors = pooled.vectors.numpy()
+        return {row.entry: self._result(row.params, vector) for row, vector in zip(pooled.rows, vectors, strict=True)}
+
+    def _pool(self, own: Tensor, row: PooledRows) -> Tensor:
+        kind = "last" if row.params.task == "score" and self._config.head == "lm" else self._pooling.type
+        if kind == "last":
+            return own[-1]
+        if kind == "cls":
+            return own[0] if row.start == 0 else self._carried[row.slot]
+        total = own.sum(0, dtype=torch.float32)
+        if row.start:
+            total += self._carried[row.slot]
+        return total / (row.start + row.count) if row.is_last else total
+
+    def _embed(self, rows: list[PooledRows], vectors: Tensor) -> Tensor:
+        vectors = vectors.float()
+        for weight, bias, activation in self._dense:
+            vectors = activation(F.linear(vectors, weight, bias))
+        return vectors
+
+    def _score(self, rows: list[PooledRows], vectors: Tensor) -> Tensor:
+        vectors = vectors.to(self._dtype)  # a mean is in float32
+        if self._config.head == "score":
+            return self._model.scores(vectors).float()
+        ids = torch.tensor([row.params.score_token_ids for row in rows], device=vectors.device)
+        return self._model.logits(vectors).gather(1, ids)
+
+    def _result(self, params: PoolingParams, vector: np.ndarray) -> bytes:
+        if params.task == "embed":
+            vector = vector[: params.dimensions]
+            if self._pooling.normalize if params.use_activation is None else params.use_activation:
+                vector = vector / max(np.linalg.norm(vector), SMALLEST_NORM)
+        else:
+            vector = vector[:1] - vector[1:] if len(vector) == 2 else vector
+            if self._pooling.sigmoid if params.use_activation is None else params.use_activation:
+                vector = 1 / (1 + np.exp(-vector))
+        return vector.astype("<f4").tobytes() if np.isfinite(vector).all() else b""
+
+
+def read_dense(folder: Path, dense: DenseConfig, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Read the weight [outputs, inputs] and the bias of a dense layer, in float32."""
+    name = f"{dense.path}/model.safetensors"
+    try:
+        tensors = load_file(folder / name)
+        weight, bias = tensors["linear.weight"], tensors["linear.bias"] if dense.bias else None
+    except (OSError, SafetensorError, KeyError) as error:
+        raise ModelFolderError(str(folder), f"cannot read {name}: {error}") from error
+    if weight.shape != (dense.outputs, dense.inputs):
+        problem = f"{name} has shape {list(weight.shape)}, its config.json asks for {[dense.outputs, dense.inputs]}"
+        raise ModelFolderError(str(folder), problem)
+    return weight.float().to(device), None if bias is None else bias.float().to(device)

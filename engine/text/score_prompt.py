@@ -1,0 +1,32 @@
+"""The prompt of a generative reranker, which answers with yes or no whether a document fits a query."""
+
+from __future__ import annotations
+
+from engine.text.tokenizer import Tokenizer
+
+# Qwen3-Reranker, arXiv:2506.05176; its card on the Hub has the same text
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def score_prompt(
+    tokenizer: Tokenizer, query: str, document: str, instruction: str | None = None, *, has_template: bool
+) -> tuple[str, str]:
+    """Return the prompt, and its end after the document.
+
+    has_template: the model's chat template knows the roles `query` and `document`, as sentence-transformers has it.
+    Raises RequestError if the template refuses them.
+    """
+    if not has_template:
+        instruction = INSTRUCTION if instruction is None else instruction
+        body = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+        return BEFORE + body + AFTER, AFTER
+    messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+    if instruction is not None:
+        messages.insert(0, {"role": "system", "content": instruction})
+    prompt = tokenizer.render_chat_template(messages)
+    return prompt, prompt.rpartition(document)[2]

@@ -1,0 +1,37 @@
+"""Pooling parameters of a request: it asks for one vector or one number instead of tokens. Names and meaning follow
+vLLM's PoolingParams."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from engine.wire.sampling_params import check
+
+Task = Literal["generate", "embed", "score"]
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Pooling parameters of a request. Raises InvalidParameter for a value out of its range."""
+
+    task: Literal["embed", "score"] = "embed"
+    """`embed` makes a vector of a text; `score` makes one number of a query and a document."""
+    dimensions: int | None = None
+    """Numbers of the embedding to keep, for models whose embeddings may be cut (arXiv:2205.13147); None keeps all."""
+    use_activation: bool | None = None
+    """Whether an embedding is scaled to length 1, and a score passed through a sigmoid; None does what the model's
+    files say."""
+    truncate_prompt_tokens: int | None = None
+    """Tokens to keep of a longer prompt, -1 for as many as the model takes; None refuses a prompt that is too long.
+    Obeyed by the process that has the tokenizer."""
+    token_types_from: int | None = None
+    """Position from which tokens belong to the second text of a pair, for models with token types (BERT)."""
+    score_token_ids: list[int] = []
+    """Tokens that mean yes and no to a generative reranker, filled in by the process that has the tokenizer."""
+
+    def __post_init__(self) -> None:
+        check(self.dimensions is None or self.dimensions >= 1, "dimensions", self.dimensions, "at least 1")
+        kept = self.truncate_prompt_tokens
+        check(kept is None or kept == -1 or kept >= 1, "truncate_prompt_tokens", kept, "-1, or at least 1")
+        check(len(self.score_token_ids) in (0, 2), "score_token_ids", self.score_token_ids, "two token ids, or none")
