@@ -5,6 +5,7 @@ from __future__ import annotations
 from cluster.config import IngressSection, ModelSection
 from deployments.frontend.admission import AdmissionLimits
 from deployments.openai.served_model import ModelInfo
+from engine.errors import ModelFolderError
 from engine.model import folder as model_folder
 from engine.model.config import ModelConfig
 from engine.text.tokenizer import Tokenizer
@@ -15,6 +16,11 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     """Read the facts of a model. Raises StartupError for a model that could not be loaded."""
     folder = model_folder.resolve(model.model)
     config = ModelConfig.from_folder(folder)
+    if "generate" not in config.supported_tasks:
+        tasks = " or ".join(config.supported_tasks)
+        raise ModelFolderError(
+            model.model, f"can only {tasks}, which the HTTP API does not offer yet; use the offline LLM"
+        )
     for role in model.pools:
         engine = model.engine_config(role)
         config.kv_heads_per_rank(engine.tensor_parallel)

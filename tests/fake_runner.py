@@ -12,6 +12,7 @@ from engine.core.handoffs import HandoffManager
 from engine.core.scheduler import Event, Scheduler
 from engine.wire.messages import GenerateRequest
 from engine.wire.plan import NewSequence, StepPlan, StepResult
+from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 
@@ -23,6 +24,11 @@ def next_token(seed: int, tokens: list[int], mask: bytes | None = None) -> int:
     """What the "model" says after `tokens`: any function will do that depends on all of them."""
     allowed = [t for t in range(VOCAB) if mask is None or mask[t // 8] >> t % 8 & 1]
     return allowed[random.Random(f"{seed} {tokens}").randrange(len(allowed))]
+
+
+def pooled_of(tokens: list[int]) -> bytes:
+    """What the "model" makes of a whole prompt that is pooled."""
+    return bytes(tokens)
 
 
 class FakeGrammar:
@@ -107,6 +113,12 @@ class FakeRunner:
                 cell = table[position // self.block_size] * self.block_size + position % self.block_size
                 assert self.kv.get(cell) == tuple(tokens[: position + 1]), "the KV of other tokens would be read"
             mask = masks.get(len(result.tokens))
+            if sequence.pooling is not None:
+                if samples:
+                    assert start + count == len(tokens)
+                    result.pooled[len(result.tokens)] = pooled_of(tokens)
+                result.tokens.append(None)
+                continue
             result.tokens.append(next_token(sequence.seed, tokens, mask) if samples else None)
             if samples:
                 assert start + count == len(tokens)
@@ -140,6 +152,7 @@ class Harness:
         self.depth = depth
         self.prepared: list[Prepared] = []
         self.prompts: dict[str, list[int]] = {}
+        self.pooled: set[str] = set()
         self.params: dict[str, SamplingParams] = {}
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, Event] = {}
@@ -147,12 +160,27 @@ class Harness:
         self.plans: list[StepPlan] = []
 
     def add(
-        self, name: str, prompt: list[int], *, priority: int = 0, cache_salt: str = "", prefill="auto", **params
+        self,
+        name: str,
+        prompt: list[int],
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        prefill="auto",
+        pooling: PoolingParams | None = None,
+        **params,
     ) -> None:
         sampling = SamplingParams(**{"max_tokens": 8, "seed": 1, "ignore_eos": True, **params})
         message = GenerateRequest(
-            request_id=name, prompt=prompt, params=sampling, priority=priority, cache_salt=cache_salt, prefill=prefill
+            request_id=name,
+            prompt=prompt,
+            params=sampling,
+            pooling=pooling,
+            priority=priority,
+            cache_salt=cache_salt,
+            prefill=prefill,
         )
+        self.pooled |= {name} if pooling else set()
         request = self.scheduler.add(message, now=0.0)
         if sampling.structured_outputs is not None:
             self.scheduler.set_grammar(request, FakeGrammar())
@@ -222,6 +250,10 @@ class Harness:
         assert self.pool.num_used == 0
         for name, prompt in self.prompts.items():
             reason = self.finished[name].delta.finish_reason
+            if name in self.pooled:
+                assert self.outputs[name] == []
+                assert reason == "abort" or self.finished[name].delta.pooled == pooled_of(prompt)
+                continue
             expected = expected_output(prompt, self.params[name], self.scheduler.max_model_len)
             if reason == "abort":
                 assert self.outputs[name] == expected[: len(self.outputs[name])]

@@ -13,7 +13,8 @@ from cluster.model_info import model_info
 from deployments.observability import tracing
 from deployments.routing.config import RoutingConfig
 from engine.config import EngineConfig, HandoffConfig
-from engine.errors import ConfigError, StartupError
+from engine.errors import ConfigError, ModelFolderError, StartupError
+from tests.pooling_models import EMBEDDINGS, make
 
 MODEL = {"name": "pocket", "model": "pocket"}
 
@@ -244,3 +245,10 @@ def test_manta_check_ends_with_1_and_one_line(tmp_path):
 def test_manta_check_accepts_the_bundled_configurations(name):
     result = CliRunner().invoke(cli.app, ["check", str(Path(cli.__file__).parents[2] / name)])
     assert result.exit_code == 0
+
+
+def test_a_model_that_cannot_generate_is_not_served(tmp_path):
+    folder = make(tmp_path, EMBEDDINGS["e5_multilingual"])
+    (model,) = AppConfig.parse({"models": [{"name": "e5", "model": str(folder)}]}).models
+    with pytest.raises(ModelFolderError, match="can only embed, which the HTTP API does not offer yet"):
+        model_info(model, IngressSection())

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from engine.wire.pooling_params import PoolingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
 from tests.fake_runner import Harness
@@ -61,6 +62,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             seed=seed,
             structured_outputs=form,
         )
+
+    @rule(prefix=prefixes, rest=rests, priority=st.integers(-1, 1))
+    def add_pooling(self, prefix, rest, priority):
+        self.count += 1
+        self.h.add(f"r{self.count}", prefix + rest, priority=priority, pooling=PoolingParams())
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps):
