@@ -7,6 +7,7 @@ fraction of what it costs through Serve's Python proxy (docs/measurements/perfor
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import signal
@@ -21,6 +22,8 @@ FRONT = {  # on every node
     # An ingress that dies or stops may close a connection on which a request has just been sent. Before the first byte
     # of the answer it can be asked for elsewhere: whatever was begun ends with the connection.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    # Serve decodes headers before it calls an ingress, and answers 500 to bytes that are no text.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.openai.middleware:around_serve",
 }
 ENVIRONMENT = {
     **FRONT,
@@ -34,6 +37,21 @@ OWN_PORTS = {  # that it listens on beside the one for HTTP, by the variables th
     "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
     "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
 }
+# What HAProxy answers by itself: type, code and message of OpenAI's error, by status. HAProxy quotes them with '.
+ERRORS = {
+    400: ("invalid_request_error", "bad_request", "this is not a valid HTTP request"),
+    408: ("timeout_error", "request_timeout", "the request did not arrive in time"),
+    500: ("internal_error", "internal_error", "the proxy failed; its log says why"),
+    502: ("service_unavailable_error", "bad_gateway", "the server ended before it answered; send the request again"),
+    503: (
+        "service_unavailable_error",
+        "service_unavailable",
+        "no server is up yet or any more; send the request again",
+    ),
+    504: ("timeout_error", "gateway_timeout", "the server did not answer in time"),
+}
+HEADERS = {503: " hdr Retry-After 1", 408: " hdr X-Should-Retry false", 504: " hdr X-Should-Retry false"}
+NO_ROUTE = ("not_found_error", "route_not_found", "there is no such route")
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
@@ -58,16 +76,24 @@ def own_ports() -> dict[str, int]:
     return ports
 
 
-def before_any_application(config: str) -> str:
-    """Return Ray's configuration with 503 in place of 404 if it names no application yet.
+def rewritten(config: str) -> str:
+    """Return Ray's configuration with OpenAI's error body for whatever HAProxy answers by itself, under its own status.
 
-    Every HAProxy starts with such a configuration, also one that replaces another after failed health checks. It would
-    answer 404 until it is told where the replicas are, and no client asks again after that.
+    What HAProxy cannot parse at all never gets so far, and is refused with a body that no configuration changes. Ray's
+    shows 502, 503 and 504 as a 500 of plain text. Where no application is named yet, 404 becomes 503: every
+    HAProxy starts with such a configuration, also one that replaces another after failed health checks. It would answer
+    404 until it is told where the replicas are, and no client asks again after that.
     """
-    if re.search(r"^\s*use_backend ", config, re.MULTILINE):
-        return config
-    not_yet = 'http-request return status 503 content-type text/plain string "No application yet" hdr Retry-After 1'
-    return re.sub(r"http-request return status 404 .*", not_yet, config)
+    errors = "".join(f"    http-error {_answer(status, *error)}\n" for status, error in ERRORS.items())
+    config = re.sub(r"(^ *errorfile .*\n)+", lambda _: errors, config, flags=re.MULTILINE)
+    named = re.search(r"^\s*use_backend ", config, re.MULTILINE)
+    unknown = _answer(404, *NO_ROUTE) if named else _answer(503, *ERRORS[503])
+    return re.sub(r"http-request return status 404 .*", lambda _: f"http-request return {unknown}", config)
+
+
+def _answer(status: int, kind: str, code: str, message: str) -> str:
+    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+    return f"status {status} content-type application/json string '{body}'{HEADERS.get(status, '')}"
 
 
 def stop_with_parent() -> None:
@@ -79,7 +105,7 @@ def stop_with_parent() -> None:
 
 
 def main() -> None:
-    """Become Ray's HAProxy, with the same arguments: without splice(), with 503 for "not yet", ending with its parent.
+    """Become Ray's HAProxy, with the same arguments: without splice(), with our errors, ending with its parent.
 
     Ray's configuration lets HAProxy splice bodies from socket to socket. With that, HAProxy 2.8 overlooks one in ten
     to one in two clients that leave before the answer begins, and their requests run on to their ends.
@@ -89,7 +115,7 @@ def main() -> None:
 
     if "-f" in sys.argv:
         config = Path(sys.argv[sys.argv.index("-f") + 1])
-        config.write_text(before_any_application(config.read_text()))
+        config.write_text(rewritten(config.read_text()))
     binary = get_haproxy_binary()
     stop_with_parent()
     os.execv(binary, [binary, "-dS", *sys.argv[1:]])

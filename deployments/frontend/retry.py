@@ -10,7 +10,7 @@ import msgspec
 
 from deployments.observability.stats import REPLAY_REASONS
 from engine.core.request import seed_of
-from engine.errors import EngineError, RequestTimeout, ServingError
+from engine.errors import EngineError, EngineUnavailable, RequestTimeout, ServingError
 from engine.wire.messages import GenerateRequest, TokenDelta
 from engine.wire.model_identity import ModelIdentity
 
@@ -32,7 +32,6 @@ class TokensLost(EngineError):
 # Codes of errors that no request is to blame for, unless it is the one that kills its engines: hence the bound on
 # replays.
 ENGINE_GONE = ("engine_unavailable", "tokens_lost", "other_model")
-TIMEOUT = "request_timeout"
 
 
 class RetryState:
@@ -120,8 +119,14 @@ class RetryState:
         return reason
 
     def failure(self, error: BaseException) -> BaseException:
-        """Return what the client is told when an attempt has failed for good."""
-        return self.timeout() if isinstance(error, ServingError) and error.code == TIMEOUT else error
+        """Return what the client is told when an attempt has failed for good. How an engine was lost is in the log."""
+        match error:
+            case ServingError(code="request_timeout"):
+                return self.timeout()
+            case ServingError(code="engine_unavailable"):
+                return EngineUnavailable("no engine is up that could finish the request; send it again")
+            case _:
+                return error
 
     def timeout(self) -> RequestTimeout:
         """Return a timeout with the limit that the client knows: an attempt has only what is left of it."""

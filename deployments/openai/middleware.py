@@ -1,4 +1,4 @@
-"""Checks that every request has to pass before a route sees it: the API key and the size of the body."""
+"""Checks that every request has to pass before a route sees it: headers, the API key, and the size of the body."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
+from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.frontend.api_keys import ApiKeys
 from deployments.openai.errors import error_response
-from engine.errors import BodyTimeout, BodyTooLarge, ServingError
+from engine.errors import BodyTimeout, BodyTooLarge, InvalidParameter, ServingError
 
 OPEN_PATH = "/health"  # for probes, which have no key
 
@@ -24,6 +25,28 @@ class AuthConfig:
     """From the first byte of a request to the last one of its body."""
     cors_origins: tuple[str, ...] = ()
     """Web pages that may send requests from a browser; `*` for all."""
+
+
+def around_serve() -> list[Middleware]:
+    """Return what Serve is to put around all that it does with a request itself; it is told by an environment variable
+    (cluster/haproxy.py)."""
+    return [Middleware(HeadersMiddleware)]
+
+
+class HeadersMiddleware:
+    """ASGI middleware that refuses headers which are not UTF-8."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for name, value in scope.get("headers", ()):
+            if not value.isascii() and not _is_utf8(value):
+                header = name.decode("latin-1")
+                error = InvalidParameter(header, value.decode("utf-8", "replace"), "text in UTF-8")
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class AuthMiddleware:
@@ -73,6 +96,14 @@ class _BodyLimit:
         if self._bytes > self._limit:
             raise BodyTooLarge(self._limit)
         return message
+
+
+def _is_utf8(value: bytes) -> bool:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def get_path(scope: Scope) -> str:

@@ -115,16 +115,16 @@ class ServedModel:
         """Raises RequestError, and Overloaded before any work is done."""
         self.admission.check(context.client)
         self._format.check(body)
-        prompt, params, output_format = await asyncio.to_thread(self._prepare_chat, body)
-        generation = self._generation([prompt], params, body, context)
+        requests, output_format = await asyncio.to_thread(self._prepare_chat, body, context)
+        generation = Generation(self._frontend, requests, context.client)
         return ChatResponse(body, context, self.info.name, generation, self._tokenizer, output_format)
 
     async def completion(self, body: CompletionBody, context: RequestContext) -> CompletionResponse:
         """Raises RequestError, and Overloaded before any work is done."""
         self.admission.check(context.client)
-        params = await asyncio.to_thread(self._params, body)
-        prompts, texts = await asyncio.to_thread(self._tokenize_prompts, body)
-        generation = self._generation(prompts, params, body, context)
+        requests, texts = await asyncio.to_thread(self._prepare_completion, body, context)
+        prompts = [sequences[0].prompt for sequences in requests]
+        generation = Generation(self._frontend, requests, context.client)
         return CompletionResponse(body, context, self.info.name, generation, self._tokenizer, prompts, texts)
 
     async def tokenize(self, body: TokenizeBody) -> Tokens:
@@ -152,15 +152,25 @@ class ServedModel:
                 raise InvalidParameter("tokens", token_id, "a list of ids of the model's vocabulary")
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _prepare_chat(self, body: ChatBody) -> tuple[list[int], SamplingParams, OutputFormat]:
-        """Return the prompt, the parameters with the grammar of the output, and the format to parse it by."""
+    def _prepare_completion(
+        self, body: CompletionBody, context: RequestContext
+    ) -> tuple[list[list[GenerateRequest]], list[str]]:
+        """Return the requests of each prompt, and the text that an echo shows. For a thread: it may take long."""
+        params = self._params(body)
+        prompts, texts = self._tokenize_prompts(body)
+        return self._requests(prompts, params, body, context), texts
+
+    def _prepare_chat(
+        self, body: ChatBody, context: RequestContext
+    ) -> tuple[list[list[GenerateRequest]], OutputFormat]:
+        """Return the requests, with the grammar of the output, and the format to parse it by. For a thread."""
         params = self._params(body)
         text = self._render_chat(body.messages, body.offered_tools, body)
         prompt = self._tokenizer.encode_prompt(text, self.info.max_model_len, add_special_tokens=False)
         thinking = self._format.thinking(body, text)
         grammar = self._format.structured_outputs(body, thinking, params.structured_outputs, self._tokens)
         params = msgspec.structs.replace(params, structured_outputs=grammar)
-        return prompt, params, self._format.output_format(body, thinking)
+        return self._requests([prompt], params, body, context), self._format.output_format(body, thinking)
 
     def _render_chat(self, messages: list[Message], tools: list[Tool], body: TemplateBody) -> str:
         """Return the prompt."""
@@ -199,9 +209,9 @@ class ServedModel:
         bad_words = self._tokenizer.bad_words_token_ids(params.bad_words)
         return msgspec.structs.replace(params, bad_words_token_ids=bad_words)
 
-    def _generation(
+    def _requests(
         self, prompts: list[list[int]], params: SamplingParams, body: GenerationBody, context: RequestContext
-    ) -> Generation:
+    ) -> list[list[GenerateRequest]]:
         for prompt in prompts:
             if not prompt:
                 raise InvalidParameter("prompt", "", "a text of at least one token")
@@ -212,12 +222,13 @@ class ServedModel:
         timeout_s = min(context.timeout_s or self.info.request_timeout_s, self.info.request_timeout_s)
         # a client may use one id twice; engines must never see two live requests of one id
         request_id = f"{context.response_id}-{secrets.token_hex(4)}"
-        requests = [
+        sequences = [params.sequence(j) for j in range(body.n)]
+        return [
             [
                 GenerateRequest(
                     request_id=f"{request_id}-{i * body.n + j}",
                     prompt=prompt,
-                    params=params.sequence(j),
+                    params=sequence,
                     reply_to=self._frontend.channel.address,
                     timeout_s=timeout_s,
                     priority=body.priority,
@@ -225,8 +236,7 @@ class ServedModel:
                     session_id=context.session_id,
                     model=self.info.identity,
                 )
-                for j in range(body.n)
+                for j, sequence in enumerate(sequences)
             ]
             for i, prompt in enumerate(prompts)
         ]
-        return Generation(self._frontend, requests, context.client)

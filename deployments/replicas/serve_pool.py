@@ -134,8 +134,8 @@ def _translate(error: Exception) -> ServingError:
     if isinstance(error, ServingError):
         return error
     if isinstance(error, BackPressureError):
-        return Overloaded("all replicas are busy and their queues are full")
+        return Overloaded("all replicas are busy and their queues are full; send the request again later")
     if isinstance(error, TaskCancelledError):
-        return EngineUnavailable("the replica is shutting down")
+        return EngineUnavailable("the replica is shutting down; send the request again")
     logger.warning("call to a replica failed: %r", error)
     return EngineUnavailable("the replica that was to run this request is gone; send the request again")

@@ -90,6 +90,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def sequence(self, index: int) -> SamplingParams:
         """Return the parameters of one of the `n` sequences; equal seeds would make them all the same."""
+        if self.n == 1:
+            return self
         # signed 64-bit integers wrap around
         seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
         return msgspec.structs.replace(self, n=1, seed=seed)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
-from ray.serve._private.haproxy import BackendConfig
+from ray.serve._private.haproxy import BackendConfig, ServerConfig
 
 from tests.cluster.haproxy_process import needs_haproxy, running
-from tests.serve.serve_run import wait_until
+from tests.deployments.openai.bad_requests import Bad
+from tests.serve.serve_run import free_port, wait_until
 
 pytestmark = needs_haproxy
 
@@ -16,12 +20,62 @@ pytestmark = needs_haproxy
 def test_haproxy_that_knows_no_application_yet_asks_clients_to_try_again():
     with running({}) as (url, _, _):
         answer = httpx.post(f"{url}/v1/completions", json={})
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        Bad("/", b"", status=503).check(answer)
+        assert answer.headers["retry-after"] == "1"
 
 
 def test_haproxy_that_knows_an_application_answers_404_to_other_paths():
     with running({"a": BackendConfig(name="http-a", path_prefix="/a", app_name="a")}) as (url, _, _):
-        assert httpx.get(f"{url}/b").status_code == 404
+        Bad("/b", b"", status=404).check(httpx.get(f"{url}/b"))
+
+
+def test_request_that_ingresses_do_not_answer_gets_the_right_status_in_openai_s_shape():
+    ingresses: dict[str, Callable[[socket.socket], object] | None] = {
+        "ends": lambda connection: connection.close(),
+        "hangs": lambda connection: list(iter(lambda: connection.recv(1000), b"")),
+        "gone": None,
+    }
+    with ExitStack() as stack:
+        ports = {name: stack.enter_context(ingress_that(answer)) for name, answer in ingresses.items()}
+        (url, _, _) = stack.enter_context(running({name: application(name, port) for name, port in ports.items()}))
+        for name, status, headers in (
+            ("ends", 502, {}),
+            ("hangs", 504, {"x-should-retry": "false"}),
+            ("gone", 503, {"retry-after": "1"}),
+        ):
+            answer = httpx.post(f"{url}/{name}/v1/completions", json={}, timeout=20)
+            Bad(name, b"", status=status).check(answer)
+            assert headers.items() <= dict(answer.headers).items()
+
+
+def application(name: str, port: int) -> BackendConfig:
+    server = ServerConfig(name=f"server-{name}", host="127.0.0.1", port=port)
+    return BackendConfig(name=name, path_prefix=f"/{name}", app_name=name, servers=[server], timeout_server_s=1)
+
+
+@contextmanager
+def ingress_that(answer: Callable[[socket.socket], object] | None) -> Iterator[int]:
+    """Its port. It is healthy. answer: to a request; None for one that is gone."""
+    if answer is None:
+        yield free_port()
+        return
+
+    def serve() -> None:
+        with suppress(OSError):  # at the end
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    if b"healthz" in connection.recv(1000):
+                        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+                    else:
+                        answer(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(20)
 
 
 def test_haproxy_whose_manager_is_killed_lets_go_of_its_port_and_finishes_what_it_has():

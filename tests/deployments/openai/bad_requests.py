@@ -11,7 +11,13 @@ import httpx
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 HELLO = [{"role": "user", "content": "hello"}]
 JSON = {"Content-Type": "application/json"}
-TYPES = {401: "authentication_error", 404: "not_found_error"}  # of errors by status; of all others it is:
+TYPES = {  # of errors by status; of all others it is TYPE
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    **dict.fromkeys((502, 503), "service_unavailable_error"),
+    504: "timeout_error",
+}
 TYPE = "invalid_request_error"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 

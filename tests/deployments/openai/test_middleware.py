@@ -3,15 +3,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from httpx import ASGITransport, AsyncClient
 
+from cluster import haproxy
 from deployments.frontend.api_keys import hash_key
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.app import openai_app
-from deployments.openai.middleware import AuthConfig
+from deployments.openai.middleware import AuthConfig, around_serve
 from engine.errors import ConfigError
 from tests.deployments.fake_api import fake_api, until
 from tests.deployments.openai.bad_requests import BAD, Bad
@@ -184,3 +187,24 @@ def test_slash_at_the_end_is_no_redirect_and_no_model():
             Bad("/health/", b"", status=404, method="GET").check(await api.client.get("/health/"))
 
     run(scenario())
+
+
+@pytest.mark.parametrize("header", ["x-request-id", "x-session-id", "user-agent", "traceparent"])
+def test_header_that_is_no_text_is_refused_before_serve_would_decode_it(header):
+    async def scenario() -> None:
+        async with fake_api() as api:
+            (around,) = around_serve()
+            app = around.cls(openai_app({"fake": api.model}, api.telemetry), *around.args, **around.kwargs)
+            async with AsyncClient(transport=ASGITransport(app), base_url="http://fake") as client:
+                for value in (b"\xff", b"a\xe9b", b"\xed\xa0\x80"):
+                    response = await client.get("/version", headers={header: value})
+                    Bad("/version", b"", header).check(response)
+                for value in (b"abc", "é".encode()):
+                    assert (await client.get("/version", headers={header: value})).status_code == 200
+
+    run(scenario())
+
+
+def test_the_middleware_around_serve_is_found_under_the_name_that_serve_is_given():
+    module, _, name = haproxy.FRONT["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"].partition(":")
+    assert getattr(import_module(module), name) is around_serve

@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, RequestCancelledError
 
 from deployments.replicas.serve_pool import _answer
@@ -56,6 +56,24 @@ def test_the_router_is_told_how_a_call_ended(error, told):
 def test_lost_call_may_be_tried_elsewhere(error):
     assert isinstance(outcome(error), EngineUnavailable)
     assert outcome(error).retryable
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("NoExtensionBias"),
+        ReplicaUnavailableError("the replica died: ZMQError"),
+        TaskCancelledError(),
+        BackPressureError(1, 1),
+        RayTaskError("generate", "a traceback", KeyError("private")).as_instanceof_cause(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_message_says_what_the_client_can_do_and_nothing_of_the_server(error):
+    message = str(outcome(error))
+    assert "send the request again" in message
+    for internal in ("NoExtensionBias", "ZMQError", "traceback", "private", "Error"):
+        assert internal not in message
 
 
 def test_error_that_the_replica_raised_on_purpose_keeps_its_type():

@@ -11,6 +11,7 @@ import openai
 import psutil
 import pytest
 
+from tests.deployments.openai.bad_requests import Bad
 from tests.serve.haproxy.clients import ALICE, KEYS
 from tests.serve.serve_run import ServeRun, wait_until
 
@@ -52,6 +53,17 @@ def test_errors_keep_their_status_and_shape(server):
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "max_tokens"
     assert httpx.get(f"{server.url}/nowhere", headers=ALICE).status_code == 404
+
+
+def test_headers_that_are_no_text_are_refused(server):
+    for header in ("x-request-id", "x-session-id", "user-agent"):
+        answer = httpx.get(f"{server.url}/v1/models", headers=[*ALICE.items(), (header, b"a\xff")])
+        Bad("/v1/models", b"", header).check(answer)
+
+
+def test_path_with_a_slash_too_many_is_an_error_and_no_redirect(server):
+    for path in ("/v1/completions/", "//v1/completions", "/v1//completions", "/v1/chat/completions/"):
+        Bad(path, b"", status=404).check(httpx.post(f"{server.url}{path}", json={}, headers=ALICE))
 
 
 def wait_for_metric(server: ServeRun, line: str) -> None:

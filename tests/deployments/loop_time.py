@@ -1,0 +1,37 @@
+"""How long an event loop takes for a turn, in which no other request of an ingress goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class LongestTurn:
+    cpu_s: float = 0.0
+
+
+@contextmanager
+def longest_turn() -> Iterator[LongestTurn]:
+    """All callbacks that were ready at once, in CPU time of their thread: other processes change the clock's, not this.
+    Python's garbage collector waits meanwhile: what it walks through is mostly the test suite's."""
+    longest, original = LongestTurn(), asyncio.BaseEventLoop._run_once  # type: ignore[attr-defined]
+
+    def timed(loop: asyncio.BaseEventLoop) -> None:
+        started = time.thread_time()
+        try:
+            original(loop)
+        finally:
+            longest.cpu_s = max(longest.cpu_s, time.thread_time() - started)
+
+    asyncio.BaseEventLoop._run_once = timed  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        yield longest
+    finally:
+        gc.enable()
+        asyncio.BaseEventLoop._run_once = original  # type: ignore[attr-defined]
