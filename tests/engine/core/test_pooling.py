@@ -37,15 +37,17 @@ def core(request, folder):
 class Outputs:
     """What came of each request."""
 
-    def __init__(self, core: EngineCore):
-        self.core = core
+    def __init__(self, core: EngineCore, salt: str = ""):
+        self.core, self.salt = core, salt
         self.tokens: dict[str, list[int]] = {}
         self.last: dict[str, TokenDelta] = {}
 
     def add(self, name: str) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-        message = GenerateRequest(request_id=name, prompt=PROMPTS[name], params=params, pooling=POOLING.get(name))
-        self.core.add(message)
+        pooling = POOLING.get(name)
+        self.core.add(
+            GenerateRequest(request_id=name, prompt=PROMPTS[name], params=params, pooling=pooling, cache_salt=self.salt)
+        )
         self.tokens[name] = []
 
     def step(self) -> None:
@@ -65,7 +67,7 @@ class Outputs:
 
 
 def alone(core: EngineCore) -> Outputs:
-    outputs = Outputs(core)
+    outputs = Outputs(core, "not to be found in the cache by others")
     for name in PROMPTS:
         outputs.add(name)
         outputs.go()
