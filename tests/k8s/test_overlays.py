@@ -202,7 +202,7 @@ def test_ray_pods_of_an_overlay_are_told_of_what_they_have(overlay):
             continue
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
         assert float(ray.get("num-gpus", gpus)) == gpus
-        assert float(ray.get("num-cpus", 0)) <= quantity(resources["requests"]["cpu"])
+        assert float(ray.get("num-cpus", 0)) <= quantity(resources["requests"]["cpu"], "cpu")
         if gpus:
             assert "nvidia.com/gpu" in [toleration["key"] for toleration in pod["tolerations"]]
             assert pod["nodeSelector"] and labels["ray.io/accelerator-type"]

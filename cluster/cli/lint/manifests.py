@@ -58,11 +58,11 @@ def _text(path: Path) -> str:
     return done.stdout
 
 
-def quantity(value: Any) -> float:
-    """Read an amount as Kubernetes writes it: `500m` cores, `16Gi` bytes, `1e10`. Raises ConfigError."""
+def quantity(value: Any, name: str) -> float:
+    """Read an amount as Kubernetes writes it: `500m` cores, `16Gi` bytes, `1e10`. Raises ConfigError, with `name`."""
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?([a-zA-Z]*)", str(value))
     if found is None or found[3] not in UNITS or (found[2] and found[3]):
-        raise ConfigError("quantity", value, "a number with or without a unit, as 8, 500m, 16Gi or 1e10")
+        raise ConfigError(name, value, "a number with or without a unit, as 8, 500m, 16Gi or 1e10")
     return float(found[1] + (found[2] or "")) * UNITS[found[3]]
 
 
@@ -131,7 +131,8 @@ class Group:
         gpus = given.get("GPU", given.get("num-gpus", has.get("nvidia.com/gpu", 0)))
         kind = labels.get("ray.io/accelerator-type")
         card = {} if kind is None else {f"accelerator_type:{kind}": 1.0}
-        return Node({"CPU": quantity(cpus), "GPU": quantity(gpus), **card}, labels)
+        resources = {"CPU": quantity(cpus, f"{self.where}: CPUs"), "GPU": quantity(gpus, f"{self.where}: GPUs")}
+        return Node(resources | card, labels)
 
 
 class Service:
@@ -149,7 +150,11 @@ class Service:
         self.groups = [Group(f"{self.name}, {name}", spec, maps) for name, spec in specs]
 
     def of_kind(self, kind: str) -> Iterator[Manifest]:
-        return (manifest for manifest in self._manifests if manifest["kind"] == kind)
+        """Yield those in the namespace of the RayService, or in none that is given."""
+        namespace = self.metadata.get("namespace")
+        for manifest in self._manifests:
+            if manifest["kind"] == kind and manifest["metadata"].get("namespace", namespace) in (namespace, None):
+                yield manifest
 
     @property
     def autoscales(self) -> bool:

@@ -80,7 +80,7 @@ def monitors(service: Service) -> Iterator[Finding]:
         for endpoint in monitor["spec"].get("podMetricsEndpoints") or []:
             port = endpoint.get("port")
             scraped = [group for group in groups if port in group.ports]
-            if not scraped:
+            if groups and port and not scraped:
                 yield Finding("monitors", where, f"no pod that it selects has a port {port!r}")
             pods = sum(service.max_pods(group) for group in scraped if group.ports[port] == service.port)
             if pods > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -67,8 +68,9 @@ def memory(service: Service) -> Iterator[Finding]:
     """Ray's object store is in /dev/shm, which counts as memory of the container."""
     for group in service.groups:
         limits = (group.main.get("resources") or {}).get("limits") or {}
-        store = quantity(group.start_params.get("object-store-memory", 0))
-        if "memory" in limits and (limit := quantity(limits["memory"])) < store + RAY_GIB * GIB:
+        store = quantity(group.start_params.get("object-store-memory", 0), f"{group.where}: object-store-memory")
+        limit = quantity(limits["memory"], f"{group.where}: limits.memory") if "memory" in limits else math.inf
+        if limit < store + RAY_GIB * GIB:
             message = f"memory must be at least object-store-memory and {RAY_GIB:g} GiB for Ray itself"
             yield Finding("memory", group.where, f"{message} ({store / GIB + RAY_GIB:.2f} GiB), got {limit / GIB:.2f}")
         if (size := _shared_memory(group)) is not None and size < store:
@@ -122,7 +124,7 @@ def _shared_memory(group: Group) -> float | None:
     mounted = {mount["name"] for mount in group.main.get("volumeMounts") or [] if mount["mountPath"] == "/dev/shm"}
     for volume in group.pod.get("volumes") or []:
         if volume["name"] in mounted and "sizeLimit" in (volume.get("emptyDir") or {}):
-            return quantity(volume["emptyDir"]["sizeLimit"])
+            return quantity(volume["emptyDir"]["sizeLimit"], f"{group.where}: sizeLimit of /dev/shm")
     return None
 
 

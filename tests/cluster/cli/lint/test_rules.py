@@ -114,13 +114,30 @@ def test_pods_that_no_policy_selects_are_open_to_all():
     ],
 )
 def test_quantities_are_read_as_kubernetes_writes_them(text, number):
-    assert quantity(text) == pytest.approx(number)
+    assert quantity(text, "memory") == pytest.approx(number)
 
 
 @pytest.mark.parametrize("text", ["", "Gi", "1X", "1e3Gi", "-"])
 def test_a_quantity_that_kubernetes_would_refuse_is_named(text):
-    with pytest.raises(ConfigError, match="quantity must be a number"):
-        quantity(text)
+    with pytest.raises(ConfigError, match="memory must be a number"):
+        quantity(text, "memory")
+
+
+def test_manifests_of_other_namespaces_and_monitors_of_other_pods_do_not_count():
+    service, *others = Deployed().manifests()
+    service["metadata"]["namespace"] = "manta"
+    monitor = {"selector": {"matchLabels": {"app": "other"}}, "podMetricsEndpoints": [{"port": "http"}]}
+    others += [
+        {"kind": "PodMonitor", "metadata": {"name": "other"}, "spec": monitor},
+        {
+            "kind": "NetworkPolicy",
+            "metadata": {"name": "other", "namespace": "other"},
+            "spec": {"podSelector": {}, "policyTypes": ["Egress"]},
+        },
+    ]
+    assert findings([service, *others]) == []
+    del others[-1]["metadata"]["namespace"]
+    assert {finding.rule for finding in findings([service, *others])} == {"cut-off"}
 
 
 @pytest.mark.parametrize(
