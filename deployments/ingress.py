@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import msgspec
 import ray
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
@@ -25,12 +29,15 @@ from deployments.openai.middleware import AuthConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.scaling_report import queue_report
 from deployments.replicas.serve_pool import ServePool
+from engine.errors import ServingError
 from engine.text.tokenizer import Tokenizer
 from placement.console_log import LogConfig, log_to_console
 
 logger = logging.getLogger(__name__)
 
 PEERS_TIMEOUT_S = 3.0
+READY_INTERVAL_S = 0.5  # between two looks at whether a request would be answered
+READY_TIMEOUT_S = 5.0  # of each
 
 
 class IngressPeers:
@@ -82,7 +89,7 @@ class Ingress:
         }
         for info, pool in zip(infos, engines, strict=True):
             self._telemetry.stats.model(info.name).routing = pool.routing
-        self._task = asyncio.create_task(self._channel.run())
+        self._tasks = [asyncio.create_task(self._channel.run()), asyncio.create_task(self._tell_when_ready())]
         logger.info("ingress ready startup_s=%.1f", time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # called by Serve after the constructor
@@ -103,7 +110,33 @@ class Ingress:
         """Return what this ingress knows of a request (SequenceTimeline.is_of): list[SequenceTimeline], in msgpack."""
         return msgspec.msgpack.encode(self._telemetry.timelines.of(name))
 
+    async def _tell_when_ready(self) -> None:
+        """Log `ready` once a client's request would be answered: `serve run` itself never says that."""
+        while (endpoint := await self._ready_endpoint()) is None:
+            await asyncio.sleep(READY_INTERVAL_S)
+        seconds = time.time() - endpoint.deployed_at
+        logger.info("ready address=%s models=%s seconds=%.1f", endpoint.url, ",".join(self._models), seconds)
+
+    async def _ready_endpoint(self) -> ray_compat.HttpEndpoint | None:
+        try:
+            endpoint = await asyncio.to_thread(ray_compat.http_endpoint, serve.get_replica_context().app_name)
+            if endpoint.is_local:
+                await asyncio.to_thread(_get_health, endpoint.url)
+            else:  # the port may be on the loopback interface of another node
+                await asyncio.gather(*(model.check_health() for model in self._models.values()))
+        except (OSError, HTTPException, RayError, RayServeException, ServingError):
+            return None
+        return endpoint
+
     async def __del__(self) -> None:
         """Serve calls this after the last request, when it removes the replica."""
-        self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
         await asyncio.to_thread(self._telemetry.close)
+
+
+def _get_health(url: str) -> None:
+    """Raises OSError or HTTPException if the application does not answer there with 200."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(f"{url}/health", timeout=READY_TIMEOUT_S):
+        pass

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
 from ray.serve._private.common import RequestMetadata
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter
 
@@ -34,6 +35,15 @@ class CallRouter(RequestRouter):
         """Serve's own looks up the id that all calls of one HTTP request share: the second would wait for ever."""
         waiting = self._pending_requests_to_fulfill
         return next((p for p in waiting if p.metadata is request_metadata and not p.future.done()), None)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpEndpoint:
+    """Where clients reach an application."""
+
+    url: str  #: as the configuration names it
+    is_local: bool  #: this node has a proxy
+    deployed_at: float  #: in seconds since 1970
 
 
 def end_serve_run(reason: str) -> None:
@@ -65,6 +75,19 @@ def deployed_applications() -> list[dict[str, Any]]:
     applications = client.get_serve_details()["applications"].values()
     configs = [application.get("deployed_app_config") for application in applications]
     return [config for config in configs if config is not None]
+
+
+def http_endpoint(application: str) -> HttpEndpoint:
+    """Return where an application is served. Blocks for calls to Serve's controller. Raises RayError or
+    RayServeException."""
+    client = serve.context._get_global_client()
+    details = client.get_serve_details()
+    status = details["applications"].get(application)
+    if status is None:
+        raise RayServeException(f"there is no application {application!r}")
+    url = f"{client.root_url}{status['route_prefix'] or ''}".rstrip("/")
+    node = ray.get_runtime_context().get_node_id()
+    return HttpEndpoint(url, node in details["proxies"], status["last_deployed_time_s"])
 
 
 def remember_that_a_model_is_up() -> None:

@@ -9,22 +9,20 @@ one's fraction.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from deployments.frontend.availability import Availability
 from deployments.frontend.fair_queue import FairQueue, QueuedRequest
 from deployments.observability.stats import ModelStats
 from deployments.replicas.pools import EnginePool
 from engine.errors import EngineUnavailable, Overloaded, RequestTimeout
 from engine.wire.messages import EngineStatus
 
-logger = logging.getLogger(__name__)
-
-POLL_INTERVAL_S = 1.0  # between two polls of the engines, while they have work from here
+POLL_INTERVAL_S = 1.0  # between two polls of the engines, while they have work from here or are down
 CROWDED = 0.8  # fraction of KV blocks in use above which waiting requests are taken to wait for blocks
 MAX_DURATIONS = 64  # of the newest requests, averaged for Retry-After
 MAX_RETRY_AFTER_S = 60.0
@@ -49,8 +47,8 @@ class AdmissionLimits:
 class Admission:
     """Lets the requests of one model wait until the engines have capacity for them."""
 
-    def __init__(self, pool: EnginePool, limits: AdmissionLimits, stats: ModelStats):
-        self.stats = stats
+    def __init__(self, pool: EnginePool, limits: AdmissionLimits, stats: ModelStats, availability: Availability):
+        self.stats, self.availability = stats, availability
         self._pool, self._limits = pool, limits
         window = _per_ingress(limits.num_engines * _engine_capacity(limits), limits)
         self._queue = FairQueue(window, limits.max_waiting, limits.max_waiting_tokens)
@@ -117,14 +115,18 @@ class Admission:
             self._watch = asyncio.create_task(self._watch_engines())
 
     async def _watch_engines(self) -> None:
-        """Adjust the window to what the engines report, as long as they work for this ingress."""
-        while self._queue.num_running:
+        """Adjust the window to what the engines report, as long as they work for this ingress.
+
+        While they are down, go on although nobody waits any more, unless it is because nobody does that they are down.
+        """
+        while self._queue.num_running or (self.availability.is_down and not await self._pool.asleep()):
             await asyncio.sleep(POLL_INTERVAL_S)
             try:
                 statuses = await self._pool.statuses()
-            except EngineUnavailable as error:  # the window stays; whoever is sent there will be told
-                logger.warning("no status of the engines: %s", error)
+            except EngineUnavailable:  # the window stays; whoever is sent there will be told
+                self.availability.report_down()
                 continue
+            self.availability.report_up()
             self._queue.window = window(statuses, self._limits)
             self._start()
 

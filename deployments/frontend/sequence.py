@@ -126,7 +126,9 @@ class Sequence:
         self.index = index
         self.finished = False
         self.retry = RetryState(request, frontend.max_replays, time.monotonic())
-        self.metrics = SequenceMetrics(request, http, frontend.model, frontend.stats, frontend.timelines)
+        self.metrics = SequenceMetrics(
+            request, http, frontend.model, frontend.stats, frontend.timelines, frontend.admission.availability
+        )
         self._text = TextStream(request.params, frontend.tokenizer, index)
         self._channel, self._pool, self._stats = frontend.channel, frontend.pool, frontend.stats
         self._usage, self._counts_cached = usage, first

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from deployments.frontend.availability import Availability
 from deployments.observability.stats import ModelStats
 from deployments.observability.telemetry import HttpRequest
 from deployments.observability.timeline import MAX_EVENTS, RequestTimelines, SequenceTimeline
@@ -23,10 +24,17 @@ class SequenceMetrics:
     """Measures a sequence from when its prompt is ready until it has ended for the client."""
 
     def __init__(
-        self, request: GenerateRequest, http: HttpRequest, model: str, stats: ModelStats, timelines: RequestTimelines
+        self,
+        request: GenerateRequest,
+        http: HttpRequest,
+        model: str,
+        stats: ModelStats,
+        timelines: RequestTimelines,
+        availability: Availability,
     ):
         self.answered = False  #: a token of the present attempt has come
         self._http, self._stats, self._timelines = http, stats, timelines
+        self._availability = availability
         self._timeline = SequenceTimeline(
             request_id=request.request_id,
             model=model,
@@ -89,7 +97,10 @@ class SequenceMetrics:
         timeline.preemptions += delta.num_preemptions
 
     def ended(self, reason: Reason, error: Exception | None = None) -> None:
-        """The sequence has ended, as the client sees it. `refused` counts as no end. Only the first call matters."""
+        """The sequence has ended, as the client sees it. `refused` counts as no end. Only the first call matters.
+
+        While the model is starting, clients that find out by trying are told of at the level `debug` only.
+        """
         now, timeline = time.monotonic(), self._timeline
         if timeline.state == "ended":
             return
@@ -102,7 +113,9 @@ class SequenceMetrics:
         if reason in ("stop", "length"):
             self._stats.histograms["e2e_request_latency_seconds"].observe(timeline.seconds)
         trace = self._http.trace
-        logger.info(
+        starting = timeline.first_token_s is None and not self._availability.was_up
+        logger.log(
+            logging.DEBUG if starting else logging.INFO,
             "request ended request_id=%s model=%s reason=%s prompt_tokens=%d cached_tokens=%d output_tokens=%d "
             "queue_s=%s prefill_s=%s first_token_s=%s seconds=%.3f trace_id=%s",
             timeline.request_id,
@@ -118,7 +131,8 @@ class SequenceMetrics:
             None if trace is None else trace.trace_id,
         )
         if error is not None:
-            logger.warning("request failed request_id=%s error=%s", timeline.request_id, error)
+            level = logging.DEBUG if starting else logging.WARNING
+            logger.log(level, "request failed request_id=%s error=%s", timeline.request_id, error)
         if trace is not None:
             trace.sequence(timeline, self._times)
 

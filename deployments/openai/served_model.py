@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from deployments.frontend.admission import Admission, AdmissionLimits
+from deployments.frontend.availability import Availability
 from deployments.frontend.generation import Generation
 from deployments.frontend.sequence import Frontend
 from deployments.frontend.token_channel import TokenChannel
@@ -80,7 +81,7 @@ class ServedModel:
         self.info = info
         self.pool = pool
         stats = telemetry.stats.model(info.name)
-        self.admission = Admission(pool, info.admission, stats)
+        self.admission = Admission(pool, info.admission, stats, Availability(info.name))
         self._tokenizer = tokenizer
         self._format = ChatFormat.of(tokenizer, info.tool_call_parser, info.reasoning_parser)
         self._tokens = VisibleMarkers(tokenizer, self._format.markers)
@@ -107,6 +108,7 @@ class ServedModel:
         """Raise EngineUnavailable if no replica is healthy, unless the model is scaled to zero."""
         try:
             await self.pool.statuses()
+            self.admission.availability.report_up()
         except EngineUnavailable:
             if not await self.pool.asleep():
                 raise

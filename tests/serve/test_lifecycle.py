@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -12,6 +15,25 @@ from cluster.autoscaling.slo import POLICY
 from tests.serve.serve_run import ServeRun, wait_until
 
 pytestmark = pytest.mark.serve
+
+
+@contextmanager
+def impatient_client(url: str) -> Iterator[None]:
+    """Finds out by trying whether a server is there, and gives each try a second."""
+    left = threading.Event()
+
+    def ask() -> None:
+        while not left.wait(0.1):
+            with suppress(httpx.TransportError):
+                httpx.post(f"{url}/v1/completions", json={"prompt": "The", "max_tokens": 2}, timeout=1)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        thread.join()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +68,11 @@ def test_change_that_cannot_be_made_leaves_serve_run_to_be_changed_again(tmp_pat
 
     server = ServeRun(tmp_path, models())
     try:
-        server.wait_until_healthy()
+        with impatient_client(server.url):
+            server.wait_for_line(f" ready address={server.url} models=tiny seconds=")
+        started = "".join(server.log).partition(" ready address=")[0]
+        assert "reason=abort" not in started and started.count("no replica is up") <= 1, started
+        assert answers()
         server.put(models(block_sise=16))
         wait_until(lambda: server.status() == "DEPLOY_FAILED", timeout_s=60)
         assert answers(), "what the builder refuses changes nothing"

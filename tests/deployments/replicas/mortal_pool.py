@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from deployments.frontend.admission import Admission, AdmissionLimits
+from deployments.frontend.availability import Availability
 from deployments.frontend.generation import Generation
 from deployments.frontend.sequence import Frontend, Usage
 from deployments.frontend.token_channel import TokenChannel
@@ -182,7 +183,7 @@ class Ingress:
             tokenizer=tokenizer(),
             channel=self.channel,
             pool=pool,
-            admission=Admission(pool, LIMITS, self.stats),
+            admission=Admission(pool, LIMITS, self.stats, Availability("mortal")),
             stats=self.stats,
             timelines=self.timelines,
             max_replays=max_replays,

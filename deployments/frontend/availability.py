@@ -1,0 +1,33 @@
+"""Whether a model has a healthy replica, as one ingress last heard."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+logger = logging.getLogger(__name__)
+
+
+class Availability:
+    """Logs each change once, however often it is reported."""
+
+    def __init__(self, model: str):
+        self.was_up = False
+        """There has been a healthy replica. Until then the model is still starting."""
+        self._model = model
+        self._down_since: float | None = None
+
+    @property
+    def is_down(self) -> bool:
+        """A request has waited in vain for a replica, and none has been seen since."""
+        return self._down_since is not None
+
+    def report_up(self) -> None:
+        if self._down_since is not None:
+            logger.info("a replica is up model=%s after_s=%.1f", self._model, time.monotonic() - self._down_since)
+        self.was_up, self._down_since = True, None
+
+    def report_down(self) -> None:
+        if self._down_since is None:
+            self._down_since = time.monotonic()
+            logger.warning("no replica is up%s, requests wait model=%s", "" if self.was_up else " yet", self._model)
