@@ -19,7 +19,7 @@ ServingError
 └── StartupError              (exit code 1) the engine cannot start as configured
     ├── ConfigError                one key of the configuration is wrong
     ├── ModelFolderError           folder missing, or without what a model needs
-    ├── UnsupportedArchitecture    names the architectures that are supported
+    ├── UnsupportedArchitecture    says what the architecture needs and what is missing
     ├── OutOfMemory                too little memory, with the numbers and what to change
     └── RendezvousTimeout          ranks of one model did not find each other: names the missing ones
 
@@ -257,13 +257,13 @@ class ModelFolderError(StartupError):
 
 
 class UnsupportedArchitecture(StartupError):
-    """The model's architecture is not in engine/model/families.py."""
+    """Neither a native family nor transformers' own code can compute the model's architecture here, and why."""
 
-    def __init__(self, architecture: str, supported: list[str]):
-        super().__init__(architecture, supported)
+    def __init__(self, architecture: str, reason: str):
+        super().__init__(architecture, reason)
 
     def __str__(self) -> str:
-        return f"architecture {self.args[0]!r} is not supported; supported: {', '.join(self.args[1])}"
+        return f"architecture {self.args[0]!r} is not supported: {self.args[1]} (`manta models` lists what is)"
 
 
 class OutOfMemory(StartupError):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from engine.errors import ConfigError, ModelFolderError
-from engine.model.families import Family, Head, find_family, head_of
+from engine.model.families import Family, Head, find_family, head_of, text_part
 from engine.model.folder import eos_token_ids, read_json, stored_dtype
 from engine.model.pooling_config import PoolingConfig, PoolingType
 from engine.model.quantization.unsupported import UnsupportedScheme
@@ -113,18 +113,25 @@ class ModelConfig:
     encoder: EncoderConfig | None = None
     head: Head = "lm"
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
+    transformers: str = ""
+    """config.json, if transformers' own code computes the model (engine/model/transformers_backend); `rope` is then
+    empty, and what is said about biases, norms and experts does not count. Empty for a native family."""
 
     @classmethod
-    def from_folder(cls, folder: Path, quantization: str | None = None) -> ModelConfig:
+    def from_folder(
+        cls, folder: Path, quantization: str | None = None, max_model_len: int | None = None
+    ) -> ModelConfig:
         """quantization: `fp8` to round the weights as they are loaded.
 
         Raises UnsupportedArchitecture, ModelFolderError that names the field of config.json, or ConfigError.
         """
-        raw = read_json(folder, "config.json")
-        architecture = (raw.get("architectures") or ["none"])[0]
+        architecture, raw = text_part(read_json(folder, "config.json"))
         family = find_family(architecture)
         try:
-            cfg = _parse(architecture, family, family.fields(raw), _dtype(raw, folder), eos_token_ids(folder))
+            if family is not None:
+                cfg = _parse(architecture, family, family.fields(raw), _dtype(raw, folder), eos_token_ids(folder))
+            else:
+                cfg = _from_transformers(raw, _dtype(raw, folder), eos_token_ids(folder), max_model_len)
             cfg = replace(cfg, pooling=PoolingConfig.from_folder(folder, _default_pooling(cfg, raw)))
         except KeyError as e:
             raise ModelFolderError(str(folder), f"config.json has no {e.args[0]!r}") from e
@@ -216,6 +223,26 @@ def _dtype(raw: Fields, folder: Path) -> str:
     """The data type that config.json names, or else that of the weights, if there are any."""
     named = raw.get("dtype") or raw.get("torch_dtype") or "auto"
     return _one_of("dtype", (stored_dtype(folder) or "float32") if named == "auto" else named, tuple(DTYPES))
+
+
+def _from_transformers(raw: Fields, dtype: str, eos: frozenset[int], max_model_len: int | None) -> ModelConfig:
+    """The second way, for an architecture that is not in families.py."""
+    from engine.model.auto_config import read
+
+    fields = read(raw, max_model_len)
+    return ModelConfig(
+        **fields,
+        dtype=dtype,
+        attention_scale=fields["head_dim"] ** -0.5,
+        rms_norm_eps=0.0,
+        rope=(),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        eos_token_ids=eos,
+        moe=None,
+        quantization=_quantization(raw | {"tie_word_embeddings": fields["tie_word_embeddings"]}),
+    )
 
 
 def _parse(architecture: str, family: Family, raw: Fields, dtype: str, eos: frozenset[int]) -> ModelConfig:

@@ -37,6 +37,13 @@ class Family:
         return self.defaults | own
 
 
+# Models whose text part is one of FAMILIES; of the rest of such a model nothing is read.
+TEXT_TOWERS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+}
 LLAMA, QWEN3 = "llama.LlamaForCausalLM", "qwen3.Qwen3ForCausalLM"
 QWEN_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 FAMILIES: dict[str, Family] = {
@@ -67,7 +74,8 @@ FAMILIES: dict[str, Family] = {
             "sliding_window_pattern", "rope_local_base_freq", "use_bidirectional_attention",
         ),
         {
-            "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072, "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
             "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
             "hidden_activation": "gelu_pytorch_tanh",
         },
@@ -96,6 +104,7 @@ ENCODERS: dict[str, Family] = {
 # What comes behind the hidden states: next tokens, a score, or nothing.
 Head = Literal["lm", "score", "none"]
 HEADS: dict[str, Head] = {
+    "LMHeadModel": "lm",
     "ForSequenceClassification": "score",
     "ForMaskedLM": "none",
     "TextModel": "none",
@@ -103,17 +112,37 @@ HEADS: dict[str, Head] = {
 }
 
 
-def find_family(architecture: str) -> Family:
-    """Look up an architecture, which may be a family's base model, or that with a score head. Raises
-    UnsupportedArchitecture."""
+def find_family(architecture: str) -> Family | None:
+    """Look up an architecture, which may be a family's base model, or that with a score head; None if transformers' own
+    code has to compute it. Raises UnsupportedArchitecture."""
     base = architecture.removesuffix(next(filter(architecture.endswith, HEADS), ""))
     for family in (FAMILIES.get(architecture), ENCODERS.get(f"{base}Model")):
         if family is not None:
             return family
-    if head_of(architecture) == "lm" or architecture.endswith("ForMaskedLM") or f"{base}ForCausalLM" not in FAMILIES:
-        raise UnsupportedArchitecture(architecture, sorted([*FAMILIES, *ENCODERS]))
+    if head_of(architecture) == "lm":
+        return None
+    if architecture.endswith("ForMaskedLM") or f"{base}ForCausalLM" not in FAMILIES:
+        reason = "embeddings and scores are computed by native families only, and none of them has it"
+        raise UnsupportedArchitecture(architecture, reason)
     return FAMILIES[f"{base}ForCausalLM"]
 
 
 def head_of(architecture: str) -> Head:
     return next((head for suffix, head in HEADS.items() if architecture.endswith(suffix)), "lm")
+
+
+def text_part(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the architecture of a model's text part, and its fields; config.json itself if it is a text model.
+
+    raw: the content of config.json. With text only, every part of a multimodal position (`mrope`) counts alike, as in
+    the ordinary rotary embedding.
+    """
+    architecture = (raw.get("architectures") or ["none"])[0]
+    if architecture not in TEXT_TOWERS:
+        return architecture, raw
+    text = {**raw, **(raw.get("text_config") or {})}
+    for key in ("rope_scaling", "rope_parameters"):
+        if (text.get(key) or {}).get("mrope_section"):
+            own = {name: value for name, value in text[key].items() if not name.startswith("mrope")}
+            text[key] = own | {name: "default" for name in ("type", "rope_type") if own.get(name) == "mrope"}
+    return TEXT_TOWERS[architecture], text

@@ -25,12 +25,10 @@ from engine.model.folder import weight_files
 from engine.model.layers.embedding import TiedLMHead
 from engine.model.models.llama import Model
 from engine.model.shard import Shard, Sharded, Shards, TensorSlice
-from engine.model.tensor_names import canonical_name
 
 logger = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-HEADS = ("lm_head.", "score.", "classifier.", "head.")  # beside the base model in a checkpoint
 COMPARED_ROWS = 4096
 # Tensors that a checkpoint may hold but that nobody needs: rotary frequencies, a copy of a tied head, shapes and
 # trivial column orders of quantized weights, and fixed scales of activations: here inputs are scaled as they
@@ -47,23 +45,28 @@ def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
     Raises ModelFolderError that names the tensors that are missing, unexpected or of a wrong shape.
     """
     started = time.monotonic()
-    files = tensors_by_file(folder)
-    if isinstance(model.lm_head, TiedLMHead) and has_own_head(files, folder):
+    files, canonical = tensors_by_file(folder), {}
+    for file, names in files.items():
+        known = {name: model.canonical_name(name) for name in names}
+        canonical |= {name: own for name, own in known.items() if own is not None}
+        files[file] = [name for name in names if name in canonical]
+    if isinstance(model.lm_head, TiedLMHead) and has_own_head(files, canonical):
         logger.warning(
             "config.json says tie_word_embeddings, but %s differs from %s: the head is not tied folder=%s",
             HEAD, EMBEDDING, folder,
         )  # fmt: skip
         model.lm_head.untie()
     shards = checkpoint_shards(model)
-    unused = zero_biases(files, set(shards)) | unused_heads(files, model, set(shards))
-    check_names(folder, set(shards), [name for names in files.values() for name in names if name not in unused])
+    unused = zero_biases(files, canonical, set(shards)) | unused_heads(canonical, model, set(shards))
+    found = [name for names in files.values() for name in names if name not in unused]
+    check_names(folder, set(shards), found, canonical)
     quiet = tp.rank > 0 or not sys.stderr.isatty()
     with Progress(console=Console(stderr=True), disable=quiet) as progress:
         bar = progress.add_task("loading weights", total=len(shards))
         for file, names in files.items():
             with safe_open(file, framework="pt") as tensors:
                 for name in names:
-                    if shard := shards.get(canonical_name(name)):
+                    if shard := shards.get(canonical[name]):
                         load_tensor(*shard, tensors.get_slice(name), name, folder)
                         progress.advance(bar)
     num_bytes = sum(target.nbytes for _, target in shards.values())
@@ -109,21 +112,14 @@ def checkpoint_shards(model: Model) -> Shards:
     for path, layer in model.named_modules():
         if isinstance(layer, Sharded):
             for name, shard in layer.shards().items():
-                shards[checkpoint_name(f"{path}.{name}", model.packed)] = shard
+                shards[model.checkpoint_name(f"{path}.{name}")] = shard
     return shards
 
 
-def checkpoint_name(name: str, packed: dict[str, tuple[str, str]]) -> str:
-    """`layers.0.self_attn.qkv_proj.q.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
-    for original, (layer, own) in packed.items():
-        name = name.replace(f".{layer}.{own}.", f".{original}.")
-    return name if name.startswith(HEADS) else f"model.{name}"
-
-
-def has_own_head(files: dict[Path, list[str]], folder: Path) -> bool:
+def has_own_head(files: dict[Path, list[str]], canonical: dict[str, str]) -> bool:
     """Whether the checkpoint holds a head that is no copy of the embedding. Every rank compares all of both, which
     are mapped and read a few rows at a time."""
-    where = {canonical_name(name): (file, name) for file, names in files.items() for name in names}
+    where = {canonical[name]: (file, name) for file, names in files.items() for name in names}
     if HEAD not in where or EMBEDDING not in where:
         return False
     (head_file, head_name), (file, name) = where[HEAD], where[EMBEDDING]
@@ -135,25 +131,23 @@ def has_own_head(files: dict[Path, list[str]], folder: Path) -> bool:
         return any(not torch.equal(*(t[i : i + COMPARED_ROWS] for t in (head, embedding))) for i in starts)
 
 
-def zero_biases(files: dict[Path, list[str]], wanted: set[str]) -> set[str]:
+def zero_biases(files: dict[Path, list[str]], canonical: dict[str, str], wanted: set[str]) -> set[str]:
     """Biases that are 0 and that the model does not have: older GPTQ checkpoints hold one for every layer."""
     found = set()
     for file, names in files.items():
-        if biases := [name for name in names if name.endswith(".bias") and canonical_name(name) not in wanted]:
+        if biases := [name for name in names if name.endswith(".bias") and canonical[name] not in wanted]:
             with safe_open(file, framework="pt") as tensors:
                 found |= {name for name in biases if not tensors.get_tensor(name).any()}
     return found
 
 
-def unused_heads(files: dict[Path, list[str]], model: Model, wanted: set[str]) -> set[str]:
+def unused_heads(canonical: dict[str, str], model: Model, wanted: set[str]) -> set[str]:
     """Tensors of heads that the checkpoint has and the model does without, such as the one of its pretraining."""
-    names = {name: canonical_name(name) for names in files.values() for name in names}
-    return {name for name, own in names.items() if own.startswith(model.unused) and own not in wanted}
+    return {name for name, own in canonical.items() if own.startswith(model.unused) and own not in wanted}
 
 
-def check_names(folder: Path, wanted: set[str], found: list[str]) -> None:
+def check_names(folder: Path, wanted: set[str], found: list[str], canonical: dict[str, str]) -> None:
     """Raise ModelFolderError unless `found` holds each of `wanted` once, under any of its names, and nothing else."""
-    canonical = {name: canonical_name(name) for name in found}
     counts = Counter(canonical[name] for name in found)
     kinds = {
         "missing": wanted - set(counts),

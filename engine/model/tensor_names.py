@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 # The language model of a multimodal one, as transformers 5 and transformers 4 saved it; an encoder with a head.
 WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "bert.", "roberta.")
 BARE = ("layers.", "embed_tokens.", "norm.", "embeddings.", "encoder.", "pooler.", "final_norm.")
+# The other parts of a multimodal model, whose tensors a text model leaves unread.
+OTHERS = (
+    "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.",
+    "embed_audio.",
+)  # fmt: skip
+HEADS = ("lm_head.", "score.", "classifier.", "head.")  # beside the base model in a checkpoint
 
 
 def canonical_name(name: str) -> str:
@@ -13,3 +21,25 @@ def canonical_name(name: str) -> str:
     wrapper = next((wrapper for wrapper in WRAPPERS if name.startswith(wrapper)), "")
     name = name.removeprefix(wrapper)
     return f"model.{name}" if name.startswith(BARE) else name
+
+
+def is_of_text(name: str) -> bool:
+    """Whether a tensor belongs to the text model of a checkpoint."""
+    return not name.removeprefix("model.").startswith(OTHERS)
+
+
+class NativeNames:
+    """Names of a native model's tensors, which are those of the checkpoint except for merged layers."""
+
+    packed: ClassVar[dict[str, tuple[str, str]]] = {}
+
+    def checkpoint_name(self, path: str) -> str:
+        """The canonical name of a tensor: `layers.0.self_attn.qkv_proj.q.weight` ->
+        `model.layers.0.self_attn.q_proj.weight`."""
+        for original, (layer, own) in self.packed.items():
+            path = path.replace(f".{layer}.{own}.", f".{original}.")
+        return path if path.startswith(HEADS) else f"model.{path}"
+
+    def canonical_name(self, name: str) -> str | None:
+        """The canonical name of a tensor in the checkpoint; None if it belongs to no text model."""
+        return canonical_name(name) if is_of_text(name) else None

@@ -16,13 +16,13 @@ from engine.model.layers.linear import ReplicatedLinear
 from engine.model.layers.norm import LayerNorm
 from engine.model.ops.encoder_attention import encoder_attention
 from engine.model.ops.linear import linear_gelu
+from engine.model.tensor_names import NativeNames
 
 
-class Encoder(nn.Module):
+class Encoder(NativeNames, nn.Module):
     """The interface of encoders: input_ids [tokens] int64 of whole sequences -> hidden [tokens, hidden]. One rank
     computes all of it: encoders are small."""
 
-    packed: ClassVar[dict[str, tuple[str, str]]] = {}
     unused: ClassVar[tuple[str, ...]] = ("model.pooler.", "cls.", "lm_head.", "head.", "decoder.")
     lm_head: ClassVar[None] = None
 

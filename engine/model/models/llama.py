@@ -15,6 +15,7 @@ from engine.model.layers.linear import QKVLinear, ReplicatedLinear, RowParallelL
 from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.moe import MixtureOfExperts
 from engine.model.layers.norm import RMSNorm
+from engine.model.tensor_names import canonical_name, is_of_text
 
 # Modules are named as in the checkpoint, except those that merge several of its layers: name in the checkpoint ->
 # merged layer, and name within it.
@@ -64,7 +65,7 @@ class LlamaLayer(nn.Module):
         return x + self.mlp(normed)
 
 
-class LlamaForCausalLM(nn.Module):
+class LlamaForCausalLM(NativeNames, nn.Module):
     """input_ids [tokens] int64 -> hidden [tokens, hidden]; `logits` then takes the rows that are sampled from."""
 
     packed: ClassVar[dict[str, tuple[str, str]]] = PACKED

@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 
 
 def model_class(architecture: str) -> type[Model]:
-    """Every family's class has the interface of Llama's. Raises UnsupportedArchitecture."""
-    file, _, name = find_family(architecture).model.partition(".")
-    cls: type[Model] = getattr(importlib.import_module(f"engine.model.models.{file}"), name)
+    """The class of a family, or the one for all that transformers computes. Each has the interface of Llama's."""
+    family = find_family(architecture)
+    if family is None:
+        module, name = "engine.model.transformers_backend.model", "TransformersModel"
+    else:
+        file, _, name = family.model.partition(".")
+        module = f"engine.model.models.{file}"
+    cls: type[Model] = getattr(importlib.import_module(module), name)
     return cls
 
 

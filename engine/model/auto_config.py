@@ -1,0 +1,107 @@
+"""The shape of a model that transformers' own code computes, as transformers reads its config.json.
+
+Imported for such a model only, since transformers takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from engine.errors import UnsupportedArchitecture
+
+Fields = dict[str, Any]
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+# Fields of a configuration that stand for something the paged KV cache has no place for.
+REFUSED = {
+    "kv_lora_rank": "its attention keeps latent vectors (MLA), and the KV cache holds whole heads",
+    "num_kv_shared_layers": "some of its layers read the KV of others",
+    "global_head_dim": "the heads of its layers differ in size",
+    "index_topk": "its attention is sparse, with an indexer",
+    "linear_conv_kernel_dim": "some of its layers keep a recurrent state, and the KV cache holds keys and values only",
+    "mamba_d_conv": "some of its layers keep a recurrent state, and the KV cache holds keys and values only",
+}
+
+
+def read(raw: Fields, max_model_len: int | None) -> Fields:
+    """Return the fields of ModelConfig that transformers knows, from the content of config.json.
+
+    max_model_len: the longest sequence, by which a model with `longrope` turns short sequences too; None stands for the
+    model's own context. Raises UnsupportedArchitecture, or KeyError for a field that is missing.
+    """
+    architecture = (raw.get("architectures") or ["none"])[0]
+    try:
+        return _read(raw, architecture, max_model_len)
+    except (StrictDataclassError, RuntimeError, ValueError, TypeError, AttributeError) as e:
+        why = str(e).strip().splitlines()
+        reason = f"transformers does not understand its config.json: {why[-1].strip() if why else type(e).__name__}"
+        raise UnsupportedArchitecture(architecture, reason) from e
+
+
+def _read(raw: Fields, architecture: str, max_model_len: int | None) -> Fields:
+    config = read_config(raw, architecture)
+    if raw.get("is_encoder_decoder"):
+        raise UnsupportedArchitecture(architecture, "it is an encoder with a decoder")
+    for field, reason in REFUSED.items():
+        if getattr(config, field, None):
+            raise UnsupportedArchitecture(architecture, reason)
+    num_layers, num_heads = _get(config, "num_hidden_layers"), _get(config, "num_attention_heads")
+    types = getattr(config, "layer_types", None) or []
+    if other := sorted(set(types) - ATTENTION):
+        raise UnsupportedArchitecture(architecture, f"it has layers of the type {', '.join(other)}")
+    window = getattr(config, "sliding_window", None)
+    sliding = types or [""] * num_layers
+    context = _get(config, "max_position_embeddings")
+    return {
+        "architecture": architecture,
+        "vocab_size": _get(config, "vocab_size"),
+        "hidden_size": _get(config, "hidden_size"),
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or num_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        "activation": str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")),
+        "max_position_embeddings": context,
+        "window": tuple(window if kind == "sliding_attention" else None for kind in sliding),
+        "tie_word_embeddings": bool(config.tie_word_embeddings),
+        "transformers": json.dumps(_fixed_rope(raw, config, max_model_len or context), sort_keys=True),
+    }
+
+
+def read_config(raw: Fields, architecture: str) -> Any:
+    """The configuration of the language model, in transformers' class. Raises UnsupportedArchitecture."""
+    kind = raw.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        reason = f"transformers {transformers.__version__} does not know its model_type {kind!r}"
+        if raw.get("auto_map"):
+            reason += ", and code from a model's folder is never run (trust_remote_code)"
+        raise UnsupportedArchitecture(architecture, reason)
+    config = CONFIG_MAPPING[kind].from_dict(raw).get_text_config(decoder=True)
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedArchitecture(
+            architecture, f"transformers has no causal language model for its model_type {config.model_type!r}"
+        )
+    return config
+
+
+def _get(config: Any, field: str) -> int:
+    value = getattr(config, field, None)
+    if value is None:
+        raise KeyError(field)
+    return int(value)
+
+
+def _fixed_rope(raw: Fields, config: Any, longest: int) -> Fields:
+    """`raw`, with the long factors of `longrope` in place of the short ones if sequences may need them. transformers
+    changes between the two as a sequence grows, but what the KV cache holds is rotated already."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope" or longest <= rope["original_max_position_embeddings"]:
+        return raw
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    return {**raw, key: {**raw[key], "short_factor": rope["long_factor"]}}

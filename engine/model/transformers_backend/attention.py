@@ -1,0 +1,187 @@
+"""Attention of transformers' models over the paged KV cache, and what a trial forward pass finds out about it.
+
+transformers calls the attention function of the name `_attn_implementation` with rotated queries and keys. In a trial,
+on the meta device, that function is `record`, and masks are a `Mask`, which says what a layer may see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.ops import attention
+
+NAME, TRIAL = "manta", "manta_trial"
+USED = ("scaling", "sliding_window", "softcap", "s_aux")
+# Keywords without effect on the result of attention in inference, or that only pass through.
+WITHOUT_EFFECT = (
+    "dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
+    "cache_position",
+)  # fmt: skip
+
+
+class Unsupported(Exception):
+    """A model asks of attention what it cannot do; the message completes the sentence "it is not supported: "."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What a token sees beside itself: all tokens before it, or those in its `window`, or in its `chunk`."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of attention in the trial."""
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mask: Mask
+
+
+class Step:
+    """The step that is under way, for all layers of one model."""
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+
+    def begin(self, batch: Batch) -> None:
+        # position 0 has no rotation: what comes is rotated, and is only to be written
+        self.batch = replace(batch, positions=torch.zeros_like(batch.positions))
+
+
+class PagedAttention:
+    """q [1, heads, tokens, head_dim] and k, v [1, kv_heads, tokens, head_dim], rotated -> [1, tokens, heads, head_dim].
+
+    Where the model computes all heads on each rank, every rank attends with its own, and gets those of the others.
+    """
+
+    def __init__(self, call: Call, cfg: ModelConfig, tp: TPGroup, step: Step, dtype: torch.dtype, device: torch.device):
+        self.layer, self.mask, self.tp, self.step = call.layer, call.mask, tp, step
+        self.ops = attention.select(dtype, device)
+        self.unrotated = torch.zeros(1, cfg.head_dim, dtype=dtype, device=device)
+        self.unrotated[:, : cfg.head_dim // 2] = 1
+        self.heads, self.kv_heads = cfg.num_heads // tp.size, cfg.kv_heads_per_rank(tp.size)
+        self.first_head, self.first_kv_head = tp.rank * self.heads, tp.rank * cfg.num_kv_heads // tp.size
+        self.scale = cfg.attention_scale
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        batch = self.step.batch
+        assert batch is not None, "attention outside of a step"
+        gather, first = q.shape[1] > self.heads, self.first_head
+        q = self._rows(q, first, self.heads)
+        k, v = (self._rows(x, self.first_kv_head, self.kv_heads) for x in (k, v))
+        q = self.ops.rotate_and_write(q, k, v, self.unrotated, batch, self.layer)
+        sinks = None if sinks is None else sinks[first : first + self.heads]
+        given = {"softcap": softcap, "sinks": sinks, "chunk": self.mask.chunk}
+        more = {name: value for name, value in given.items() if value is not None}
+        scale = self.scale if scaling is None else scaling
+        out = self.ops.paged_attention(q, batch, self.layer, scale, self.mask.window, **more)
+        if gather:
+            out = self.tp.all_gather(out.flatten(1)).unflatten(1, (-1, out.shape[2]))
+        return out[None]
+
+    @staticmethod
+    def _rows(x: Tensor, first: int, count: int) -> Tensor:
+        """[1, heads, tokens, head_dim] -> [tokens, count, head_dim], each token's values contiguous."""
+        if x.shape[1] > count:
+            x = x[:, first : first + count]
+        x = x[0].transpose(0, 1)
+        dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+        return x if dense else x.contiguous()
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, **_: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' interface of attention. Keywords were looked at in the trial."""
+    return module.paged_attention(query, key, value, scaling, softcap, s_aux), None  # type: ignore[operator]
+
+
+class Trial:
+    """Records what each module asks of attention. One trial at a time in a process."""
+
+    calls: dict[nn.Module, Call]
+
+
+_trial = Trial()
+
+
+def record(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention in a trial: check what it is asked for, and return a result of the right shape."""
+    for name, given in kwargs.items():
+        if given is not None and name not in USED + WITHOUT_EFFECT and (name, given) != ("is_causal", True):
+            raise Unsupported(f"its attention has the keyword {name!r}, which is not known here")
+    if not getattr(module, "is_causal", True):
+        raise Unsupported("its attention is not causal")
+    if not isinstance(attention_mask, Mask):
+        raise Unsupported("its attention mask is neither causal nor a window nor a chunk")
+    if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        raise Unsupported("its keys and values differ in size")
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise Unsupported("its attention does not say which layer it belongs to")
+    if module in _trial.calls:
+        raise Unsupported("a layer attends twice")
+    mask = attention_mask
+    if (window := kwargs.get("sliding_window")) is not None and mask.window is None and mask.chunk is None:
+        mask = Mask(window=int(window))
+    _trial.calls[module] = Call(layer, query.shape[1], key.shape[1], query.shape[3], mask)
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
+
+
+class WithValues(TorchFunctionMode):
+    """Takes zeros for tensors of the meta device: in a mask, numbers of padding tokens."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [torch.zeros_like(x, device="cpu") if isinstance(x, Tensor) and x.is_meta else x for x in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def find_mask(mask_function: Callable[..., Tensor], local_size: int | None = None, **_: object) -> Mask | None:
+    """transformers' interface of masks, in a trial: try out what a token at some distance from the start sees.
+
+    None stands for anything unknown, which only counts if a layer uses it.
+    """
+    size = local_size or 8
+    row = 2 * size
+    with torch.device("cpu"), WithValues():
+        seen = mask_function(0, 0, torch.tensor(row), torch.arange(row + 2))
+    positions = seen.expand(row + 2).nonzero().flatten().tolist()
+    for mask, first in ((Mask(), 0), (Mask(window=size), row - size + 1), (Mask(chunk=size), row)):
+        if positions == list(range(first, row + 1)):
+            return mask
+    return None
+
+
+def run_trial(forward: Callable[[], object]) -> dict[nn.Module, Call]:
+    """What each module asks of attention in `forward`, for a model whose attention is `TRIAL`."""
+    _trial.calls = {}
+    try:
+        forward()
+        return _trial.calls
+    finally:
+        _trial.calls = {}
+
+
+AttentionInterface.register(NAME, attend)
+AttentionInterface.register(TRIAL, record)
+AttentionMaskInterface.register(TRIAL, find_mask)

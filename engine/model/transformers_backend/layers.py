@@ -1,0 +1,194 @@
+"""Our layers in place of transformers' modules. transformers computes with a batch dimension of one: [1, tokens, size].
+
+Which linear layers are split over the ranks is what transformers' own plan says (`base_model_tp_plan`); the others,
+and modules that stay transformers' own, are held whole by every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.integrations.moe import _default_apply_gate
+
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
+from engine.model.config import ModelConfig, MoEConfig
+from engine.model.layers.embedding import LMHead, VocabEmbedding
+from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.model.layers.moe import Experts
+from engine.model.layers.norm import RMSNorm
+from engine.model.ops import activation
+from engine.model.ops.norm import rms_norm_plain
+from engine.model.quantization.format import WeightFormat
+from engine.model.shard import Shard, Shards, replicated
+
+COLUMNS, ROWS = ("colwise",), ("rowwise", "rowwise_rep", "rowwise_split_input")
+GATHERED = ("colwise_gather_output", "colwise_rep")
+
+
+class Column(ColumnParallelLinear):
+    """[..., inputs] -> [..., this rank's outputs]; `gather` brings the outputs of all ranks together."""
+
+    def __init__(self, outputs: Shard, inputs: int, bias: bool, format: WeightFormat | None, gather: TPGroup | None):
+        super().__init__(inputs, {"": outputs}, bias, format)
+        self.gather = gather
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x.reshape(-1, x.shape[-1]))
+        if self.gather is not None:
+            out = self.gather.all_gather(out)
+        return out.view(*x.shape[:-1], -1)
+
+    def shards(self) -> Shards:
+        return {name.removeprefix("."): shard for name, shard in super().shards().items()}
+
+
+class Row(RowParallelLinear):
+    """[..., inputs], or this rank's slice of them, -> [..., outputs] summed over the ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.weights[""]
+        if x.shape[-1] > own.size:
+            x = x[..., own.start : own.start + own.size]
+        return super().forward(x.reshape(-1, own.size)).view(*x.shape[:-1], -1)
+
+
+class Norm(RMSNorm):
+    """RMSNorm over the last of any dimensions, scaled by `shift` + weight."""
+
+    def __init__(self, size: int, eps: float, shift: float):
+        super().__init__(size, eps)
+        self.offset = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return self.rms_norm(rows, self.weight, self.eps, self.offset).view(x.shape)
+
+
+class Embedding(VocabEmbedding):
+    """[1, tokens] -> [1, tokens, hidden], times `scale`."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, scale: float | None):
+        super().__init__(vocab_size, hidden_size, tp)
+        self.scale = None if scale is None else torch.tensor(scale, dtype=self.dtype, device="cpu").item()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = super().forward(ids.flatten()).view(*ids.shape, -1)
+        return rows if self.scale is None else rows * self.scale
+
+
+class Head(LMHead):
+    """An LM head with a bias, which every rank holds whole."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup):
+        super().__init__(vocab_size, hidden_size, tp)
+        self.bias = nn.Parameter(torch.empty(vocab_size), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) + self.bias.float()
+
+    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        values, ids = self.forward(hidden).max(-1)
+        return values, ids
+
+    def shards(self) -> Shards:
+        return super().shards() | {"bias": replicated(self.bias)}
+
+
+class LayerMaker:
+    """Makes our layer for a module of transformers, if there is one."""
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, plan: Mapping[str, str], merged: Any):
+        """plan: transformers' style of parallelism by the path of a layer, with * for its number.
+        merged: whether the checkpoint holds the experts of a path one by one.
+        """
+        self.cfg, self.tp, self.plan, self.merged = cfg, tp, plan, merged
+
+    def make(self, path: str, module: nn.Module) -> nn.Module | None:
+        """path: as in the whole model, `model.layers.0.mlp.up_proj`. Raises ConfigError where it cannot be split."""
+        if type(module) is nn.Linear:
+            return self._linear(path, module)
+        if (shift := rms_norm_shift(module)) is not None:
+            norm: Any = module
+            return Norm(norm.weight.shape[0], norm_eps(norm), shift)
+        if self.merged(f"{path}.gate_up_proj") and has_plain_experts(module, self.cfg.activation):
+            return self._experts(path, module)
+        return None
+
+    def _linear(self, path: str, module: nn.Linear) -> nn.Module:
+        style = self.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path)) if self.tp.size > 1 else None
+        prefix, _, name = path.removeprefix("model.").rpartition(".")
+        format = self.cfg.weight_format(prefix, name)
+        inputs, outputs, bias = module.in_features, module.out_features, module.bias is not None
+        if style in ROWS:
+            return Row(inputs, outputs, self.tp, bias, format)
+        if style is None or style.startswith("replicated"):
+            return Column(Shard((outputs,), 0, 0, outputs), inputs, bias, format, None)
+        if style not in COLUMNS + GATHERED:
+            raise ConfigError("tensor_parallel", self.tp.size, f"1: {path} is split by {style!r}, which is not known")
+        gather = self.tp if style in GATHERED else None
+        kv_size = self.cfg.num_kv_heads * self.cfg.head_dim
+        if name in ("k_proj", "v_proj") and outputs == kv_size and gather is None:
+            first = self.tp.rank * self.cfg.num_kv_heads // self.tp.size
+            size = self.cfg.kv_heads_per_rank(self.tp.size) * self.cfg.head_dim
+            return Column(Shard((outputs,), 0, first * self.cfg.head_dim, size), inputs, bias, format, None)
+        return Column(Shard.of_rank((outputs,), 0, self.tp, f"{name} outputs"), inputs, bias, format, gather)
+
+    def _experts(self, path: str, module: Any) -> nn.Module:
+        num_experts, twice, hidden_size = module.gate_up_proj.shape
+        moe = MoEConfig(
+            num_experts=num_experts, experts_per_token=0, intermediate_size=twice // 2, norm_topk_prob=False,
+            layers=frozenset(),
+        )  # fmt: skip
+        prefix = path.removeprefix("model.")
+        names = [f"{i}.{name}" for i in range(num_experts) for name in ("gate_proj", "up_proj", "down_proj")]
+        return OurExperts(hidden_size, moe, self.cfg.activation, self.tp, self.cfg.weight_format(prefix, *names))
+
+
+class OurExperts(Experts):
+    """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]"""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return super().forward(hidden_states, top_k_index, top_k_weights.to(hidden_states.dtype))
+
+
+def has_plain_experts(module: Any, name: str) -> bool:
+    """Whether the experts of a module are gated MLPs with the activation `name`, without biases."""
+    return (
+        name in activation.PLAIN
+        and getattr(module, "has_gate", False)
+        and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
+        and module.is_concatenated
+        and type(module)._apply_gate is _default_apply_gate
+    )
+
+
+def rms_norm_shift(module: nn.Module) -> float | None:
+    """What the module adds to its weight if it computes RMSNorm as we do, in float32; None if it computes anything
+    else. Found by trying, since every family of transformers has a class of its own."""
+    weights = dict(module.named_parameters())
+    if not type(module).__name__.endswith("RMSNorm") or list(weights) != ["weight"] or norm_eps(module) is None:
+        return None
+    if weights["weight"].dim() != 1 or list(module.buffers()):
+        return None
+    generator = torch.Generator("cpu").manual_seed(0)
+    size = weights["weight"].shape[0]
+    weight = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
+    # rows of which the last ones are so small that eps counts
+    scale = torch.tensor([[1.0], [1e-2], [1e-3]], device="cpu")
+    x = torch.randn(3, size, generator=generator, dtype=torch.float32, device="cpu") * scale
+    theirs = functional_call(module, {"weight": weight}, (x,))
+    for shift in (0.0, 1.0):
+        ours = rms_norm_plain(x, weight, norm_eps(module), shift)
+        if isinstance(theirs, Tensor) and torch.allclose(theirs, ours, rtol=1e-4, atol=1e-6):
+            return shift
+    return None
+
+
+def norm_eps(module: Any) -> Any:
+    return getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)

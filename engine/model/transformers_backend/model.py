@@ -1,0 +1,319 @@
+"""A model of transformers with our layers, behind the interface of native models."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError, UnsupportedArchitecture
+from engine.model.auto_config import read_config
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
+from engine.model.shard import Shard, Sharded, Shards
+from engine.model.tensor_names import is_of_text
+from engine.model.transformers_backend.attention import (
+    NAME, TRIAL, Call, PagedAttention, Step, Unsupported, run_trial,
+)  # fmt: skip
+from engine.model.transformers_backend.layers import Embedding, Head, LayerMaker, OurExperts
+from engine.model.transformers_backend.names import PIECES, CheckpointNames
+
+logger = logging.getLogger(__name__)
+
+TRIAL_TOKENS = 3
+FAILURES = (
+    RuntimeError, TypeError, ValueError, AttributeError, LookupError, NotImplementedError, AssertionError,
+)  # fmt: skip
+
+
+class EmptyOnMeta(TorchFunctionMode):
+    """Puts what `torch.empty` makes, as most weights are, on the meta device: most of it is replaced before use."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+class ShapesOnly(TPGroup):
+    """Stands for the group of this rank in a trial: results have the right shape and no values."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat([x] * self.size, dim=-1)
+
+
+class Hidden(nn.Module):
+    """Stands for the model below the head, so that transformers' code computes logits from hidden states."""
+
+    states: Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__.get(name, self)  # some call a part of it (`self.model.decoder`)
+
+    def forward(self, *_: object, **__: object) -> MoEModelOutputWithPastAndCrossAttentions:
+        return MoEModelOutputWithPastAndCrossAttentions(last_hidden_state=self.states)
+
+
+class HeadCall(nn.Module):
+    """The head as transformers calls it: [1, rows, hidden] -> [1, rows, vocab_size]. Remembers both."""
+
+    def __init__(self, head: LMHead):
+        super().__init__()
+        self.head = head
+        self.asked: Tensor | None = None
+        self.gave: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.asked, self.gave = hidden, self.head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        return self.gave
+
+
+class TransformersModel(Sharded):
+    """input_ids [tokens] int64 -> hidden [tokens, hidden]; `logits` then takes the rows that are sampled from."""
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+        """Raises UnsupportedArchitecture, or ConfigError where the model cannot be split over `tp.size` ranks."""
+        super().__init__()
+        calls = find_calls(cfg, tp)
+        with EmptyOnMeta():
+            causal = make(cfg, NAME, self.dtype)
+        self._names = CheckpointNames(causal, set(causal.state_dict()))
+        if self._names.refused:
+            reason = f"its checkpoint needs the conversion {', '.join(sorted(self._names.refused))}"
+            raise UnsupportedArchitecture(cfg.architecture, reason)
+        self.lm_head, self._head_path = replace_layers(causal, cfg, tp, self._names)
+        self._step = Step()
+        for path, call in calls.items():
+            attention: Any = causal.get_submodule(path)
+            attention.paged_attention = PagedAttention(call, cfg, tp, self._step, self.dtype, self.device)
+        self._materialize(causal)
+        self._prefix = self._names.prefix
+        self.base = getattr(causal, self._prefix)
+        self._hidden = Hidden()
+        setattr(causal, self._prefix, self._hidden)
+        self.causal = causal.requires_grad_(False)
+        self.base.requires_grad_(False)
+        fixed_rope(self.base)
+        self._plain_head: bool | None = None
+        logger.info(
+            "model: %s is computed by the code of transformers %s over our attention, without merged projections and "
+            "fused kernels of a native model", cfg.architecture, transformers.__version__,
+        )  # fmt: skip
+
+    def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
+        self._step.begin(batch)
+        out = self.base(input_ids=input_ids[None], position_ids=batch.positions[None], use_cache=False)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab_size] float32."""
+        return self.lm_head(hidden) if self._head_is_plain(hidden) else self._transformed_logits(hidden)
+
+    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows, hidden] -> the largest logit of each row, and its id."""
+        if self._head_is_plain(hidden):
+            return self.lm_head.best(hidden)
+        values, ids = self._transformed_logits(hidden).max(-1)
+        return values, ids
+
+    def _transformed_logits(self, hidden: Tensor) -> Tensor:
+        self._hidden.states = hidden[None]
+        logits: Tensor = self.causal(input_ids=None, use_cache=False).logits
+        return logits[0].float()
+
+    def _head_is_plain(self, hidden: Tensor) -> bool:
+        """Whether transformers' code gives the head the hidden states as they are, and returns what it gives."""
+        if self._plain_head is None:
+            logits = self._transformed_logits(hidden)
+            call: Any = self.causal.get_submodule(self._head_path)
+            self._plain_head = torch.equal(call.asked[0], hidden) and torch.equal(call.gave[0], logits)
+            call.asked = call.gave = None
+        return self._plain_head
+
+    def checkpoint_name(self, path: str) -> str:
+        """The name of a tensor in the checkpoint, once `canonical_name` has been applied to that."""
+        own, _, rest = path.lstrip(".").partition(".")
+        if own == "lm_head":
+            return f"{self._head_path}.{rest}"
+        return f"{self._prefix}.{rest}".replace(".gate_up_proj.gate.", ".gate_proj.").replace(
+            ".gate_up_proj.up.", ".up_proj."
+        ) if own == "base" else rest  # fmt: skip
+
+    def canonical_name(self, name: str) -> str | None:
+        return self._names(name) if is_of_text(name) else None
+
+    def shards(self) -> Shards:
+        """What is left of transformers' own: every rank holds it whole."""
+        shards: Shards = {}
+        for path, tensor in self._own_tensors():
+            merged = next((m for m in PIECES if path.endswith(f".{m}")), None)
+            if merged is None or not self._names.is_merged(path):
+                shards[path] = whole(tensor)
+                continue
+            parent = path.removesuffix(f".{merged}")
+            for i, expert in enumerate(tensor):
+                for piece, part in zip(PIECES[merged], expert.chunk(len(PIECES[merged])), strict=True):
+                    shards[f"{parent}.{i}.{piece}.weight"] = whole(part)
+        return shards
+
+    def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        modules = self.named_modules(remove_duplicate=False)
+        ours = [path for path, module in modules if path and isinstance(module, Sharded)]
+        for path, tensor in self.state_dict(keep_vars=True).items():
+            if not any(path.startswith(f"{own}.") for own in ours):
+                yield path, tensor.data
+
+    def _materialize(self, causal: nn.Module) -> None:
+        exact = getattr(causal, "_keep_in_fp32_modules_strict", None) or ()
+        for path, module in causal.named_modules():
+            for kind in (module._parameters, module._buffers):
+                for name, tensor in kind.items():
+                    if tensor is None:
+                        continue
+                    dtype = torch.float32 if any(part in f"{path}.{name}" for part in exact) else tensor.dtype
+                    if tensor.is_meta or dtype != tensor.dtype:
+                        made = torch.empty(tensor.shape, dtype=dtype, device=self.device)
+                        kind[name] = nn.Parameter(made) if isinstance(tensor, nn.Parameter) else made
+
+
+def make(cfg: ModelConfig, attention: str, dtype: torch.dtype) -> Any:
+    """transformers' model, on the device under way, without values."""
+    config = read_config(json.loads(cfg.transformers), cfg.architecture)
+    config.quantization_config = None
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not cls._supports_attention_backend:
+        reason = f"transformers {transformers.__version__} has no exchangeable attention for it"
+        raise UnsupportedArchitecture(cfg.architecture, reason)
+    with no_init_weights():
+        return cls._from_config(config, dtype=dtype, attn_implementation=attention, experts_implementation="eager")
+
+
+def replace_layers(causal: Any, cfg: ModelConfig, tp: TPGroup, names: CheckpointNames) -> tuple[LMHead, str]:
+    """Put our layers into transformers' model. Return the head, and the path at which transformers calls it."""
+    embedding, output = causal.get_input_embeddings(), causal.get_output_embeddings()
+    if type(output) is not nn.Linear:
+        raise UnsupportedArchitecture(cfg.architecture, "its head is no linear layer")
+    head_path = next(path for path, module in causal.named_modules() if module is output)
+    if tp.size > 1 and not causal.tp_plan:
+        raise ConfigError("tensor_parallel", tp.size, f"1: transformers has no plan to split {cfg.architecture}")
+    maker = LayerMaker(cfg, tp, causal.tp_plan or {}, names.is_merged)
+    for path, module in list(causal.named_modules()):
+        if module is output or module is embedding:
+            continue
+        if (made := maker.make(path, module)) is not None:
+            causal.set_submodule(path, made)
+    own = ours_for_embedding(embedding, tp)
+    if own is not None:
+        causal.set_input_embeddings(own)
+    head: LMHead
+    if cfg.tie_word_embeddings:
+        if own is None:
+            raise UnsupportedArchitecture(cfg.architecture, "its head is tied to an embedding of a kind of its own")
+        head = TiedLMHead(own)
+    else:
+        head = (LMHead if output.bias is None else Head)(output.out_features, output.in_features, tp)
+    causal.set_submodule(head_path, HeadCall(head))
+    return head, head_path
+
+
+def ours_for_embedding(embedding: nn.Module, tp: TPGroup) -> VocabEmbedding | None:
+    """Our embedding, if theirs is a table of rows, at most times one number."""
+    if not isinstance(embedding, nn.Embedding):
+        return None
+    scale: Any = getattr(embedding, "embed_scale", None)
+    if type(embedding) is not nn.Embedding and (
+        not type(embedding).__name__.endswith("ScaledWordEmbedding") or scale is None
+    ):
+        return None
+    if isinstance(scale, Tensor):
+        # rounded to the model's dtype, as in transformers; in a trial there are no values
+        scale = None if scale.is_meta else scale.to(torch.get_default_dtype()).item()
+    return Embedding(embedding.num_embeddings, embedding.embedding_dim, tp, scale)
+
+
+def find_calls(cfg: ModelConfig, tp: TPGroup) -> dict[str, Call]:
+    """What each layer asks of attention, by the path of its module, found in a trial without values.
+
+    Raises UnsupportedArchitecture for what the paged attention cannot do, or ConfigError where the model cannot be
+    split.
+    """
+    calls = try_out(cfg, TPGroup.single())
+    if tp.size > 1:
+        try:
+            try_out(cfg, ShapesOnly(tp.rank, tp.size))
+        except UnsupportedArchitecture as e:
+            raise ConfigError("tensor_parallel", tp.size, f"1 for {cfg.architecture}: {e.args[1]}") from e
+    return calls
+
+
+def try_out(cfg: ModelConfig, tp: TPGroup) -> dict[str, Call]:
+    try:
+        with torch.device("meta"), torch.no_grad():
+            causal = make(cfg, TRIAL, torch.float32)
+            names = CheckpointNames(causal, set(causal.state_dict()))
+            replace_layers(causal, replace(cfg, quantization=None), tp, names)
+            for module in causal.modules():
+                if isinstance(module, OurExperts) or hasattr(module, "_apply_gate"):
+                    module.forward = lambda hidden_states, *_, **__: torch.empty_like(hidden_states)
+            ids = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64)
+            positions, ones = torch.arange(TRIAL_TOKENS)[None], torch.ones_like(ids)
+            found = run_trial(
+                lambda: causal.eval()(input_ids=ids, position_ids=positions, attention_mask=ones, use_cache=False)
+            )
+            paths = {module: path for path, module in causal.named_modules()}
+            calls = {paths[module]: call for module, call in found.items()}
+        check(cfg, calls, tp)
+    except Unsupported as e:
+        raise UnsupportedArchitecture(cfg.architecture, str(e)) from e
+    except FAILURES as e:
+        why = (str(e).strip() or "no message").splitlines()[0]
+        reason = f"a trial of transformers' code with our layers fails: {type(e).__name__}: {why}"
+        raise UnsupportedArchitecture(cfg.architecture, reason) from e
+    return calls
+
+
+def check(cfg: ModelConfig, calls: dict[str, Call], tp: TPGroup) -> None:
+    """Raise Unsupported unless every layer attends once, with heads as the configuration says."""
+    layers = sorted(call.layer for call in calls.values())
+    if layers != list(range(cfg.num_layers)):
+        missing = cfg.num_layers - len(set(layers) & set(range(cfg.num_layers)))
+        raise Unsupported(f"{missing} of its {cfg.num_layers} layers have no attention that could be replaced")
+    for call in calls.values():
+        if call.head_dim != cfg.head_dim:
+            raise Unsupported(f"heads of layer {call.layer} have {call.head_dim} values, not {cfg.head_dim}")
+        whole, own = (cfg.num_heads, cfg.num_kv_heads), (cfg.num_heads // tp.size, cfg.kv_heads_per_rank(tp.size))
+        if (call.heads, call.kv_heads) not in (whole, own):
+            raise Unsupported(f"layer {call.layer} has {call.heads} heads and {call.kv_heads} KV heads, not {whole}")
+
+
+def fixed_rope(base: nn.Module) -> None:
+    """Keep rotary frequencies as they are: transformers changes some with the longest sequence of a batch. Sequences
+    are not longer than `max_position_embeddings`, up to which they stay, and `longrope` is chosen in auto_config.py."""
+    for module in base.modules():
+        kind: Any = getattr(module, "rope_type", None)
+        if isinstance(kind, str):
+            module.rope_type = "default"  # type: ignore[assignment]
+        elif isinstance(kind, dict):
+            module.rope_type = dict.fromkeys(kind, "default")  # type: ignore[assignment]
+
+
+def whole(tensor: Tensor) -> tuple[Shard, Tensor]:
+    tensor = tensor.view(1) if tensor.dim() == 0 else tensor
+    return Shard(tuple(tensor.shape), 0, 0, tensor.shape[0]), tensor
