@@ -263,7 +263,7 @@ class UnsupportedArchitecture(StartupError):
         super().__init__(architecture, reason)
 
     def __str__(self) -> str:
-        return f"architecture {self.args[0]!r} is not supported: {self.args[1]} (`manta models` lists what is)"
+        return f"architecture {self.args[0]!r} is not supported: {self.args[1]}"
 
 
 class OutOfMemory(StartupError):

@@ -88,7 +88,7 @@ class EngineCore:
         broadcaster, channel, kv_worker, handoffs = None, None, None, None
         with group.starting():
             folder = resolve(config.model, weights=config.load_format == "auto")
-            model_config = ModelConfig.from_folder(folder, config.quantization)
+            model_config = ModelConfig.from_folder(folder, config.quantization, config.max_model_len)
             if model_config.bidirectional:
                 config = whole_prompts(config, model_config)
             runner = ModelRunner(config, model_config, folder, group)

@@ -44,7 +44,7 @@ def read(raw: Fields, max_model_len: int | None) -> Fields:
 
 
 def _read(raw: Fields, architecture: str, max_model_len: int | None) -> Fields:
-    config = read_config(raw, architecture)
+    config, tied = read_config(raw, architecture)
     if raw.get("is_encoder_decoder"):
         raise UnsupportedArchitecture(architecture, "it is an encoder with a decoder")
     for field, reason in REFUSED.items():
@@ -69,25 +69,29 @@ def _read(raw: Fields, architecture: str, max_model_len: int | None) -> Fields:
         "activation": str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")),
         "max_position_embeddings": context,
         "window": tuple(window if kind == "sliding_attention" else None for kind in sliding),
-        "tie_word_embeddings": bool(config.tie_word_embeddings),
+        "tie_word_embeddings": tied,
         "transformers": json.dumps(_fixed_rope(raw, config, max_model_len or context), sort_keys=True),
     }
 
 
-def read_config(raw: Fields, architecture: str) -> Any:
-    """The configuration of the language model, in transformers' class. Raises UnsupportedArchitecture."""
+def read_config(raw: Fields, architecture: str) -> tuple[Any, bool]:
+    """The configuration of the language model, in transformers' class, and whether its head is tied.
+
+    Raises UnsupportedArchitecture.
+    """
     kind = raw.get("model_type")
     if kind not in CONFIG_MAPPING:
         reason = f"transformers {transformers.__version__} does not know its model_type {kind!r}"
         if raw.get("auto_map"):
             reason += ", and code from a model's folder is never run (trust_remote_code)"
         raise UnsupportedArchitecture(architecture, reason)
-    config = CONFIG_MAPPING[kind].from_dict(raw).get_text_config(decoder=True)
+    whole = CONFIG_MAPPING[kind].from_dict(raw)
+    config = whole.get_text_config(decoder=True)
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UnsupportedArchitecture(
             architecture, f"transformers has no causal language model for its model_type {config.model_type!r}"
         )
-    return config
+    return config, bool(getattr(whole, "tie_word_embeddings", False))
 
 
 def _get(config: Any, field: str) -> int:

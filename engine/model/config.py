@@ -121,7 +121,8 @@ class ModelConfig:
     def from_folder(
         cls, folder: Path, quantization: str | None = None, max_model_len: int | None = None
     ) -> ModelConfig:
-        """quantization: `fp8` to round the weights as they are loaded.
+        """quantization: `fp8` to round the weights as they are loaded. max_model_len: the longest sequence, by which a
+        model with `longrope` turns short sequences too; None stands for the model's own context.
 
         Raises UnsupportedArchitecture, ModelFolderError that names the field of config.json, or ConfigError.
         """

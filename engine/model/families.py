@@ -37,12 +37,13 @@ class Family:
         return self.defaults | own
 
 
-# Models whose text part is one of FAMILIES; of the rest of such a model nothing is read.
-TEXT_TOWERS = {
-    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
-    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
-    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+# Multimodal models whose text part is one of FAMILIES if its model_type is this one, and whether the head is tied where
+# config.json does not say so. Nothing else of them is read.
+TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": ("gemma3_text", "Gemma3ForCausalLM", True),
+    "Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM", True),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", "Qwen2ForCausalLM", False),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl_text", "Qwen3ForCausalLM", False),
 }
 LLAMA, QWEN3 = "llama.LlamaForCausalLM", "qwen3.Qwen3ForCausalLM"
 QWEN_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
@@ -75,7 +76,8 @@ FAMILIES: dict[str, Family] = {
         ),
         {
             "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4,
-            "max_position_embeddings": 131_072, "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "max_position_embeddings": 131_072, "tie_word_embeddings": True, "head_dim": 256,
+            "query_pre_attn_scalar": 256, "sliding_window": 4096,
             "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
             "hidden_activation": "gelu_pytorch_tanh",
         },
@@ -110,6 +112,70 @@ HEADS: dict[str, Head] = {
     "TextModel": "none",
     "Model": "none",
 }
+# Architectures that transformers' own code computes in tests/engine/model/transformers_backend, by the models that have
+# them; others that transformers knows may run as well.
+TRANSFORMERS: dict[str, str] = {
+    "AfmoeForCausalLM": "Trinity",
+    "ApertusForCausalLM": "Apertus",
+    "ArceeForCausalLM": "AFM-4.5B",
+    "CohereForCausalLM": "Command R, Aya 23",
+    "Cohere2ForCausalLM": "Command R7B, Command A",
+    "CwmForCausalLM": "CWM",
+    "Dots1ForCausalLM": "dots.llm1",
+    "Ernie4_5ForCausalLM": "ERNIE 4.5 0.3B",
+    "Ernie4_5_MoeForCausalLM": "ERNIE 4.5 21B-A3B, 300B-A47B",
+    "Exaone4ForCausalLM": "EXAONE 4",
+    "ExaoneMoeForCausalLM": "K-EXAONE",
+    "FlexOlmoForCausalLM": "FlexOlmo",
+    "GPT2LMHeadModel": "GPT-2",
+    "GPTBigCodeForCausalLM": "StarCoder, SantaCoder",
+    "GPTNeoXForCausalLM": "Pythia, GPT-NeoX",
+    "Gemma2ForCausalLM": "Gemma 2",
+    "GemmaForCausalLM": "Gemma",
+    "Glm4ForCausalLM": "GLM-4-0414",
+    "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7",
+    "GlmForCausalLM": "GLM-4-9B, GLM-Edge",
+    "GptOssForCausalLM": "gpt-oss with weights that are not in MXFP4",
+    "GraniteForCausalLM": "Granite 3",
+    "GraniteMoeForCausalLM": "Granite 3 MoE",
+    "GraniteMoeSharedForCausalLM": "Granite MoE with shared experts",
+    "HeliumForCausalLM": "Helium",
+    "HunYuanDenseV1ForCausalLM": "Hunyuan 0.5B to 7B",
+    "HunYuanMoEV1ForCausalLM": "Hunyuan-A13B",
+    "HyperCLOVAXForCausalLM": "HyperCLOVA X SEED",
+    "Jais2ForCausalLM": "Jais 2",
+    "Llama4ForCausalLM": "Llama 4, text",
+    "Llama4ForConditionalGeneration": "Llama 4, text part",
+    "MellumForCausalLM": "Mellum",
+    "MiniMaxM2ForCausalLM": "MiniMax M2",
+    "Ministral3ForCausalLM": "Ministral 3, text",
+    "MinistralForCausalLM": "Ministral 8B",
+    "Mistral3ForConditionalGeneration": "Ministral 3, text part",
+    "MixtralForCausalLM": "Mixtral",
+    "ModernBertDecoderForCausalLM": "Ettin decoders",
+    "NanoChatForCausalLM": "nanochat",
+    "NemotronForCausalLM": "Nemotron-4, Minitron",
+    "OPTForCausalLM": "OPT",
+    "Olmo2ForCausalLM": "OLMo 2",
+    "Olmo3ForCausalLM": "OLMo 3",
+    "OlmoForCausalLM": "OLMo",
+    "OlmoeForCausalLM": "OLMoE",
+    "PersimmonForCausalLM": "Persimmon",
+    "Phi3ForCausalLM": "Phi-3, Phi-4",
+    "PhiForCausalLM": "Phi-1.5, Phi-2",
+    "PhimoeForCausalLM": "Phi-3.5-MoE",
+    "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-57B-A14B",
+    "SeedOssForCausalLM": "Seed-OSS",
+    "SmolLM3ForCausalLM": "SmolLM3",
+    "SolarOpenForCausalLM": "Solar Open",
+    "Starcoder2ForCausalLM": "StarCoder2",
+    "VaultGemmaForCausalLM": "VaultGemma",
+}
+# Those of them that transformers has no plan for to split them over ranks.
+ONE_RANK = frozenset({
+    "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "ModernBertDecoderForCausalLM", "OPTForCausalLM",
+    "PersimmonForCausalLM",
+})  # fmt: skip
 
 
 def find_family(architecture: str) -> Family | None:
@@ -138,11 +204,13 @@ def text_part(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     the ordinary rotary embedding.
     """
     architecture = (raw.get("architectures") or ["none"])[0]
-    if architecture not in TEXT_TOWERS:
+    kind, family, tied = TEXT_PARTS.get(architecture, ("", "", False))
+    own = raw.get("text_config") or {"model_type": kind}  # Qwen2.5-VL has had the fields of its text part beside others
+    if not kind or own.get("model_type") != kind:
         return architecture, raw
-    text = {**raw, **(raw.get("text_config") or {})}
+    text = {**raw, **own, "tie_word_embeddings": raw.get("tie_word_embeddings", tied)}
     for key in ("rope_scaling", "rope_parameters"):
         if (text.get(key) or {}).get("mrope_section"):
-            own = {name: value for name, value in text[key].items() if not name.startswith("mrope")}
-            text[key] = own | {name: "default" for name in ("type", "rope_type") if own.get(name) == "mrope"}
-    return TEXT_TOWERS[architecture], text
+            rope = {name: value for name, value in text[key].items() if not name.startswith("mrope")}
+            text[key] = rope | {name: "default" for name in ("type", "rope_type") if rope.get(name) == "mrope"}
+    return family, text

@@ -45,7 +45,8 @@ def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
     Raises ModelFolderError that names the tensors that are missing, unexpected or of a wrong shape.
     """
     started = time.monotonic()
-    files, canonical = tensors_by_file(folder), {}
+    files = tensors_by_file(folder)
+    canonical: dict[str, str] = {}
     for file, names in files.items():
         known = {name: model.canonical_name(name) for name in names}
         canonical |= {name: own for name, own in known.items() if own is not None}

@@ -34,7 +34,7 @@ class Worker:
         self._group = group
         with group.starting():
             folder: Path = resolve(config.model, weights=config.load_format == "auto")
-            model_config = ModelConfig.from_folder(folder, config.quantization)
+            model_config = ModelConfig.from_folder(folder, config.quantization, config.max_model_len)
             self._runner = ModelRunner(config, model_config, folder, group)
             self._kv_worker: KVTransferWorker | None = None
             if config.handoff is not None:

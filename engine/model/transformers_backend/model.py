@@ -24,9 +24,7 @@ from engine.model.config import ModelConfig
 from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
 from engine.model.shard import Shard, Sharded, Shards
 from engine.model.tensor_names import is_of_text
-from engine.model.transformers_backend.attention import (
-    NAME, TRIAL, Call, PagedAttention, Step, Unsupported, run_trial,
-)  # fmt: skip
+from engine.model.transformers_backend.attention import NAME, TRIAL, Call, PagedAttention, Step, Unsupported, run_trial
 from engine.model.transformers_backend.layers import Embedding, Head, LayerMaker, OurExperts
 from engine.model.transformers_backend.names import PIECES, CheckpointNames
 
@@ -195,7 +193,7 @@ class TransformersModel(Sharded):
 
 def make(cfg: ModelConfig, attention: str, dtype: torch.dtype) -> Any:
     """transformers' model, on the device under way, without values."""
-    config = read_config(json.loads(cfg.transformers), cfg.architecture)
+    config, _ = read_config(json.loads(cfg.transformers), cfg.architecture)
     config.quantization_config = None
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not cls._supports_attention_backend:

@@ -260,9 +260,24 @@ def test_a_missing_field_is_named(read):
         read({k: v for k, v in QWEN2.items() if k != "vocab_size"})
 
 
-def test_an_unknown_architecture_names_the_supported_ones(read):
-    with pytest.raises(UnsupportedArchitecture, match=r"GPT2LMHeadModel.*LlamaForCausalLM"):
-        read({"architectures": ["GPT2LMHeadModel"]})
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"architectures": ["A"], "model_type": "a"}, "transformers .* does not know its model_type 'a'"),
+        (
+            {"architectures": ["A"], "model_type": "a", "auto_map": {"AutoModelForCausalLM": "a.A"}},
+            r"code from a model's folder is never run \(trust_remote_code\)",
+        ),
+        ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "no causal language model"),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}, "latent vectors"),
+        ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}, "recurrent state"),
+        ({"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text"}, "'head_dim' is a per-layer attribute"),
+    ],
+    ids=["unknown", "remote code", "encoder-decoder", "MLA", "recurrent", "heads of several sizes"],
+)
+def test_an_architecture_that_cannot_work_is_refused_with_the_reason(read, config, reason):
+    with pytest.raises(UnsupportedArchitecture, match=reason):
+        read(config)
 
 
 def test_kv_bytes_count_heads_that_several_ranks_hold(read):

@@ -1,0 +1,105 @@
+"""What a trial forward pass of transformers' code finds out before any weight is read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from engine.distributed.tp_group import TPGroup
+from engine.errors import UnsupportedArchitecture
+from engine.model.config import ModelConfig
+from engine.model.models.registry import build_model
+from engine.model.transformers_backend.attention import Mask
+from engine.model.transformers_backend.layers import Column, Norm, OurExperts, Row
+from engine.model.transformers_backend.model import find_calls
+from tests.models import COMMON
+from tests.transformers_models import make_transformers_model
+
+
+def config_of(tmp_path, config) -> ModelConfig:
+    config.save_pretrained(tmp_path)
+    return ModelConfig.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (transformers.DiffLlamaConfig, "a layer attends twice"),
+        (transformers.MiMoV2FlashConfig, "its keys and values differ in size"),
+        (transformers.FalconConfig, "has no exchangeable attention for it"),
+        (transformers.Lfm2Config, "it has layers of the type conv"),
+        (transformers.JetMoeConfig, "a trial of transformers' code with our layers fails"),
+    ],
+    ids=["two attentions", "unequal heads", "no interface", "convolutions", "a failure"],
+)
+def test_a_model_that_needs_more_of_attention_is_refused_before_it_is_loaded(tmp_path, config, reason):
+    names = {"DiffLlamaConfig": "DiffLlamaForCausalLM"}
+    more = {"layer_types": ["conv", "full_attention", "conv"]} if config is transformers.Lfm2Config else {}
+    made = config(**more, num_hidden_layers=3, hidden_size=64, num_attention_heads=4, vocab_size=97)
+    made.architectures = [names.get(config.__name__, config.__name__.replace("Config", "ForCausalLM"))]
+    with pytest.raises(UnsupportedArchitecture, match=reason):
+        find_calls(config_of(tmp_path, made), TPGroup.single())
+
+
+def test_an_unknown_keyword_of_attention_is_an_error_at_start(tmp_path, monkeypatch):
+    cfg = ModelConfig.from_folder(make_transformers_model(tmp_path, "SmolLM3ForCausalLM"))
+    attention = transformers.models.smollm3.modeling_smollm3.SmolLM3Attention
+    forward = attention.forward
+
+    def with_more(self, *args, **kwargs):
+        return forward(self, *args, **kwargs, indices=torch.zeros(1))
+
+    monkeypatch.setattr(attention, "forward", with_more)
+    with pytest.raises(UnsupportedArchitecture, match="keyword 'indices', which is not known here"):
+        build_model(cfg, TPGroup.single(), torch.float32, "cpu")
+
+
+def test_windows_and_chunks_are_found_where_transformers_applies_them(tmp_path):
+    cfg = ModelConfig.from_folder(make_transformers_model(tmp_path / "olmo", "Olmo3ForCausalLM"))
+    calls = find_calls(cfg, TPGroup.single())
+    masks = [call.mask for call in sorted(calls.values(), key=lambda call: call.layer)]
+    assert masks == [Mask(window=8), Mask(), Mask(window=8)]
+    cfg = ModelConfig.from_folder(make_transformers_model(tmp_path / "llama", "Llama4ForCausalLM"))
+    calls = find_calls(cfg, TPGroup.single())
+    masks = [call.mask for call in sorted(calls.values(), key=lambda call: call.layer)]
+    assert masks == [Mask(chunk=8), Mask(), Mask(chunk=8)]
+
+
+def test_what_our_layers_compute_takes_the_place_of_transformers_own(tmp_path):
+    cfg = ModelConfig.from_folder(make_transformers_model(tmp_path, "MixtralForCausalLM"))
+    model = build_model(cfg, TPGroup(0, 2), torch.float32, "cpu")
+    layer = model.base.layers[0]
+    assert isinstance(layer.self_attn.q_proj, Column) and layer.self_attn.q_proj.outputs == 32
+    assert isinstance(layer.self_attn.o_proj, Row)
+    assert isinstance(layer.input_layernorm, Norm) and isinstance(layer.mlp.experts, OurExperts)
+
+
+def test_a_native_model_imports_no_transformers(tmp_path):
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch\nfrom pathlib import Path\nfrom engine.distributed.tp_group import TPGroup\n"
+        "from engine.model.config import ModelConfig\nfrom engine.model.models.registry import build_model\n"
+        "from engine.pocket import PATH\n"
+        "build_model(ModelConfig.from_folder(PATH), TPGroup.single(), torch.float32, 'meta')\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_longrope_keeps_the_frequencies_of_the_longest_sequence_that_may_come(tmp_path):
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [4.0] * 6,
+        "original_max_position_embeddings": 128,
+    }  # fmt: skip
+    make_transformers_model(tmp_path, "Phi3ForCausalLM", rope_parameters=rope, original_max_position_embeddings=128)
+    assert COMMON["max_position_embeddings"] == 512
+    frequencies = []
+    for longest in (128, 512):
+        cfg = ModelConfig.from_folder(tmp_path, max_model_len=longest)
+        model = build_model(cfg, TPGroup.single(), torch.float32, "cpu")
+        frequencies.append(model.base.rotary_emb.inv_freq)
+        assert model.base.rotary_emb.rope_type == "default"
+    torch.testing.assert_close(frequencies[0], frequencies[1] * 4)
