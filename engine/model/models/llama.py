@@ -15,7 +15,7 @@ from engine.model.layers.linear import QKVLinear, ReplicatedLinear, RowParallelL
 from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.moe import MixtureOfExperts
 from engine.model.layers.norm import RMSNorm
-from engine.model.tensor_names import canonical_name, is_of_text
+from engine.model.tensor_names import NativeNames
 
 # Modules are named as in the checkpoint, except those that merge several of its layers: name in the checkpoint ->
 # merged layer, and name within it.

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -84,6 +84,8 @@ class HeadCall(nn.Module):
 
 class TransformersModel(Sharded):
     """input_ids [tokens] int64 -> hidden [tokens, hidden]; `logits` then takes the rows that are sampled from."""
+
+    unused: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
         """Raises UnsupportedArchitecture, or ConfigError where the model cannot be split over `tp.size` ranks."""
