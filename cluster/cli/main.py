@@ -15,6 +15,7 @@ import typer
 from cluster.cli.bench.commands import bench
 from cluster.cli.serve import serve
 from cluster.cli.simulate import simulate
+from cluster.cli.vllm_flags import TakesVllmFlags
 from cluster.flags import ApiKeyOption, EngineFlags, JsonOption, ModelOption, given, with_flags
 from engine.errors import RequestError, ServingError
 
@@ -32,7 +33,7 @@ RUN, ASK, LOOK = "Run a server", "Ask a model", "Look inside, and measure"
 COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP)
-app.command(rich_help_panel=RUN)(serve)
+app.command(rich_help_panel=RUN, cls=TakesVllmFlags)(serve)
 app.add_typer(bench, name="bench", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK)(simulate)
 k8s = typer.Typer(no_args_is_help=True, help="Manifests for Kubernetes (k8s/README.md).")
