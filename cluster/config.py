@@ -14,6 +14,7 @@ from deployments.frontend.api_keys import ApiKeys
 from deployments.observability.tracing import TracingConfig
 from deployments.openai.middleware import AuthConfig
 from deployments.openai.parsers import ReasoningParserName, ToolCallParserName
+from deployments.openai.validation import UnknownFields
 from deployments.routing.config import Role, RoutingConfig
 from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig, HandoffConfig
 from engine.errors import ConfigError
@@ -114,6 +115,7 @@ class IngressSection(Section):
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     body_timeout_s: float = Field(default=60.0, gt=0)  #: for a request's body to come; else 408
     cors_origins: list[str] = Field(default=[])  #: web pages that may send requests from browsers; `*` for all
+    unknown_fields: UnknownFields = "refuse"  #: of requests, that neither OpenAI nor vLLM has
 
     def auth(self) -> AuthConfig:
         """Return the limits of the HTTP edge. Raises ConfigError for a bad file of keys."""
@@ -124,6 +126,7 @@ class IngressSection(Section):
             max_body_bytes=self.max_body_bytes,
             body_timeout_s=self.body_timeout_s,
             cors_origins=tuple(self.cors_origins),
+            unknown_fields=self.unknown_fields,
         )
 
 

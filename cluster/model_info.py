@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+from importlib.metadata import version
+
 from cluster.config import IngressSection, ModelSection
 from deployments.frontend.admission import AdmissionLimits
 from deployments.openai.served_model import ModelInfo
+from engine.config import EngineConfig
 from engine.errors import ModelFolderError
 from engine.model import folder as model_folder
 from engine.model.config import ModelConfig
 from engine.text.tokenizer import Tokenizer
-from engine.wire.model_identity import ModelIdentity
+from engine.wire.model_identity import ModelIdentity, short
+
+NUMERICS = ("dtype", "quantization", "kv_cache_dtype", "device", "load_format", "torch_compile", "tensor_parallel")
 
 
 def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
@@ -26,11 +32,13 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         config.kv_heads_per_rank(engine.tensor_parallel)
         config.longest_sequence(engine.max_model_len)
     Tokenizer.from_folder(folder)
+    identity = ModelIdentity.of(folder)
     return ModelInfo(
         name=model.name,
         root=model.model,
         folder=str(folder),
-        identity=ModelIdentity.of(folder),
+        identity=identity,
+        fingerprint=fingerprint(identity, model.engine_config()),
         max_model_len=config.longest_sequence(model.engine_config().max_model_len),
         vocab_size=config.vocab_size,
         default_sampling=model_folder.default_sampling(folder),
@@ -49,3 +57,9 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         tool_call_parser=model.tool_call_parser,
         reasoning_parser=model.reasoning_parser,
     )
+
+
+def fingerprint(identity: ModelIdentity, engine: EngineConfig) -> str:
+    """Return what responses name as `system_fingerprint`: a digest of whatever may change the answer to a request."""
+    numerics = [getattr(engine, name) for name in NUMERICS]
+    return f"fp_{short(hashlib.sha256(repr((identity.weights, numerics, version('manta-serve'))).encode()))}"

@@ -28,13 +28,14 @@ from deployments.openai.requests import (
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
+    RequestBody,
     TokenizeBody,
     parse,
 )
 from deployments.openai.responses import ModelCard, ModelList
 from deployments.openai.served_model import ServedModel
 from deployments.openai.streaming import run_while_connected, stream
-from deployments.openai.validation import check_json_size
+from deployments.openai.validation import check_json_size, warning
 from deployments.replicas.pools import EnginePool
 from engine.errors import ModelNotFound, RequestError, ServingError, UnsupportedMediaType
 
@@ -56,25 +57,25 @@ def openai_app(
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = parse(ChatBody, await read_json(request))
+        body = parse(ChatBody, await read_json(request), auth.unknown_fields)
         response = await find(body.model).chat(body, RequestContext.of(request, body, "chatcmpl"))
         return await _respond(request, body, response)
 
     @app.post("/v1/completions")
     async def completion(request: Request) -> Response:
-        body = parse(CompletionBody, await read_json(request))
+        body = parse(CompletionBody, await read_json(request), auth.unknown_fields)
         response = await find(body.model).completion(body, RequestContext.of(request, body, "cmpl"))
         return await _respond(request, body, response)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = parse(TokenizeBody, await read_json(request))
-        return _json_response(await find(body.model).tokenize(body))
+        body = parse(TokenizeBody, await read_json(request), auth.unknown_fields)
+        return _with_warning(body, _json_response(await find(body.model).tokenize(body)))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = parse(DetokenizeBody, await read_json(request))
-        return _json_response(await find(body.model).detokenize(body))
+        body = parse(DetokenizeBody, await read_json(request), auth.unknown_fields)
+        return _with_warning(body, _json_response(await find(body.model).detokenize(body)))
 
     @app.get("/v1/models")
     async def list_models() -> Response:
@@ -159,8 +160,15 @@ async def read_json(request: Request) -> bytes:
 
 async def _respond(request: Request, body: GenerationBody, response: ChatResponse | CompletionResponse) -> Response:
     if body.stream:
-        return await run_while_connected(request, stream(response.chunks()))
-    return _json_response(await run_while_connected(request, response.full()))
+        return _with_warning(body, await run_while_connected(request, stream(response.chunks())))
+    return _with_warning(body, _json_response(await run_while_connected(request, response.full())))
+
+
+def _with_warning(body: RequestBody, response: Response) -> Response:
+    """Name the fields of the request that had no effect."""
+    if body.ignored:
+        response.headers["Warning"] = warning(body.ignored)
+    return response
 
 
 def _json_response(body: msgspec.Struct) -> Response:

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
+
 from deployments.frontend.generation import Generation
 from deployments.openai.context import RequestContext
 from deployments.openai.parsers.choice_parser import ChoiceParser, OutputFormat
@@ -39,6 +41,7 @@ class ChatResponse:
     body: ChatBody
     context: RequestContext
     model: str
+    fingerprint: str | None
     generation: Generation
     tokenizer: Tokenizer
     output_format: OutputFormat
@@ -60,7 +63,10 @@ class ChatResponse:
         for choice in choices:
             if choice.message.content is None and not choice.message.tool_calls and not choice.message.reasoning:
                 choice.message.content = ""
-        return ChatCompletion(self.context.response_id, self.context.created, self.model, choices, self._usage())
+        context, tier = self.context, self.body.served_tier
+        answer = ChatCompletion(context.response_id, context.created, self.model, choices, self._usage())
+        answer.system_fingerprint, answer.service_tier = self.fingerprint, UNSET if tier is None else tier
+        return answer
 
     async def chunks(self) -> AsyncGenerator[ChatChunk]:
         """Yield chunks of all choices; the first of each carries the role."""
@@ -86,6 +92,8 @@ class ChatResponse:
         chunk = ChatChunk(context.response_id, context.created, self.model, choices, "chat.completion.chunk")
         if with_usage or (options and options.continuous_usage_stats):
             chunk.usage = self._usage()
+        if any(choice.finish_reason for choice in choices):
+            chunk.system_fingerprint, chunk.service_tier = self.fingerprint, self.body.served_tier
         return chunk
 
     def _usage(self) -> UsageBody:

@@ -32,6 +32,7 @@ class CompletionResponse:
     body: CompletionBody
     context: RequestContext
     model: str
+    fingerprint: str | None
     generation: Generation
     tokenizer: Tokenizer
     prompts: list[list[int]]
@@ -127,6 +128,8 @@ class CompletionResponse:
     def _completion(self, choices: list[CompletionChoice], *, with_usage: bool) -> Completion:
         context = self.context
         completion = Completion(context.response_id, context.created, self.model, choices, "text_completion")
+        if any(choice.finish_reason for choice in choices):
+            completion.system_fingerprint, completion.service_tier = self.fingerprint, self.body.served_tier
         if with_usage:
             completion.usage = UsageBody.of(self.generation.usage)
             if self.body.echo_only:  # a token had to be computed, but is not sequence_chunk of the response

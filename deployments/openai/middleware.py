@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.frontend.api_keys import ApiKeys
 from deployments.openai.errors import error_response
+from deployments.openai.validation import UnknownFields
 from engine.errors import BodyTimeout, BodyTooLarge, InvalidParameter, ServingError
 
 OPEN_PATH = "/health"  # for probes, which have no key
@@ -25,6 +26,8 @@ class AuthConfig:
     """From the first byte of a request to the last one of its body."""
     cors_origins: tuple[str, ...] = ()
     """Web pages that may send requests from a browser; `*` for all."""
+    unknown_fields: UnknownFields = "refuse"
+    """What becomes of fields that neither OpenAI nor vLLM has."""
 
 
 def around_serve() -> list[Middleware]:

@@ -1,22 +1,31 @@
 """Request bodies, with OpenAI's field names and vLLM's additions.
 
-A field that would change the response and is not supported is refused, never ignored.
+What becomes of fields of theirs that are not here stands in validation.py.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationInfo,
+    model_validator,
+)
 
 from deployments.openai.conversation import Message, StrictModel, Tool, ToolChoice, check_tools
-from deployments.openai.validation import has_no_effect, validation_error
+from deployments.openai.validation import UnknownFields, validation_error, without_foreign
 from engine.errors import InvalidParameter, RequestError
 from engine.wire.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 INT32 = 2**31 - 1
+UNKNOWN_FIELDS = "unknown_fields"  # of pydantic's validation context
 MAX_FIELDS = 200
 MAX_SEQUENCES = 1024  # of one HTTP request: prompts * n
 MAX_MESSAGES = 4096
@@ -43,7 +52,7 @@ Prompts = Annotated[list[T], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
 class StreamOptions(StrictModel):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
-    include_obfuscation: Literal[False] | None = False
+    include_obfuscation: bool | None = False
     """Padding of chunks, which this server does not do."""
 
 
@@ -77,15 +86,25 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     model: str | None = Field(default=None, max_length=1024)
+    _ignored: list[str] = PrivateAttr(default_factory=list)
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _drop_nulls(cls, body: Any) -> Any:
+    def _sort_out(cls, body: Any, validate: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         if not isinstance(body, dict):
-            return body
+            return validate(body)
         if len(body) > MAX_FIELDS:  # pydantic would list each one that is not known
             raise RequestError(f"the body has {len(body)} fields; no route has more than {MAX_FIELDS}")
-        return {k: v for k, v in body.items() if v is not None}
+        given = {name: value for name, value in body.items() if value is not None}
+        kept, ignored = without_foreign(given, cls.model_fields, (info.context or {}).get(UNKNOWN_FIELDS, "refuse"))
+        parsed = validate(kept)
+        parsed._ignored = ignored
+        return parsed
+
+    @property
+    def ignored(self) -> list[str]:
+        """Fields that the client has to be told to have had no effect; whoever ignores one adds it."""
+        return self._ignored
 
     def check(self) -> None:
         """Raise RequestError for fields that contradict each other."""
@@ -118,22 +137,21 @@ class GenerationBody(RequestBody):
     cache_salt: str = Field(default="", max_length=1024)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    """vLLM's older name for `structured_outputs.json`."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(default=None, fail_fast=True)
+    guided_grammar: str | None = None
     priority: int = Field(default=0, ge=-INT32, le=INT32)
     """Smaller runs first, if the engine's `scheduling_policy` is `priority`."""
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] = "auto"
+    """`priority` runs before all others and `flex` after them, if the engine's `scheduling_policy` is `priority`."""
     user: str | None = Field(default=None, max_length=1024)
     """Whose fair share of the server the request counts to, where there are no API keys."""
     safety_identifier: str | None = Field(default=None, max_length=1024)
     """Used like `user`, if that is not given."""
     request_id: str | None = None
     """Part of the response's id, in place of the header X-Request-Id, which Serve gives every request."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_fields_without_effect(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        known = cls.model_fields
-        return {name: value for name, value in body.items() if name in known or not has_no_effect(name, value)}
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Return the parameters for the engine. Raises InvalidParameter.
@@ -169,6 +187,20 @@ class GenerationBody(RequestBody):
         super().check()
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", "stream_options")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            self.ignored.append("stream_options.include_obfuscation")
+
+    @property
+    def served_tier(self) -> str | None:
+        """The service tier that the response names; None if the request names none."""
+        if "service_tier" not in self.model_fields_set:
+            return None
+        return self.service_tier if self.tier_priority and "service_tier" not in self.ignored else "default"
+
+    @property
+    def tier_priority(self) -> int:
+        """Priority that the service tier stands for."""
+        return TIER_PRIORITIES.get(self.service_tier, 0)
 
     def _token_biases(self) -> dict[int, float] | None:
         if not self.logit_bias:
@@ -181,6 +213,12 @@ class GenerationBody(RequestBody):
     def _structured_outputs(self) -> StructuredOutputsParams | None:
         """Raises RequestError if both forms are given, or if one could never be enforced."""
         response_format, outputs = self.response_format, self.structured_outputs
+        guided = {kind: value for kind in GUIDED if (value := getattr(self, f"guided_{kind}")) is not None}
+        if guided:
+            field = f"guided_{next(iter(guided))}"
+            if outputs is not None or response_format is not None or len(guided) > 1:
+                raise RequestError(f"{field} must be the only form that the answer is to have", field)
+            return StructuredOutputsParams(**guided, field=field)
         if response_format is not None and response_format.type != "text":
             if outputs is not None:
                 raise RequestError("response_format and structured_outputs do not go together", "structured_outputs")
@@ -201,6 +239,8 @@ class GenerationBody(RequestBody):
         )
 
 
+GUIDED = ("json", "regex", "choice", "grammar")
+TIER_PRIORITIES = {"priority": -1, "flex": 1}
 SAMPLING_FIELDS = GenerationBody.model_fields.keys() & set(SamplingParams.__struct_fields__)
 """Fields that SamplingParams has under the same name."""
 
@@ -212,6 +252,10 @@ class TemplateBody(RequestBody):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, for instance `enable_thinking`."""
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        return self.chat_template_kwargs
 
     def check_template(self) -> None:
         """Raises InvalidParameter."""
@@ -232,6 +276,8 @@ class ChatBody(GenerationBody, TemplateBody):
     """None means `auto` where there are tools. With `none` the model is not shown the tools either."""
     parallel_tool_calls: bool = True
     """False keeps only the first call of a response."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """Variable of the chat template; `none` also sets `enable_thinking` to false."""
     include_reasoning: bool = True
     """False drops the reasoning from the response; the model reasons all the same."""
     max_completion_tokens: int | None = None
@@ -241,7 +287,7 @@ class ChatBody(GenerationBody, TemplateBody):
     def check(self) -> None:
         super().check()
         if self.top_logprobs is not None:
-            if not self.logprobs:
+            if self.top_logprobs and not self.logprobs:
                 raise RequestError("top_logprobs is only allowed with logprobs=true", "top_logprobs")
             if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
                 raise InvalidParameter("top_logprobs", self.top_logprobs, f"between 0 and {MAX_LOGPROBS}")
@@ -249,6 +295,18 @@ class ChatBody(GenerationBody, TemplateBody):
             raise InvalidParameter("max_completion_tokens", self.max_completion_tokens, "at least 1")
         self.check_template()
         check_tools(self.tools, self.tool_choice)
+
+    @property
+    def effort_variables(self) -> dict[str, Any]:
+        """Variables by which chat templates know `reasoning_effort`."""
+        if self.reasoning_effort is None:
+            return {}
+        switch = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        return {"reasoning_effort": self.reasoning_effort, **switch}
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        return {**self.effort_variables, **self.chat_template_kwargs}
 
     @property
     def offered_tools(self) -> list[Tool]:
@@ -342,10 +400,10 @@ class DetokenizeBody(RequestBody):
 Body = TypeVar("Body", bound=RequestBody)
 
 
-def parse(kind: type[Body], raw: bytes) -> Body:
+def parse(kind: type[Body], raw: bytes, unknown_fields: UnknownFields = "refuse") -> Body:
     """Return the body. Raises RequestError that names the field, its value and the expected values."""
     try:
-        body = kind.model_validate_json(raw)
+        body = kind.model_validate_json(raw, context={UNKNOWN_FIELDS: unknown_fields})
     except pydantic.ValidationError as error:
         raise validation_error(error) from None
     body.check()

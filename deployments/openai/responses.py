@@ -90,6 +90,8 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     usage: UsageBody
     object: str = "chat.completion"
+    system_fingerprint: str | None = None
+    service_tier: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class CalledFunctionDelta(msgspec.Struct, omit_defaults=True):
@@ -122,12 +124,16 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct, omit_defaults=True):
+    """The last chunk of each choice has the fingerprint and the service tier."""
+
     id: str
     created: int
     model: str
     choices: list[ChatChunkChoice]
     object: str
     usage: UsageBody | None = None
+    system_fingerprint: str | None = None
+    service_tier: str | None = None
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -171,6 +177,8 @@ class Completion(msgspec.Struct, omit_defaults=True):
     choices: list[CompletionChoice]
     object: str
     usage: UsageBody | None = None
+    system_fingerprint: str | None = None
+    service_tier: str | None = None
 
 
 class ModelCard(msgspec.Struct):

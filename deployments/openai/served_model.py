@@ -70,6 +70,8 @@ class ModelInfo:
     """Maximum number of times that a sequence continues in another engine because its own is lost."""
     has_priorities: bool = False
     """The engines schedule by priority."""
+    fingerprint: str | None = None
+    """Differs where the same request may have another answer: weights, numerics or version."""
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
 
@@ -119,7 +121,9 @@ class ServedModel:
         self._format.check(body)
         requests, output_format = await asyncio.to_thread(self._prepare_chat, body, context)
         generation = Generation(self._frontend, requests, context.client)
-        return ChatResponse(body, context, self.info.name, generation, self._tokenizer, output_format)
+        return ChatResponse(
+            body, context, self.info.name, self.info.fingerprint, generation, self._tokenizer, output_format
+        )
 
     async def completion(self, body: CompletionBody, context: RequestContext) -> CompletionResponse:
         """Raises RequestError, and Overloaded before any work is done."""
@@ -127,7 +131,10 @@ class ServedModel:
         requests, texts = await asyncio.to_thread(self._prepare_completion, body, context)
         prompts = [sequences[0].prompt for sequences in requests]
         generation = Generation(self._frontend, requests, context.client)
-        return CompletionResponse(body, context, self.info.name, generation, self._tokenizer, prompts, texts)
+        info = self.info
+        return CompletionResponse(
+            body, context, info.name, info.fingerprint, generation, self._tokenizer, prompts, texts
+        )
 
     async def tokenize(self, body: TokenizeBody) -> Tokens:
         """Raises RequestError."""
@@ -168,6 +175,8 @@ class ServedModel:
         """Return the requests, with the grammar of the output, and the format to parse it by. For a thread."""
         params = self._params(body)
         text = self._render_chat(body.messages, body.offered_tools, body)
+        if body.effort_variables and not self._tokenizer.template_names(body.effort_variables):
+            body.ignored.append("reasoning_effort")
         prompt = self._tokenizer.encode_prompt(text, self.info.max_model_len, add_special_tokens=False)
         thinking = self._format.thinking(body, text)
         grammar = self._format.structured_outputs(body, thinking, params.structured_outputs, self._tokens)
@@ -181,7 +190,7 @@ class ServedModel:
             [tool.for_template() for tool in tools] or None,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            **body.chat_template_kwargs,
+            **body.template_variables,
         )
 
     def _tokenize_prompts(self, body: CompletionBody) -> tuple[list[list[int]], list[str]]:
@@ -221,6 +230,9 @@ class ServedModel:
                 raise PromptTooLong(len(prompt), self.info.max_model_len)
         if len(prompts) * body.n > MAX_SEQUENCES:
             raise InvalidParameter("n", body.n, f"at most {MAX_SEQUENCES // len(prompts)} with {len(prompts)} prompts")
+        if body.tier_priority and not self.info.has_priorities:
+            body.ignored.append("service_tier")
+        priority = body.priority or (body.tier_priority if self.info.has_priorities else 0)
         timeout_s = min(context.timeout_s or self.info.request_timeout_s, self.info.request_timeout_s)
         # a client may use one id twice; engines must never see two live requests of one id
         request_id = f"{context.response_id}-{secrets.token_hex(4)}"
@@ -233,7 +245,7 @@ class ServedModel:
                     params=sequence,
                     reply_to=self._frontend.channel.address,
                     timeout_s=timeout_s,
-                    priority=body.priority,
+                    priority=priority,
                     cache_salt=body.cache_salt,
                     session_id=context.session_id,
                     model=self.info.identity,

@@ -3,33 +3,76 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-from typing import Any
+from collections.abc import Container
+from typing import Any, Literal
 
 import pydantic
 from pydantic import JsonValue
 
 from engine.errors import InvalidParameter, RequestError
 
-# Accepted and not used: they promise nothing that is not so. Prefixes are cached by their content, whatever the key.
-IGNORED_FIELDS = {"metadata", "prompt_cache_key"}
-# Accepted only with a value that means "off", or what this server does anyway.
+# Fields of OpenAI's and vLLM's that no route here has. A value that asks for nothing is dropped without a word.
 NEUTRAL_VALUES: dict[str, list[JsonValue]] = {
     "best_of": [1],
-    "suffix": [""],
-    "functions": [],
     "function_call": ["none", "auto"],
+    "functions": [[]],
     "modalities": [["text"]],
-    "use_beam_search": [False],
     "length_penalty": [1, 1.0],
-    "spaces_between_special_tokens": [True],
-    "store": [False],
-    "service_tier": ["auto", "default"],
     "prompt_cache_retention": ["in_memory"],
+    "spaces_between_special_tokens": [True],
+    "suffix": [""],
     "verbosity": ["medium"],
 }
-REPLACEMENTS = {"functions": "tools", "function_call": "tool_choice"}  # OpenAI replaced these fields long ago
+NOTHING: list[JsonValue] = [False, {}, []]  # neutral for all of them
+# They promise nothing that is not so.
+UNUSED = {"metadata": "nothing is stored", "prompt_cache_key": "prefixes are cached by content, whatever the key"}
+# Ignored, and a Warning header says so: the answer is of the kind that was asked for all the same.
+IGNORED = {
+    "best_of": "the first `n` answers are returned",
+    "guided_decoding_backend": "there is one",
+    "guided_whitespace_pattern": "JSON is written compactly",
+    "kv_transfer_params": "the server decides where a prompt is computed",
+    "length_penalty": "it is for beam search",
+    "media_io_kwargs": "there are only texts",
+    "mm_processor_kwargs": "there are only texts",
+    "moderation": "nothing is moderated",
+    "prediction": "it would make the answer faster, not different",
+    "prompt_cache_options": "prefixes are cached as long as there is room",
+    "prompt_cache_retention": "prefixes are cached as long as there is room",
+    "repetition_detection": "an answer ends at its end or at `max_tokens`",
+    "spaces_between_special_tokens": "tokens are joined as they are",
+    "store": "nothing is stored",
+    "thinking_token_budget": "`max_tokens` limits reasoning and answer together",
+    "verbosity": "the model is not told",
+    "vllm_xargs": "they are for plugins of vLLM's",
+    "watermarking": "answers have no watermark",
+    "web_search_options": "nothing is searched",
+}
+# Refused: without them the answer would be of another kind, or to another question.
+REFUSED = {
+    "audio": "answers are text",
+    "chat_template": "the template in the model's folder is used",
+    "documents": "put them into the messages",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "logits_processors": "no code of a request is run",
+    "modalities": "answers are text",
+    "prompt_embeds": "prompts are text or token ids",
+    "return_tokens_as_token_ids": "use return_token_ids of completions",
+    "suffix": "text is only added at the end",
+    "truncate_prompt_tokens": "a prompt is taken whole or not at all",
+    "truncation_side": "a prompt is taken whole or not at all",
+    "use_beam_search": "answers are sampled",
+    # of completions here, and of vLLM's chat too
+    "add_special_tokens": "the chat template brings them",
+    "echo": "only completions have it",
+    "prompt_logprobs": "only completions have it",
+    "return_token_ids": "only completions have it",
+}
+UnknownFields = Literal["ignore", "refuse"]
+HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_NAMED = 20
 
 # Limits on values in a body, each by a byte that every such value has one of: parsing takes time for values, not for
 # bytes, and keeps the GIL. Texts have such bytes too: where a plain count is above a limit, strings are left out.
@@ -44,9 +87,32 @@ MAX_ALTERNATIVES = 3
 UNION_NOISE = ("missing", "extra_forbidden")  # they add nothing to another problem of the same path
 
 
-def has_no_effect(name: str, value: JsonValue) -> bool:
-    """Return whether the field may be dropped without the client noticing."""
-    return name in IGNORED_FIELDS or (name in NEUTRAL_VALUES and value in NEUTRAL_VALUES[name])
+def without_foreign(
+    body: dict[str, Any], known: Container[str], unknown_fields: UnknownFields
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the body without the fields that are dropped, and the names of those whose client has to be warned."""
+    kept, ignored = {}, []
+    for name, value in body.items():
+        if name in known:
+            kept[name] = value
+        elif name in UNUSED or _is_neutral(name, value):
+            continue
+        elif name in IGNORED or (unknown_fields == "ignore" and name not in REFUSED):
+            ignored.append(name)
+        else:
+            kept[name] = value  # pydantic refuses it
+    return kept, ignored
+
+
+def warning(ignored: list[str]) -> str:
+    """Return the value of the header Warning (RFC 7234, 5.5) for fields that were ignored."""
+    named = [name for name in ignored if HEADER_SAFE.fullmatch(name)][:MAX_NAMED]
+    rest = len(ignored) - len(named)
+    return f'299 manta "ignored: {", ".join([*named, f"{rest} more"] if rest else named)}"'
+
+
+def _is_neutral(name: str, value: JsonValue) -> bool:
+    return (name in IGNORED or name in REFUSED) and value in [*NOTHING, *NEUTRAL_VALUES.get(name, [])]
 
 
 def validation_error(error: pydantic.ValidationError) -> RequestError:
@@ -75,11 +141,9 @@ def validation_error(error: pydantic.ValidationError) -> RequestError:
 
 
 def _unsupported_message(name: str) -> str:
-    if name in REPLACEMENTS:
-        return f"{name} is not supported by this server; use {REPLACEMENTS[name]}"
-    if name in NEUTRAL_VALUES:
-        return f"{name} is only supported with the value {' or '.join(map(json.dumps, NEUTRAL_VALUES[name]))}"
-    return f"{name} is not supported by this server"
+    if name in REFUSED:
+        return f"{name} is not supported by this server: {REFUSED[name]}"
+    return f"{name} is not a field of this route"
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,10 @@ class Tokenizer:
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the model's chat template refuses the messages: {error}", "messages") from error
         return rendered[0]
+
+    def template_names(self, variables: Iterable[str]) -> bool:
+        """Return whether the chat template mentions any of these variables."""
+        return any(name in (self.chat_template or "") for name in variables)
 
     def token(self, token_id: int) -> str | None:
         """Return a token as the vocabulary spells it; None for an unknown id."""

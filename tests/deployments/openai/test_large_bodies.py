@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
@@ -127,15 +127,17 @@ LARGEST: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
     "logit_bias": (CompletionBody, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(10_000)}}),
     "bad_words": (CompletionBody, {"prompt": "a", "bad_words": ["a" * 1000] * 1000}),
     "choice": (CompletionBody, {"prompt": "a", "structured_outputs": {"choice": ["abc"] * 30_000}}),
-    "grammar": (CompletionBody, {"prompt": "a", "structured_outputs": {"grammar": 'start: "a"\n' * 10**6}}),
-    "grammar of the limit": (
+    "grammar": (
         CompletionBody,
         {"prompt": "a", "structured_outputs": {"grammar": 'start: "a"\n' * 9_000}},
     ),
-    "regex": (CompletionBody, {"prompt": "a", "structured_outputs": {"regex": "(a|b)" * 10**6}}),
-    "regex of the limit": (CompletionBody, {"prompt": "a", "structured_outputs": {"regex": "(a|b)" * 20_000}}),
+    "regex": (CompletionBody, {"prompt": "a", "structured_outputs": {"regex": "(a|b)" * 20_000}}),
     "json": (CompletionBody, {"prompt": "a", "structured_outputs": {"json": {"enum": ["abc"] * 14_000}}}),
     "json as text": (CompletionBody, {"prompt": "a", "structured_outputs": {"json": "[" * 10**6}}),
+    "guided_json": (CompletionBody, {"prompt": "a", "guided_json": {"enum": ["abc"] * 14_000}}),
+    "guided_regex": (CompletionBody, {"prompt": "a", "guided_regex": "(a|b)" * 10**6}),
+    "guided_choice": (CompletionBody, {"prompt": "a", "guided_choice": ["abc"] * 30_000}),
+    "guided_grammar": (CompletionBody, {"prompt": "a", "guided_grammar": 'start: "a"\n' * 10**6}),
     "many sequences": (
         CompletionBody,
         {"prompt": ["a"] * 8, "n": 128, "max_tokens": 1, "logit_bias": {str(i): 1 for i in range(10_000)}},
@@ -212,7 +214,7 @@ def has_any_size(annotation: Any) -> bool:
     if get_origin(annotation) is Literal:
         return False
     parts = [part for part in get_args(annotation) if part is not type(None)]
-    if isinstance(annotation, UnionType):
+    if get_origin(annotation) in (Union, UnionType):
         return any(map(has_any_size, parts))
     return annotation not in (int, float, bool)
 
