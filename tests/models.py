@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,14 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "truncate": False,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True}),
@@ -72,7 +80,57 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": GEMMA3_ROPE,
         },
     ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "tie_word_embeddings": True,
+            "hidden_size": 64,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "phi3": ("Phi3", {"hidden_size": 64, "rope_parameters": {**PARTIAL_ROPE, "partial_rotary_factor": 0.75}}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "rope_parameters": PARTIAL_ROPE,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": GPT_OSS_ROPE},
+    ),
 }
+
+
+# Whole engines of these, and on ranks, are run with the slow tests: they differ from others in their layers only.
+SLOW_ENGINES = ("gemma2", "phi3", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss")
+
+
+def with_slow(names: Iterable[str], slow: Iterable[str] = SLOW_ENGINES) -> list[Any]:
+    """Parameters of a test, with the mark `slow` on some."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
 def make_model(folder: Path, family: str, *, tokenizer: bool = False, seed: int = 0, **overrides: Any) -> Path:
@@ -102,7 +160,8 @@ def make_model(folder: Path, family: str, *, tokenizer: bool = False, seed: int 
 def randomise(model: torch.nn.Module, *, tied: bool, seed: int) -> None:
     """Unit-gain layers, peaky attention and uneven norms, so that greedy output is not one repeated token."""
     generator = torch.Generator().manual_seed(seed)
-    for name, p in model.named_parameters():
+    corrections = [pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias")]
+    for name, p in (*model.named_parameters(), *corrections):
         noise = torch.randn(p.shape, generator=generator)
         if name == "model.norm.weight" and tied:
             p.copy_(noise - p.abs().max().eq(0).float())  # mixed signs: a tied head then does not favour its own input

@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from engine.model.quantization.scheme import Scheme
 
 Fields = dict[str, Any]
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 ROPE_TYPES = get_args(RopeType)
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 ENCODER_ACTIVATIONS = ("gelu",)
-# Fields of config.json that change the output when they are set.
-UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping")
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss; others are refused
+# Fields of config.json that change the output when they are set, and that few families read.
+RARE = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,11 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-    """Multiplies cos and sin (yarn)."""
+    """Multiplies cos and sin (yarn, longrope)."""
+    factors: tuple[float, ...] = ()
+    """One for each wavelength (longrope)."""
+    partial_rotary_factor: float = 1.0
+    """Part of each head's values that is rotated, whatever the type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +64,18 @@ class MoEConfig:
     norm_topk_prob: bool
     layers: frozenset[int]
     """Sparse layers; the others have an ordinary MLP."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """`sigmoid`: the router of DeepSeek V3, whose fields are the next three."""
+    num_groups: int = 1
+    topk_groups: int = 1
+    routed_scaling_factor: float = 1.0
+    router_bias: bool = False
+    shared_intermediate_size: int = 0
+    """Size of the expert, or of all experts side by side, that every token shares; 0 for none."""
+    shared_name: str = "shared_expert"
+    """Its name in the checkpoint."""
+    shared_gate: bool = False
+    """Whether what it gives is scaled by a sigmoid of the token's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +123,14 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     """Tokens that end a generation; empty if the model names none."""
     moe: MoEConfig | None
+    attn_logit_softcapping: float | None = None
+    """Attention scores lie between minus this and this."""
+    final_logit_softcapping: float | None = None
+    """Logits lie between minus this and this."""
+    qk_norm: bool = False
+    """Whether each head's query and key are normed, in families where some models do and some do not."""
+    num_nextn_predict_layers: int = 0
+    """Layers of the checkpoint, after the others, that predict further tokens; they are not loaded."""
     quantization: Scheme | None = None
     """The formats of the checkpoint's linear layers, if any are quantized."""
     bidirectional: bool = False
@@ -129,10 +154,11 @@ class ModelConfig:
         architecture, raw = text_part(read_json(folder, "config.json"))
         family = find_family(architecture)
         try:
+            dtype, eos = _dtype(raw, folder), eos_token_ids(folder)
             if family is not None:
-                cfg = _parse(architecture, family, family.fields(raw), _dtype(raw, folder), eos_token_ids(folder))
+                cfg = _parse(architecture, family, family.fields(raw), dtype, eos, max_model_len)
             else:
-                cfg = _from_transformers(raw, _dtype(raw, folder), eos_token_ids(folder), max_model_len)
+                cfg = _from_transformers(raw, dtype, eos, max_model_len)
             cfg = replace(cfg, pooling=PoolingConfig.from_folder(folder, _default_pooling(cfg, raw)))
         except KeyError as e:
             raise ModelFolderError(str(folder), f"config.json has no {e.args[0]!r}") from e
@@ -246,9 +272,11 @@ def _from_transformers(raw: Fields, dtype: str, eos: frozenset[int], max_model_l
     )
 
 
-def _parse(architecture: str, family: Family, raw: Fields, dtype: str, eos: frozenset[int]) -> ModelConfig:
-    for key in UNSUPPORTED:
-        if raw.get(key):
+def _parse(
+    architecture: str, family: Family, raw: Fields, dtype: str, eos: frozenset[int], max_model_len: int | None
+) -> ModelConfig:
+    for key in RARE:
+        if raw.get(key) and key not in family.keys:
             raise _Unsupported(key, raw[key])
     if raw.get("use_bidirectional_attention") not in (None, False, True):
         raise _Unsupported("use_bidirectional_attention", raw["use_bidirectional_attention"])
@@ -265,7 +293,7 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, eos: froz
     num_layers, num_heads = raw["num_hidden_layers"], raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
     windows = _windows(raw, num_layers)
-    ropes = _ropes(raw, windows)
+    ropes = _ropes(raw, windows, max_model_len or raw["max_position_embeddings"])
     attention_bias = bool(raw.get("attention_bias"))
     return ModelConfig(
         architecture=architecture,
@@ -289,11 +317,15 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, eos: froz
         rope=ropes,
         window=windows,
         qkv_bias=raw.get("qkv_bias", attention_bias),
-        output_bias=attention_bias,
+        output_bias=raw.get("output_bias", attention_bias),
         mlp_bias=bool(raw.get("mlp_bias")),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
         eos_token_ids=eos,
         moe=_moe(raw, num_layers),
+        attn_logit_softcapping=raw.get("attn_logit_softcapping"),
+        final_logit_softcapping=raw.get("final_logit_softcapping"),
+        qk_norm=bool(raw.get("use_qk_norm")),
+        num_nextn_predict_layers=raw.get("num_nextn_predict_layers") or 0,
         quantization=_quantization(raw),
         bidirectional=bidirectional,
         encoder=encoder,
@@ -343,7 +375,7 @@ def _default_pooling(cfg: ModelConfig, raw: Fields) -> PoolingType:
     return "mean" if cfg.bidirectional else "last"
 
 
-def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> str:
+def _one_of(field: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     if value not in allowed:
         raise _Unsupported(field, value)
     return value
@@ -377,35 +409,51 @@ def _windows(raw: Fields, num_layers: int) -> tuple[int | None, ...]:
     return tuple(window if s else None for s in sliding)
 
 
-def _ropes(raw: Fields, windows: tuple[int | None, ...]) -> tuple[RopeConfig, ...]:
+def _ropes(raw: Fields, windows: tuple[int | None, ...], longest: int) -> tuple[RopeConfig, ...]:
     """The rotary embedding of each layer. transformers 5 writes `rope_parameters`, one set or one per layer type;
     before, it was `rope_theta` with `rope_scaling`, and `rope_local_base_freq` for Gemma 3's windowed layers."""
-    context = raw["max_position_embeddings"]
     parameters = raw.get("rope_parameters") or {}
+    theta, local_theta = raw.get("rope_theta", 10_000.0), raw.get("rope_local_base_freq", 10_000.0)
     if "full_attention" in parameters or "sliding_attention" in parameters:
-        full = _rope(parameters.get("full_attention") or {}, raw.get("rope_theta", 10_000.0), context)
-        local = _rope(parameters.get("sliding_attention") or {}, raw.get("rope_local_base_freq", 10_000.0), context)
+        full = _rope(parameters.get("full_attention") or {}, theta, raw, longest)
+        local = _rope(parameters.get("sliding_attention") or {}, local_theta, raw, longest)
     else:
-        full = _rope(raw.get("rope_scaling") or parameters, raw.get("rope_theta", 10_000.0), context)
+        full = _rope(raw.get("rope_scaling") or parameters, theta, raw, longest)
         local = RopeConfig(theta=raw["rope_local_base_freq"]) if "rope_local_base_freq" in raw else full
     return tuple(full if window is None else local for window in windows)
 
 
-def _rope(parameters: Fields, theta: float, context: int) -> RopeConfig:
-    """One set of parameters. `theta` and `context` (max_position_embeddings) apply where it has none of its own."""
-    kind = _one_of("rope_type", parameters.get("rope_type") or parameters.get("type") or "default", ROPE_TYPES)
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _Unsupported("partial_rotary_factor", parameters["partial_rotary_factor"])
+def _rope(parameters: Fields, theta: float, raw: Fields, longest: int) -> RopeConfig:
+    """One set of parameters. `theta` and the rest of config.json apply where it has none of its own."""
+    partial = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    if partial != 1.0 and "partial_rotary_factor" not in raw:  # the family's code rotates whole heads
+        raise _Unsupported("partial_rotary_factor", partial)
+    return replace(_scaled_rope(parameters, theta, raw, longest), partial_rotary_factor=partial)
+
+
+def _scaled_rope(parameters: Fields, theta: float, raw: Fields, longest: int) -> RopeConfig:
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind = _one_of("rope_type", "longrope" if kind == "su" else kind, ROPE_TYPES)
     theta = parameters.get("rope_theta", theta)
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
         return RopeConfig(type="linear", theta=theta, factor=parameters["factor"])
-    original = parameters.get("original_max_position_embeddings") or context
+    context = raw["max_position_embeddings"]
+    stated = raw.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
+    original = stated or context
     if kind == "llama3":
         own = {key: parameters[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
         return RopeConfig(type="llama3", theta=theta, original_max_position_embeddings=original, **own)
     factor = parameters.get("factor") or context / original
+    if kind == "longrope":
+        return RopeConfig(
+            type="longrope",
+            theta=theta,
+            original_max_position_embeddings=original,
+            attention_factor=_longrope_attention_factor(parameters, factor, original),
+            factors=tuple(parameters["long_factor" if longest > original else "short_factor"]),
+        )
     return RopeConfig(
         type="yarn",
         theta=theta,
@@ -431,6 +479,14 @@ def _yarn_attention_factor(parameters: Fields, factor: float) -> float:
     return mscale(top) / mscale(bottom) if top and bottom else mscale(1.0)
 
 
+def _longrope_attention_factor(parameters: Fields, factor: float, original: int) -> float:
+    """The factor of LongRoPE, arXiv:2402.13753, as in Phi-3, arXiv:2404.14219."""
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
 def _max_positions(stated: int, ropes: tuple[RopeConfig, ...]) -> int:
     """The context that YaRN reaches, if it exceeds the stated one: Qwen states the original context."""
     reached = [int(r.factor * r.original_max_position_embeddings) for r in ropes if r.type == "yarn"]
@@ -438,14 +494,27 @@ def _max_positions(stated: int, ropes: tuple[RopeConfig, ...]) -> int:
 
 
 def _moe(raw: Fields, num_layers: int) -> MoEConfig | None:
-    num_experts = raw.get("num_experts") or raw.get("num_local_experts")
+    num_experts = raw.get("num_experts") or raw.get("num_local_experts") or raw.get("n_routed_experts")
     if not num_experts:
         return None
     step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    first = raw.get("first_k_dense_replace", 0)
+    size = raw["moe_intermediate_size"] if "moe_intermediate_size" in raw else raw["intermediate_size"]
+    shared = raw.get("shared_expert_intermediate_size") or size * (raw.get("n_shared_experts") or 0)
+    _one_of("swiglu_limit", raw.get("swiglu_limit", SWIGLU_LIMIT), (SWIGLU_LIMIT,))
+    _one_of("swiglu_alpha", raw.get("swiglu_alpha", SWIGLU_ALPHA), (SWIGLU_ALPHA,))
     return MoEConfig(
         num_experts=num_experts,
         experts_per_token=raw["num_experts_per_tok"],
-        intermediate_size=raw["moe_intermediate_size"],
+        intermediate_size=size,
         norm_topk_prob=raw.get("norm_topk_prob", False),
-        layers=frozenset(i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense),
+        layers=frozenset(i for i in range(first, num_layers) if (i + 1) % step == 0 and i not in dense),
+        scoring=raw.get("scoring", "softmax"),
+        num_groups=raw.get("n_group", 1),
+        topk_groups=raw.get("topk_group", 1),
+        routed_scaling_factor=raw.get("routed_scaling_factor", 1.0),
+        router_bias=raw.get("router_bias", False),
+        shared_intermediate_size=shared,
+        shared_name="shared_expert" if "shared_expert_intermediate_size" in raw else "shared_experts",
+        shared_gate="shared_expert_intermediate_size" in raw,
     )

@@ -11,9 +11,13 @@ from engine.errors import UnsupportedArchitecture
 OPTIONAL = frozenset({
     "attention_bias", "mlp_bias", "qkv_bias", "hidden_activation", "query_pre_attn_scalar",
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern",
-    "rope_local_base_freq",
-    "num_experts", "num_local_experts", "use_bidirectional_attention",
+    "rope_local_base_freq", "partial_rotary_factor", "use_qk_norm", "use_bidirectional_attention",
+    "num_experts", "num_local_experts", "n_routed_experts", "shared_expert_intermediate_size", "n_shared_experts",
+    "first_k_dense_replace", "num_nextn_predict_layers", "swiglu_limit", "swiglu_alpha",
+    "output_bias", "router_bias", "scoring",
 })  # fmt: skip
+
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,9 @@ class Family:
     def fields(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of config.json that this family reads. Raises KeyError if an MoE has no `num_experts`."""
         own = {key: value for key, value in raw.items() if key not in OPTIONAL or key in self.keys}
-        if "num_experts" in self.keys and own.get("num_experts", own.get("num_local_experts")) is None:
-            raise KeyError("num_experts")
+        counts = [key for key in NUM_EXPERTS if key in self.keys]
+        if counts and all(own.get(key) is None for key in counts):
+            raise KeyError(counts[0])
         return self.defaults | own
 
 
@@ -80,6 +85,57 @@ FAMILIES: dict[str, Family] = {
             "query_pre_attn_scalar": 256, "sliding_window": 4096,
             "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
             "hidden_activation": "gelu_pytorch_tanh",
+        },
+    ),
+    # Gemma 2: every second layer has a window; attention scores and logits are capped
+    "Gemma2ForCausalLM": Family(
+        "gemma2.Gemma2ForCausalLM",
+        (
+            "attention_bias", "hidden_activation", "query_pre_attn_scalar", "sliding_window", "layer_types",
+            "attn_logit_softcapping", "final_logit_softcapping",
+        ),
+        {
+            "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "sliding_window_pattern": 2, "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    # Phi 3 and 4: Llama with merged projections, parts of heads rotated, and `longrope`
+    "Phi3ForCausalLM": Family(
+        "phi3.Phi3ForCausalLM", ("sliding_window", "partial_rotary_factor"), {"partial_rotary_factor": 1.0}
+    ),
+    # Mixtral, arXiv:2401.04088: Mistral with a mixture of experts in all layers
+    "MixtralForCausalLM": Family(
+        LLAMA, ("sliding_window", "num_local_experts", "num_experts"), {"norm_topk_prob": True, "rope_theta": 1e6}
+    ),
+    # Qwen 1.5 MoE and Qwen 2 MoE, arXiv:2407.10671, section 2.2.2: one more expert for all tokens, behind a gate
+    "Qwen2MoeForCausalLM": Family(
+        LLAMA,
+        ("sliding_window", "use_sliding_window", "layer_types", "num_experts", "shared_expert_intermediate_size"),
+        {"use_sliding_window": False, "sliding_window": 4096, "sliding_window_pattern": 2, "qkv_bias": True},
+    ),
+    # GLM 4.5, arXiv:2508.06471: DeepSeek V3's routing and shared experts with Llama's attention
+    "Glm4MoeForCausalLM": Family(
+        "glm4_moe.Glm4MoeForCausalLM",
+        (
+            "attention_bias", "partial_rotary_factor", "use_qk_norm", "n_routed_experts", "n_shared_experts",
+            "first_k_dense_replace", "num_nextn_predict_layers",
+        ),
+        {
+            "partial_rotary_factor": 0.5, "output_bias": False, "scoring": "sigmoid", "norm_topk_prob": True,
+            "n_shared_experts": 1, "first_k_dense_replace": 1,
+        },
+    ),
+    # gpt-oss, arXiv:2508.10925: attention sinks, every second layer with a window, biases everywhere
+    "GptOssForCausalLM": Family(
+        "gpt_oss.GptOssForCausalLM",
+        (
+            "attention_bias", "sliding_window", "layer_types", "num_local_experts", "num_experts", "swiglu_limit",
+            "swiglu_alpha",
+        ),
+        {
+            "attention_bias": True, "head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2,
+            "rope_theta": 150_000.0, "norm_topk_prob": True, "router_bias": True,
         },
     ),
 }  # fmt: skip
@@ -130,12 +186,9 @@ TRANSFORMERS: dict[str, str] = {
     "GPT2LMHeadModel": "GPT-2",
     "GPTBigCodeForCausalLM": "StarCoder, SantaCoder",
     "GPTNeoXForCausalLM": "Pythia, GPT-NeoX",
-    "Gemma2ForCausalLM": "Gemma 2",
     "GemmaForCausalLM": "Gemma",
     "Glm4ForCausalLM": "GLM-4-0414",
-    "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7",
     "GlmForCausalLM": "GLM-4-9B, GLM-Edge",
-    "GptOssForCausalLM": "gpt-oss with weights that are not in MXFP4",
     "GraniteForCausalLM": "Granite 3",
     "GraniteMoeForCausalLM": "Granite 3 MoE",
     "GraniteMoeSharedForCausalLM": "Granite MoE with shared experts",
@@ -151,7 +204,6 @@ TRANSFORMERS: dict[str, str] = {
     "Ministral3ForCausalLM": "Ministral 3, text",
     "MinistralForCausalLM": "Ministral 8B",
     "Mistral3ForConditionalGeneration": "Ministral 3, text part",
-    "MixtralForCausalLM": "Mixtral",
     "ModernBertDecoderForCausalLM": "Ettin decoders",
     "NanoChatForCausalLM": "nanochat",
     "NemotronForCausalLM": "Nemotron-4, Minitron",
@@ -161,10 +213,8 @@ TRANSFORMERS: dict[str, str] = {
     "OlmoForCausalLM": "OLMo",
     "OlmoeForCausalLM": "OLMoE",
     "PersimmonForCausalLM": "Persimmon",
-    "Phi3ForCausalLM": "Phi-3, Phi-4",
     "PhiForCausalLM": "Phi-1.5, Phi-2",
     "PhimoeForCausalLM": "Phi-3.5-MoE",
-    "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-57B-A14B",
     "SeedOssForCausalLM": "Seed-OSS",
     "SmolLM3ForCausalLM": "SmolLM3",
     "SolarOpenForCausalLM": "Solar Open",

@@ -6,11 +6,13 @@ memory beyond the parameters themselves and one tensor.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import time
 import zlib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,7 +26,7 @@ from engine.errors import ModelFolderError
 from engine.model.folder import weight_files
 from engine.model.layers.embedding import TiedLMHead
 from engine.model.models.llama import Model
-from engine.model.shard import Shard, Sharded, Shards, TensorSlice
+from engine.model.shard import Shard, Sharded, TensorSlice
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +69,10 @@ def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
         for file, names in files.items():
             with safe_open(file, framework="pt") as tensors:
                 for name in names:
-                    if shard := shards.get(canonical[name]):
-                        load_tensor(*shard, tensors.get_slice(name), name, folder)
+                    if parts := shards.get(canonical[name]):
+                        load_tensor(parts, tensors.get_slice(name), name, folder)
                         progress.advance(bar)
-    num_bytes = sum(target.nbytes for _, target in shards.values())
+    num_bytes = sum(target.nbytes for parts in shards.values() for _, target in parts)
     seconds = time.monotonic() - started
     logger.info("weights loaded folder=%s gb=%.2f seconds=%.1f", folder, num_bytes / 1e9, seconds)
 
@@ -88,32 +90,44 @@ def count_parameters(model: Model) -> int:
     return quantized + sum(parameter.numel() for parameter in model.parameters())
 
 
-def load_tensor(shard: Shard, target: Tensor, source: TensorSlice, name: str, folder: Path) -> None:
-    if (tuple(source.get_shape()) or (1,)) != shard.shape:
-        problem = f"{name} has shape {source.get_shape()}, config.json asks for {list(shard.shape)}"
+def load_tensor(parts: list[tuple[Shard, Tensor]], source: TensorSlice, name: str, folder: Path) -> None:
+    """parts: the weights that the checkpoint keeps in this tensor, one after the other, or that share it."""
+    shape, first = tuple(source.get_shape()) or (1,), parts[0][0]
+    sizes = [shard.shape[first.dim] for shard, _ in parts]
+    whole = (*first.shape[: first.dim], sum(sizes), *first.shape[first.dim + 1 :])
+    if shape != whole and any(shard.shape != shape for shard, _ in parts):
+        problem = f"{name} has shape {source.get_shape()}, config.json asks for {list(whole)}"
         raise ModelFolderError(str(folder), problem)
-    shard.load(source, target)
+    starts = itertools.accumulate(sizes[:-1], initial=0) if shape == whole else itertools.repeat(0)
+    for (shard, target), start in zip(parts, starts, strict=False):
+        replace(shard, shape=shape, start=start + shard.start).load(source, target)
 
 
 def fill_with_noise(model: Model) -> None:
     """Fill the model with random weights, for measurements. Tensors that every rank holds are the same on all."""
-    for name, (_, target) in checkpoint_shards(model).items():
+    named = [(name, target) for name, parts in checkpoint_shards(model).items() for _, target in parts]
+    for name, target in named:
         generator = torch.Generator(target.device).manual_seed(zlib.crc32(name.encode()))
         if not target.dtype.is_floating_point:  # a quantized weight's values, or its groups of columns
-            target.zero_() if target.dim() == 1 else target.random_(generator=generator)
+            if name.endswith("_scales"):  # exponents of MXFP4: 2 ** -7
+                target.fill_(120)
+            elif target.dim() == 1:
+                target.zero_()
+            else:
+                target.random_(generator=generator)
             continue
         noise = torch.randn(target.shape, generator=generator, dtype=torch.float32, device=target.device)
         # as models start out: small, and norms near one, so that hidden states neither vanish nor overflow
         target.copy_(noise.mul_(0.02).add_(1.0) if target.dim() == 1 else noise.mul_(0.02))
 
 
-def checkpoint_shards(model: Model) -> Shards:
-    """Every shard of the model by the name of its tensor in the checkpoint."""
-    shards: Shards = {}
+def checkpoint_shards(model: Model) -> dict[str, list[tuple[Shard, Tensor]]]:
+    """Every shard of the model by the name of its tensor in the checkpoint, which may hold several."""
+    shards: dict[str, list[tuple[Shard, Tensor]]] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, Sharded):
             for name, shard in layer.shards().items():
-                shards[model.checkpoint_name(f"{path}.{name}")] = shard
+                shards.setdefault(model.checkpoint_name(f"{path}.{name}"), []).append(shard)
     return shards
 
 

@@ -13,6 +13,8 @@ OTHERS = (
     "embed_audio.",
 )  # fmt: skip
 HEADS = ("lm_head.", "score.", "classifier.", "head.")  # beside the base model in a checkpoint
+# Mixtral's names, and those that every other family has.
+RENAMED = {".block_sparse_moe.": ".mlp.", ".w1": ".gate_proj", ".w2": ".down_proj", ".w3": ".up_proj"}
 
 
 def canonical_name(name: str) -> str:
@@ -20,6 +22,9 @@ def canonical_name(name: str) -> str:
     `language_model.model.norm.weight` and a base model's `norm.weight` -> `model.norm.weight`."""
     wrapper = next((wrapper for wrapper in WRAPPERS if name.startswith(wrapper)), "")
     name = name.removeprefix(wrapper)
+    if ".block_sparse_moe." in name:
+        for old, new in RENAMED.items():
+            name = name.replace(old, new)
     return f"model.{name}" if name.startswith(BARE) else name
 
 
@@ -31,13 +36,13 @@ def is_of_text(name: str) -> bool:
 class NativeNames:
     """Names of a native model's tensors, which are those of the checkpoint except for merged layers."""
 
-    packed: ClassVar[dict[str, tuple[str, str]]] = {}
+    packed: ClassVar[dict[str, str]] = {}
 
     def checkpoint_name(self, path: str) -> str:
         """The canonical name of a tensor: `layers.0.self_attn.qkv_proj.q.weight` ->
         `model.layers.0.self_attn.q_proj.weight`."""
-        for original, (layer, own) in self.packed.items():
-            path = path.replace(f".{layer}.{own}.", f".{original}.")
+        for own, original in self.packed.items():
+            path = path.replace(f".{own}.", f".{original}.")
         return path if path.startswith(HEADS) else f"model.{path}"
 
     def canonical_name(self, name: str) -> str | None:

@@ -25,6 +25,9 @@ class Attention(nn.Module):
         self.layer = layer
         self.scale = cfg.attention_scale
         self.window = cfg.window[layer]
+        self.softcap = cfg.attn_logit_softcapping
+        self.sinks: Tensor | None = None
+        """[heads], set by a layer that has them."""
         self.table = rope_table(cfg.rope[layer], cfg.head_dim, cfg.max_position_embeddings, dtype, device)
         self.bidirectional = cfg.bidirectional
         self.rotate = select_rotation(dtype, device)
@@ -35,4 +38,7 @@ class Attention(nn.Module):
             q, k = (self.rotate(x, self.table, batch.positions) for x in (q, k))
             return encoder_attention(q, k, v, batch, self.scale, self.window).flatten(1)
         q = self.ops.rotate_and_write(q, k, v, self.table, batch, self.layer)
-        return self.ops.paged_attention(q, batch, self.layer, self.scale, self.window).flatten(1)
+        attended = self.ops.paged_attention(
+            q, batch, self.layer, self.scale, self.window, softcap=self.softcap, sinks=self.sinks
+        )
+        return attended.flatten(1)

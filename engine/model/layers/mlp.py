@@ -14,20 +14,25 @@ from engine.model.shard import Shard
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)): [tokens, hidden] -> [tokens, hidden].
 
-    prefix: the layer's name in the checkpoint (`layers.0.mlp`).
+    prefix: the layer's name in the checkpoint (`layers.0.mlp`). size: None for the model's `intermediate_size`.
     """
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str = ""):
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str = "", size: int | None = None):
         super().__init__()
-        outputs = Shard.of_rank((cfg.intermediate_size,), 0, tp, "intermediate_size")
+        size = size or cfg.intermediate_size
+        outputs = Shard.of_rank((size,), 0, tp, "intermediate_size")
         format = cfg.weight_format(prefix, "gate_proj", "up_proj")
         self.gate_up_proj = ColumnParallelLinear(
             cfg.hidden_size, {"gate": outputs, "up": outputs}, cfg.mlp_bias, format
         )
         self.activation = activation.select(cfg.activation, self.gate_up_proj.dtype, self.gate_up_proj.device)
         self.down_proj = RowParallelLinear(
-            cfg.intermediate_size, cfg.hidden_size, tp, cfg.mlp_bias, cfg.weight_format(prefix, "down_proj")
+            size, cfg.hidden_size, tp, cfg.mlp_bias, cfg.weight_format(prefix, "down_proj")
         )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.gate_up_proj(x)))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the result, which is the sum over all ranks; without a bias."""
+        return self.down_proj.multiply(self.activation(self.gate_up_proj(x)))

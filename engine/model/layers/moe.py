@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig, MoEConfig
+from engine.model.layers.linear import ReplicatedLinear
+from engine.model.layers.mlp import GatedMLP
 from engine.model.ops import activation as activations
 from engine.model.ops import moe as ops
 from engine.model.quantization.format import StoredWeight, WeightFormat
@@ -26,15 +28,49 @@ class Router(Sharded):
         super().__init__()
         self.k, self.normalise = moe.experts_per_token, moe.norm_topk_prob
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False) if moe.router_bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, experts = F.linear(x, self.weight).softmax(dim=-1, dtype=torch.float32).topk(self.k, dim=-1)
+        scores = F.linear(x, self.weight, self.bias).softmax(dim=-1, dtype=torch.float32)
+        weights, experts = scores.topk(self.k, dim=-1)
         if self.normalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return experts, weights.to(x.dtype)
 
     def shards(self) -> Shards:
-        return {"weight": replicated(self.weight)}
+        bias = {} if self.bias is None else {"bias": replicated(self.bias)}
+        return {"weight": replicated(self.weight), **bias}
+
+
+class BiasedRouter(Sharded):
+    """The router of DeepSeek V3, arXiv:2412.19437, sections 2.1.2 and 2.1.3 (`noaux_tc`), in float32.
+
+    Each expert's score is a sigmoid. Experts are chosen by score and a correction that keeps their load even, from the
+    groups of experts whose two best are best together; their weights are the scores without the correction.
+    """
+
+    def __init__(self, hidden_size: int, moe: MoEConfig):
+        super().__init__()
+        self.moe = moe
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size, dtype=torch.float32), requires_grad=False)
+        self.correction = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32), requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = F.linear(x.float(), self.weight).sigmoid()
+        choice = scores + self.correction
+        if self.moe.num_groups > 1:
+            grouped = choice.unflatten(1, (self.moe.num_groups, -1))
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.moe.topk_groups, dim=-1).indices
+            left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+            choice = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1)
+        experts = choice.topk(self.moe.experts_per_token, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if self.moe.norm_topk_prob:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return experts, (weights * self.moe.routed_scaling_factor).to(x.dtype)
+
+    def shards(self) -> Shards:
+        return {"weight": replicated(self.weight), "e_score_correction_bias": replicated(self.correction)}
 
 
 class Experts(Sharded):
@@ -58,6 +94,7 @@ class Experts(Sharded):
         self.stored: list[list[StoredWeight]] = []
         self.gate_up: nn.Parameter | None = None
         self.down: nn.Parameter | None = None
+        self.biases: tuple[Tensor, Tensor] | None = None
         if format is not None:
             merged = [{"gate_up_proj.gate": rows, "gate_up_proj.up": rows}, {"down_proj": columns}]
             self.stored = [[StoredWeight(group, format) for group in merged] for _ in range(moe.num_experts)]
@@ -67,8 +104,12 @@ class Experts(Sharded):
             self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, rows.size), requires_grad=False)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        return self.tp.all_reduce(self.partial(x, experts, weights))
+
+    def partial(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """This rank's part of the result, which is the sum over all ranks."""
         assert self.gate_up is not None and self.down is not None, "weights were loaded, but not packed"
-        return self.tp.all_reduce(self.mix(x, self.gate_up, self.down, self.activation, experts, weights))
+        return self.mix(x, self.gate_up, self.down, self.activation, experts, weights, self.biases)
 
     def shards(self) -> Shards:
         shards: Shards = {}
@@ -92,16 +133,33 @@ class Experts(Sharded):
 
 
 class MixtureOfExperts(nn.Module):
-    """[tokens, hidden] -> [tokens, hidden]. Sparse layers as in Qwen 3, arXiv:2505.09388: no shared expert."""
+    """[tokens, hidden] -> [tokens, hidden]. Sparse layers as in Qwen 3, arXiv:2505.09388, and with an expert that every
+    token shares: DeepSeekMoE, arXiv:2401.06066; behind a gate as in Qwen 2 MoE."""
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, prefix: str = ""):
         super().__init__()
         moe = cfg.moe
         assert moe is not None
-        self.gate = Router(cfg.hidden_size, moe)
+        self.tp = tp
+        self.gate = (BiasedRouter if moe.scoring == "sigmoid" else Router)(cfg.hidden_size, moe)
+        self.experts = self.make_experts(cfg, prefix)
+        self.shared_expert = self.shared_expert_gate = None
+        if moe.shared_intermediate_size:
+            self.shared_expert = GatedMLP(cfg, tp, f"{prefix}.{moe.shared_name}", moe.shared_intermediate_size)
+        if moe.shared_gate:
+            self.shared_expert_gate = ReplicatedLinear(cfg.hidden_size, 1, bias=False)
+
+    def make_experts(self, cfg: ModelConfig, prefix: str) -> Experts:
+        assert cfg.moe is not None
         projections = ("gate_proj", "up_proj", "down_proj")
-        names = [f"experts.{i}.{projection}" for i in range(moe.num_experts) for projection in projections]
-        self.experts = Experts(cfg.hidden_size, moe, cfg.activation, tp, cfg.weight_format(prefix, *names))
+        names = [f"experts.{i}.{projection}" for i in range(cfg.moe.num_experts) for projection in projections]
+        return Experts(cfg.hidden_size, cfg.moe, cfg.activation, self.tp, cfg.weight_format(prefix, *names))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.experts(x, *self.gate(x))
+        mixed = self.experts.partial(x, *self.gate(x))
+        if self.shared_expert is not None:
+            shared = self.shared_expert.partial(x)
+            if self.shared_expert_gate is not None:
+                shared = shared * torch.sigmoid(self.shared_expert_gate(x))
+            mixed = mixed + shared
+        return self.tp.all_reduce(mixed)

@@ -16,21 +16,24 @@ from engine.model.config import RopeConfig
 
 @lru_cache(maxsize=8)  # layers share a table, as do models of one kind
 def rope_table(rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[positions, head_dim]: cosines of all frequencies, then sines, computed in float32 and rounded at the end."""
+    """[positions, rotary_dim]: cosines of all frequencies, then sines, computed in float32 and rounded at the end."""
     angles = torch.outer(torch.arange(positions, device=device).float(), inverse_frequencies(rope, head_dim).to(device))
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor).to(dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32, radians per token, on the CPU."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    """[rotary_dim / 2] float32, radians per token, on the CPU. rotary_dim is the part of head_dim that is rotated."""
+    rotary_dim = int(head_dim * rope.partial_rotary_factor)
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
     wavelengths = rope.theta**exponents
     if rope.type == "linear":
         return 1.0 / wavelengths / rope.factor
     if rope.type == "llama3":
         return _llama3(1.0 / wavelengths, rope)
     if rope.type == "yarn":
-        return _yarn(wavelengths, rope, head_dim)
+        return _yarn(wavelengths, rope, rotary_dim)
+    if rope.type == "longrope":  # LongRoPE, arXiv:2402.13753: a factor of its own for each wave
+        return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32, device="cpu") * wavelengths)
     return 1.0 / wavelengths
 
 
@@ -43,19 +46,19 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
 
 
-def _yarn(wavelengths: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+def _yarn(wavelengths: Tensor, rope: RopeConfig, rotary_dim: int) -> Tensor:
     """Interpolate dimensions that turn fewer than `beta_slow` times over the original context, keep those that turn
     more than `beta_fast` times, with a ramp between: arXiv:2309.00071, section 3.2."""
 
     def dimension(turns: float) -> float:
         context = rope.original_max_position_embeddings
-        return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return rotary_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001  # no division by zero
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
     return ramp / (rope.factor * wavelengths) + (1 - ramp) / wavelengths

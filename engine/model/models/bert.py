@@ -133,7 +133,7 @@ class BertPooler(nn.Module):
 
 
 class BertModel(Encoder):
-    packed: ClassVar[dict[str, tuple[str, str]]] = {f"self.{name}": ("qkv", name) for name in ("query", "key", "value")}
+    packed: ClassVar[dict[str, str]] = {f"qkv.{name}": f"self.{name}" for name in ("query", "key", "value")}
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
         super().__init__(cfg, tp)

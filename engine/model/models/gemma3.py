@@ -3,6 +3,8 @@ keys. Its windowed layers, with a rotary embedding of their own, are a matter of
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.norm import RMSNorm
-from engine.model.models.llama import LlamaForCausalLM, LlamaLayer
+from engine.model.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
 from engine.model.models.qwen3 import Qwen3Attention
 
 
@@ -27,7 +29,7 @@ class Gemma3Attention(Qwen3Attention):
 class Gemma3Layer(LlamaLayer):
     """Residual block with norms on both sides: [tokens, hidden] -> [tokens, hidden]."""
 
-    attention_type = Gemma3Attention
+    attention_type: ClassVar[type[LlamaAttention]] = Gemma3Attention
     norm_type = GemmaRMSNorm
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):

@@ -17,14 +17,14 @@ from engine.model.layers.moe import MixtureOfExperts
 from engine.model.layers.norm import RMSNorm
 from engine.model.tensor_names import NativeNames
 
-# Modules are named as in the checkpoint, except those that merge several of its layers: name in the checkpoint ->
-# merged layer, and name within it.
+# Modules are named as in the checkpoint, except those that merge several of its layers: merged layer and name within
+# it -> name in the checkpoint.
 PACKED = {
-    "q_proj": ("qkv_proj", "q"),
-    "k_proj": ("qkv_proj", "k"),
-    "v_proj": ("qkv_proj", "v"),
-    "gate_proj": ("gate_up_proj", "gate"),
-    "up_proj": ("gate_up_proj", "up"),
+    "qkv_proj.q": "q_proj",
+    "qkv_proj.k": "k_proj",
+    "qkv_proj.v": "v_proj",
+    "gate_up_proj.gate": "gate_proj",
+    "gate_up_proj.up": "up_proj",
 }
 
 
@@ -50,13 +50,14 @@ class LlamaLayer(nn.Module):
 
     attention_type: ClassVar[type[LlamaAttention]] = LlamaAttention
     norm_type: ClassVar[type[RMSNorm]] = RMSNorm
+    moe_type: ClassVar[type[MixtureOfExperts]] = MixtureOfExperts
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__()
         self.input_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
         self.self_attn = self.attention_type(cfg, tp, layer)
         self.post_attention_layernorm = self.norm_type(cfg.hidden_size, cfg.rms_norm_eps)
-        mlp_type = MixtureOfExperts if cfg.moe is not None and layer in cfg.moe.layers else GatedMLP
+        mlp_type = self.moe_type if cfg.moe is not None and layer in cfg.moe.layers else GatedMLP
         self.mlp: nn.Module = mlp_type(cfg, tp, f"layers.{layer}.mlp")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -68,8 +69,9 @@ class LlamaLayer(nn.Module):
 class LlamaForCausalLM(NativeNames, nn.Module):
     """input_ids [tokens] int64 -> hidden [tokens, hidden]; `logits` then takes the rows that are sampled from."""
 
-    packed: ClassVar[dict[str, tuple[str, str]]] = PACKED
-    unused: ClassVar[tuple[str, ...]] = ()  # prefixes of tensors in the checkpoint that nobody needs
+    packed: ClassVar[dict[str, str]] = PACKED
+    unused: tuple[str, ...] = ()
+    """Prefixes of tensors in the checkpoint that nobody needs."""
     layer_type: ClassVar[type[nn.Module]] = LlamaLayer
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):

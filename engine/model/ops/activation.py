@@ -1,4 +1,7 @@
-"""Gated activations: x [tokens, 2 * n], contiguous, the gate before the value -> [tokens, n]."""
+"""Gated activations: x [tokens, 2 * n], contiguous, the gate before the value -> [tokens, n].
+
+`swigluoai` (vLLM's name) is gpt-oss's, arXiv:2508.10925: pairs of a gate and a value, both clamped.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.model.ops import dispatch
 
 
@@ -21,15 +25,24 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * value
 
 
-PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
+def swigluoai_mul(x: Tensor) -> Tensor:
+    gate, value = x[..., ::2].clamp(max=SWIGLU_LIMIT), x[..., 1::2].clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * torch.sigmoid(gate * SWIGLU_ALPHA) * (value + 1)
+
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu_mul,
+    "gelu_pytorch_tanh": gelu_tanh_mul,
+    "swigluoai": swigluoai_mul,
+}
 
 
 def select(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
     """The fastest version of the activation that config.json names."""
-    if name == "silu" and dispatch.cpu_kernels(dtype, device):
+    if name in ("silu", "swigluoai") and dispatch.cpu_kernels(dtype, device):
         from engine.model.ops.cpu import activation
 
-        return activation.silu_mul
+        return activation.silu_mul if name == "silu" else activation.swigluoai_mul
     if dispatch.gpu_kernels(dtype, device):
         from engine.model.ops.gpu.activation import GATED
 

@@ -4,6 +4,7 @@ x:                [tokens, hidden]
 gate_up:          [num_experts, 2 * intermediate, hidden]
 down:             [num_experts, hidden, intermediate]
 experts, weights: [tokens, k]
+biases:           of gate_up and down, [num_experts, outputs], or None
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 from engine.model.ops import dispatch
 
 Activation = Callable[[Tensor], Tensor]
-MixExperts = Callable[[Tensor, Tensor, Tensor, Activation, Tensor, Tensor], Tensor]
+Biases = tuple[Tensor, Tensor] | None
+MixExperts = Callable[[Tensor, Tensor, Tensor, Activation, Tensor, Tensor, Biases], Tensor]
 
 
 def select(hidden_size: int, slice_size: int, dtype: torch.dtype, device: torch.device) -> MixExperts:
@@ -41,6 +43,7 @@ def mix_experts_plain(
     activation: Activation,
     experts: Tensor,
     weights: Tensor,
+    biases: Biases = None,
 ) -> Tensor:
     """Compute one expert after the other, each over the tokens routed to it."""
     k = experts.shape[1]
@@ -50,6 +53,7 @@ def mix_experts_plain(
     for expert, chosen in enumerate(order.split(counts)):
         if len(chosen):
             tokens = chosen // k
-            y = F.linear(activation(F.linear(x[tokens], gate_up[expert])), down[expert])
+            first, second = (None, None) if biases is None else (biases[0][expert], biases[1][expert])
+            y = F.linear(activation(F.linear(x[tokens], gate_up[expert], first)), down[expert], second)
             out.index_add_(0, tokens, y * weights.flatten()[chosen, None])
     return out

@@ -11,6 +11,7 @@ import torch
 
 from engine.model.quantization.eight_bit import EightBit, OnlineFP8
 from engine.model.quantization.format import WeightFormat
+from engine.model.quantization.mxfp4 import MXFP4
 from engine.model.quantization.packed_int import AWQ, GPTQ, PackQuantized
 from engine.model.quantization.unsupported import UnsupportedScheme
 from engine.model.quantization.weight import FP8
@@ -57,9 +58,8 @@ ONLINE_FP8 = Scheme("online fp8", (Rule("lm_head", None), Rule("", OnlineFP8()))
 
 def parse(config: Fields) -> Scheme:
     """Read a `quantization_config`. Raises UnsupportedScheme."""
-    method = _one_of(config, "quant_method", ("fp8", "compressed-tensors", "awq", "gptq"), "none")
-    parser = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq}[method]
-    return Scheme(method, parser(config))
+    method = _one_of(config, "quant_method", tuple(PARSERS), "none")
+    return Scheme(method, PARSERS[method](config))
 
 
 def _fp8(config: Fields) -> tuple[Rule, ...]:
@@ -100,6 +100,12 @@ def _gptq(config: Fields) -> tuple[Rule, ...]:
         zero_offset=1 if form == "gptq" else 0,
     )
     return Rule("lm_head", None), Rule("", format)
+
+
+def _mxfp4(config: Fields) -> tuple[Rule, ...]:
+    """Only experts are stored so. Patterns of `modules_to_not_convert` have a star for each number of a layer."""
+    left_out = [re.escape(name).replace(r"\*", ".*") for name in config.get("modules_to_not_convert") or ()]
+    return *(Rule(pattern, None) for pattern in left_out), Rule(r".*\.experts$", MXFP4())
 
 
 def _compressed_tensors(config: Fields) -> tuple[Rule, ...]:
@@ -179,3 +185,6 @@ def _group_size(config: Fields, key: str, path: str = "") -> int | None:
     if not isinstance(value, int) or value == 0 or value < -1:
         raise UnsupportedScheme(f"{path}.{key}".lstrip("."), value, "a positive integer, or -1")
     return None if value == -1 else value
+
+
+PARSERS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4}

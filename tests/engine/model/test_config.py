@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine.model.config import ModelConfig, RopeConfig
 from engine.model.families import FAMILIES
 from engine.model.models.llama import LlamaForCausalLM
 from engine.model.models.registry import model_class
+from engine.model.quantization.mxfp4 import MXFP4
 
 # As published on the Hub, before transformers 5.
 LLAMA_3_1_8B = {
@@ -108,13 +110,109 @@ QWEN2 = {
 }
 
 
+PHI_4_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 200064,
+}
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}  # fmt: skip
+GLM_4_5_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+
+
 @pytest.fixture
 def read(tmp_path: Path):
-    def read(config: dict[str, Any], generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
+    def read(
+        config: dict[str, Any],
+        generation: dict[str, Any] | None = None,
+        max_model_len: int | None = None,
+        **changes: Any,
+    ) -> ModelConfig:
         (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
         if generation is not None:
             (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-        return ModelConfig.from_folder(tmp_path)
+        return ModelConfig.from_folder(tmp_path, max_model_len=max_model_len)
 
     return read
 
@@ -157,6 +255,51 @@ def test_qwen3_moe_is_read_as_published(read):
     assert (cfg.moe.num_experts, cfg.moe.experts_per_token, cfg.moe.intermediate_size) == (128, 8, 768)
     assert cfg.moe.layers == frozenset(range(48))
     assert set(cfg.window) == {None}
+
+
+def test_phi_4_mini_is_read_as_published(read):
+    rope = read(PHI_4_MINI).rope[0]
+    assert (rope.type, rope.partial_rotary_factor) == ("longrope", 0.75)
+    assert rope.attention_factor == pytest.approx((1 + math.log(32) / math.log(4096)) ** 0.5)
+
+
+def test_longrope_takes_the_long_factors_if_any_sequence_may_exceed_the_original_context(read):
+    assert read(PHI_4_MINI).rope[0].factors == (1.5,) * 48
+    assert read(PHI_4_MINI, max_model_len=4097).rope[0].factors == (1.5,) * 48
+    short = read(PHI_4_MINI, max_model_len=4096)
+    assert short.rope[0].factors == (1.0,) * 48
+    assert short.rope[0].attention_factor == read(PHI_4_MINI).rope[0].attention_factor
+
+
+def test_gpt_oss_is_read_as_published(read):
+    cfg = read(GPT_OSS_20B)
+    assert cfg.moe is not None and cfg.moe.router_bias and cfg.moe.norm_topk_prob
+    assert (cfg.moe.num_experts, cfg.moe.experts_per_token, cfg.moe.intermediate_size) == (32, 4, 2880)
+    assert cfg.window == (128, None) * 12
+    assert cfg.qkv_bias and cfg.output_bias
+    assert cfg.max_position_embeddings == 131072
+    assert cfg.weight_format("layers.3.mlp", "experts") == MXFP4()
+    for prefix, name in (
+        ("layers.3.self_attn", "q_proj"),
+        ("layers.3.self_attn", "o_proj"),
+        ("layers.3.mlp", "router"),
+    ):
+        assert cfg.weight_format(prefix, name) is None
+
+
+def test_glm_4_5_air_is_read_as_published(read):
+    cfg = read(GLM_4_5_AIR)
+    assert cfg.rope[0] == RopeConfig(theta=1000000, partial_rotary_factor=0.5)
+    assert cfg.qkv_bias and not cfg.output_bias and not cfg.qk_norm
+    assert cfg.moe is not None and cfg.moe.scoring == "sigmoid"
+    assert cfg.moe.layers == frozenset(range(1, 46))
+    assert (cfg.moe.shared_intermediate_size, cfg.moe.shared_gate) == (1408, False)
+    assert cfg.num_nextn_predict_layers == 1
+
+
+def test_clamped_gates_with_another_limit_are_refused_by_name(read):
+    with pytest.raises(ModelFolderError, match=r"swiglu_limit = 10\.0"):
+        read(GPT_OSS_20B, swiglu_limit=10.0)
 
 
 def test_rope_parameters_of_transformers_5_say_the_same_as_the_older_fields(read):
@@ -237,7 +380,6 @@ def test_without_a_dtype_that_of_most_stored_weights_counts(read, tmp_path, name
     ("field", "value", "shown"),
     [
         ("quantization_config", {"quant_method": "exl2"}, r"quantization_config.quant_method = 'exl2'"),
-        ("rope_scaling", {"type": "longrope", "long_factor": [1.0]}, "rope_type = 'longrope'"),
         ("rope_scaling", {"type": "dynamic", "factor": 2.0}, "rope_type = 'dynamic'"),
         ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("final_logit_softcapping", 30.0, "final_logit_softcapping = 30.0"),

@@ -15,7 +15,7 @@ from engine.core.engine import EngineCore
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import EngineStats, GenerateRequest, TokenLogprob
 from engine.wire.sampling_params import SamplingParams
-from tests.models import FAMILIES, make_model
+from tests.models import FAMILIES, make_model, with_slow
 
 LENGTHS = (33, 1, 8, 50, 20)  # the windows of sliding-window models are 8
 MAX_TOKENS = 20
@@ -60,7 +60,7 @@ class Reference:
         return self._model(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "pocket"])
+@pytest.fixture(scope="module", params=[*with_slow(FAMILIES, ("mixtral", "qwen2_moe", "phi3")), "pocket"])
 def reference(request, tmp_path_factory) -> Reference:
     if request.param != "pocket":
         return Reference(make_model(tmp_path_factory.mktemp("model"), request.param))

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.wire.messages import EngineStats, GenerateRequest, TokenLogprob
 from engine.wire.sampling_params import SamplingParams
-from tests.models import FAMILIES, make_model
+from tests.models import FAMILIES, make_model, with_slow
 from tests.rank_pool import RankPool
 
 MAX_TOKENS = 12
@@ -124,7 +124,7 @@ def run_mixed(core: EngineCore) -> Outcome:
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", with_slow(VARIANTS))
 def test_ranks_give_the_tokens_of_one_rank_with_preemption_and_cached_prefixes(
     pool, folder_of, on_one_rank, variant, size, overlap
 ):

@@ -1,4 +1,4 @@
-"""SiLU of the gate times the value, on a CPU."""
+"""Gated activations on a CPU. See ops/activation.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.model.ops.cpu.kernel import Kernel, as_bf16, as_f32, device_function, exp, kernel, load, store, take
 
 TOKENS = 2  # taken by a thread at a time
@@ -39,11 +40,45 @@ def silu_mul_f32(args: Any) -> None:
     silu_mul_rows(as_f32, args)
 
 
+@device_function
+def swigluoai_mul_rows(cast: Any, args: Any) -> None:
+    x, out = cast(args[1]), cast(args[2])
+    tokens, size = args[3], args[4]
+    one, alpha, limit = np.float32(1.0), np.float32(SWIGLU_ALPHA), np.float32(SWIGLU_LIMIT)
+    while True:
+        first = take(args, TOKENS)
+        if first >= tokens:
+            break
+        for i in range(first * size, min(first + TOKENS, tokens) * size):
+            gate = min(load(x, 2 * i), limit)
+            value = min(max(load(x, 2 * i + 1), -limit), limit)
+            store(out, i, gate / (one + exp(-alpha * gate)) * (value + one))
+
+
+@kernel
+def swigluoai_mul_bf16(args: Any) -> None:
+    swigluoai_mul_rows(as_bf16, args)
+
+
+@kernel
+def swigluoai_mul_f32(args: Any) -> None:
+    swigluoai_mul_rows(as_f32, args)
+
+
 SILU_MUL = Kernel({torch.bfloat16: silu_mul_bf16, torch.float32: silu_mul_f32})
+SWIGLUOAI_MUL = Kernel({torch.bfloat16: swigluoai_mul_bf16, torch.float32: swigluoai_mul_f32})
 
 
 def silu_mul(x: Tensor) -> Tensor:
+    return gated(SILU_MUL, x)
+
+
+def swigluoai_mul(x: Tensor) -> Tensor:
+    return gated(SWIGLUOAI_MUL, x)
+
+
+def gated(op: Kernel, x: Tensor) -> Tensor:
     tokens, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(tokens, size, dtype=x.dtype)
-    SILU_MUL.launch(x.dtype, -(-tokens // TOKENS), x, out, tokens, size)
+    op.launch(x.dtype, -(-tokens // TOKENS), x, out, tokens, size)
     return out

@@ -15,7 +15,7 @@ TOKENS = 4  # taken by a thread at a time
 @device_function
 def rotate_rows(cast: Any, args: Any) -> None:
     x, table, positions = cast(args[1]), cast(args[2]), as_i64(args[3])
-    tokens, stride, heads, half = args[4], args[5], args[6], args[7]
+    tokens, stride, heads, head_dim, half = args[4], args[5], args[6], args[7], args[8]
     while True:
         first = take(args, TOKENS)
         if first >= tokens:
@@ -23,7 +23,7 @@ def rotate_rows(cast: Any, args: Any) -> None:
         for token in range(first, min(first + TOKENS, tokens)):
             angles = positions[token] * 2 * half
             for head in range(heads):
-                low = token * stride + head * 2 * half
+                low = token * stride + head * head_dim
                 for i in range(half):
                     cos, sin = load(table, angles + i), load(table, angles + half + i)
                     a, b = load(x, low + i), load(x, low + half + i)
@@ -46,5 +46,6 @@ ROTATE = Kernel({torch.bfloat16: rotate_bf16, torch.float32: rotate_f32})
 
 def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
     tokens, heads, head_dim = x.shape
-    ROTATE.launch(x.dtype, -(-tokens // TOKENS), x, table, positions, tokens, x.stride(0), heads, head_dim // 2)
+    half = table.shape[1] // 2
+    ROTATE.launch(x.dtype, -(-tokens // TOKENS), x, table, positions, tokens, x.stride(0), heads, head_dim, half)
     return x

@@ -1,4 +1,7 @@
-"""Gated activations on a GPU, in Triton: one pass over both halves. See ops/activation.py."""
+"""Gated activations on a GPU, in Triton: one pass over both halves. See ops/activation.py.
+
+`swigluoai_kernel` has run under Triton's interpreter only, not on a GPU yet.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 BLOCK = 1024
 
@@ -26,12 +31,33 @@ def gated_kernel(x, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + token * size + i, (gate * tl.sigmoid(steep) * value).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def swigluoai_kernel(x, out, size, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (tokens, size / BLOCK)."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    x += token * 2 * size
+    gate = tl.minimum(tl.load(x + 2 * i, mask=inside, other=0.0).to(tl.float32), LIMIT)
+    value = tl.clamp(tl.load(x + 2 * i + 1, mask=inside, other=0.0).to(tl.float32), -LIMIT, LIMIT)
+    result = gate * tl.sigmoid(ALPHA * gate) * (value + 1.0)
+    tl.store(out + token * size + i, result.to(out.dtype.element_ty), mask=inside)
+
+
 def silu_mul(x: Tensor) -> Tensor:
     return gated(x, gelu=False)
 
 
 def gelu_tanh_mul(x: Tensor) -> Tensor:
     return gated(x, gelu=True)
+
+
+def swigluoai_mul(x: Tensor) -> Tensor:
+    tokens, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
+    grid = tokens, triton.cdiv(size, BLOCK)
+    swigluoai_kernel[grid](x, out, size, ALPHA=SWIGLU_ALPHA, LIMIT=SWIGLU_LIMIT, BLOCK=BLOCK)
+    return out
 
 
 def gated(x: Tensor, *, gelu: bool) -> Tensor:
@@ -41,4 +67,8 @@ def gated(x: Tensor, *, gelu: bool) -> Tensor:
     return out
 
 
-GATED: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
+GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu_mul,
+    "gelu_pytorch_tanh": gelu_tanh_mul,
+    "swigluoai": swigluoai_mul,
+}

@@ -28,12 +28,15 @@ def mix_experts(
     activation: Callable[[Tensor], Tensor],
     experts: Tensor,
     weights: Tensor,
+    biases: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Sum a token's experts in the order of `experts`, whatever else is in the batch."""
     tokens, k = experts.shape
     chosen, order = experts.flatten().sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(len(gate_up), device=x.device), right=True).int()
-    hidden = activation(F.grouped_mm(x[order // k], gate_up.mT, offs=ends))
+    hidden = F.grouped_mm(x[order // k], gate_up.mT, offs=ends)
+    hidden = activation(hidden if biases is None else hidden + biases[0][chosen])
     mixed = F.grouped_mm(hidden, down.mT, offs=ends)
+    mixed = mixed if biases is None else mixed + biases[1][chosen]
     mixed = mixed[order.argsort()].view(tokens, k, -1)
     return (mixed * weights.unsqueeze(2)).sum(1)

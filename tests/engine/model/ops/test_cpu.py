@@ -41,16 +41,29 @@ def test_rms_norm_of_heads_reads_a_part_of_the_merged_projection(tokens, heads, 
 
 
 @PROFILE
-@given(tokens=st.integers(1, 40), size=st.integers(1, 100), scale=st.sampled_from([1.0, 30.0, 300.0]), dtype=DTYPES)
-def test_silu_mul_equals_plain(tokens, size, scale, dtype):
+@given(
+    name=st.sampled_from(["silu_mul", "swigluoai_mul"]),
+    tokens=st.integers(1, 40),
+    size=st.integers(1, 100),
+    scale=st.sampled_from([1.0, 30.0, 300.0]),
+    dtype=DTYPES,
+)
+def test_a_gated_activation_equals_plain(name, tokens, size, scale, dtype):
     x = randn(tokens, 2 * size, dtype=dtype) * scale
-    torch.testing.assert_close(cpu_activation.silu_mul(x), activation.silu_mul(x), **TOLERANCE[dtype])
+    found, expected = (getattr(version, name)(x) for version in (cpu_activation, activation))
+    torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
 
 @PROFILE
-@given(tokens=st.integers(1, 40), heads=st.integers(1, 4), half=st.integers(1, 40), dtype=DTYPES)
-def test_rotate_equals_plain_and_leaves_its_neighbours_alone(tokens, heads, half, dtype):
-    merged, table = randn(tokens, heads + 2, 2 * half, dtype=dtype), randn(50, 2 * half, dtype=dtype)
+@given(
+    tokens=st.integers(1, 40),
+    heads=st.integers(1, 4),
+    half=st.integers(1, 40),
+    rest=st.sampled_from([0, 1, 16]),
+    dtype=DTYPES,
+)
+def test_rotate_equals_plain_and_leaves_its_neighbours_alone(tokens, heads, half, rest, dtype):
+    merged, table = randn(tokens, heads + 2, 2 * half + rest, dtype=dtype), randn(50, 2 * half, dtype=dtype)
     positions = torch.arange(tokens).flip(0)
     before = merged.clone()
     expected = rope.rotate_plain(merged[:, 1:-1], table, positions)

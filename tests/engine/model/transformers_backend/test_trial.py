@@ -9,6 +9,7 @@ import transformers
 from engine.distributed.tp_group import TPGroup
 from engine.errors import UnsupportedArchitecture
 from engine.model.config import ModelConfig
+from engine.model.families import FAMILIES
 from engine.model.models.registry import build_model
 from engine.model.transformers_backend.attention import Mask
 from engine.model.transformers_backend.layers import Column, Norm, OurExperts, Row
@@ -67,10 +68,10 @@ def test_windows_and_chunks_are_found_where_transformers_applies_them(tmp_path):
 
 
 def test_what_our_layers_compute_takes_the_place_of_transformers_own(tmp_path):
-    cfg = ModelConfig.from_folder(make_transformers_model(tmp_path, "MixtralForCausalLM"))
+    cfg = ModelConfig.from_folder(make_transformers_model(tmp_path, "Dots1ForCausalLM"))
     model = build_model(cfg, TPGroup(0, 2), torch.float32, "cpu")
-    layer = model.base.layers[0]
-    assert isinstance(layer.self_attn.q_proj, Column) and layer.self_attn.q_proj.outputs == 32
+    layer = model.base.layers[1]
+    assert isinstance(layer.self_attn.q_proj, Column) and layer.self_attn.q_proj.outputs == 24
     assert isinstance(layer.self_attn.o_proj, Row)
     assert isinstance(layer.input_layernorm, Norm) and isinstance(layer.mlp.experts, OurExperts)
 
@@ -89,7 +90,8 @@ def test_a_native_model_imports_no_transformers(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_longrope_keeps_the_frequencies_of_the_longest_sequence_that_may_come(tmp_path):
+def test_longrope_keeps_the_frequencies_of_the_longest_sequence_that_may_come(tmp_path, monkeypatch):
+    monkeypatch.delitem(FAMILIES, "Phi3ForCausalLM")  # which is native
     rope = {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [4.0] * 6,
         "original_max_position_embeddings": 128,

@@ -35,6 +35,7 @@ CASES: dict[str, Case] = {
     "rows, float16": DECODE.but(dtype=torch.float16),
     "rows, 7 heads, blocks of 20": DECODE.but(heads=14, block_size=20),
     "rows, sinks and a window": DECODE.but(head_dim=64, sinks=True, window=128),
+    "rows, partial rotary": DECODE.but(rotary_dim=96),
     "rows, capped scores": DECODE.but(head_dim=256, softcap=50.0),
     "chunk": CHUNK,
     "chunk, float8": CHUNK.but(cache_dtype=FLOAT8),
@@ -95,7 +96,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def compile_attention(case: Case) -> None:
     q, k, v, batch = case.inputs()
-    table = torch.zeros(8192, case.head_dim, dtype=case.dtype)
+    table = torch.zeros(8192, case.rotary_dim or case.head_dim, dtype=case.dtype)
     rope.rotate_and_write(q, k, v, table, batch, 1)
     attention.paged_attention(q, batch, 1, 0.1, case.window, **case.scores())
 
@@ -104,6 +105,7 @@ def compile_elementwise() -> None:
     x = torch.zeros(4, 8192, dtype=torch.bfloat16)
     activation.silu_mul(x)
     activation.gelu_tanh_mul(x)
+    activation.swigluoai_mul(x)
     norm.rms_norm(x, x[0], 1e-6, 0.0)
     norm.add_rms_norm(x, x, x[0], 1e-6, 0.0)
     norm.rms_norm(x.unflatten(1, (64, 128)), x[0, :128], 1e-6, 1.0)
@@ -121,6 +123,8 @@ def compile_experts(dtype: torch.dtype) -> None:
         x, experts = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 8, dtype=torch.int64)
         gate_up, down = torch.zeros(16, 1536, 2048, dtype=dtype), torch.zeros(16, 2048, 768, dtype=dtype)
         moe.mix_experts(x, gate_up, down, activation.silu_mul, experts, experts.to(dtype))
+        biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
+        moe.mix_experts(x, gate_up, down, activation.swigluoai_mul, experts, experts.to(dtype), biases)
 
 
 if __name__ == "__main__":

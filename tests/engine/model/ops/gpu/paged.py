@@ -28,6 +28,7 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     chunk: int | None = None
+    rotary_dim: int | None = None
     dtype: torch.dtype = torch.bfloat16
     cache_dtype: torch.dtype | None = None
 

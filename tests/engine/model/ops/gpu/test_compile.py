@@ -41,6 +41,7 @@ def test_kernels_of_common_models_compile_for_hopper_and_the_experts_kernel_for_
         "rotate_and_write_kernel",
         "rms_norm_kernel",
         "gated_kernel",
+        "swigluoai_kernel",
         "draw_kernel",
         "draw_any_kernel",
         "grouped_kernel",
@@ -62,7 +63,7 @@ def test_kernels_of_common_models_compile_for_hopper_and_the_experts_kernel_for_
 def test_the_experts_kernel_compiles_in_every_dtype(target):
     kernels = compiled(target, *EXPERTS)
     assert all(kernel["shared"] <= SMALL_SHARED_BYTES for kernel in kernels)
-    assert kinds(kernels) == {"grouped_kernel", "gated_kernel"}
+    assert kinds(kernels) == {"grouped_kernel", "gated_kernel", "swigluoai_kernel"}
 
 
 @pytest.mark.slow

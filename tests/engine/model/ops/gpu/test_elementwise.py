@@ -66,6 +66,8 @@ WRITES = {
     "three heads of 80, blocks of 5": Case([(5, 1), (0, 9)], heads=6, kv_heads=3, head_dim=80, block_size=5),
     "five heads for one": Case([(5, 1), (0, 9)], heads=5, kv_heads=1, head_dim=128),
     "head_dim 2": Case([(5, 1), (0, 9)], head_dim=2),
+    "half of each head rotated": Case([(5, 1), (0, 9)], rotary_dim=32),
+    "most of each head rotated, float8": Case([(0, 9)], head_dim=128, rotary_dim=96, cache_dtype=FLOAT8),
     "float16": Case([(0, 3)], dtype=torch.float16),
     "float32": Case([(0, 3)], dtype=torch.float32),
     "float8": Case([(0, 30), (5, 1)], cache_dtype=FLOAT8),
@@ -74,7 +76,7 @@ WRITES = {
 
 def cos_sin(case: Case) -> Tensor:
     """Of exact turns by 0, 90, 180 and 270 degrees, so that every version gives the same bits."""
-    angles = torch.arange(64)[:, None] * torch.arange(1, case.head_dim // 2 + 1)[None] % 4
+    angles = torch.arange(64)[:, None] * torch.arange(1, (case.rotary_dim or case.head_dim) // 2 + 1)[None] % 4
     cos, sin = torch.tensor([1, 0, -1, 0])[angles], torch.tensor([0, 1, 0, -1])[angles]
     return torch.cat((cos, sin), dim=1).to(DEVICE, case.dtype)
 

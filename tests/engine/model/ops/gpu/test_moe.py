@@ -36,9 +36,13 @@ def inputs(tokens: int, num_experts: int, k: int, hidden: int, size: int, dtype:
     return randn(tokens, hidden), gate_up, down, experts, weights
 
 
-def check(mix: ops.MixExperts, x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor) -> None:
+def check(
+    mix: ops.MixExperts, x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor,
+    biases: ops.Biases = None,
+) -> None:  # fmt: skip
     found, expected = (
-        version(x, gate_up, down, activation.silu_mul, experts, weights) for version in (mix, ops.mix_experts_plain)
+        version(x, gate_up, down, activation.silu_mul, experts, weights, biases)
+        for version in (mix, ops.mix_experts_plain)
     )
     tolerance = TOLERANCE[x.dtype]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
@@ -53,6 +57,13 @@ def test_the_kernel_equals_plain(shape):
 @pytest.mark.parametrize("shape", ["tiles that are not full", "as in Qwen 3"])
 def test_the_kernel_equals_plain_in_dtypes_of_two_bytes(shape, dtype):
     check(moe.mix_experts, *inputs(*SHAPES[shape], dtype))
+
+
+@pytest.mark.parametrize("mix", [moe.mix_experts, grouped_mm.mix_experts])
+def test_each_expert_adds_its_own_biases(mix):
+    x, gate_up, down, experts, weights = inputs(20, 4, 3, 32, 24, torch.bfloat16)
+    biases = gate_up[..., 0].contiguous() * 9, down[..., 0].contiguous() * 9
+    check(mix, x, gate_up, down, experts, weights, biases)
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 2, 32, 24), (50, 4, 3, 32, 24), (3, 16, 1, 40, 48)])

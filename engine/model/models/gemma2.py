@@ -1,0 +1,34 @@
+"""Gemma 2, arXiv:2408.00118: Gemma 3 without norms of queries and keys, and with capped logits. Its capped attention
+scores are a matter of configuration."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.config import ModelConfig
+from engine.model.models.gemma3 import Gemma3ForCausalLM, Gemma3Layer
+from engine.model.models.llama import LlamaAttention
+
+
+class Gemma2Layer(Gemma3Layer):
+    attention_type = LlamaAttention
+
+
+class Gemma2ForCausalLM(Gemma3ForCausalLM):
+    layer_type = Gemma2Layer
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+        super().__init__(cfg, tp)
+        self.cap = cfg.final_logit_softcapping
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.capped(super().logits(hidden))
+
+    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        values, ids = super().best(hidden)  # the order of logits is that of capped ones
+        return self.capped(values), ids
+
+    def capped(self, logits: Tensor) -> Tensor:
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)

@@ -1,0 +1,39 @@
+"""GLM 4.5, arXiv:2508.06471: Llama's attention, in some models with Qwen 3's norms, and DeepSeek V3's routing of
+experts. Layers that predict further tokens are not loaded."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.layers.norm import RMSNorm
+from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM, LlamaLayer
+
+
+class Glm4MoeAttention(LlamaAttention):
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__(cfg, tp, layer)
+        self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.qkv_proj(x)
+        return self.o_proj(self.attend(self.q_norm(q), self.k_norm(k), v, batch))
+
+
+class Glm4MoeLayer(LlamaLayer):
+    attention_type = Glm4MoeAttention
+
+
+class Glm4MoeForCausalLM(LlamaForCausalLM):
+    packed: ClassVar[dict[str, str]] = PACKED | {"mlp.shared_expert": "mlp.shared_experts"}
+    layer_type = Glm4MoeLayer
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+        super().__init__(cfg, tp)
+        last = cfg.num_layers + cfg.num_nextn_predict_layers
+        self.unused = tuple(f"model.layers.{layer}." for layer in range(cfg.num_layers, last))

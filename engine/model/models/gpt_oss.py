@@ -1,0 +1,110 @@
+"""gpt-oss, arXiv:2508.10925: attention with a sink in every head, and experts with biases and clamped gates, whose
+weights lie in one tensor per layer, in MXFP4 as published."""
+
+from __future__ import annotations
+
+import logging
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
+from engine.model.config import ModelConfig
+from engine.model.layers.moe import Experts, MixtureOfExperts
+from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM, LlamaLayer
+from engine.model.ops import activation, moe
+from engine.model.quantization.format import StoredWeight, WeightFormat
+from engine.model.quantization.mxfp4 import MXFP4
+from engine.model.shard import Shard, Sharded, Shards
+
+logger = logging.getLogger(__name__)
+
+
+class GptOssAttention(LlamaAttention, Sharded):
+    """Adds `sinks`: a score of each head that takes weight from all tokens'."""
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
+        super().__init__(cfg, tp, layer)
+        self.shard = Shard.of_rank((cfg.num_heads,), 0, tp, "heads")
+        self.sinks = nn.Parameter(torch.empty(self.shard.size), requires_grad=False)
+        self.attend.sinks = self.sinks.data
+
+    def shards(self) -> Shards:
+        return {"sinks": (self.shard, self.sinks.data)}
+
+
+class GptOssExperts(Experts):
+    """This rank's slice of every expert, with rows of gate and up in turns.
+
+    gate_up: [experts, 2 * slice, hidden], down: [experts, hidden, slice]
+
+    A checkpoint that is not quantized holds both transposed; one in MXFP4 is dequantized by `pack`, one expert at a
+    time. The bias of `down` counts once, so it is 0 on ranks above 0.
+    """
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, format: WeightFormat | None):
+        Sharded.__init__(self)
+        assert cfg.moe is not None
+        if format is not None and not isinstance(format, MXFP4):
+            assert cfg.quantization is not None
+            raise ConfigError("quantization", cfg.quantization.method, "mxfp4 or left out, for the experts of gpt-oss")
+        self.tp = tp
+        num, hidden, size = cfg.moe.num_experts, cfg.hidden_size, cfg.moe.intermediate_size
+        part = Shard.of_rank((size,), 0, tp, "intermediate_size")
+        self.rows = Shard((num, 2 * size, hidden), 1, 2 * part.start, 2 * part.size)
+        self.columns = Shard((num, hidden, size), 2, part.start, part.size)
+        self.activation = activation.select("swigluoai", self.dtype, self.device)
+        self.mix = moe.select(hidden, part.size, self.dtype, self.device)
+        self.gate_up_bias = nn.Parameter(torch.empty(num, 2 * part.size), requires_grad=False)
+        self.down_bias = nn.Parameter(torch.zeros(num, hidden), requires_grad=False)
+        self.biases = self.gate_up_bias.data, self.down_bias.data
+        self.gate_up = self.down = None
+        self.packed: list[StoredWeight] = []
+        if format is None:
+            self.gate_up = nn.Parameter(torch.empty(self.rows.local_shape), requires_grad=False)
+            self.down = nn.Parameter(torch.empty(self.columns.local_shape), requires_grad=False)
+        else:
+            weights = {"gate_up_proj": self.rows}, {"down_proj": self.columns}
+            self.packed = [StoredWeight(weight, format) for weight in weights]
+            self.quantized_parameters = sum(stored.numel for stored in self.packed)
+
+    def shards(self) -> Shards:
+        num, outputs, hidden = self.rows.shape
+        own = num if self.tp.rank == 0 else 0
+        shards: Shards = {
+            "gate_up_proj_bias": (Shard((num, outputs), 1, self.rows.start, self.rows.size), self.gate_up_bias.data),
+            "down_proj_bias": (Shard((num, hidden), 0, 0, own), self.down_bias.data[:own]),
+        }
+        if self.gate_up is not None and self.down is not None:
+            rows, columns = self.rows, self.columns
+            transposed = Shard((num, hidden, outputs), 2, rows.start, rows.size)
+            shards["gate_up_proj"] = transposed, self.gate_up.data.mT
+            shards["down_proj"] = Shard((num, outputs // 2, hidden), 1, columns.start, columns.size), self.down.data.mT
+        for stored in self.packed:
+            shards |= {name.replace(".", "_"): shard for name, shard in stored.shards.items()}
+        return shards
+
+    def pack(self) -> None:
+        if self.packed:
+            logger.info("experts in mxfp4: dequantized to %s at load", str(self.dtype).removeprefix("torch."))
+            self.gate_up, self.down = (
+                nn.Parameter(MXFP4.dequantize(stored, self.dtype), requires_grad=False) for stored in self.packed
+            )
+            self.packed = []
+
+
+class GptOssMoE(MixtureOfExperts):
+    def make_experts(self, cfg: ModelConfig, prefix: str) -> Experts:
+        return GptOssExperts(cfg, self.tp, cfg.weight_format(prefix, "experts"))
+
+
+class GptOssLayer(LlamaLayer):
+    attention_type = GptOssAttention
+    moe_type = GptOssMoE
+
+
+class GptOssForCausalLM(LlamaForCausalLM):
+    packed: ClassVar[dict[str, str]] = PACKED | {"mlp.gate": "mlp.router"}
+    layer_type = GptOssLayer

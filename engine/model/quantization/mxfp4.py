@@ -1,0 +1,50 @@
+"""MXFP4 of the OCP Microscaling Formats specification 1.0, as gpt-oss stores the experts of a layer in one tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.model.quantization.format import QuantAxis, StoredTensor, StoredWeight
+from engine.model.quantization.weight import QuantizedWeight
+from engine.model.shard import Shard
+
+GROUP = 32  # neighbouring inputs with one scale
+DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers that three bits stand for; the fourth and highest is the sign
+EXPONENT_BIAS = 127
+EXPERTS, OUTPUTS, INPUTS = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP4:
+    """A weight [experts, outputs, inputs]: `blocks` with two numbers to a byte, the first in the low bits, and `scales`
+    with the exponent of a power of two for every 32 inputs."""
+
+    def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
+        axes = (QuantAxis(EXPERTS), QuantAxis(OUTPUTS), QuantAxis(INPUTS, GROUP))
+        return {"blocks": StoredTensor(torch.uint8, (*axes, GROUP // 2)), "scales": StoredTensor(torch.uint8, axes)}
+
+    def decode(self, tensors: dict[str, Tensor], weight: Shard) -> QuantizedWeight:
+        """The weights of all experts one below the other."""
+        blocks, scales = tensors["blocks"].flatten(0, 1), tensors["scales"].flatten(0, 1)
+        numbers = torch.tensor((*DOUBLED, *(-n for n in DOUBLED)), dtype=torch.int8, device=blocks.device)
+        values = numbers[torch.stack((blocks & 15, blocks >> 4), dim=-1).int()].flatten(1)
+        scale = torch.exp2(scales.float() - (EXPONENT_BIAS + 1))
+        if weight.dim == INPUTS and (weight.start % GROUP or weight.size % GROUP):  # a shard that cuts a group
+            start = weight.start % GROUP
+            values = values[:, start : start + weight.size]
+            scale = scale.repeat_interleave(GROUP, dim=1)[:, start : start + weight.size]
+        return QuantizedWeight(values, scale, None, 8, None)
+
+    @staticmethod
+    def dequantize(stored: StoredWeight, dtype: torch.dtype) -> Tensor:
+        """The shard [experts, outputs, inputs] of a weight, one expert after the other, to need little memory."""
+        ((name, weight),) = stored.weights.items()
+        tensors = stored.tensors[name]
+        out = torch.empty(weight.local_shape, dtype=dtype, device=tensors["blocks"].device)
+        for i, expert in enumerate(out):
+            one = {ending: tensor[i : i + 1] for ending, tensor in tensors.items()}
+            expert.copy_(stored.format.decode(one, weight).dequantize(dtype))
+        return out

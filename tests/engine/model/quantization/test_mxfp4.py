@@ -1,0 +1,83 @@
+"""gpt-oss with experts in MXFP4, against the same model with what transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
+from engine.model.config import ModelConfig
+from engine.model.loader import fill_with_noise, load_weights, pack_weights
+from engine.model.models.registry import build_model
+from tests.batches import ByHand
+from tests.models import make_model
+from tests.ranks import make_ranks, on_all
+
+# With two ranks each has 48 inputs of `down_proj`: one group of 32 and a half.
+SHAPE = {"hidden_size": 64, "intermediate_size": 96}
+STEPS = [{0: list(range(20)), 1: [5, 6, 7]}, {0: [9], 1: [8, 11]}]
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint with random experts in MXFP4, and its twin in float32."""
+    twin = make_model(tmp_path_factory.mktemp("twin"), "gpt_oss", **SHAPE)
+    quantized = tmp_path_factory.mktemp("mxfp4")
+    tensors, generator = load_file(twin / "model.safetensors"), torch.Generator().manual_seed(0)
+    packed, meant = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = packed.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 125, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        meant[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    shutil.copytree(twin, quantized, dirs_exist_ok=True)
+    save_file(packed, quantized / "model.safetensors")
+    save_file(meant, twin / "model.safetensors")
+    config = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": MXFP4}))
+    return quantized, twin
+
+
+def load(folder: Path, tp: TPGroup, quantization: str | None = None) -> ByHand:
+    cfg = ModelConfig.from_folder(folder, quantization)
+    model = build_model(cfg, tp, torch.float32, "cpu")
+    load_weights(model, folder, tp)
+    pack_weights(model)
+    return ByHand(model, cfg, tp=tp)
+
+
+def logits(model: ByHand) -> list[Tensor]:
+    return [model.step(tokens) for tokens in STEPS]
+
+
+def test_logits_are_those_of_what_transformers_dequantizes_on_one_rank_and_on_two(folders):
+    quantized, twin = folders
+    expected = logits(load(twin, TPGroup.single()))
+    torch.testing.assert_close(logits(load(quantized, TPGroup.single())), expected, atol=1e-4, rtol=0)
+    ranks = make_ranks(2)
+    parts = [load(quantized, tp) for tp in ranks]
+    for found in on_all(ranks, lambda rank: logits(parts[rank])):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_noise_in_place_of_packed_experts_gives_finite_logits(folders):
+    cfg = ModelConfig.from_folder(folders[0])
+    model = build_model(cfg, TPGroup.single(), torch.float32, "cpu")
+    fill_with_noise(model)
+    pack_weights(model)
+    assert torch.cat(logits(ByHand(model, cfg, tp=TPGroup.single()))).isfinite().all()
+
+
+def test_experts_in_another_format_are_refused_by_name(folders):
+    with pytest.raises(ConfigError, match="mxfp4"):
+        load(folders[1], TPGroup.single(), quantization="fp8")
