@@ -119,6 +119,10 @@ def _dense(folder: Path, path: str) -> DenseConfig:
     activation = config.get("activation_function", "Tanh").rpartition(".")[2]
     if activation not in ACTIVATIONS:
         raise ModelFolderError(str(folder), f"{path}/config.json: activation_function {activation} is not supported")
+    only = {"use_residual": False, "module_input_name": "sentence_embedding"}
+    for key, value in only.items():
+        if config.get(key, value) != value:
+            raise ModelFolderError(str(folder), f"{path}/config.json: {key} = {config[key]!r} is not supported")
     return DenseConfig(
         path=path,
         inputs=config["in_features"],
