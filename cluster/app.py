@@ -40,6 +40,11 @@ def build(args: dict[str, Any]) -> Application:
     try:
         config = AppConfig.parse(args)
         _warn_without_policy(config, args)
+        if ray.is_initialized() and ray_compat.takes_commands_of_anybody():
+            logger.warning(
+                "Ray listens at %s without authentication (RAY_AUTH_MODE is not `token`): whoever reaches it can run "
+                "code here. See docs/security.md", ray.util.get_node_ip_address(),
+            )  # fmt: skip
         infos = [model_info(model, config.ingress) for model in config.models]
         _check_capacity(config)
         return ingress(config, infos, [_pools(model, config.log) for model in config.models])

@@ -96,6 +96,20 @@ def _answer(status: int, kind: str, code: str, message: str) -> str:
     return f"status {status} content-type application/json string '{body}'{HEADERS.get(status, '')}"
 
 
+def closed_to_others(config: str) -> str:
+    """Return Ray's configuration with statistics on loopback, metrics where the API listens, and an admin socket for
+    one user.
+
+    With Ray's own every machine sees the replicas' addresses, and every local user can stop servers.
+    """
+    api = re.search(r"(?m)^frontend http_frontend\n\s*bind (.*):\d+$", config)
+    assert api is not None, "Ray's configuration has no frontend"
+    for section, host in (("listen stats", "127.0.0.1"), ("frontend prometheus", api[1])):
+        config, found = re.subn(rf"(?m)^({section}\n\s*bind )\S*:(\d+)$", rf"\g<1>{host}:\2", config)
+        assert found, f"Ray's configuration has no {section}"
+    return re.sub(r"(?m)^(\s*stats socket \S+ mode )666 ", r"\g<1>600 ", config)
+
+
 def stop_with_parent() -> None:
     """Take no more connections once the parent process has died, and end with the last one.
 
@@ -105,7 +119,8 @@ def stop_with_parent() -> None:
 
 
 def main() -> None:
-    """Become Ray's HAProxy, with the same arguments: without splice(), with our errors, ending with its parent.
+    """Become Ray's HAProxy, with the same arguments: without splice(), with our errors, ending with its parent, and
+    with statistics that only this machine reaches.
 
     Ray's configuration lets HAProxy splice bodies from socket to socket. With that, HAProxy 2.8 overlooks one in ten
     to one in two clients that leave before the answer begins, and their requests run on to their ends.
@@ -115,7 +130,7 @@ def main() -> None:
 
     if "-f" in sys.argv:
         config = Path(sys.argv[sys.argv.index("-f") + 1])
-        config.write_text(rewritten(config.read_text()))
+        config.write_text(closed_to_others(rewritten(config.read_text())))
     binary = get_haproxy_binary()
     stop_with_parent()
     os.execv(binary, [binary, "-dS", *sys.argv[1:]])

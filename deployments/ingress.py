@@ -78,7 +78,8 @@ class Ingress:
         self._auth = auth
         traces = None if tracing is None else Tracing(tracing)
         self._telemetry = Telemetry(ingress_id, traces, IngressPeers())
-        self._channel = TokenChannel(ray.util.get_node_ip_address(), self._telemetry.stats)
+        key = await asyncio.to_thread(ray_compat.cluster_key)
+        self._channel = TokenChannel(ray.util.get_node_ip_address(), self._telemetry.stats, key)
         engines = [
             ServePool(*handles, info.block_size, info.may_sleep, self._telemetry.timelines.note)
             for info, handles in zip(infos, pools, strict=True)
@@ -97,7 +98,7 @@ class Ingress:
 
     async def stats(self) -> bytes:
         """Return what this ingress counts: IngressStats, in msgpack."""
-        return msgspec.msgpack.encode(self._telemetry.stats)
+        return msgspec.msgpack.encode(self._telemetry.own_stats())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve once a second where some model is autoscaled."""

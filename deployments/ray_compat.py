@@ -8,9 +8,11 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.exceptions import RayError
@@ -20,10 +22,13 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter
 
+from engine.distributed.cluster_key import ClusterKey
+
 logger = logging.getLogger(__name__)
 
 INGRESS = "ingress"  # name of that deployment
 DRIVER_EXIT_S = 30.0
+NAMESPACE = "manta"  # in Ray's key-value store
 
 
 class CallRouter(RequestRouter):
@@ -93,6 +98,25 @@ def http_endpoint(application: str) -> HttpEndpoint:
 def remember_that_a_model_is_up() -> None:
     """Record, for as long as this job runs, that its users mind if it ends. Blocks for a call to the GCS."""
     internal_kv._internal_kv_put(_served_key(), b"yes")
+
+
+@cache
+def cluster_key() -> ClusterKey:
+    """Return the key of all sockets of this cluster. The first process that asks makes it.
+
+    It is in the store of Ray's GCS, so whoever may run tasks in the cluster can read it. Blocks for two calls there.
+    """
+    made = msgspec.msgpack.encode(ClusterKey.generate())
+    internal_kv._internal_kv_put("cluster_key", made, overwrite=False, namespace=NAMESPACE)
+    return msgspec.msgpack.decode(internal_kv._internal_kv_get("cluster_key", namespace=NAMESPACE), type=ClusterKey)
+
+
+def takes_commands_of_anybody() -> bool:
+    """Return whether Ray listens on a network and has no token authentication: whoever reaches it can run code."""
+    from ray._common.network_utils import is_localhost
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    return not is_token_auth_enabled() and not is_localhost(ray.util.get_node_ip_address())
 
 
 async def broadcast(handle: DeploymentHandle, method: str, timeout_s: float, *args: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from engine.config import EngineConfig
+from engine.distributed.cluster_key import ClusterKey
 from placement.console_log import LogConfig, log_to_console
 from placement.rank_order import RankLocation
 
@@ -30,6 +31,7 @@ class RankTask:
     status_to: str  #: ZMQ address to which the engine reports
     timeout_s: float  #: for the ranks to find each other
     log: LogConfig
+    key: ClusterKey  #: by which its sockets and those of other replicas know each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,12 @@ class RankActor:
         devices = tuple(context.get_accelerator_ids().get("GPU", []))
         return RankLocation(context.get_node_id(), devices, ray.util.get_node_ip_address())
 
-    def listen(self, task: RankTask) -> str:
-        """Return the address that the other ranks connect to. For rank 0 of several."""
+    def listen(self, task: RankTask, host: str) -> str:
+        """Return the address that the other ranks connect to. For rank 0 of several; host: as they reach it."""
         from engine.distributed.tp_group import TPGroup
 
         config = task.config
-        self._group = TPGroup.listen(config.tensor_parallel, ray.util.get_node_ip_address(), device=config.device)
+        self._group = TPGroup.listen(config.tensor_parallel, host, device=config.device, key=task.key)
         return self._group.address
 
     def start(self, task: RankTask, rank: int, rank_0: str) -> RankReady | None:
@@ -76,7 +78,7 @@ class RankActor:
         )  # fmt: skip
         if rank == 0:
             return self._lead(task, location.host)
-        self._follow(task, rank, rank_0)
+        self._follow(task, rank, rank_0, location.host)
         return None
 
     def run(self) -> None:
@@ -88,19 +90,20 @@ class RankActor:
 
     def _lead(self, task: RankTask, host: str) -> RankReady:
         from engine.core.server import EngineServer
+        from engine.distributed.tp_group import TPGroup
 
         if self._group is not None:
             self._group.join(task.timeout_s)
-        server = EngineServer(
-            task.config, engine_id=task.engine_id, status_to=task.status_to, host=host, group=self._group
-        )
+        group = self._group or TPGroup.single(task.key)
+        server = EngineServer(task.config, engine_id=task.engine_id, status_to=task.status_to, host=host, group=group)
         self._process = server
         return RankReady(server.address, server.max_model_len)
 
-    def _follow(self, task: RankTask, rank: int, rank_0: str) -> None:
+    def _follow(self, task: RankTask, rank: int, rank_0: str, host: str) -> None:
         from engine.distributed.tp_group import TPGroup
         from engine.runner.worker import Worker
 
         config = task.config
-        group = TPGroup.connect(rank, config.tensor_parallel, rank_0, task.timeout_s, device=config.device)
-        self._process = Worker(config, group)
+        size = config.tensor_parallel
+        group = TPGroup.connect(rank, size, rank_0, task.timeout_s, device=config.device, key=task.key)
+        self._process = Worker(config, group, host)

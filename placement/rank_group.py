@@ -14,9 +14,10 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.config import EngineConfig
+from engine.distributed.cluster_key import ClusterKey
 from engine.errors import EngineUnavailable, ServingError, StartupError
 from placement.rank_actor import RankActor, RankReady, RankTask
-from placement.rank_order import rank_order
+from placement.rank_order import meeting_host, rank_order
 from placement.spec import GroupSpec
 
 logger = logging.getLogger(__name__)
@@ -32,13 +33,13 @@ class RankGroup:
         self._spec = spec
         self._ranks: list[Any] = []  # actor handles; by bundle until their order is known, then by rank
 
-    async def start(self, config: EngineConfig, *, engine_id: str, status_to: str) -> RankReady:
+    async def start(self, config: EngineConfig, *, engine_id: str, status_to: str, key: ClusterKey) -> RankReady:
         """Start all ranks and wait until the model is loaded.
 
         Raises the StartupError of the rank that failed, or EngineUnavailable if one died or took too long.
         """
         try:
-            return await self._start(config, engine_id, status_to)
+            return await self._start(config, engine_id, status_to, key)
         except BaseException:
             self.kill()
             raise
@@ -62,7 +63,7 @@ class RankGroup:
         for rank in self._ranks:
             ray.kill(rank)
 
-    async def _start(self, config: EngineConfig, engine_id: str, status_to: str) -> RankReady:
+    async def _start(self, config: EngineConfig, engine_id: str, status_to: str, key: ClusterKey) -> RankReady:
         deadline = time.monotonic() + self._spec.startup_timeout_s
         self._ranks = self._create()
         locations = await self._all([rank.location.remote() for rank in self._ranks], deadline)
@@ -70,10 +71,11 @@ class RankGroup:
         self._ranks = [self._ranks[bundle] for bundle in order]
         # in one line, since Ray shows only one of several processes' lines that differ in numbers only
         logger.info("ranks placed %s", "; ".join(f"rank {rank}: {locations[b]}" for rank, b in enumerate(order)))
-        task = RankTask(config, engine_id, status_to, self._spec.startup_timeout_s, self._spec.log)
+        task = RankTask(config, engine_id, status_to, self._spec.startup_timeout_s, self._spec.log, key)
         rank_0 = ""
         if len(order) > 1:
-            (rank_0,) = await self._all([self._ranks[0].listen.remote(task)], deadline)
+            host = meeting_host([locations[bundle].host for bundle in order])
+            (rank_0,) = await self._all([self._ranks[0].listen.remote(task, host)], deadline)
         started = [actor.start.remote(task, rank, rank_0) for rank, actor in enumerate(self._ranks)]
         ready: RankReady = (await self._all(started, deadline))[0]
         logger.info("ranks ready engine_id=%s ranks=%d", engine_id, len(self._ranks))

@@ -1,4 +1,4 @@
-"""The order in which the bundles of a replica's placement group become ranks."""
+"""The order in which the bundles of a replica's placement group become ranks, and where these meet."""
 
 from __future__ import annotations
 
@@ -35,6 +35,16 @@ def rank_order(locations: Sequence[RankLocation], home: str) -> list[int]:
         return location.node != home, first_bundle[location.node], [_number(name) for name in location.devices], bundle
 
     return sorted(range(len(locations)), key=key)
+
+
+def meeting_host(hosts: Sequence[str]) -> str:
+    """Return the address at which rank 0 listens for the others: loopback if all are on one machine.
+
+    hosts: addresses of the ranks' nodes, in rank order.
+    """
+    if len(set(hosts)) > 1:
+        return hosts[0]
+    return "::1" if ":" in hosts[0] else "127.0.0.1"
 
 
 def _number(device: str) -> tuple[float, str]:

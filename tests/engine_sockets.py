@@ -63,6 +63,7 @@ class Ingress(Inbox):
     def __init__(self, context: zmq.Context, server: EngineServer):
         super().__init__(context, TokenBatch)
         self._out = context.socket(zmq.PUSH)
+        self._out.setsockopt(zmq.LINGER, 0)
         self._out.connect(server.address)
         self.deltas: dict[str, list[TokenDelta]] = defaultdict(list)
         self.batches: list[TokenBatch] = []

@@ -23,6 +23,8 @@ from engine.errors import ConfigError, InvalidParameter, StartupError
 
 ABOVE_MODELS = ("ingress", "log_format", "log_level", "tracing")  # keys of `args` that do not belong to a model
 YAML = (".yaml", ".yml")
+# Ray then gives its node the address 127.0.0.1, as it does on macOS, and so it and all of ours listen there only.
+ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +185,10 @@ def run(config: Path, address: str | None = None) -> NoReturn:
         print(f"Ctrl-C is ignored here; to stop: kill {os.getpid()}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "ray.serve.scripts", "run"]
     command += [] if address is None else ["--address", address]
-    os.execve(sys.executable, [*command, str(config)], haproxy.environment() | dict(os.environ))
+    environment = haproxy.environment()
+    if address == "local" or (address is None and not _joins_a_cluster()):
+        environment |= ON_LOOPBACK
+    os.execve(sys.executable, [*command, str(config)], environment | dict(os.environ))
 
 
 @contextmanager

@@ -12,7 +12,8 @@ import zmq
 import zmq.asyncio
 
 from deployments.observability.stats import IngressStats
-from engine.distributed.sockets import PushSockets
+from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.sockets import PullSocket, PushSockets
 from engine.wire.messages import Abort, TokenBatch, TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -54,17 +55,15 @@ class Inbox(asyncio.Queue[TokenDelta | None]):
 class TokenChannel:
     """Sorts the deltas of all engines into the inboxes of the requests they belong to."""
 
-    def __init__(self, host: str, stats: IngressStats):
+    def __init__(self, host: str, stats: IngressStats, key: ClusterKey | None = None):
+        """host: address of this machine that engines reach. key: that all engines have."""
         self._stats = stats
         self._inboxes: dict[str, Inbox] = {}
         self._working: dict[str, tuple[str, str]] = {}  # by request id: the engine's id and address
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PULL)
-        self._engines = PushSockets(zmq.Context(self._context))
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.address = f"tcp://{host}:{port}"  #: for `GenerateRequest.reply_to`
-        self._decode = msgspec.msgpack.Decoder(TokenBatch).decode
+        self._batches: PullSocket[TokenBatch] = PullSocket(self._context, host, TokenBatch, name="tokens", key=key)
+        self._engines = PushSockets(zmq.Context(self._context), key=key)
+        self.address = self._batches.address  #: for `GenerateRequest.reply_to`
 
     def open(self, request_ids: Iterable[str]) -> Inbox:
         """Return one inbox for all these requests."""
@@ -98,18 +97,12 @@ class TokenChannel:
     async def run(self) -> None:
         """Dispatch until cancelled, then close the socket."""
         try:
-            while True:
-                self._dispatch(await self._socket.recv())
+            await self._batches.serve(self._dispatch)
         finally:
             self._engines.close()  # its sockets are of a shadow context, which `destroy` does not know
             self._context.destroy(linger=0)
 
-    def _dispatch(self, message: bytes) -> None:
-        try:
-            batch = self._decode(message)
-        except msgspec.MsgspecError as error:
-            logger.error("dropped a malformed token batch: %s", error)
-            return
+    def _dispatch(self, batch: TokenBatch) -> None:
         engine = (batch.engine_id, batch.commands_to)
         for delta in batch.deltas:
             inbox = self._inboxes.get(delta.request_id)

@@ -145,7 +145,10 @@ HANDOFFS: list[Row] = [
     (Counter, "manta_handoff_bytes_overlapped", "Bytes of KV read while prefill still computed.", "bytes_overlapped"),
     (Counter, "manta_handoff_lease_expiries", "Handoffs whose decode engine fell silent.", "lease_expiries"),
     (Counter, "manta_handoff_stale_messages", "Messages of handoffs or engines that are no more.", "stale_messages"),
-    (Counter, "manta_handoff_malformed_messages", "Messages that were not understood.", "malformed_messages"),
+]
+# of EngineStatus
+SOCKETS: list[Row] = [
+    (Counter, "manta_engine_refused_messages", "What sockets of replicas refused.", "refused", "socket", "reason"),
 ]
 
 

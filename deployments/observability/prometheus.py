@@ -19,6 +19,8 @@ from prometheus_client.core import SummaryMetricFamily as Summary
 from prometheus_client.registry import Collector
 
 from deployments.observability.engine_metrics import (
+    LABELS,
+    SOCKETS,
     Row,
     collect,
     handoff_metrics,
@@ -54,6 +56,7 @@ MODELS: list[Row] = [
 ]
 INGRESSES: list[Row] = [
     (Counter, "manta_dropped_deltas", "Token deltas that came for no open request.", "dropped_deltas"),
+    (Counter, "manta_ingress_refused_messages", "What sockets of ingresses refused.", "refused", "socket", "reason"),
 ]
 
 
@@ -115,6 +118,7 @@ class _Snapshot(Collector):
         yield from collect(REPLICAS, ["model_name"], [([r.model], r) for r in self._replicas])
         yield from request_metrics(self._decode)
         yield from load_metrics([*self._decode, *self._prefill])
+        yield from collect(SOCKETS, LABELS, [*self._decode, *self._prefill])
         yield from handoff_metrics([*self._decode, *self._prefill])
         yield from self._routing()
         yield from collect(MODELS, MODEL_LABELS, self._models)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.observability.stats import IngressStats
 from deployments.observability.timeline import RequestTimeline, RequestTimelines, SequenceTimeline
 from deployments.observability.tracing import RequestTrace, Tracing
+from engine.distributed.refusals import REFUSALS
 from engine.errors import RequestNotFound
 
 NOT_COUNTED = frozenset(
@@ -68,10 +69,15 @@ class Telemetry:
         if self.tracing is not None:
             self.tracing.close()
 
+    def own_stats(self) -> IngressStats:
+        """Return the counts of this ingress, with those of its process."""
+        self.stats.refused = REFUSALS.counts()
+        return self.stats
+
     async def all_stats(self) -> list[IngressStats]:
         """Return the counts of every ingress that answers, its own always."""
         others = await self._peers.stats() if self._peers is not None else []
-        return [self.stats, *(stats for stats in others if stats.ingress_id != self.stats.ingress_id)]
+        return [self.own_stats(), *(stats for stats in others if stats.ingress_id != self.stats.ingress_id)]
 
     async def explain(self, name: str) -> RequestTimeline:
         """Return what every ingress that answers knows of a request. name: see SequenceTimeline.is_of.

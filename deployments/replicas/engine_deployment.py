@@ -66,9 +66,10 @@ class EngineDeployment:
         replica_id = serve.get_replica_context().replica_id
         engine_id = f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
         log_to_console(engine_id, spec.log)
-        self._engine = EngineReplica(ray.util.get_node_ip_address(), spec.stall_timeout_s, prefill)
+        key = await asyncio.to_thread(ray_compat.cluster_key)
+        self._engine = EngineReplica(ray.util.get_node_ip_address(), spec.stall_timeout_s, prefill, key)
         self._ranks = ranks = RankGroup(spec)
-        ready = await ranks.start(config, engine_id=engine_id, status_to=self._engine.status_to)
+        ready = await ranks.start(config, engine_id=engine_id, status_to=self._engine.status_to, key=key)
         self._engine.connect(ready.address)
         self._commands_to = ready.address
         self._model = await asyncio.to_thread(lambda: ModelIdentity.of(resolve(config.model)))

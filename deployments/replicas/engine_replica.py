@@ -13,8 +13,11 @@ import zmq.asyncio
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.prefill_dispatcher import PrefillDispatcher, PrefillPool
+from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.refusals import REFUSALS, add_up
+from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable, RequestTimeout
-from engine.wire.messages import CancelDispatch, Command, DispatchPrefill, EngineStatus, Notice
+from engine.wire.messages import Command, DispatchPrefill, EngineStatus, Notice
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +32,18 @@ class EngineReplica:
     A call stays open as long as its request lives in the engine, so that counting calls is counting requests.
     """
 
-    def __init__(self, host: str, stall_timeout_s: float = 10.0, prefill: PrefillPool | None = None):
+    def __init__(
+        self,
+        host: str,
+        stall_timeout_s: float = 10.0,
+        prefill: PrefillPool | None = None,
+        key: ClusterKey | None = None,
+    ):
         """host: address of this machine under which the engine reaches `status_to`.
         stall_timeout_s: time without a step while work is queued, or without any status, after which the engine counts
             as hung.
         prefill: where the engine may have prompts computed.
+        key: that the engine has, and nobody outside of the cluster.
         """
         self._stall_timeout_s = stall_timeout_s
         self._dispatcher = None if prefill is None else PrefillDispatcher(prefill, self._send)
@@ -42,11 +52,12 @@ class EngineReplica:
         self._status: EngineStatus | None = None
         self._status_at = time.monotonic()
         self._context = zmq.asyncio.Context()
-        self._statuses = self._context.socket(zmq.PULL)
-        port = self._statuses.bind_to_random_port(f"tcp://{host}")
-        self.status_to = f"tcp://{host}:{port}"
+        self._notices: PullSocket[Notice] = PullSocket(self._context, host, Notice, name="engine_notices", key=key)
+        self.status_to = self._notices.address
         self._commands = zmq.Context(self._context).socket(zmq.PUSH)
         self._commands.setsockopt(zmq.SNDHWM, 0)
+        if key is not None:
+            key.guard_connector(self._commands)
 
     def connect(self, engine_address: str) -> None:
         self._commands.connect(engine_address)
@@ -54,12 +65,10 @@ class EngineReplica:
 
     async def run(self) -> None:
         """Receive notices until cancelled, then close the sockets."""
-        decode = msgspec.msgpack.Decoder(Notice).decode
         if self._dispatcher is not None:
             self._dispatcher.start(self.status)
         try:
-            while True:
-                self._handle(decode(await self._statuses.recv()))
+            await self._notices.serve(self._handle)
         finally:
             if self._dispatcher is not None:
                 self._dispatcher.close()
@@ -130,18 +139,18 @@ class EngineReplica:
         if self._status is None:
             raise EngineUnavailable("the engine has just started")
         routing = None if self._dispatcher is None else self._dispatcher.pool.routing
-        return ReplicaStatus.of(self._status, routing)
+        refused = add_up(self._status.refused, REFUSALS.counts())  # those of the engine's processes, and of this one
+        return ReplicaStatus.of(msgspec.structs.replace(self._status, refused=refused), routing)
 
     def _handle(self, notice: Notice) -> None:
-        match notice:
-            case EngineStatus():
-                self._update(notice)
-            case DispatchPrefill(prefill_request):
-                assert self._dispatcher is not None, "the engine has no prefill pool"
-                self._dispatcher.dispatch(prefill_request)
-            case CancelDispatch(handoff_id):
-                assert self._dispatcher is not None, "the engine has no prefill pool"
-                self._dispatcher.cancel(handoff_id)
+        if isinstance(notice, EngineStatus):
+            self._update(notice)
+        elif self._dispatcher is None:
+            self._notices.refuse("unexpected", f"{type(notice).__name__}: there is no prefill pool")
+        elif isinstance(notice, DispatchPrefill):
+            self._dispatcher.dispatch(notice.request)
+        else:
+            self._dispatcher.cancel(notice.handoff_id)
 
     def _update(self, status: EngineStatus) -> None:
         self._status, self._status_at = status, time.monotonic()

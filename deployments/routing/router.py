@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
+from deployments import ray_compat
 from deployments.ray_compat import CallRouter
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import Role, RoutingConfig
@@ -53,7 +54,8 @@ class EngineRouter(CallRouter):
     ) -> list[list[RunningReplica]]:
         assert pending_request is not None
         if self._subscriber is None:
-            self._subscriber = KVEventSubscriber(ray.util.get_node_ip_address(), self._apply)
+            key = ray_compat.cluster_key()  # known since the process has started
+            self._subscriber = KVEventSubscriber(ray.util.get_node_ip_address(), self._apply, key)
             self._receive_task = asyncio.get_running_loop().create_task(self._subscriber.run())
             self._subscribe()
         pending_request.routing_context.should_backoff = True  # or a full pool would be asked without a pause

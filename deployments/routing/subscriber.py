@@ -10,7 +10,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from engine.distributed.sockets import PushSockets
+from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.sockets import PullSocket, PushSockets
 from engine.wire.messages import SUBSCRIPTION_S, EngineUpdate, Subscribe
 
 logger = logging.getLogger(__name__)
@@ -21,18 +22,17 @@ RENEW_S = SUBSCRIPTION_S / 3
 class KVEventSubscriber:
     """Subscribes to engines, and asks one for a new snapshot when an update of it was lost."""
 
-    def __init__(self, host: str, on_update: Callable[[EngineUpdate], bool]):
-        """host: address of this machine that engines reach. on_update: returns False if it needs a snapshot first."""
+    def __init__(self, host: str, on_update: Callable[[EngineUpdate], bool], key: ClusterKey | None = None):
+        """host: address of this machine that engines reach. on_update: returns False if it needs a snapshot first.
+        key: that all engines have."""
         self._on_update = on_update
         self._awaiting_snapshot: set[str] = set()
         self._engines: dict[str, str] = {}  # by id: the address where it takes commands
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self._address = f"tcp://{host}:{port}"
-        self._out = PushSockets(zmq.Context(self._context))
-        self._decode = msgspec.msgpack.Decoder(EngineUpdate).decode
+        self._updates: PullSocket[EngineUpdate] = PullSocket(
+            self._context, host, EngineUpdate, name="engine_updates", key=key
+        )
+        self._out = PushSockets(zmq.Context(self._context), key=key)
 
     def subscribe(self, engines: Mapping[str, str]) -> None:
         """Follow these engines from now on, and no others. engines: by id, the address where each takes commands."""
@@ -47,8 +47,7 @@ class KVEventSubscriber:
         """Receive updates until cancelled, then close the sockets."""
         renewing = asyncio.create_task(self._renew())
         try:
-            while True:
-                self._handle(await self._socket.recv())
+            await self._updates.serve(self._handle)
         finally:
             renewing.cancel()
             self._out.close()  # its sockets are of a shadow context, which `destroy` does not know
@@ -60,12 +59,7 @@ class KVEventSubscriber:
             for engine_id in self._engines:
                 self._send(engine_id, resync=engine_id in self._awaiting_snapshot)
 
-    def _handle(self, message: bytes) -> None:
-        try:
-            update = self._decode(message)
-        except msgspec.MsgspecError as error:
-            logger.error("dropped a malformed engine update: %s", error)
-            return
+    def _handle(self, update: EngineUpdate) -> None:
         if update.engine_id not in self._engines:
             return  # Serve says that it is gone
         if self._on_update(update):
@@ -77,4 +71,4 @@ class KVEventSubscriber:
     def _send(self, engine_id: str, *, resync: bool) -> None:
         if resync:
             self._awaiting_snapshot.add(engine_id)
-        self._out.send(self._engines[engine_id], msgspec.msgpack.encode(Subscribe(self._address, resync)))
+        self._out.send(self._engines[engine_id], msgspec.msgpack.encode(Subscribe(self._updates.address, resync)))

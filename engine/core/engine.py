@@ -78,7 +78,7 @@ class EngineCore:
     ) -> EngineCore:
         """Load the model, size the KV cache, and connect to the other ranks. Raises StartupError.
 
-        group: of `config.tensor_parallel` ranks, joined; this is its rank 0.
+        group: of `config.tensor_parallel` ranks, joined; this is its rank 0. Its key guards handoffs too.
         engine_id, host, wake: for handoffs: this engine's name and address for others; `wake` is called, from another
         thread, when a step has something to do again after `idle`.
         """
@@ -112,6 +112,7 @@ class EngineCore:
                 workers=kv_workers,
                 block_size=runner.block_size,
                 wake=wake,
+                key=group.key,
             )
             policy = None
             if config.handoff.role == "decode":

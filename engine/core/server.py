@@ -15,7 +15,8 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.core.kv_events import KVEventPublisher
 from engine.core.scheduler import Event
-from engine.distributed.sockets import PushSockets, Waker
+from engine.distributed.refusals import REFUSALS, add_up
+from engine.distributed.sockets import PullSocket, PushSockets, Waker
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ServingError
 from engine.wire.messages import (
@@ -62,22 +63,20 @@ class EngineServer:
         host: str = "127.0.0.1",
         group: TPGroup | None = None,
     ):
-        """group: as for EngineCore.build."""
+        """group: as for EngineCore.build. Only peers with its key can send commands, or receive what is sent."""
+        group = group or TPGroup.single()
         self.engine_id = engine_id
         self._waker = Waker()
         self._core = EngineCore.build(config, group, engine_id=engine_id, host=host, wake=self._waker.wake)
         self.max_model_len = self._core.max_model_len
         self._context = zmq.Context()
-        self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.setsockopt(zmq.RCVHWM, 0)
-        port = self._inbox.bind_to_random_port(f"tcp://{host}")
-        self.address = f"tcp://{host}:{port}"
+        self._inbox: PullSocket[Command] = PullSocket(self._context, host, Command, name="commands", key=group.key)
+        self.address = self._inbox.address
         self._poller = zmq.Poller()
-        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self._waker, zmq.POLLIN)
-        self._peers = PushSockets(self._context, {zmq.SNDHWM: QUEUED_MESSAGES})
+        self._peers = PushSockets(self._context, {zmq.SNDHWM: QUEUED_MESSAGES}, group.key)
         self._status_to = status_to
-        self._decode = msgspec.msgpack.Decoder(Command).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._kv_events = KVEventPublisher(engine_id, self._core.scheduler)
         self._deltas: dict[str, list[TokenDelta]] = {}  # by reply address, since the last step
@@ -109,14 +108,7 @@ class EngineServer:
         wait_ms = POLL_MS if next_update_s is None else min(POLL_MS, math.ceil(next_update_s * 1000))
         if self._core.idle and self._waker.fileno() in dict(self._poller.poll(wait_ms)):
             self._waker.clear()
-        while True:
-            try:
-                command = self._decode(self._inbox.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            except (msgspec.MsgspecError, ServingError) as error:
-                logger.error("dropped a malformed command: %s", error)
-                continue
+        for command in self._inbox.messages():
             match command:
                 case Add(request):
                     self._add(request)
@@ -169,7 +161,7 @@ class EngineServer:
     def _hand_over(self, command: Prefill | CancelPrefill | RemotePrefillFailed | PrefillReplicas) -> None:
         channel = self._core.handoff_channel
         if channel is None:
-            logger.error("dropped a %s: this engine hands no KV over", type(command).__name__)
+            self._inbox.refuse("unexpected", f"{type(command).__name__}: this engine hands no KV over")
             return
         match command:
             case Prefill(prefill_request):
@@ -218,6 +210,7 @@ class EngineServer:
             handoffs=channel.stats() if channel else None,
             live_handoffs=channel.snapshot()[:MAX_LIVE_HANDOFFS] if channel else [],
             fingerprint=self._core.scheduler.handoffs.fingerprint,
+            refused=add_up(REFUSALS.counts(), channel.refused_by_ranks()) if channel else REFUSALS.counts(),
         )
         self._push(self._status_to, self._encode(status))
         self._ended = []

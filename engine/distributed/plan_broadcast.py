@@ -8,6 +8,7 @@ docs/measurements/performance.md.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 import uuid
@@ -16,6 +17,8 @@ import zlib
 import msgspec
 import zmq
 
+from engine.distributed.refusals import REFUSALS
+from engine.distributed.sockets import HandshakeMonitor
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable, RendezvousTimeout
 from engine.wire.plan import StepPlan, StepResult
@@ -26,7 +29,9 @@ JOIN_TIMEOUT_S = 30.0  # once all ranks have loaded the model
 HEARTBEAT_MS = 1000
 SILENCE_MS = 10_000  # without an answer to heartbeats, after which the peer counts as gone
 LINGER_MS = 1000
-HELLO, GONE = b"\x01rank ", b"\x00rank "  # an XPUB socket receives these when `rank N` subscribes and leaves
+HELLO, GONE = b"\x01", b"\x00"  # an XPUB socket receives these, and the topic, when a rank subscribes and leaves
+TOPIC = re.compile(rb"rank (\d{1,6})")
+NAME = "plans"  # of the socket in metrics
 
 
 class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -49,6 +54,9 @@ class PlanBroadcaster:
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # nothing is ever dropped; rank 0 is at most one step ahead
         _set_heartbeat(self._socket)
+        if group.key is not None:
+            group.key.guard_listener(self._socket)
+        self._monitor = HandshakeMonitor(self._context, self._socket, NAME)
         self._encode = msgspec.msgpack.Encoder().encode
         self._number = self._checked = self._checksum = 0
         self._gone: int | None = None
@@ -71,9 +79,10 @@ class PlanBroadcaster:
     def check(self) -> None:
         """Raise EngineUnavailable if a rank is gone."""
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
-            message = self._socket.recv()
-            if message.startswith(GONE):
-                self._gone = int(message.removeprefix(GONE))
+            word, rank = self._receive()
+            if word == GONE and rank is not None:
+                self._gone = rank
+        self._monitor.look()
         if self._gone is not None:
             reason = f"rank {self._gone} is gone"
             self._group.abort(reason)  # a step may be waiting for it
@@ -99,9 +108,20 @@ class PlanBroadcaster:
         while missing:
             if not self._socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
                 raise RendezvousTimeout(sorted(missing), size, JOIN_TIMEOUT_S, "plan broadcast")
-            message = self._socket.recv()
-            if message.startswith(HELLO):
-                missing.discard(int(message.removeprefix(HELLO)))
+            word, rank = self._receive()
+            if word == HELLO and rank is not None:
+                missing.discard(rank)
+
+    def _receive(self) -> tuple[bytes, int | None]:
+        """Return HELLO or GONE, and the rank; None for subscriptions to plans, and for what no rank sends."""
+        message = self._socket.recv()
+        word, topic = message[:1], message[1:]
+        found = TOPIC.fullmatch(topic)
+        if found is not None and 0 < int(found[1]) < self._group.size:
+            return word, int(found[1])
+        if topic or word not in (HELLO, GONE):
+            REFUSALS.add(NAME, "malformed", repr(message[:20]))
+        return word, None
 
 
 class PlanReceiver:
@@ -113,6 +133,8 @@ class PlanReceiver:
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         _set_heartbeat(self._socket)
+        if group.key is not None:
+            group.key.guard_connector(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -133,7 +155,12 @@ class PlanReceiver:
         lost."""
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if ready and self._socket.poll(0):  # a message that came just before the end counts
-            message = self._decode(self._socket.recv())
+            data = self._socket.recv()
+            try:
+                message = self._decode(data)
+            except Exception as error:  # noqa: BLE001 - if it was a plan, the number of the next one tells
+                REFUSALS.add(NAME, "malformed", repr(error))
+                return None
             self._number += 1
             if message.number != self._number:
                 raise EngineUnavailable(f"rank {self._rank} missed plan {self._number}; plan {message.number} came")

@@ -1,15 +1,130 @@
-"""ZMQ sockets to many receivers, and a waker for a thread that polls sockets."""
+"""ZMQ sockets: one that hears many senders, those to many receivers, and a waker for a thread that polls sockets."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import struct
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from typing import Any, Generic, TypeVar
 
+import msgspec
 import zmq
 
+from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.refusals import REFUSALS, Reason
+
 FORGET_S = 60.0  # since the last message to a receiver, after which it counts as unused
+LOOK_S = 1.0  # between looks for peers that were turned away
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILED | zmq.EVENT_DISCONNECTED
+
+Message = TypeVar("Message")
+
+
+class HandshakeMonitor:
+    """Counts the peers that ZMQ turns away from a bound socket: without the cluster's key nothing they send is read.
+
+    Of those that do not even speak ZMQ one may be missed, if it comes and goes while the handshake of another ends.
+    """
+
+    def __init__(self, context: zmq.Context[Any], listener: zmq.Socket[Any], name: str):
+        self._name = name
+        self._look_at = 0.0
+        self._handshakes = 0  # that have ended
+        self._accepted: dict[int, int] = {}  # the same number when a connection was accepted, by its file descriptor
+        address = f"inproc://{uuid.uuid4().hex}"
+        listener.monitor(address, EVENTS)
+        self._events: Any = context.socket(zmq.PAIR)
+        self._events.setsockopt(zmq.RCVHWM, 0)  # or ZMQ's own thread would wait until somebody looks
+        self._events.connect(address)
+
+    def look(self) -> None:
+        """Count those of late, unless somebody looked just now."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        with suppress(zmq.Again):
+            while True:
+                self._count(self._events.recv_multipart(zmq.NOBLOCK))
+
+    async def watch(self) -> None:
+        """Count until cancelled; for a zmq.asyncio context."""
+        while True:
+            self._count(await self._events.recv_multipart())
+
+    def _count(self, message: list[bytes]) -> None:
+        event, value = struct.unpack("=hi", message[0])
+        if event == zmq.EVENT_ACCEPTED:
+            self._accepted[value] = self._handshakes
+            return
+        if event == zmq.EVENT_DISCONNECTED:
+            failed = self._accepted.pop(value, None) == self._handshakes
+        else:
+            self._handshakes += 1
+            failed = event != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if failed:
+            REFUSALS.add(self._name, "unauthenticated", "a peer without the cluster's key")
+
+
+class PullSocket(Generic[Message]):
+    """A bound PULL socket for messages of one type. What is none is refused, and ends nothing."""
+
+    def __init__(self, context: zmq.Context[Any], host: str, message: Any, *, name: str, key: ClusterKey | None = None):
+        """host: IP address of this machine. message: the type, or a union. name: of the socket in metrics.
+        key: that all senders have; None lets anybody send."""
+        self.name = name
+        self.socket: Any = context.socket(zmq.PULL)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        if ":" in host:
+            self.socket.setsockopt(zmq.IPV6, 1)
+            host = f"[{host}]"
+        if key is not None:
+            key.guard_listener(self.socket)
+        self._monitor = HandshakeMonitor(context, self.socket, name)
+        self.address = f"tcp://{host}:{self.socket.bind_to_random_port(f'tcp://{host}')}"
+        self._decode = msgspec.msgpack.Decoder(message).decode
+
+    def messages(self) -> Iterator[Message]:
+        """Yield all messages that have come, without waiting."""
+        self._monitor.look()
+        while True:
+            try:
+                data = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._read(data)
+            if message is not None:
+                yield message
+
+    async def serve(self, handle: Callable[[Message], None]) -> None:
+        """Hand over every message until cancelled; for a zmq.asyncio context."""
+        watching = asyncio.create_task(self._monitor.watch())
+        try:
+            while True:
+                message = self._read(await self.socket.recv())
+                if message is not None:
+                    try:
+                        handle(message)
+                    except Exception as error:  # noqa: BLE001 - it is logged
+                        self.refuse("unexpected", f"{type(message).__name__}: {error!r}")
+        finally:
+            watching.cancel()
+
+    def refuse(self, reason: Reason, detail: object) -> None:
+        REFUSALS.add(self.name, reason, detail)
+
+    def _read(self, data: bytes) -> Message | None:
+        try:
+            message: Message = self._decode(data)
+        except Exception as error:  # noqa: BLE001 - any bytes may come, and decoders raise more than msgspec's errors
+            self.refuse("malformed", repr(error))
+            return None
+        return message
 
 
 class PushSockets:
@@ -18,9 +133,15 @@ class PushSockets:
     Sending never blocks. Messages that a receiver does not take are kept until its socket is forgotten or closed.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: Mapping[int, int] | None = None):
-        """options: of ZMQ. zmq.SNDHWM limits the messages that are kept for a receiver; later ones are lost."""
-        self._context = context
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        options: Mapping[int, int] | None = None,
+        key: ClusterKey | None = None,
+    ):
+        """options: of ZMQ. zmq.SNDHWM limits the messages that are kept for a receiver; later ones are lost.
+        key: that all receivers have; None for receivers without any."""
+        self._context, self._key = context, key
         self._options = {zmq.LINGER: 0, zmq.SNDHWM: 0, **(options or {})}
         self._sockets: dict[str, tuple[zmq.Socket[bytes], float]] = {}  # by address, and last used at
 
@@ -32,6 +153,8 @@ class PushSockets:
         for option, value in self._options.items():
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.IPV6, "[" in address)
+        if self._key is not None:
+            self._key.guard_connector(socket)
         try:
             socket.connect(address)
         except zmq.ZMQError:

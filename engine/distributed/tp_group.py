@@ -30,7 +30,8 @@ from torch import Tensor
 from engine.device import is_gpu, numba_found
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the second needs pyzmq, which a single rank does without
+    from engine.distributed.cluster_key import ClusterKey
     from engine.distributed.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
@@ -47,12 +48,13 @@ class TPGroup:
     local_size = 1  #: ranks on this machine
     host = "127.0.0.1"  #: at which the other ranks reach this one
 
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, key: ClusterKey | None = None):
+        """key: by which its sockets, and those of other engines, know each other; None lets anybody in."""
+        self.rank, self.size, self.key = rank, size, key
 
     @staticmethod
-    def single() -> TPGroup:
-        return TPGroup(rank=0, size=1)
+    def single(key: ClusterKey | None = None) -> TPGroup:
+        return TPGroup(rank=0, size=1, key=key)
 
     @staticmethod
     def listen(size: int, host: str = "127.0.0.1", port: int = 0, **options: Any) -> ConnectedGroup:
@@ -71,7 +73,8 @@ class TPGroup:
     def connect(rank: int, size: int, address: str, timeout_s: float, **options: Any) -> ConnectedGroup:
         """Join the group whose rank 0 listens at `address` (host:port).
 
-        options: device is `auto` (the default), `cpu` or `cuda`; shared_memory=False takes gloo even on one machine.
+        options: device is `auto` (the default), `cpu` or `cuda`; shared_memory=False takes gloo even on one machine;
+        key is the same in all ranks.
         Raises RendezvousTimeout, which names the missing ranks, or StartupError if another rank failed.
         """
         deadline = time.monotonic() + timeout_s
@@ -135,8 +138,8 @@ class Collectives(Protocol):
 class ConnectedGroup(TPGroup):
     """Several ranks, each a process.
 
-    CPUs of one machine use shared memory, CPUs of several machines gloo, GPUs NCCL. Traffic is neither encrypted nor
-    authenticated, as in NCCL and gloo themselves: the network between ranks has to be trusted.
+    CPUs of one machine use shared memory, CPUs of several machines gloo, GPUs NCCL. Neither these two nor the store at
+    which ranks meet encrypt or authenticate anything: the network between ranks has to be trusted (docs/security.md).
     """
 
     def __init__(
@@ -148,8 +151,9 @@ class ConnectedGroup(TPGroup):
         address: str,
         device: str = "auto",
         shared_memory: bool = True,
+        key: ClusterKey | None = None,
     ):
-        super().__init__(rank, size)
+        super().__init__(rank, size, key)
         self.host, self.address = host, address
         self._store: dist.Store | None = store
         self._cuda = is_gpu(device)

@@ -13,11 +13,13 @@ import msgspec
 import zmq
 
 from engine.config import HandoffConfig
-from engine.distributed.sockets import PushSockets, Waker
+from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.refusals import Counts, add_up
+from engine.distributed.sockets import PullSocket, PushSockets, Waker
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.protocol.actions import HandoffAction, Leave
 from engine.kv_transfer.protocol.events import Closed, Failed, HandoffEvent, Noted, Received
-from engine.kv_transfer.protocol.messages import Attach, Envelope, ReadEnded
+from engine.kv_transfer.protocol.messages import Attach, Envelope, KVWorkerAnswer, RankRefusals
 from engine.kv_transfer.protocol.protocol import HandoffProtocol
 from engine.kv_transfer.transport.ranks import KVWorkerInfo
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
@@ -49,25 +51,28 @@ class HandoffChannel:
         workers: Sequence[KVWorkerInfo],
         block_size: int,
         wake: Callable[[], None],
+        key: ClusterKey | None = None,
     ):
         """workers: KV workers of all ranks, in rank order.
-        wake: called from the channel's thread when `events` has something new; must not block."""
+        wake: called from the channel's thread when `events` has something new; must not block.
+        key: that the KV workers and all other engines have."""
         self._wake = wake
         self._context = zmq.Context()
-        self._inbox, address = self._bind(host)
-        self._answers, reply_to = self._bind(host)  # from the own KV workers
-        self.peer = Peer(engine_id, address, random.SystemRandom().getrandbits(64))
-        self._peers = PushSockets(self._context, PING | {zmq.SNDHWM: MAX_QUEUED_MESSAGES})
-        self._workers = PushSockets(self._context, PING)
+        self._inbox: PullSocket[Envelope] = PullSocket(self._context, host, Envelope, name="handoffs", key=key)
+        self._answers: PullSocket[KVWorkerAnswer] = PullSocket(  # from the own KV workers
+            self._context, host, KVWorkerAnswer, name="kv_worker_answers", key=key
+        )
+        self._refused: dict[int, Counts] = {}  # by rank above 0
+        self.peer = Peer(engine_id, self._inbox.address, random.SystemRandom().getrandbits(64))
+        self._peers = PushSockets(self._context, PING | {zmq.SNDHWM: MAX_QUEUED_MESSAGES}, key)
+        self._workers = PushSockets(self._context, PING, key)
         self._worker_addresses = [worker.address for worker in workers]
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(Envelope).decode
-        self._decode_answer = msgspec.msgpack.Decoder(ReadEnded).decode
         self._protocol = HandoffProtocol(
             config, self.peer, ranks=[worker.description for worker in workers], block_size=block_size
         )
-        self._protocol.out.commands.append(Attach(reply_to))
-        self._lock = threading.Lock()  # guards _protocol
+        self._protocol.out.commands.append(Attach(self._answers.address))
+        self._lock = threading.Lock()  # guards _protocol and _refused
         self._actions: deque[HandoffAction] = deque()
         self._events: deque[HandoffEvent] = deque()
         self._broken: str | None = None
@@ -104,6 +109,11 @@ class HandoffChannel:
         with self._lock:
             return self._protocol.stats()
 
+    def refused_by_ranks(self) -> Counts:
+        """Return what ranks above 0 have refused; they have nobody else to tell."""
+        with self._lock:
+            return add_up(*self._refused.values())
+
     def close(self) -> None:
         """Tell the peers, stop all reads, and end the thread, within about two seconds. No more events come."""
         self.submit(Leave())
@@ -124,7 +134,7 @@ class HandoffChannel:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for source in (self._inbox, self._answers, self._waker):
+        for source in (self._inbox.socket, self._answers.socket, self._waker):
             poller.register(source, zmq.POLLIN)
         self._flush(time.monotonic())
         while self._close_at is None or (self._protocol.decode_handoffs and time.monotonic() < self._close_at):
@@ -144,19 +154,15 @@ class HandoffChannel:
 
     def _receive(self, now: float) -> None:
         self._apply_actions(now)
-        for message in _drain(self._answers):
-            self._protocol.read_ended(self._decode_answer(message), now)
-        for message in _drain(self._inbox):
-            self._apply_actions(
-                now
-            )  # a handoff is opened before its prefill request goes out, so before any answer came
-            try:
-                envelope = self._decode(message)
-            except msgspec.MsgspecError as error:
-                self._protocol.out.counters.malformed_messages += 1
-                logger.error("dropped a malformed message between engines: %s", error)
+        for message in self._answers.messages():
+            if isinstance(message, RankRefusals):
+                self._refused[message.rank] = message.counts
             else:
-                self._protocol.receive(envelope, now)
+                self._protocol.read_ended(message, now)
+        for envelope in self._inbox.messages():
+            # a handoff is opened before its prefill request goes out, so before any answer came
+            self._apply_actions(now)
+            self._protocol.receive(envelope, now)
 
     def _apply_actions(self, now: float) -> None:
         while self._actions:
@@ -194,17 +200,7 @@ class HandoffChannel:
         try:
             self._peers.send(address, data)  # if it is lost, as on the link, the protocol repeats it or gives up
         except zmq.ZMQError as error:
-            self._protocol.out.counters.malformed_messages += 1
-            logger.error("dropped a message to %r: %s", address, error)
-
-    def _bind(self, host: str) -> tuple[zmq.Socket[bytes], str]:
-        inbox = self._context.socket(zmq.PULL)
-        inbox.setsockopt(zmq.RCVHWM, 0)
-        if ":" in host:
-            inbox.setsockopt(zmq.IPV6, 1)
-            host = f"[{host}]"
-        port = inbox.bind_to_random_port(f"tcp://{host}")
-        return inbox, f"tcp://{host}:{port}"
+            self._inbox.refuse("unexpected", f"nothing can be sent to {address!r}: {error}")
 
 
 def _log(event: HandoffEvent) -> None:
@@ -216,13 +212,3 @@ def _log(event: HandoffEvent) -> None:
         logger.info("handoff closed handoff_id=%s reason=%s", event.handoff_id, event.reason)
     elif isinstance(event, Received):
         logger.info("handoff received handoff_id=%s", event.handoff_id)
-
-
-def _drain(inbox: zmq.Socket[bytes]) -> list[bytes]:
-    """Return all messages that have come."""
-    messages = []
-    while True:
-        try:
-            messages.append(inbox.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return messages

@@ -18,6 +18,7 @@ from engine.config import GPU_DEFAULTS, EngineConfig
 from engine.core.engine import EngineCore
 from engine.core.scheduler import NOT_FINITE, Event
 from engine.device import is_gpu
+from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineError, RequestError
 from engine.model.config import ModelConfig
@@ -88,7 +89,7 @@ class LLM:
         size = self.config.tensor_parallel
         if size == 1:
             return EngineCore.build(self.config)
-        group = TPGroup.listen(size, device=self.config.device)
+        group = TPGroup.listen(size, device=self.config.device, key=ClusterKey.generate())
         self._ranks = RankProcesses(self.config, group, group.address)
         try:
             group.join(RENDEZVOUS_TIMEOUT_S)

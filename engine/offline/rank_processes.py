@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.config import EngineConfig
+from engine.distributed.cluster_key import ClusterKey
 from engine.errors import ServingError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class RankTask(msgspec.Struct, frozen=True):
     rank: int
     address: str
     config: EngineConfig
+    key: ClusterKey | None
 
 
 class RankProcesses:
@@ -49,7 +51,7 @@ class RankProcesses:
         self.processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(1, config.tensor_parallel):
-                self._start(RankTask(rank, address, config))
+                self._start(RankTask(rank, address, config, group.key))
         except BaseException:
             self.close()
             raise
@@ -113,7 +115,7 @@ def _run(task: RankTask) -> None:
     if torch.cuda.is_available() and config.device != "cpu":
         torch.cuda.set_device(task.rank)
     size = config.tensor_parallel
-    group = TPGroup.connect(task.rank, size, task.address, RENDEZVOUS_TIMEOUT_S, device=config.device)
+    group = TPGroup.connect(task.rank, size, task.address, RENDEZVOUS_TIMEOUT_S, device=config.device, key=task.key)
     Worker(config, group).run()
 
 

@@ -30,7 +30,8 @@ class Worker:
     Raises StartupError if this rank or another cannot start.
     """
 
-    def __init__(self, config: EngineConfig, group: TPGroup):
+    def __init__(self, config: EngineConfig, group: TPGroup, host: str = "127.0.0.1"):
+        """host: IP address at which ranks of other engines reach this one."""
         self._group = group
         with group.starting():
             folder: Path = resolve(config.model, weights=config.load_format == "auto")
@@ -39,7 +40,7 @@ class Worker:
             self._kv_worker: KVTransferWorker | None = None
             if config.handoff is not None:
                 cache, heads = self._runner.kv_cache, model_config.num_kv_heads
-                self._kv_worker, _ = start_kv_worker(config.handoff, cache, heads, group, group.host)
+                self._kv_worker, _ = start_kv_worker(config.handoff, cache, heads, group, host)
             self._receiver = PlanReceiver(group)
         self._stopping = threading.Event()
 

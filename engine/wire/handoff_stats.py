@@ -36,7 +36,6 @@ class HandoffStats(msgspec.Struct, frozen=True, kw_only=True):
     bytes_overlapped: int = 0  #: bytes that were read before the first token was known
     lease_expiries: int = 0  #: handoffs of a prefill engine whose decode engine fell silent
     stale_messages: int = 0  #: messages to or about a handoff or an engine that is no more
-    malformed_messages: int = 0
     quarantined: list[str] = []  #: engines that get no prefill requests for now, since the link to them failed
 
 
@@ -50,7 +49,6 @@ class Counters:
     bytes_overlapped: int = 0
     lease_expiries: int = 0
     stale_messages: int = 0
-    malformed_messages: int = 0
 
     def ended(self, result: str, reason: str) -> None:
         reasons = self.results.setdefault(result, {})
@@ -75,6 +73,5 @@ class Counters:
             bytes_overlapped=self.bytes_overlapped,
             lease_expiries=self.lease_expiries,
             stale_messages=self.stale_messages,
-            malformed_messages=self.malformed_messages,
             quarantined=quarantined,
         )

@@ -199,6 +199,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """At most MAX_LIVE_HANDOFFS."""
     fingerprint: str = ""
     """Equal in engines that can hand KV over to each other; empty without `handoff`."""
+    refused: dict[str, dict[str, int]] = {}
+    """What the sockets of its ranks have refused, by socket and reason (engine/distributed/refusals.py)."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):

@@ -23,13 +23,15 @@ needs_haproxy = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings H
 
 
 @contextmanager
-def running(applications: dict[str, BackendConfig]) -> Iterator[tuple[str, str, subprocess.Popen[bytes]]]:
+def running(
+    applications: dict[str, BackendConfig], host: str = "127.0.0.1"
+) -> Iterator[tuple[str, str, subprocess.Popen[bytes]]]:
     """As Ray starts it for applications that have no replica yet, by name. Its address, that of its metrics, and the
     process that did."""
     port, metrics_port = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="manta", dir="/tmp") as folder:  # socket paths must be short
         config = HAProxyConfig(
-            http_options=HTTPOptions(host="127.0.0.1", port=port),
+            http_options=HTTPOptions(host=host, port=port),
             grpc_options=gRPCOptions(),
             is_head=True,
             metrics_port=metrics_port,

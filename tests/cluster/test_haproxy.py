@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
+import psutil
+import pytest
 from ray.serve._private.haproxy import BackendConfig, ServerConfig
 
 from tests.cluster.haproxy_process import needs_haproxy, running
@@ -76,6 +80,18 @@ def ingress_that(answer: Callable[[socket.socket], object] | None) -> Iterator[i
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(20)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_haproxys_metrics_listen_where_the_api_does_and_its_statistics_for_this_machine_only(host):
+    """Prometheus reads the metrics of a pod, where a NetworkPolicy names who else may."""
+    application = {"a": BackendConfig(name="http-a", path_prefix="/a", app_name="a")}
+    with running(application, host) as (_, _, starter):
+        (proxy,) = psutil.Process(starter.pid).children()
+        listening = [c.laddr.ip for c in proxy.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        assert sorted(listening) == sorted([host, host, "127.0.0.1"])
+        (admin,) = [c.laddr for c in proxy.net_connections("unix") if "admin.sock" in c.laddr]  # it was renamed since
+        assert stat.S_IMODE(os.stat(admin.partition(".sock")[0] + ".sock").st_mode) == 0o600
 
 
 def test_haproxy_whose_manager_is_killed_lets_go_of_its_port_and_finishes_what_it_has():

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from placement.rank_order import RankLocation, rank_order
+from placement.rank_order import RankLocation, meeting_host, rank_order
 
 
 def locations(*nodes: str) -> list[RankLocation]:
@@ -29,6 +29,19 @@ def locations(*nodes: str) -> list[RankLocation]:
 )
 def test_ranks_follow_node_and_device(bundles, home, order):
     assert rank_order(locations(*bundles), home) == order
+
+
+@pytest.mark.parametrize(
+    ("hosts", "host"),
+    [
+        (["10.0.0.1", "10.0.0.1"], "127.0.0.1"),
+        (["fd00::1", "fd00::1"], "::1"),
+        (["10.0.0.2", "10.0.0.1"], "10.0.0.2"),
+        (["10.0.0.1", "10.0.0.1", "10.0.0.2"], "10.0.0.1"),
+    ],
+)
+def test_ranks_of_one_machine_meet_where_no_other_machine_can_come(hosts, host):
+    assert meeting_host(hosts) == host
 
 
 def test_ranks_of_one_node_are_neighbours_however_the_bundles_fell():

@@ -16,7 +16,7 @@ def check_ports(host: str, port: int) -> Iterator[Finding]:
     if sys.platform == "linux":
         for name, number in haproxy.own_ports().items():
             advice = f"Stop what listens there, often another Manta, or set {name}"
-            yield check_port("0.0.0.0", number, "HAProxy itself", advice)
+            yield check_port("127.0.0.1", number, "HAProxy itself", advice)
 
 
 def check_port(host: str, port: int, use: str, advice: str) -> Finding:

@@ -138,4 +138,12 @@ class ReadEnded(msgspec.Struct, frozen=True, tag=True):
     """None when all blocks were read and passed the transport's checks; `stopped` after StopRead or DropSource."""
 
 
+class RankRefusals(msgspec.Struct, frozen=True, tag=True):
+    """All that a rank's sockets have refused since its start. Ranks above 0 tell when it changes."""
+
+    rank: int
+    counts: dict[str, dict[str, int]]  #: by socket and reason (engine/distributed/refusals.py)
+
+
+KVWorkerAnswer = ReadEnded | RankRefusals
 KVWorkerCommand = Attach | Read | StopRead | DropSource

@@ -27,7 +27,9 @@ def start_kv_worker(
     others reach this rank. Raises StartupError.
     """
     shard = HeadShard(num_kv_heads, group.rank, group.size)
-    worker = KVTransferWorker(cache, shard=shard, host=host, transport=config.transport, progress_s=config.progress_s)
+    worker = KVTransferWorker(
+        cache, shard=shard, host=host, transport=config.transport, progress_s=config.progress_s, key=group.key
+    )
     try:
         own = msgspec.json.encode(KVWorkerInfo(worker.address, worker.description)).decode()
         return worker, [msgspec.json.decode(other, type=KVWorkerInfo) for other in group.exchange(own)]

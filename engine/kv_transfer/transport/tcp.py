@@ -2,12 +2,17 @@
 
 A connection carries one read at a time. The reader asks for blocks and heads; the source answers with frames of about
 FRAME_BYTES, which both sides cut alike. Whole blocks go from cache to cache without a copy in between: sendmsg gathers
-them there, recvmsg_into scatters them here. Not encrypted and not authenticated, as the collectives between ranks are
-not either; the key only keeps a reader from taking a new process at an old address for the one it knew.
+them there, recvmsg_into scatters them here.
+
+When a connection opens, each side proves by a challenge (HMAC, RFC 2104) that it has a secret of both the cluster and
+the source's process: no stranger reads KV or passes for a source, and a new process at an old address is not taken for
+the one before. What follows is neither encrypted nor signed: who can listen on the network between the two sees it, and
+who can alter packets there can alter it.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import secrets
@@ -23,6 +28,8 @@ import msgspec
 import numpy as np
 import xxhash
 
+from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.refusals import REFUSALS
 from engine.kv_transfer.transport.base import POLL_INTERVAL_S, BlockReads, Layout, Progress, TransportError
 from engine.kv_transfer.transport.memory import BlockMemory
 
@@ -30,11 +37,14 @@ logger = logging.getLogger(__name__)
 
 FRAME_BYTES = 1 << 20
 MAX_BUFFERS = 1024  # per sendmsg or recvmsg (IOV_MAX)
-REQUEST = struct.Struct("<4s16sIHHQ")  # MAGIC, key, number of blocks, first head, heads, checksum; then block ids
-MAGIC = b"KV01"
+CHALLENGE = struct.Struct("<4s32s")  # the source's first words: MAGIC, nonce
+RESPONSE = struct.Struct("<32s32s")  # the reader's: nonce, proof; a frame with the source's proof answers it
+REQUEST = struct.Struct("<4sIHHQ")  # MAGIC, number of blocks, first head, heads, checksum; then block ids
+MAGIC = b"KV02"
 FRAME = struct.Struct("<IIQ")  # number, bytes, checksum; then the bytes
 REFUSED = 0xFFFFFFFF  # in place of a frame's number; the bytes are the reason, in UTF-8
 MAX_REASON = 1000  # bytes
+NAME = "kv_tcp"  # of the socket in metrics
 CLOSE_S = 1.0  # limit for a thread to end
 RETRY_S = 1.0  # pause after a connection could not be accepted, as there are too many
 
@@ -43,6 +53,7 @@ class TcpDescription(msgspec.Struct, frozen=True, array_like=True):
     host: str
     port: int
     key: bytes
+    """Random, so that the next process at the same address has another."""
     layout: Layout
 
 
@@ -55,12 +66,12 @@ class TcpTransport:
 
     name = "tcp"
 
-    def __init__(self, memory: BlockMemory, host: str, progress_s: float):
-        """host: an IP address of this machine. Raises OSError if it is not."""
-        self._memory, self._progress_s = memory, progress_s
-        key = secrets.token_bytes(16)
-        self._source = TcpSource(memory, host, key, progress_s)
-        self._description = msgspec.msgpack.encode(TcpDescription(host, self._source.port, key, memory.layout))
+    def __init__(self, memory: BlockMemory, host: str, progress_s: float, key: ClusterKey | None = None):
+        """host: an IP address of this machine. Raises OSError if it is not. key: that all readers and sources have."""
+        self._memory, self._progress_s, self._key = memory, progress_s, key
+        own = secrets.token_bytes(16)
+        self._source = TcpSource(memory, host, shared_secret(key, own), progress_s)
+        self._description = msgspec.msgpack.encode(TcpDescription(host, self._source.port, own, memory.layout))
         self._lock = threading.Lock()
         self._idle: defaultdict[bytes, list[socket.socket]] = defaultdict(list)
         self._busy: defaultdict[bytes, set[socket.socket]] = defaultdict(set)
@@ -75,7 +86,7 @@ class TcpTransport:
         try:
             connection = self._connection(source, remote, progress)
             try:
-                seed = ask(connection, remote.key, reads, progress)
+                seed = ask(connection, reads, progress)
                 for number, blocks in enumerate(cut(reads.local, size)):
                     self._receive(connection, progress, number, seed ^ number, blocks, size, reads)
             except BaseException:
@@ -128,6 +139,11 @@ class TcpTransport:
                 connection = self._idle[source].pop() if self._idle[source] else None
             if connection is None:
                 connection = connect(remote.host, remote.port, progress)
+                try:
+                    greet(connection, shared_secret(self._key, remote.key), progress)
+                except BaseException:
+                    connection.close()
+                    raise
             elif ready(connection, select.POLLIN, 0):  # nothing was asked on it, so this is its end
                 connection.close()
                 continue
@@ -153,10 +169,10 @@ class TcpTransport:
 
 
 class TcpSource:
-    """Serves blocks of `memory` to readers that know `key`, with a thread that accepts and one per connection."""
+    """Serves blocks of `memory` to readers with the `secret`, with a thread that accepts and one per connection."""
 
-    def __init__(self, memory: BlockMemory, host: str, key: bytes, progress_s: float):
-        self._memory, self._key, self._progress_s = memory, key, progress_s
+    def __init__(self, memory: BlockMemory, host: str, secret: bytes, progress_s: float):
+        self._memory, self._secret, self._progress_s = memory, secret, progress_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
@@ -195,7 +211,8 @@ class TcpSource:
     def _serve(self, connection: socket.socket) -> None:
         try:
             prepare(connection)
-            while self._answer(connection):
+            known = self._challenge(connection)
+            while known and self._answer(connection):
                 pass
         except (OSError, TransportError) as error:  # a reader that stops a read closes its connection
             logger.debug("KV connection ended: %s", error)
@@ -206,6 +223,26 @@ class TcpSource:
                 self._serving.pop(connection)
             connection.close()
 
+    def _challenge(self, connection: socket.socket) -> bool:
+        """Return whether the reader has the secret, and prove that this source has it."""
+        connection.settimeout(POLL_INTERVAL_S)
+        progress, nonce = Progress(self._closing, self._progress_s), secrets.token_bytes(32)
+        try:
+            send(connection, [memoryview(CHALLENGE.pack(MAGIC, nonce))], progress)
+            theirs, proof = RESPONSE.unpack(receive_bytes(connection, RESPONSE.size, progress))
+            known = hmac.compare_digest(proof, prove(self._secret, b"reader", nonce, theirs))
+        except (OSError, TransportError) as error:
+            if not self._closing.is_set():
+                REFUSALS.add(NAME, "unauthenticated", error)
+            return False
+        if known:
+            proof = prove(self._secret, b"source", nonce, theirs)
+            send(connection, [memoryview(FRAME.pack(0, len(proof), 0) + proof)], progress)
+        else:
+            REFUSALS.add(NAME, "unauthenticated", "a reader without the secret")
+            refuse(connection, "another process is at this address now, or the reader is of another cluster", progress)
+        return known
+
     def _answer(self, connection: socket.socket) -> bool:
         """Answer one read. Returns False at the end of the connection."""
         connection.settimeout(None)
@@ -214,11 +251,11 @@ class TcpSource:
         connection.settimeout(POLL_INTERVAL_S)
         progress = Progress(self._closing, self._progress_s)
         header = receive_bytes(connection, REQUEST.size, progress)
-        magic, key, num_blocks, start, count, seed = REQUEST.unpack(header)
+        magic, num_blocks, start, count, seed = REQUEST.unpack(header)
         layout = self._memory.layout
         try:
-            if magic != MAGIC or key != self._key:
-                raise TransportError("another process is at this address now")
+            if magic != MAGIC:
+                raise TransportError("what came is no request")
             if num_blocks > layout.num_blocks:
                 raise TransportError(f"{num_blocks} blocks asked for, but there are {layout.num_blocks}")
             ids = receive_bytes(connection, 4 * num_blocks, progress)
@@ -227,8 +264,8 @@ class TcpSource:
             blocks: list[int] = np.frombuffer(ids, np.uint32).tolist()
             layout.check(blocks, start, count)
         except TransportError as error:
-            reason = str(error).encode()[:MAX_REASON]
-            send(connection, [memoryview(FRAME.pack(REFUSED, len(reason), 0) + reason)], progress)
+            REFUSALS.add(NAME, "malformed", error)
+            refuse(connection, str(error), progress)
             return False
         self._deliver(connection, progress, blocks, start, count, seed)
         return True
@@ -246,10 +283,38 @@ class TcpSource:
             send(connection, [memoryview(header), *buffers], progress)
 
 
-def ask(connection: socket.socket, key: bytes, reads: BlockReads, progress: Progress) -> int:
+def shared_secret(cluster: ClusterKey | None, source: bytes) -> bytes:
+    """Return what a reader and a source have in common. source: the key of its description."""
+    return source if cluster is None else cluster.derive(source)
+
+
+def prove(secret: bytes, side: bytes, *nonces: bytes) -> bytes:
+    """Return 32 bytes that only who has the secret can know. side: who says so, since each would echo the other's."""
+    return hmac.digest(secret, b"".join([side, *nonces]), "sha256")
+
+
+def greet(connection: socket.socket, secret: bytes, progress: Progress) -> None:
+    """Open a connection from the reader's side. Raises TransportError if either end does not have the secret."""
+    magic, nonce = CHALLENGE.unpack(receive_bytes(connection, CHALLENGE.size, progress))
+    if magic != MAGIC:
+        raise TransportError("what listens there is no KV source of this version")
+    own = secrets.token_bytes(32)
+    send(connection, [memoryview(RESPONSE.pack(own, prove(secret, b"reader", nonce, own)))], progress)
+    expected = prove(secret, b"source", nonce, own)
+    _, num_bytes, _ = receive_header(connection, progress)
+    if num_bytes != len(expected) or not hmac.compare_digest(receive_bytes(connection, num_bytes, progress), expected):
+        raise TransportError("what listens there is another process, or of another cluster")
+
+
+def refuse(connection: socket.socket, reason: str, progress: Progress) -> None:
+    data = reason.encode()[:MAX_REASON]
+    send(connection, [memoryview(FRAME.pack(REFUSED, len(data), 0) + data)], progress)
+
+
+def ask(connection: socket.socket, reads: BlockReads, progress: Progress) -> int:
     """Send a request; return the seed of the checksums of its answer, so that no other answer passes."""
     ids = np.array(reads.remote, np.uint32).tobytes()
-    header = REQUEST.pack(MAGIC, key, len(reads.remote), reads.part.remote_start, reads.part.count, 0)[:-8]
+    header = REQUEST.pack(MAGIC, len(reads.remote), reads.part.remote_start, reads.part.count, 0)[:-8]
     seed = digest([header, ids], 0)
     send(connection, [memoryview(header + seed.to_bytes(8, "little") + ids)], progress)
     return seed

@@ -12,8 +12,19 @@ import msgspec
 import zmq
 from torch import Tensor
 
+from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.refusals import REFUSALS, Counts
+from engine.distributed.sockets import PullSocket
 from engine.errors import StartupError
-from engine.kv_transfer.protocol.messages import Attach, DropSource, KVWorkerCommand, Read, ReadEnded
+from engine.kv_transfer.protocol.messages import (
+    Attach,
+    DropSource,
+    KVWorkerAnswer,
+    KVWorkerCommand,
+    RankRefusals,
+    Read,
+    ReadEnded,
+)
 from engine.kv_transfer.transport.base import STOPPED, BlockReads, KVTransport, TransportError
 from engine.kv_transfer.transport.head_map import HeadShard, parts
 from engine.kv_transfer.transport.memory import BlockMemory
@@ -59,27 +70,27 @@ class KVTransferWorker:
         host: str = "127.0.0.1",
         transport: str = "auto",
         progress_s: float = 5.0,
+        key: ClusterKey | None = None,
     ):
         """cache: [num_blocks, layers, 2, kv_heads, block_size, head_dim], as engine/runner/kv_cache.py allocates it.
         shard: the heads in the cache. host: IP address at which others reach this rank.
         transport: `auto` offers nixl, if available, and tcp; any other only itself.
         progress_s: a read to which nothing comes for so long fails.
+        key: that all others have who command this worker, read here, or are read.
         Raises StartupError if the transport is not available.
         """
         if cache.shape[3] != shard.stop - shard.start:
             raise ValueError(f"the cache has {cache.shape[3]} heads, its shard {shard.stop - shard.start}")
-        self._shard, self._auto = shard, transport == "auto"
-        self._transports = open_transports(BlockMemory(cache), host, transport, progress_s)
+        self._shard, self._key = shard, key
+        self._transports = open_transports(BlockMemory(cache), host, transport, progress_s, key)
         #: how others reach this rank, by transport; goes into Progress.ranks
         self.description = {name: transport.describe() for name, transport in self._transports.items()}
         self._context = zmq.Context()
-        self._commands = self._context.socket(zmq.PULL)
-        self._commands.setsockopt(zmq.RCVHWM, 0)
-        if ":" in host:
-            self._commands.setsockopt(zmq.IPV6, 1)
-            host = f"[{host}]"
-        port = self._commands.bind_to_random_port(f"tcp://{host}")
-        self.address = f"tcp://{host}:{port}"
+        self._commands: PullSocket[KVWorkerCommand] = PullSocket(
+            self._context, host, KVWorkerCommand, name="kv_worker_commands", key=key
+        )
+        self.address = self._commands.address
+        self._told: Counts = {}  # what rank 0 knows of this rank's refusals
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()  # guards all below
         self._answers: zmq.Socket[bytes] | None = None
@@ -104,19 +115,15 @@ class KVTransferWorker:
         self._context.destroy(linger=0)
 
     def _run(self) -> None:
-        decode = msgspec.msgpack.Decoder(KVWorkerCommand).decode
         while not self._closing.is_set():
-            if not self._commands.poll(POLL_MS):
-                continue
-            try:
-                command = decode(self._commands.recv())
-            except msgspec.MsgspecError as error:
-                logger.error("dropped a malformed command to the KV worker: %s", error)
-                continue
-            try:
-                self._do(command)
-            except Exception:
-                logger.exception("the KV worker could not do %s", type(command).__name__)
+            self._commands.socket.poll(POLL_MS)
+            for command in self._commands.messages():
+                try:
+                    self._do(command)
+                except Exception as error:  # noqa: BLE001 - it is logged
+                    self._commands.refuse("unexpected", f"{type(command).__name__}: {error!r}")
+            if self._shard.rank > 0:  # rank 0 shares its process with the channel
+                self._tell_refusals()
 
     def _do(self, command: KVWorkerCommand) -> None:
         dropped: set[tuple[str, bytes]] = set()
@@ -131,6 +138,13 @@ class KVTransferWorker:
                 self._stop(self._tasks[command.read_id])
         for name, description in dropped:
             self._transports[name].drop(description)
+
+    def _tell_refusals(self) -> None:
+        counts = REFUSALS.counts()
+        with self._lock:
+            if counts != self._told and self._answers is not None:
+                self._told = counts
+                self._answer(RankRefusals(self._shard.rank, counts))
 
     def _work(self, peer: PeerState) -> None:
         """Do one task after the other, in a thread, until there are none."""
@@ -195,6 +209,8 @@ class KVTransferWorker:
         self._answers.setsockopt(zmq.SNDHWM, 0)
         if "[" in reply_to:
             self._answers.setsockopt(zmq.IPV6, 1)
+        if self._key is not None:
+            self._key.guard_connector(self._answers)
         self._answers.connect(reply_to)
 
     def _start(self, read: Read) -> None:
@@ -228,10 +244,16 @@ class KVTransferWorker:
         if self._answers is None:
             logger.error("nobody has attached to the KV worker, so nobody hears of %s", ended)
         else:
-            self._answers.send(self._encode(ended))
+            self._answer(ended)
+
+    def _answer(self, answer: KVWorkerAnswer) -> None:
+        assert self._answers is not None
+        self._answers.send(self._encode(answer))
 
 
-def open_transports(memory: BlockMemory, host: str, name: str, progress_s: float) -> dict[str, KVTransport]:
+def open_transports(
+    memory: BlockMemory, host: str, name: str, progress_s: float, key: ClusterKey | None = None
+) -> dict[str, KVTransport]:
     """Return transports in the order of preference. Raises StartupError."""
     found: dict[str, KVTransport] = {}
     if name in ("auto", "nixl"):
@@ -245,7 +267,7 @@ def open_transports(memory: BlockMemory, host: str, name: str, progress_s: float
             logger.info("kv travels over tcp, since nixl cannot be had: %s", error)
     try:
         if name != "nixl":
-            found["tcp"] = TcpTransport(memory, host, progress_s)
+            found["tcp"] = TcpTransport(memory, host, progress_s, key)
     except OSError as error:
         raise StartupError(f"KV transport {name} cannot listen at {host}: {error}") from error
     return found

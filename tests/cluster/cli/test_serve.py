@@ -171,6 +171,30 @@ def test_what_runs_is_serve_run_with_the_configuration_that_is_printed(monkeypat
     assert yaml.safe_load(text) == printed("--num-blocks", "64")
 
 
+@pytest.mark.parametrize(
+    ("address", "running", "value"),
+    [
+        (None, False, "0"),
+        ("local", True, "0"),
+        (None, True, None),
+        ("auto", True, None),
+        ("10.0.0.1:6379", False, None),
+    ],
+)
+def test_a_ray_of_its_own_listens_on_loopback_and_one_that_runs_keeps_its_address(
+    monkeypatch, tmp_path, address, running, value
+):
+    found = tmp_path / "ray_current_cluster"
+    if running:
+        found.touch()
+    ran: list[dict[str, str]] = []
+    monkeypatch.setattr("deployments.ray_compat.ray_address_file", lambda: found)
+    monkeypatch.setattr("os.execve", lambda executable, command, environment: ran.append(environment))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    serve_command.run(Path("serve_config.yaml"), address)
+    assert ran[0].get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == value
+
+
 @pytest.mark.parametrize("ignored", [True, False])
 def test_where_ctrl_c_is_ignored_the_server_says_how_to_stop_it(monkeypatch, capsys, ignored):
     monkeypatch.setattr("os.execve", lambda *arguments: None)

@@ -12,13 +12,14 @@ from deployments.observability.stats import IngressStats
 from engine.wire.messages import Abort, Command, ErrorInfo, RequestTimes, TokenBatch, TokenDelta, TokenLogprob
 from engine.wire.timeline import TimelineEvent
 from tests.deployments.fake_api import until
+from tests.refused import Refused
 
 ENDS = st.sampled_from(["stop", "length", "error", None])
 
 
 def test_deltas_reach_the_inbox_of_their_request_and_others_are_counted():
     async def scenario() -> None:
-        stats = IngressStats("ingress-1")
+        stats, refused = IngressStats("ingress-1"), Refused("tokens", "malformed")
         channel = TokenChannel("127.0.0.1", stats)
         task = asyncio.create_task(channel.run())
         ours, theirs = channel.open(["a", "b"]), channel.open(["c"])
@@ -31,7 +32,7 @@ def test_deltas_reach_the_inbox_of_their_request_and_others_are_counted():
                 got = [await ours.get(), await ours.get()]
                 assert [delta and delta.request_id for delta in got] == ["a", "b"]
                 assert (await theirs.get()) == deltas[1]
-            assert stats.dropped_deltas == 1
+            assert (stats.dropped_deltas, refused.count) == (1, 1)
             channel.close(["a", "b"])
             engine.send(msgspec.msgpack.encode(TokenBatch(engine_id="fake", commands_to="", step=2, deltas=deltas)))
             await until(lambda: stats.dropped_deltas == 4)

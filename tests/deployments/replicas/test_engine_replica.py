@@ -5,16 +5,19 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from deployments.replicas import engine_replica
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from engine.errors import EngineUnavailable, RequestTimeout
-from engine.wire.messages import GenerateRequest
+from engine.wire.messages import CancelDispatch, GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.deployments.fake_api import until
 from tests.fake_engine import FakeEngine
+from tests.refused import Refused
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -42,6 +45,31 @@ async def replica_with_engine(**options: float) -> AsyncGenerator[tuple[EngineRe
         engine.stop()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("junk", "reason"),
+    [
+        (b"", "malformed"),
+        (b"\xc1", "malformed"),
+        (b"nonsense", "malformed"),
+        (msgspec.msgpack.encode({"type": "EngineStatus"}), "malformed"),
+        (msgspec.msgpack.encode(CancelDispatch("h")), "unexpected"),  # there is no prefill pool
+    ],
+)
+def test_a_notice_that_no_engine_of_ours_would_send_is_counted_and_the_replica_lives_on(junk, reason):
+    async def scenario() -> None:
+        refused = Refused("engine_notices", reason)
+        async with replica_with_engine() as (replica, _):
+            with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+                stranger.connect(replica.status_to)
+                stranger.send(junk)
+                await until(lambda: refused.count == 1)
+            await replica.run_request(request())
+            await until(lambda: is_healthy(replica))
+            assert replica.status().refused["engine_notices"][reason] >= 1
+
+    run(scenario())
 
 
 def test_call_is_open_until_its_request_has_ended():

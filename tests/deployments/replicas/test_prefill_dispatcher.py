@@ -81,7 +81,7 @@ def test_engine_is_told_of_all_prefill_engines_that_fit_it(monkeypatch):
     async def scenario() -> None:
         pool = FakePrefillPool(status("p1", queued_tokens=70), status("p2", fingerprint="another model"))
         async with decode_with(pool) as (_, engine):
-            await until(lambda: pools(engine))
+            await until(lambda: pools(engine) and pools(engine)[-1].replicas)  # it knows its fingerprint by now
             (replica,) = pools(engine)[-1].replicas
             assert (replica.engine_id, replica.queued_tokens) == ("p1", 70)
             pool.found = []

@@ -12,6 +12,7 @@ import zmq.asyncio
 
 from deployments.routing.subscriber import KVEventSubscriber
 from engine.wire.messages import Command, EngineLoad, EngineUpdate, Subscribe
+from tests.refused import Refused
 
 LIMIT_S = 10.0
 
@@ -146,11 +147,12 @@ def test_updates_of_an_engine_that_is_gone_are_dropped():
 
 def test_malformed_updates_are_dropped():
     async def scenario() -> None:
-        recorder, engine = Recorder(), Inbox("e")
+        recorder, engine, refused = Recorder(), Inbox("e"), Refused("engine_updates", "malformed")
         async with channel(recorder, engine):
             asked = await engine.subscription()
             await engine.send_bytes(asked, b"nonsense")
             await engine.send(asked, 1, snapshot=True)
             assert (await recorder.next()).number == 1
+            assert refused.count == 1
 
     asyncio.run(scenario())

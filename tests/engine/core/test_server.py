@@ -8,19 +8,25 @@ import zmq
 
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.server import EngineServer
+from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.sockets import PullSocket, PushSockets
+from engine.distributed.tp_group import TPGroup
 from engine.wire.block_hash import block_hashes
 from engine.wire.messages import (
     Abort,
+    Add,
     CancelPrefill,
     DispatchPrefill,
     EngineLoad,
     EngineStatus,
     EngineUpdate,
+    GenerateRequest,
     Notice,
     Prefill,
     PrefillReplicas,
     RemotePrefillFailed,
     Subscribe,
+    TokenBatch,
 )
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
@@ -170,6 +176,33 @@ def test_a_malformed_command_is_dropped_and_the_server_lives_on(ingress, message
     ingress.send(message)
     ingress.add("a")
     assert len(ingress.tokens("a")) == 8
+
+
+def test_a_stranger_gets_no_tokens_and_is_counted_in_the_status(folder, context, control):
+    key = ClusterKey.generate()
+    config = EngineConfig(model=str(folder), block_size=4, num_blocks=64, max_num_seqs=4, num_threads=1)
+    notices = PullSocket(context, "127.0.0.1", EngineStatus, name="test", key=key)
+    server = EngineServer(config, engine_id="e", status_to=notices.address, group=TPGroup.single(key))
+    thread = ServerThread(server)
+    try:
+        stranger = Ingress(context, server)
+        stranger.add("forged")
+        member, tokens = PushSockets(context, key=key), Inbox(context, TokenBatch)
+        params = SamplingParams(max_tokens=3)
+        request = GenerateRequest(request_id="true", prompt=[5], params=params, reply_to=tokens.address)
+        member.send(server.address, msgspec.msgpack.encode(Add(request)))  # whose tokens go to one without the key
+        refused, ended = 0, []
+        while not refused or "true" not in ended:
+            assert notices.socket.poll(60_000)
+            for status in notices.messages():
+                ended += status.ended
+                refused = status.refused.get("commands", {}).get("unauthenticated", 0)
+        assert ended == ["true"]
+        assert stranger.is_empty()
+        assert tokens.is_empty()
+    finally:
+        thread.stop()
+    assert thread.error is None
 
 
 def raw_request(address: str, **params) -> dict:

@@ -3,14 +3,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
 import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.distributed import plan_broadcast
+from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.plan_broadcast import PlanBroadcaster, PlanReceiver
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
@@ -20,6 +25,7 @@ from engine.wire.plan import BlockChange, NewSequence, StepPlan, StepResult
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.distributed.test_tp_group import connect, on_all
 from tests.models import make_model
+from tests.refused import Refused
 
 LIMIT_S = 20.0
 
@@ -32,8 +38,8 @@ def make_plan(step: int) -> StepPlan:
 class Ranks:
     """Rank 0's end and the others', all in this process."""
 
-    def __init__(self, size: int):
-        groups = connect(size)
+    def __init__(self, size: int, **options):
+        groups = connect(size, **options)
         ends = on_all(size, lambda rank: PlanReceiver(groups[rank]) if rank else PlanBroadcaster(groups[rank]))
         self.broadcaster: PlanBroadcaster = ends[0]
         self.receivers: list[PlanReceiver] = ends[1:]
@@ -44,9 +50,10 @@ class Ranks:
             receiver.close()
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=[(2, None), (4, None), (4, ClusterKey.generate())], ids=["2", "4", "4 with a key"])
 def ranks(request) -> Iterator[Ranks]:
-    ranks = Ranks(request.param)
+    size, key = request.param
+    ranks = Ranks(size, key=key)
     yield ranks
     ranks.close()
 
@@ -105,6 +112,55 @@ def test_rank_0_notices_that_a_receiver_is_gone_and_says_which(ranks):
     ranks.broadcaster._socket.poll(LIMIT_S * 1000)
     with pytest.raises(EngineUnavailable, match=f"rank {len(ranks.receivers)} is gone"):
         ranks.broadcaster.check()
+
+
+@pytest.mark.parametrize("junk", [b"\x00rank x", b"\x00rank 99999999", b"\x00rank 0", b"\x01rank", b"\xc1", b"no rank"])
+def test_what_no_rank_sends_is_refused_and_rank_0_goes_on(junk):
+    """As a subscription where it is one, else as a message, which an XSUB socket may send."""
+    ranks, refused = Ranks(2), Refused("plans", "malformed")
+    with zmq.Context() as context, context.socket(zmq.XSUB) as stranger:
+        stranger.connect(ranks.broadcaster._socket.last_endpoint)
+        stranger.send(b"\x01" + junk[1:] if junk[0] == 0 else junk)
+        stranger.send(junk)
+        while not refused.count:
+            assert ranks.broadcaster._socket.poll(LIMIT_S * 1000)
+            ranks.broadcaster.check()
+    ranks.broadcaster.send(make_plan(1))
+    assert ranks.receivers[0].receive(LIMIT_S).plan == make_plan(1)
+    ranks.close()
+
+
+def test_a_stranger_hears_no_plan_and_is_counted(monkeypatch):
+    monkeypatch.setattr("engine.distributed.sockets.LOOK_S", 0.0)
+    ranks, refused = Ranks(2, key=ClusterKey.generate()), Refused("plans", "unauthenticated")
+    with zmq.Context() as context, context.socket(zmq.SUB) as stranger:
+        stranger.subscribe(b"")
+        stranger.connect(ranks.broadcaster._socket.last_endpoint)
+        while not refused.count:
+            ranks.broadcaster.check()
+        ranks.broadcaster.send(make_plan(1))
+        assert ranks.receivers[0].receive(LIMIT_S).plan == make_plan(1)
+        assert not stranger.poll(50)
+    ranks.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(junk=st.binary(max_size=30))
+def test_no_bytes_end_a_receiver_of_plans(one_receiver, junk):
+    broadcaster, receiver = one_receiver
+    broadcaster._socket.send(junk)
+    with suppress(EngineUnavailable):  # bytes that are a plan, with a number that is not due
+        assert receiver.receive(LIMIT_S) is None
+    broadcaster._number = receiver._number
+    broadcaster.send(make_plan(1))
+    assert receiver.receive(LIMIT_S).plan == make_plan(1)
+
+
+@pytest.fixture(scope="module")
+def one_receiver():
+    ranks = Ranks(2)
+    yield ranks.broadcaster, ranks.receivers[0]
+    ranks.close()
 
 
 def test_a_receiver_without_plans_returns_to_its_caller(ranks):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import random
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.distributed.cluster_key import ClusterKey
 from engine.kv_transfer.transport import nixl, tcp
 from engine.kv_transfer.transport.base import BlockReads, KVTransport, Progress, TransportError
 from engine.kv_transfer.transport.head_map import HeadPart, HeadShard, parts
@@ -25,6 +28,7 @@ from engine.kv_transfer.transport.nixl import NixlTransport
 from engine.kv_transfer.transport.tcp import TcpTransport
 from tests.engine.kv_transfer.caches import SourceProcess, full_cache, shard_cache
 from tests.engine.kv_transfer.link import Link, address_of, with_address
+from tests.refused import Refused
 
 HOST = "127.0.0.1"
 NEVER = threading.Event()
@@ -331,10 +335,21 @@ def test_a_link_without_faults_changes_nothing(link: SpoiltRead) -> None:
     link.assert_reads()
 
 
+GREETING = tcp.CHALLENGE.size + tcp.FRAME.size + 32  # bytes that a source sends before the first read
+
+
 @pytest.mark.parametrize("at", [0, 5, 9, tcp.FRAME.size, 100_000, tcp.FRAME.size + tcp.FRAME_BYTES + 2, 2_500_000])
 def test_a_flipped_bit_anywhere_fails_the_read(link: SpoiltRead, at: int) -> None:
-    link.link.corrupt(after=at)
+    link.link.corrupt(after=GREETING + at)
     with pytest.raises(TransportError, match="checksum"):
+        link.read()
+    link.assert_reads()
+
+
+@pytest.mark.parametrize("at", [0, tcp.CHALLENGE.size - 1, tcp.CHALLENGE.size + 4, GREETING - 1])
+def test_a_flipped_bit_in_the_greeting_fails_the_read(link: SpoiltRead, at: int) -> None:
+    link.link.corrupt(after=at)
+    with pytest.raises(TransportError):
         link.read()
     link.assert_reads()
 
@@ -343,7 +358,8 @@ def test_a_flipped_bit_in_a_request_is_refused(make_tcp: Make) -> None:
     remote = tcp.decode(make_tcp(full_cache(4, 2)).describe())
     progress = Progress(NEVER, 5.0)
     connection = tcp.connect(remote.host, remote.port, progress)
-    header = tcp.REQUEST.pack(tcp.MAGIC, remote.key, 1, 0, 2, 0)[:-8]
+    tcp.greet(connection, remote.key, progress)
+    header = tcp.REQUEST.pack(tcp.MAGIC, 1, 0, 2, 0)[:-8]
     meant, came = (1).to_bytes(4, "little"), (3).to_bytes(4, "little")
     checksum = tcp.digest([header, meant], 0).to_bytes(8, "little")
     tcp.send(connection, [memoryview(header + checksum + came)], progress)
@@ -427,6 +443,71 @@ def test_another_process_at_the_address_is_not_taken_for_the_one_before(make_tcp
     old, new = make_tcp(there).describe(), make_tcp(there).describe()
     with pytest.raises(TransportError, match="another process is at this address"):
         make_tcp(here).read(with_address(old, *address_of(new)), BlockReads([0], [0], ALL), NEVER)
+
+
+@pytest.mark.parametrize("stranger", [None, ClusterKey.generate()], ids=["no key", "another key"])
+def test_a_reader_without_the_clusters_key_is_refused_and_counted(stranger: ClusterKey | None) -> None:
+    """Though it knows all of the description, which travels between engines."""
+    there, here, key = full_cache(4, 2), full_cache(4, 2, seed=1), ClusterKey.generate()
+    before, refused = here.clone(), Refused(tcp.NAME, "unauthenticated")
+    source, member = (TcpTransport(BlockMemory(cache), HOST, 20.0, key) for cache in (there, here))
+    forger = TcpTransport(BlockMemory(here), HOST, 20.0, stranger)
+    try:
+        with pytest.raises(TransportError, match="refused by the source"):
+            forger.read(source.describe(), BlockReads([0], [0], ALL), NEVER)
+        assert refused.count == 1
+        assert torch.equal(here, before)
+        member.read(source.describe(), BlockReads([0], [0], ALL), NEVER)
+        assert torch.equal(here[0], there[0])
+    finally:
+        for transport in (source, member, forger):
+            transport.close()
+
+
+def test_a_source_without_the_clusters_key_is_not_read() -> None:
+    """It takes the place of a true one, whose description it knows, and answers as if all were well."""
+    there, here, key = full_cache(4, 2), full_cache(4, 2, seed=1), ClusterKey.generate()
+    before = here.clone()
+    reader = TcpTransport(BlockMemory(here), HOST, 20.0, key)
+    description = TcpTransport(BlockMemory(there), HOST, 20.0, key).describe()
+    with socket.create_server((HOST, 0)) as listener:
+
+        def forge() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(tcp.CHALLENGE.pack(tcp.MAGIC, bytes(32)) + tcp.FRAME.pack(0, 32, 0) + bytes(32))
+                connection.sendall(bytes(10_000))
+                connection.recv(1000)
+
+        thread = threading.Thread(target=forge)
+        thread.start()
+        with pytest.raises(TransportError, match="another process, or of another cluster"):
+            reader.read(with_address(description, *listener.getsockname()), BlockReads([0], [0], ALL), NEVER)
+        thread.join()
+    assert torch.equal(here, before)
+    reader.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(junk=st.binary(max_size=120), knows=st.booleans())
+def test_no_bytes_end_a_source(junk: bytes, knows: bool) -> None:
+    """Neither in the place of a greeting, nor after it."""
+    there, here = full_cache(4, 2), full_cache(4, 2, seed=1)
+    source, reader = (TcpTransport(BlockMemory(cache), HOST, 20.0) for cache in (there, here))
+    remote, progress = tcp.decode(source.describe()), Progress(NEVER, 5.0)
+    connection = tcp.connect(remote.host, remote.port, progress)
+    if knows:
+        tcp.greet(connection, remote.key, progress)
+    tcp.send(connection, [memoryview(junk)], progress)
+    connection.shutdown(socket.SHUT_WR)
+    with suppress(TransportError, OSError):
+        while True:
+            tcp.receive_bytes(connection, 1, progress)
+    connection.close()
+    reader.read(source.describe(), BlockReads([2], [1], ALL), NEVER)
+    assert torch.equal(here[1], there[2])
+    for transport in (source, reader):
+        transport.close()
 
 
 def test_a_source_checks_what_it_is_asked_for(make_tcp: Make) -> None:

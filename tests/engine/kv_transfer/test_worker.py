@@ -10,14 +10,26 @@ import torch
 import zmq
 from torch import Tensor
 
+from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.refusals import REFUSALS
 from engine.errors import StartupError
-from engine.kv_transfer.protocol.messages import Attach, DropSource, KVWorkerCommand, Read, ReadEnded, StopRead
+from engine.kv_transfer.protocol.messages import (
+    Attach,
+    DropSource,
+    KVWorkerAnswer,
+    KVWorkerCommand,
+    RankRefusals,
+    Read,
+    ReadEnded,
+    StopRead,
+)
 from engine.kv_transfer.transport import tcp
 from engine.kv_transfer.transport.head_map import HeadShard
 from engine.kv_transfer.transport.worker import KVTransferWorker
 from tests.engine.kv_transfer.caches import SourceProcess, full_cache, shard_cache
 from tests.engine.kv_transfer.link import Link
 from tests.engine.kv_transfer.test_transports import needs_nixl
+from tests.refused import Refused
 
 TIMEOUT_MS = 20_000
 ONE = HeadShard(2, 0, 1)
@@ -49,8 +61,13 @@ class Channel:
         return read_id
 
     def ended(self) -> ReadEnded:
+        while not isinstance(answer := self.answer(), ReadEnded):
+            pass
+        return answer
+
+    def answer(self) -> KVWorkerAnswer:
         assert self._inbox.poll(TIMEOUT_MS), "no answer"
-        return msgspec.msgpack.decode(self._inbox.recv(), type=ReadEnded)
+        return msgspec.msgpack.decode(self._inbox.recv(), type=KVWorkerAnswer)
 
     def read(self, epoch: int, ranks: list[dict[str, bytes]], remote: list[int], local: list[int]) -> list[ReadEnded]:
         """Return the answers of all workers, by rank."""
@@ -73,9 +90,14 @@ class World:
         self._open: list[KVTransferWorker | Channel | Link] = []
 
     def worker(
-        self, cache: Tensor, shard: HeadShard = ONE, transport: str = "tcp", progress_s: float = 20.0
+        self,
+        cache: Tensor,
+        shard: HeadShard = ONE,
+        transport: str = "tcp",
+        progress_s: float = 20.0,
+        key: ClusterKey | None = None,
     ) -> KVTransferWorker:
-        self._open.append(KVTransferWorker(cache, shard=shard, transport=transport, progress_s=progress_s))
+        self._open.append(KVTransferWorker(cache, shard=shard, transport=transport, progress_s=progress_s, key=key))
         return self._open[-1]
 
     def engine(self, full: Tensor, size: int, transport: str = "tcp") -> list[KVTransferWorker]:
@@ -251,6 +273,25 @@ def test_a_malformed_command_is_dropped(world: World) -> None:
     channel.send_bytes(b"nonsense")
     channel.send_bytes(msgspec.msgpack.encode({"type": "Read"}))
     assert channel.read(1, [world.worker(there).description], [4], [4])[0].error is None
+
+
+def test_a_rank_above_0_tells_what_it_has_refused(world: World) -> None:
+    """Rank 0 reads its own counts, since its worker shares its process with the channel."""
+    refused = Refused("kv_worker_commands", "malformed")
+    channel = world.channel(world.worker(full_cache(10, 1), HeadShard(2, 1, 2)))
+    channel.send_bytes(b"nonsense")
+    refused.wait_for(1)
+    told = channel.answer()
+    while not (isinstance(told, RankRefusals) and told.counts == REFUSALS.counts()):
+        told = channel.answer()
+    assert told.rank == 1
+
+
+def test_a_stranger_commands_no_worker(world: World) -> None:
+    refused = Refused("kv_worker_commands", "unauthenticated")
+    worker = world.worker(full_cache(10, 2), key=ClusterKey.generate())
+    world.channel(worker)
+    refused.wait_for(1)
 
 
 def test_engines_without_a_common_transport_say_so(world: World) -> None:
