@@ -85,8 +85,7 @@ def ingress_that(answer: Callable[[socket.socket], object] | None) -> Iterator[i
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_haproxys_metrics_listen_where_the_api_does_and_its_statistics_for_this_machine_only(host):
     """Prometheus reads the metrics of a pod, where a NetworkPolicy names who else may."""
-    application = {"a": BackendConfig(name="http-a", path_prefix="/a", app_name="a")}
-    with running(application, host) as (_, _, starter):
+    with running({"a": BackendConfig(name="http-a", path_prefix="/a", app_name="a")}, host) as (_, _, starter):
         (proxy,) = psutil.Process(starter.pid).children()
         listening = [c.laddr.ip for c in proxy.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
         assert sorted(listening) == sorted([host, host, "127.0.0.1"])
