@@ -134,13 +134,12 @@ def test_what_stands_side_by_side_in_a_folder_imports_in_one_direction():
 
 def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
     """Lines that are not blank; docs/reading_path.md has the same count as a command."""
-    rooms = [
-        ROOT / "engine" / name
-        for name in ("wire", "text", "distributed", "runner", "core", "model/models", "model/layers")
-    ]
+    rooms = [ROOT / "engine" / name for name in ("wire", "text", "distributed", "runner", "core", "model/layers")]
+    families = [ROOT / "engine" / "model" / "models" / name for name in ("llama.py", "qwen3.py", "registry.py")]
     path = [
         *ROOT.glob("engine/*.py"),
         *ROOT.glob("engine/model/*.py"),
+        *families,  # the others are differences from these
         *(file for room in rooms for file in room.rglob("*.py")),
     ]
     everything = [file for files in FILES.values() for file in files]
