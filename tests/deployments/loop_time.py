@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 
@@ -15,8 +15,8 @@ class LongestTurn:
     cpu_s: float = 0.0
 
 
-@contextmanager
-def longest_turn() -> Iterator[LongestTurn]:
+@asynccontextmanager
+async def longest_turn() -> AsyncGenerator[LongestTurn]:
     """All callbacks that were ready at once, in CPU time of their thread: other processes change the clock's, not this.
     Python's garbage collector waits meanwhile: what it walks through is mostly the test suite's."""
     longest, original = LongestTurn(), asyncio.BaseEventLoop._run_once  # type: ignore[attr-defined]
@@ -31,7 +31,9 @@ def longest_turn() -> Iterator[LongestTurn]:
     asyncio.BaseEventLoop._run_once = timed  # type: ignore[attr-defined]
     gc.disable()
     try:
+        await asyncio.sleep(0)  # the present turn began before
         yield longest
+        await asyncio.sleep(0)
     finally:
         gc.enable()
         asyncio.BaseEventLoop._run_once = original  # type: ignore[attr-defined]
