@@ -164,12 +164,21 @@ def check(serve_config: dict[str, Any], address: str | None) -> None:
     address: of a Ray cluster that is running, and so has its ports already.
     """
     from cluster.cli.check.ports import check_ports
-    from cluster.cli.check.serve_config import address_of, check_serve_config  # `manta --help` does without
+    from cluster.cli.check.serve_config import (  # `manta --help` does without
+        address_of,
+        check_serve_config,
+        memory_may_be_short,
+    )
 
     check_serve_config(serve_config)
-    problems = [finding for finding in check_ports(*address_of(serve_config)) if finding.level == "problem"]
+    findings = list(check_ports(*address_of(serve_config)))
+    if memory_may_be_short(serve_config):
+        from cluster.cli.check.doctor import check_fit  # seconds: torch and Ray
+
+        findings += check_fit(serve_config)
+    problems = [finding for finding in findings if finding.level == "problem"]
     if problems and address is None and not _joins_a_cluster():
-        raise StartupError(f"port {problems[0].told}. {problems[0].advice}")
+        raise StartupError(f"{problems[0].topic} {problems[0].told}. {problems[0].advice}".strip())
 
 
 def _joins_a_cluster() -> bool:

@@ -92,7 +92,7 @@ class ChatResponse:
         chunk = ChatChunk(context.response_id, context.created, self.model, choices, "chat.completion.chunk")
         if with_usage or (options and options.continuous_usage_stats):
             chunk.usage = self._usage()
-        if any(choice.finish_reason for choice in choices):
+        if choices and choices[-1].finish_reason:
             chunk.system_fingerprint, chunk.service_tier = self.fingerprint, self.body.served_tier
         return chunk
 

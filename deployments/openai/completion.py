@@ -128,7 +128,7 @@ class CompletionResponse:
     def _completion(self, choices: list[CompletionChoice], *, with_usage: bool) -> Completion:
         context = self.context
         completion = Completion(context.response_id, context.created, self.model, choices, "text_completion")
-        if any(choice.finish_reason for choice in choices):
+        if choices and choices[-1].finish_reason:
             completion.system_fingerprint, completion.service_tier = self.fingerprint, self.body.served_tier
         if with_usage:
             completion.usage = UsageBody.of(self.generation.usage)

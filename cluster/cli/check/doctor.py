@@ -7,9 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -48,12 +49,19 @@ def examine(config: Path | None, address: str | None) -> Iterator[Finding]:
             names = check_serve_config(serve_config)
             yield Finding("ok", "configuration", f"{config} is fine; models: {', '.join(names)}")
             here = found is None or (address is None and len(found) == 1)
-            for _, application in ours(serve_config):
-                yield from check_models(AppConfig.of(application), nodes, here=here)
+            yield from check_fit(serve_config, nodes, here=here)
         except StartupError as error:
             yield Finding("problem", "configuration", str(error))
     if found is None:  # or else the cluster has its ports already
         yield from check_ports(host, port)
+
+
+def check_fit(
+    serve_config: Mapping[str, Any], nodes: Sequence[Node] | None = None, *, here: bool = True
+) -> Iterator[Finding]:
+    """Check whether the models of a configuration fit. nodes: those of this machine, if not given; here: they are."""
+    for _, application in ours(serve_config):
+        yield from check_models(AppConfig.of(application), nodes or [this_machine()], here=here)
 
 
 def check_packages() -> Iterator[Finding]:

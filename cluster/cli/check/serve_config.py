@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import yaml
 from cluster.config import BUILDER, HOST, PORT, AppConfig
 from cluster.model_info import model_info
 from engine.errors import ConfigError
+from engine.model.folder import resolve
+
+KV_CACHE_GIB = 2.0  # at most, where nothing is set
 
 # Keys of Ray's schemas, which silently accept any other; a test compares these with them.
 TOP_KEYS = frozenset({
@@ -47,6 +51,18 @@ def check_serve_config(serve_config: dict[str, Any]) -> list[str]:
         names += [model_info(model, config.ingress).name for model in config.models]
         check_deployments(application, config, f"applications[{i}].deployments")
     return names
+
+
+def memory_may_be_short(serve_config: Mapping[str, Any]) -> bool:
+    """Return whether weights and KV caches take more than half of this machine's free memory, by the sizes of files."""
+    needed = 0.0
+    for _, application in ours(serve_config):
+        for model in AppConfig.of(application).models:
+            weights = sum(file.stat().st_size for file in resolve(model.model).glob("*.safetensors"))
+            for role, pool in model.pools.items():
+                kv_gib = model.engine_config(role).kv_cache_memory_gib or KV_CACHE_GIB
+                needed += pool.bounds[0] * (weights + kv_gib * 2**30)
+    return needed > os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
 
 
 def address_of(serve_config: Mapping[str, Any]) -> tuple[str, int]:

@@ -16,11 +16,13 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster.cli import serve as serve_command
+from cluster.cli.check.finding import Finding
+from cluster.cli.check.serve_config import memory_may_be_short
 from cluster.cli.main import app, main
 from cluster.config import AppConfig
 from cluster.flags import WITHOUT, engine_flags
 from engine.config import EngineConfig
-from engine.errors import ServingError
+from engine.errors import ServingError, StartupError
 
 ROOT = Path(__file__).parents[3]
 
@@ -141,6 +143,21 @@ def test_port_that_is_in_use_is_told_before_anything_starts(monkeypatch):
     assert str(result.exception).startswith(
         f"port {port}, for the API, cannot be had on 127.0.0.1: Address already in use. Stop"
     )
+
+
+@pytest.mark.usefixtures("never_runs")
+def test_too_little_memory_is_told_before_anything_starts_with_the_way_out(monkeypatch):
+    monkeypatch.setattr(serve_command, "_joins_a_cluster", lambda: False)
+    monkeypatch.setattr("cluster.cli.check.ports.check_port", lambda *port: Finding("ok", "port", "free"))
+    monkeypatch.setattr("engine.runner.kv_cache.free_host_bytes", lambda: 1000)
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_AVPHYS_PAGES": 1}.get(name, 1000))
+    result = CliRunner().invoke(app, ["serve"])
+    assert isinstance(result.exception, StartupError)
+    assert "do not fit into memory. Raise tensor_parallel, or take a smaller model" in str(result.exception)
+
+
+def test_a_model_that_needs_little_is_served_without_a_closer_look():
+    assert not memory_may_be_short(printed("--kv-cache-memory-gib", "0.001"))
 
 
 def test_file_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
