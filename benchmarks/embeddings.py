@@ -36,7 +36,7 @@ Embed = Callable[[list[str]], Any]
 
 def main(
     peer: Annotated[str | None, typer.Option(help="Python of an environment with the peers.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; fastembed has float32 only.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; fastembed stays with float32.")] = "float32",
     texts: Annotated[int, typer.Option(help="Texts per round.")] = 256,
     tokens: Annotated[int, typer.Option(help="Tokens of a text.")] = 128,
     rounds: Annotated[int, typer.Option(help="Rounds after the one that warms up.")] = 7,
@@ -47,8 +47,7 @@ def main(
     if worker:
         serve(ENGINES[worker](Path(folder), dtype, threads), make_texts(texts, tokens))
         return
-    names = ["manta", "sentence-transformers"] if peer else ["manta"]
-    names += ["fastembed"] if peer and dtype == "float32" else []
+    names = ["manta", "sentence-transformers", "fastembed"] if peer else ["manta"]
     with tempfile.TemporaryDirectory() as made:
         make_model(Path(made))
         workers = {}

@@ -17,6 +17,7 @@ from engine.model.models.bert import BertModel
 from engine.text.score_prompt import AFTER, score_prompt
 from tests.models import make_model
 from tests.pooling_models import EMBEDDINGS, RERANKERS, TEXTS, Reference, make, write_json
+from tests.transformers_models import make_transformers_model
 
 OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_threads": 1}
 KEEP = PoolingParams(truncate_prompt_tokens=-1)
@@ -295,3 +296,14 @@ def test_what_an_encoder_does_not_support_is_refused_at_start(folders):
     two = SimpleNamespace(size=2)
     with pytest.raises(ConfigError, match="tensor_parallel must be 1 for an encoder"):
         BertModel(ModelConfig.from_folder(folders("minilm")), two)
+
+
+def test_a_model_that_transformers_code_computes_makes_embeddings_as_well(tmp_path, open_llm):
+    folder = make_transformers_model(tmp_path, "Olmo2ForCausalLM")
+    make_tokenizer_for(folder)
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    prompts = [[5, 6, 7, 8, 9, 10], [11]]
+    with torch.inference_mode():
+        hidden = [model(torch.tensor([prompt])).last_hidden_state[0, -1] for prompt in prompts]
+    expected = np.stack([torch.nn.functional.normalize(h, dim=0).numpy() for h in hidden])
+    np.testing.assert_allclose(vectors(open_llm(folder), prompts), expected, atol=1e-5)

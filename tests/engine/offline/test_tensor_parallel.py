@@ -7,12 +7,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.wire.messages import EngineStats, GenerateRequest, TokenLogprob
+from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from tests.models import FAMILIES, make_model, with_slow
 from tests.rank_pool import RankPool
@@ -23,6 +25,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_one_kv_head": ("llama", {"num_key_value_heads": 1}),
     "llama_fewer_tokens_than_ranks_hold": ("llama", {"vocab_size": 9}),  # 3 + 3 + 3 + 0
     "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+}
+POOLED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3_bidirectional": ("gemma3", {"use_bidirectional_attention": True})
 }
 BUSY = {"max_num_seqs": 4, "num_blocks": 26, "max_num_batched_tokens": 20}  # preempts, and cuts prompts into chunks
 
@@ -41,7 +46,7 @@ def pool() -> Iterator[RankPool]:
 def folder_of(tmp_path_factory):
     @cache
     def make(variant: str) -> Path:
-        family, overrides = VARIANTS[variant]
+        family, overrides = {**VARIANTS, **POOLED}[variant]
         return make_model(tmp_path_factory.mktemp(variant), family, **overrides)
 
     return make
@@ -174,3 +179,18 @@ def check_logprobs(entries: list[TokenLogprob], expected: list[TokenLogprob]) ->
     for entry, right in zip(entries, expected, strict=True):
         torch.testing.assert_close(entry.logprob, right.logprob, **near)
         torch.testing.assert_close([v for _, v in entry.top], [v for _, v in right.top], **near)
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "gemma3_bidirectional"])
+def test_two_ranks_pool_like_one(pool, folder_of, variant):
+    vectors = []
+    for size in (1, 2):
+        with pool.engine(make_config(folder_of(variant), size, max_num_batched_tokens=20)) as core:
+            for length in (5, 33, 12):
+                prompt = random_prompt(core, length, seed=length)
+                core.add(GenerateRequest(request_id=str(length), prompt=prompt, pooling=PoolingParams()))
+            pooled: dict[str, bytes] = {}
+            while core.has_work:
+                pooled |= {event.delta.request_id: event.delta.pooled for event in core.step()}
+            vectors.append(np.stack([np.frombuffer(pooled[name], dtype="<f4") for name in sorted(pooled)]))
+    np.testing.assert_allclose(vectors[1], vectors[0], atol=1e-5)
