@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.config import BLOCK_SIZES, EngineConfig
 from engine.device import DeviceEvent, open_device
 from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
@@ -82,6 +83,9 @@ class ModelRunner:
         self.kv_scales: Tensor | None = None
         if self.kv_dtype == torch.float8_e4m3fn:
             self.kv_scales = kv_cache.read_scales(folder, model_config.num_layers, device)
+        if config.torch_compile and model_config.transformers:
+            limit = f"false for {model_config.architecture}, which transformers' own code computes"
+            raise ConfigError("torch_compile", True, limit)
         self.model = self._load(folder, tp)
         self._pooler = Pooler(model_config, self.model, folder, self.dtype, self.device)
         if config.torch_compile:

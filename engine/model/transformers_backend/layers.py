@@ -6,8 +6,10 @@ and modules that stay transformers' own, are held whole by every rank.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from engine.errors import ConfigError
 from engine.model.config import ModelConfig, MoEConfig
 from engine.model.layers.embedding import LMHead, VocabEmbedding
 from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.moe import Experts
 from engine.model.layers.norm import RMSNorm
 from engine.model.ops import activation
@@ -27,6 +30,7 @@ from engine.model.ops.norm import rms_norm_plain
 from engine.model.quantization.format import WeightFormat
 from engine.model.shard import Shard, Shards, replicated
 
+GATED = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"  # a gated MLP, as transformers writes it
 COLUMNS, ROWS = ("colwise",), ("rowwise", "rowwise_rep", "rowwise_split_input")
 GATHERED = ("colwise_gather_output", "colwise_rep")
 
@@ -56,6 +60,13 @@ class Row(RowParallelLinear):
         if x.shape[-1] > own.size:
             x = x[..., own.start : own.start + own.size]
         return super().forward(x.reshape(-1, own.size)).view(*x.shape[:-1], -1)
+
+
+class MLP(GatedMLP):
+    """Gated MLP with the projections to its inner values merged: [..., hidden] -> [..., hidden]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 class Norm(RMSNorm):
@@ -116,6 +127,11 @@ class LayerMaker:
         if (shift := rms_norm_shift(module)) is not None:
             norm: Any = module
             return Norm(norm.weight.shape[0], norm_eps(norm), shift)
+        if is_gated_mlp(module, self.cfg.activation):
+            gate: Any = module.gate_proj
+            sizes = {"hidden_size": gate.in_features, "intermediate_size": gate.out_features}
+            cfg = replace(self.cfg, **sizes, mlp_bias=gate.bias is not None)
+            return MLP(cfg, self.tp, path.removeprefix("model."))
         if self.merged(f"{path}.gate_up_proj") and has_plain_experts(module, self.cfg.activation):
             return self._experts(path, module)
         return None
@@ -123,7 +139,8 @@ class LayerMaker:
     def _linear(self, path: str, module: nn.Linear) -> nn.Module:
         style = self.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path)) if self.tp.size > 1 else None
         prefix, _, name = path.removeprefix("model.").rpartition(".")
-        format = self.cfg.weight_format(prefix, name)
+        # routers are not quantized, whether a checkpoint's rules leave them out or not
+        format = None if name.endswith("gate") else self.cfg.weight_format(prefix, name)
         inputs, outputs, bias = module.in_features, module.out_features, module.bias is not None
         if style in ROWS:
             return Row(inputs, outputs, self.tp, bias, format)
@@ -155,6 +172,19 @@ class OurExperts(Experts):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return super().forward(hidden_states, top_k_index, top_k_weights.to(hidden_states.dtype))
+
+
+def is_gated_mlp(module: nn.Module, name: str) -> bool:
+    """Whether a module is a gated MLP with the activation `name`, by its parts and the text of its code."""
+    linears = {"gate_proj", "up_proj", "down_proj"}
+    parts = dict(module.named_children())
+    if set(parts) != linears | {"act_fn"} or name not in activation.PLAIN:
+        return False
+    biases = {getattr(parts[part], "bias", None) is not None for part in linears}
+    if any(type(parts[part]) is not nn.Linear for part in linears) or len(biases) > 1:
+        return False
+    body = inspect.getsource(type(module).forward).partition(":\n")[2].split()
+    return " ".join(body) in (f"down_proj = {GATED} return down_proj", f"return {GATED}")
 
 
 def has_plain_experts(module: Any, name: str) -> bool:

@@ -214,11 +214,13 @@ def replace_layers(causal: Any, cfg: ModelConfig, tp: TPGroup, names: Checkpoint
     if tp.size > 1 and not causal.tp_plan:
         raise ConfigError("tensor_parallel", tp.size, f"1: transformers has no plan to split {cfg.architecture}")
     maker = LayerMaker(cfg, tp, causal.tp_plan or {}, names.is_merged)
+    done: tuple[str, ...] = ()
     for path, module in list(causal.named_modules()):
-        if module is output or module is embedding:
+        if module is output or module is embedding or path.startswith(done):
             continue
         if (made := maker.make(path, module)) is not None:
             causal.set_submodule(path, made)
+            done = (*done, f"{path}.")
     own = ours_for_embedding(embedding, tp)
     if own is not None:
         causal.set_input_embeddings(own)
