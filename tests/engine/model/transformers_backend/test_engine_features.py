@@ -57,7 +57,9 @@ def test_a_prompt_computed_by_another_engine_gives_the_same_tokens(tmp_path, ran
         assert len(pair.prefill_requests) == 1
 
 
-@pytest.mark.parametrize("name", ["SmolLM3ForCausalLM", "Olmo2ForCausalLM", "VaultGemmaForCausalLM", "PhimoeForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["SmolLM3ForCausalLM", "Olmo2ForCausalLM", "VaultGemmaForCausalLM", "PhimoeForCausalLM"]
+)
 def test_padded_graphs_give_the_tokens_of_plain_steps(tmp_path, monkeypatch, name):
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)  # they know no padding
     folder, device = make_transformers_model(tmp_path, name), LateDevice()
