@@ -20,6 +20,7 @@ import numpy as np
 
 from engine.errors import InvalidParameter, Overloaded
 from engine.text.json_schema import without_annotations
+from engine.text.tokenizer_files import read_tokenizer
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ STOP_REASONS = {  # llguidance's names, where it says no more
     "NoExtension": "no token of this model can go on with the output; allow more, or give it an end",
     "LexerTooComplex": "its regular expressions have too many states; make them simpler or shorter",
     "ParserTooComplex": "it can be read in too many ways; make it simpler",
+    "can't determine decoder type": "a grammar needs the bytes of each token, which only byte-level and byte-fallback "
+    "tokenizers tell",
 }
 MAX_REASON = 300  # characters of llguidance's error messages
 
@@ -137,8 +140,9 @@ class GrammarCompiler:
         try:
             from llguidance import LLTokenizer
 
-            text = (folder / "tokenizer.json").read_text(encoding="utf-8")
-            self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+            self._tokenizer = LLTokenizer(
+                read_tokenizer(folder).to_str(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids)
+            )
         except ModuleNotFoundError as error:
             self._problem = f"left out: {error.name} is not installed where the engine runs"
         except Exception as error:  # noqa: BLE001 - in any case the model can be served without grammars

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import jinja2
 import tokenizers
 
 from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, RequestError
+from engine.text.tokenizer_files import chat_template, read_config, read_tokenizer, special_tokens
 
 NFC_SHRINKS = 3  # at most so many bytes become one when characters are composed
 
@@ -29,24 +31,14 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, decodes: bool = True) -> Tokenizer:
-        """Read a model folder. Raises ModelFolderError if it has no readable tokenizer of a supported kind.
+        """Read a model folder. Raises ModelFolderError if it has no tokenizer that can be read.
 
-        decodes: tokens are to become text again, for which not every kind is supported.
+        decodes: tokens are to become text again, which a few decoders cannot do one by one.
         """
-        if not (folder / "tokenizer.json").is_file():
-            raise ModelFolderError(str(folder), "tokenizer.json is missing")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # `tokenizers` raises plain Exception
-            raise ModelFolderError(str(folder), f"tokenizer.json cannot be read: {error}") from error
-        # files of embedding models ask for both, to one length for all texts
-        backend.no_truncation()
-        backend.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
-        special = {**_read_json(folder / "special_tokens_map.json"), **config}
-        tokenizer = cls(backend, _special_tokens(special), _chat_template(folder, config))
-        if decodes and tokenizer._decoder_kind is None:
-            raise ModelFolderError(str(folder), "only byte-level and byte-fallback tokenizers are supported")
+        backend, config = read_tokenizer(folder), read_config(folder)
+        tokenizer = cls(backend, special_tokens(config), chat_template(folder, config))
+        if decodes:
+            tokenizer._check_decoder(folder)
         return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -156,7 +148,7 @@ class Tokenizer:
         return token_id in self._added and self._added[token_id].special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of a token, often part of a character; empty for an unknown id."""
+        """Return the UTF-8 bytes of a token between two others, often part of a character; empty for an unknown id."""
         if token_id not in self._bytes:
             self._bytes[token_id] = self._compute_bytes(token_id)
         return self._bytes[token_id]
@@ -169,11 +161,11 @@ class Tokenizer:
     def max_token_bytes(self) -> int | None:
         """The most bytes of text that become one token; None if that cannot be told, or has no bound.
 
-        Takes half a second for a large vocabulary.
+        Takes about a second for a large vocabulary.
         """
         state = json.loads(self._backend.to_str())
         normalizers, splits = _steps(state["normalizer"]), _steps(state["pre_tokenizer"])
-        fallback = self._decoder_kind == "ByteLevel" or state["model"].get("byte_fallback")
+        fallback = "ByteLevel" in self._decoder_steps or state["model"].get("byte_fallback")
         swallows_spaces = any(token.lstrip or token.rstrip for token in self._added.values())
         if not fallback or swallows_spaces or not all(_keeps_text(step) for step in normalizers + splits):
             return None
@@ -185,27 +177,41 @@ class Tokenizer:
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     @cached_property
-    def _decoder_kind(self) -> str | None:
+    def _decoder_steps(self) -> list[str]:
+        """The types of the decoder's steps, in their order."""
         if self._backend.decoder is None:
-            return None
+            return []
         state = json.loads(self._backend.decoder.__getstate__())
-        steps = [state, *state.get("decoders", [])]
-        kinds = {step["type"] for step in steps}
-        return next((kind for kind in ("ByteLevel", "ByteFallback", "Metaspace") if kind in kinds), None)
+        return [step["type"] for step in state.get("decoders", [state])]
+
+    def _check_decoder(self, folder: Path) -> None:
+        """Raise ModelFolderError if a token's text depends on other tokens, save the first and the last one."""
+        steps = self._decoder_steps
+        after_fuse = steps[steps.index("Fuse") + 1 :] if "Fuse" in steps else []
+        if "CTC" in steps or any(step not in ("Fuse", "Strip") for step in after_fuse):
+            problem = f"the text of its tokens depends on their neighbours (decoder: {', '.join(steps)})"
+            raise ModelFolderError(str(folder), problem)
 
     def _compute_bytes(self, token_id: int) -> bytes:
-        if token_id in self._added:
-            return self._added[token_id].content.encode()
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
-        if self._decoder_kind == "ByteLevel":
-            if any(char not in _BYTE_OF_CHAR for char in token):  # a plain word, which `tokenizers` takes as it is
+        if "ByteLevel" in self._decoder_steps:
+            # a special or plain word is taken as it is, as `tokenizers` does
+            if token_id in self._added or any(char not in _BYTE_OF_CHAR for char in token):
                 return token.encode()
             return bytes(_BYTE_OF_CHAR[char] for char in token)
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):  # byte fallback: <0x0A>
+        if "ByteFallback" in self._decoder_steps and _BYTE_TOKEN.fullmatch(token):
             return bytes([int(token[3:5], 16)])
-        return token.replace("▁", " ").encode()
+        decode, before, after = self._between
+        return decode(["a", token, "a"]).removeprefix(before).removesuffix(after).encode()
+
+    @cached_property
+    def _between(self) -> tuple[Callable[[list[str]], str], str, str]:
+        """The decoder of tokens, and the text of the token `a` as the first and as the last one."""
+        decode = " ".join if self._backend.decoder is None else self._backend.decoder.decode
+        before = decode(["a"])
+        return decode, before, decode(["a", "a"]).removeprefix(before)
 
 
 def _steps(state: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -235,28 +241,4 @@ def _byte_of_char() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_of_char()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelFolderError(str(path.parent), f"{path.name} is not valid JSON: {error}") from error
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    tokens = {key: value for key, value in config.items() if key.endswith("_token") and value}
-    contents = {key: value["content"] if isinstance(value, dict) else value for key, value in tokens.items()}
-    return {key: value for key, value in contents.items() if isinstance(value, str)}
-
-
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        return next((named["template"] for named in template if named["name"] == "default"), None)
-    return template
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")

@@ -13,6 +13,8 @@ from engine.errors import ModelFolderError
 
 PAGE = 4096  # bytes
 PAGES = 64  # pages that are read of every file of weights
+# of tokenizers that have no tokenizer.json: Mistral's, tiktoken's, sentencepiece's, GPT-2's and BERT's
+VOCABULARY_FILES = ("tekken.json", "*.tiktoken", "*.model", "vocab.json", "merges.txt", "vocab.txt")
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):
@@ -30,7 +32,7 @@ class ModelIdentity(msgspec.Struct, frozen=True):
         try:
             weights = hashlib.sha256((folder / "config.json").read_bytes())
             sample_weights(weights, sorted(folder.glob("*.safetensors")))
-            return cls(short(weights), _vocabulary(folder / "tokenizer.json"))
+            return cls(short(weights), _vocabulary(folder))
         except OSError as error:
             raise ModelFolderError(str(folder), f"cannot be read: {error}") from error
 
@@ -52,10 +54,12 @@ def short(digest: hashlib._Hash) -> str:
     return digest.hexdigest()[:16]
 
 
-def _vocabulary(path: Path) -> str:
+def _vocabulary(folder: Path) -> str:
     """Digest the content, since the same vocabulary may be written in many ways."""
+    path = folder / "tokenizer.json"
     if not path.is_file():
-        return ""
+        files = [file for pattern in VOCABULARY_FILES for file in sorted(folder.glob(pattern))]
+        return short(hashlib.sha256(b"".join(file.read_bytes() for file in files))) if files else ""
     try:
         written: Any = msgspec.json.decode(path.read_bytes())
         tokens = written["model"]["vocab"]  # a list of (token, score) for unigram models

@@ -34,12 +34,14 @@ def test_a_hub_id_is_downloaded_without_weights_in_other_formats(folder, monkeyp
 
     def download(model: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         names = ["config.json", "model.safetensors", "pytorch_model.bin", "consolidated.safetensors", "onnx/model.json"]
+        names += ["tiktoken.model", "qwen.tiktoken", "vocab.txt"]
         asked[model] = list(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve("org/some-model_1.5") == folder
-    assert asked == {"org/some-model_1.5": ["config.json", "model.safetensors"]}
+    tokenizer = ["tiktoken.model", "qwen.tiktoken", "vocab.txt"]
+    assert asked == {"org/some-model_1.5": ["config.json", "model.safetensors", *tokenizer]}
 
 
 def test_a_model_that_the_hub_does_not_give_is_a_clear_error(monkeypatch):

@@ -1,0 +1,191 @@
+"""Reads the tokenizer of a model folder, of whatever kind, as a `tokenizers` tokenizer.
+
+Python code of the folder is never run. What is no tokenizer.json is converted by transformers, which the functions
+import, since that takes seconds.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from engine.errors import ModelFolderError
+from engine.wire.model_identity import VOCABULARY_FILES
+
+MAX_REASON = 300  # characters of an error message of transformers
+
+
+@dataclass(frozen=True, slots=True)
+class TiktokenClass:
+    """What the Python class of a tokenizer knows that its tiktoken file does not say."""
+
+    pattern: str
+    """Regular expression of the pieces that tokens do not cross."""
+    special_tokens: Callable[[int], str]
+    """Gives the name of the nth token behind the vocabulary, where tokenizer_config.json names none."""
+    num_special_tokens: int
+
+
+# the patterns of tokenization_kimi.py (Kimi K2) and tokenization_qwen.py (the first Qwen)
+_KIMI = TiktokenClass(
+    r"[\p{Han}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    lambda n: f"<|reserved_token_{n}|>",
+    256,
+)
+_QWEN_NAMES = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_QWEN = TiktokenClass(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    lambda n: _QWEN_NAMES[n] if n < len(_QWEN_NAMES) else f"<|extra_{n - len(_QWEN_NAMES)}|>",
+    208,
+)
+TIKTOKEN_CLASSES = {"TikTokenTokenizer": _KIMI, "QWenTokenizer": _QWEN}
+
+
+def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """Read the tokenizer, without truncation and padding. Raises ModelFolderError."""
+    config = read_config(folder)
+    if (folder / "tokenizer.json").is_file():
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # `tokenizers` raises plain Exception
+            raise ModelFolderError(str(folder), f"tokenizer.json cannot be read: {error}") from error
+        _add_tokens(folder, tokenizer, config)
+    else:
+        tokenizer = _convert(folder, config)
+    # files of embedding models ask for both, to one length for all texts
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json, and special_tokens_map.json for what it does not name. Raises ModelFolderError."""
+    return {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Return the special tokens by their names in a chat template, for instance `bos_token`."""
+    tokens = {key: value for key, value in config.items() if key.endswith("_token") and value}
+    contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
+    return {key: value for key, value in contents.items() if isinstance(value, str)}
+
+
+def chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """Return the chat template, of several the one named `default`. Raises ModelFolderError if it is no text."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template if {"name", "template"} <= set(entry)}
+        template = named.get("default")
+    if not isinstance(template, str | None):
+        raise ModelFolderError(str(folder), "chat_template is neither a text nor a list of named templates")
+    return template
+
+
+def _add_tokens(folder: Path, tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Add the tokens that tokenizer.json does not know, as transformers does."""
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for token_id, token in sorted(_added_tokens(folder, config).items()):
+        if token.content not in known:
+            tokenizer.add_tokens([token])
+            if (got := tokenizer.token_to_id(token.content)) != token_id:
+                problem = f"added token {token.content!r} has the id {token_id}, but follows tokenizer.json as {got}"
+                raise ModelFolderError(str(folder), problem)
+    named = set(special_tokens(config).values()) - known
+    in_vocabulary = sorted(token for token in named if tokenizer.token_to_id(token) is not None)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in in_vocabulary])
+
+
+def _added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
+    """Return them by their ids, from tokenizer_config.json or, as it was earlier, from added_tokens.json."""
+    if (listed := config.get("added_tokens_decoder")) is None:
+        named = special_tokens(config).values()
+        ids = _read_json(folder / "added_tokens.json").items()
+        listed = {i: {"content": t, "special": t in named, "normalized": t not in named} for t, i in ids}
+    try:
+        return {int(i): AddedToken(**fields) for i, fields in listed.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelFolderError(str(folder), f"its added tokens cannot be read: {error}") from error
+
+
+def _convert(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    files = [file for pattern in VOCABULARY_FILES for file in sorted(folder.glob(pattern))]
+    if not files:
+        names = ", ".join(["tokenizer.json", *VOCABULARY_FILES])
+        raise ModelFolderError(str(folder), f"tokenizer.json is missing, and so is any other tokenizer ({names})")
+    for file in files:
+        if (ranks := _tiktoken_ranks(file)) is not None:
+            return _convert_tiktoken(file, ranks, config)
+    if files[0].suffix == ".model" and find_spec("sentencepiece") is None:
+        raise ModelFolderError(str(folder), f"{files[0].name} needs the package sentencepiece, which is not installed")
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        return converted.backend_tokenizer
+    except Exception as error:  # what comes depends on the kind
+        reason = " ".join(str(error).split())[:MAX_REASON]
+        if config.get("auto_map"):
+            reason = "its tokenizer is Python code, which is not run; save it as tokenizer.json"
+        raise ModelFolderError(str(folder), f"{files[0].name} cannot be converted: {reason}") from error
+
+
+def _tiktoken_ranks(file: Path) -> dict[bytes, int] | None:
+    """Return the tokens of a file of tiktoken, which are lines of base64 and an id; None for any other file.
+
+    tiktoken's own reader keeps copies of files by their path, and so gives an old one where a file has changed.
+    """
+    if file.suffix not in (".model", ".tiktoken"):
+        return None
+    try:
+        lines = (line.split() for line in file.read_bytes().splitlines())
+        return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError:
+        return None
+
+
+def _convert_tiktoken(file: Path, ranks: dict[bytes, int], config: dict[str, Any]) -> tokenizers.Tokenizer:
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    known = TIKTOKEN_CLASSES.get(config.get("tokenizer_class", ""))
+    if known is None and config.get("auto_map"):
+        name = config.get("tokenizer_class")
+        problem = f"{file.name}: how {name} splits text is Python code, which is not run; save it as tokenizer.json"
+        raise ModelFolderError(str(file.parent), problem)
+    added = _added_tokens(file.parent, config)
+    converter = TikTokenConverter(str(file), **({"pattern": known.pattern} if known else {}))
+    converter.load_tiktoken_bpe = lambda _: ranks
+    tokenizer = converter.converted()
+    first = max(ranks.values()) + 1
+    end = max(first + (known.num_special_tokens if known else 0), *(token_id + 1 for token_id in added), first)
+    name_of = known.special_tokens if known else lambda n: f"<|reserved_token_{n}|>"
+    behind = [added.get(i) or AddedToken(name_of(i - first), special=True, normalized=False) for i in range(first, end)]
+    tokenizer.add_tokens(behind)
+    return tokenizer
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelFolderError(str(path.parent), f"{path.name} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFolderError(str(path.parent), f"{path.name} is not a JSON object")
+    return value
