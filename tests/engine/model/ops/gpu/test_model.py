@@ -30,7 +30,33 @@ FAMILIES = {
         rope=(RopeConfig(), RopeConfig(theta=100.0)),
         window=(None, 3),
     ),
-}
+    "Gemma 2": tiny_config(
+        architecture="Gemma2ForCausalLM",
+        activation="gelu_pytorch_tanh",
+        attn_logit_softcapping=1.0,
+        final_logit_softcapping=2.0,
+    ),
+    "GLM 4.5": tiny_config(
+        architecture="Glm4MoeForCausalLM",
+        rope=(RopeConfig(partial_rotary_factor=0.5),),
+        moe=MoEConfig(
+            num_experts=6, experts_per_token=2, intermediate_size=20, norm_topk_prob=True, layers=frozenset({0}),
+            scoring="sigmoid", num_groups=3, topk_groups=2, shared_intermediate_size=12,
+        ),
+    ),
+    "gpt-oss": tiny_config(
+        architecture="GptOssForCausalLM",
+        num_layers=2,
+        rope=(RopeConfig(),) * 2,
+        window=(3, None),
+        qkv_bias=True,
+        output_bias=True,
+        moe=MoEConfig(
+            num_experts=4, experts_per_token=2, intermediate_size=20, norm_topk_prob=True, layers=frozenset({0, 1}),
+            router_bias=True,
+        ),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
