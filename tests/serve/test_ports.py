@@ -31,9 +31,9 @@ OURS = ("ray::RankActor", "ray::ServeReplica")  # processes in which sockets of 
 SERVE_GRPC = "::"  # where Serve's own server between deployments listens, always (docs/security.md)
 NODES = [{"num_cpus": 1}, {"num_cpus": 1}, {"num_cpus": 1}]  # a replica fits a node once
 TWO_POOLS = {
-    "engine": {"num_threads": 1, "num_blocks": 64},
-    "decode": {"num_cpus": 0.6},
-    "prefill": {"num_cpus": 0.6},
+    "engine": {"num_threads": 1, "num_blocks": 64, "tensor_parallel": 2},
+    "decode": {"num_cpus": 0.3},
+    "prefill": {"num_cpus": 0.3},
     "handoff": {"policy": "always", "transport": "tcp"},
 }
 SOCKETS = {"commands", "handoffs", "kv_worker_commands", "kv_worker_answers", "kv_tcp", "engine_notices"}  # of replicas
@@ -52,7 +52,7 @@ class Serving:
             with suppress(psutil.NoSuchProcess):
                 if " ".join(process.cmdline()).startswith(OURS):
                     found |= {c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-        return {(address.ip, address.port) for address in found}
+        return {(address.ip.removeprefix("::ffff:"), address.port) for address in found}
 
     def ask(self) -> str:
         body = {"model": "tiny", "prompt": "The quick brown", "max_tokens": 5, "temperature": 0}
@@ -123,6 +123,10 @@ def forge(address: str, port: int, reply_to: str, context: zmq.Context) -> None:
 def test_on_one_machine_everything_listens_on_loopback_only(serving):
     if serving.is_one_machine:
         assert {address for address, _ in serving.listening()} - {SERVE_GRPC} == {"127.0.0.1"}
+
+
+def test_a_ray_that_takes_commands_of_anybody_is_told_of_where_others_reach_it(serving):
+    assert ("without authentication" in "".join(serving.server.log)) is not serving.is_one_machine
 
 
 def test_strangers_at_every_port_are_turned_away_and_counted_and_requests_go_on(serving):
