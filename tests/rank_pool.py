@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -15,6 +16,7 @@ from engine.core.engine import EngineCore
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ServingError
 from engine.runner.worker import Worker
+from tests.processes import outlives_test
 
 TIMEOUT_S = 30.0
 
@@ -69,6 +71,7 @@ class RankPool:
         here, there = self._context.Pipe()
         process = self._context.Process(target=serve, args=(there,), daemon=True)
         process.start()
+        outlives_test.add(process.pid)
         self._ranks.append((process, here))
 
 
@@ -82,6 +85,7 @@ def serve(pipe: Connection) -> None:
             pipe.send(None)
         except ServingError as error:
             pipe.send(str(error))
+    os._exit(0)  # without unloading torch, which takes most of a second
 
 
 def run_worker(config: EngineConfig, rank: int, address: str, options: dict[str, Any]) -> None:

@@ -97,12 +97,15 @@ def main() -> None:
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankTask)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     logging.basicConfig(format=f"rank{task.rank} %(message)s", level=logging.WARNING)
+    status = 0
     try:
         _run(task)
     except ServingError as error:
         logger.error("rank %d ends: %s", task.rank, error)
-        sys.stderr.flush()
-        os._exit(FAILED)  # at once, although threads may still wait for other ranks
+        status = FAILED
+    sys.stderr.flush()
+    # at once: threads may still wait for other ranks, and to unload torch takes most of a second of CPU time
+    os._exit(status)
 
 
 def _run(task: RankTask) -> None:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from engine import LLM, SamplingParams
+from engine.config import EngineConfig
 from engine.distributed import plan_broadcast
 from engine.errors import EngineUnavailable, StartupError
 from engine.offline import rank_processes
@@ -81,6 +82,21 @@ def test_an_engine_over_three_processes_answers_like_one_process_and_ends(folder
         assert [generate(llm, params) for params in kinds] == expected
         assert len(ranks) == 3 and all(rank.is_running() for rank in ranks)
     assert [process.returncode for process in llm._ranks.processes] == [0, 0, 0], "they ended in order"
+
+
+SLOW_END = """
+import atexit, threading
+from engine.offline import rank_processes
+
+rank_processes._run = lambda task: atexit.register(threading.Event().wait)
+rank_processes.main()
+"""
+
+
+def test_a_rank_ends_in_order_however_long_its_interpreter_would_take_to_end():
+    """On a busy machine, unloading torch took longer than the parent waits."""
+    task = msgspec.json.encode(rank_processes.RankTask(1, "", EngineConfig(model="pocket")))
+    assert subprocess.run([sys.executable, "-c", SLOW_END], input=task + b"\n", timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
@@ -147,7 +163,7 @@ while True:
         rank = psutil.Process(int(parent.stdout.readline()))
         try:
             parent.send_signal(death)
-            parent.wait(timeout=20)
+            parent.wait(timeout=60)
             wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
         finally:
             with suppress(psutil.NoSuchProcess):
