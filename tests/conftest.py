@@ -1,4 +1,4 @@
-"""In which order tests run, and with `pytest -n` in which process."""
+"""In which order tests run, with `pytest -n` in which process, and that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import zlib
 from typing import Any
 
 import pytest
+
+pytest_plugins = ["tests.left_behind"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,56 +1,50 @@
 """What a test can change for those that run after it in the same process, compared before and after it.
 
-Reading costs well below a millisecond, so that every test can afford it: torch is only asked where it is imported, and
-/proc only read after something was started.
+A look costs well below a millisecond, so that every test can afford two: torch is only asked where it is imported.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from typing import Any, NoReturn
 
-import psutil
 import pytest
 
+from tests.processes import outlives_test
+
+try:
+    import zmq
+except ImportError:  # a CUDA image (docs/gpu.md)
+    zmq = None  # type: ignore[assignment]
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
-STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn"}
-REAP_S = 2.0  # for children that are about to end
-OWN_VARIABLES = (
-    "PYTEST_",
-    "KMP_",
-    "TORCHINDUCTOR_",
-)  # what pytest says of itself, and what torch sets when it compiles
-LASTING = "multiprocessing.resource_tracker"  # Python's own, for as long as the process lives
+END_S = 2.0  # for what is about to end
+OWN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")  # of pytest, and of torch when it compiles
+LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
+"""Processes that Python and torch start once, for as long as this one lives."""
 ABSENT = "absent"
 State = dict[str, Any]
 
+contexts: list[Any] = []
+"""Of ZMQ, that were not closed when last looked at."""
+left_contexts: list[Any] = []
+"""Of tests that failed here. With messages that nobody takes, the garbage collector would wait for ever to close them,
+in whichever test comes to it."""
 
-class Starts:
-    """Counts what this process starts, so that nobody need look for children where there can be no new ones."""
+if zmq is not None:
+    make_context = zmq.Context.__init__
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._known: tuple[int, set[int]] = (0, set())
-        sys.addaudithook(self._audit)
+    def keep_context(self: Any, *args: Any, **options: Any) -> None:
+        make_context(self, *args, **options)
+        if not self._shadow:
+            contexts.append(self)
 
-    def _audit(self, event: str, args: object) -> None:
-        if event in STARTS:
-            self.count += 1
-
-    def children(self) -> set[int]:
-        """Process ids; some may have ended."""
-        if self._known[0] != self.count or multiprocessing.active_children():  # which raise no audit event
-            count = self.count
-            self._known = count, {child.pid for child in psutil.Process().children()}
-        return self._known[1]
-
-
-starts = Starts()
+    zmq.Context.__init__ = keep_context  # type: ignore[assignment, method-assign]
 
 
 def read_state() -> State:
@@ -75,59 +69,85 @@ def changes(before: State, after: State) -> list[str]:
     ]
 
 
-def end_children(before: set[int]) -> list[str]:
-    """Kill, with all that they have started, children that do not end by themselves. Returns their command lines."""
-    deadline = time.monotonic() + REAP_S
-    while left := [child for child in psutil.Process().children() if child.pid not in before and command_of(child)]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.02)
-    found = [f"process {child.pid}: {command_of(child)}" for child in left]
-    for process in [p for child in left for p in (*descendants(child), child)]:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
+def read_children(pid: int | str = "self") -> set[int]:
+    """Process ids; some may have ended."""
+    found: set[int] = set()
+    with suppress(FileNotFoundError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as children:  # a thread may end
+                found.update(map(int, children.read().split()))
     return found
 
 
-def command_of(process: psutil.Process) -> str:
+def read_contexts() -> set[Any]:
+    contexts[:] = [context for context in contexts if not context.closed]
+    return {context for context in contexts if context is not type(context)._instance}
+
+
+def end_children(before: set[int]) -> list[str]:
+    """Kill, with all that they have started, children that do not end by themselves. Returns their command lines."""
+    deadline = time.monotonic() + END_S
+    while left := {pid: command for pid in read_children() - before if (command := command_of(pid))}:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    for pid in left:
+        kill(pid)
+    return [f"process {pid}: {command}" for pid, command in left.items()]
+
+
+def command_of(pid: int) -> str:
     """Empty for one that has ended, whether it was waited for or not, or that lasts by design."""
     try:
-        line = " ".join(process.cmdline())
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        with open(f"/proc/{pid}/cmdline") as file:
+            line = file.read().replace("\0", " ").strip()
+    except OSError:
         return ""
-    return "" if LASTING in line else line
+    return "" if any(name in line for name in LASTING) else line
 
 
-def descendants(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+def kill(pid: int) -> None:
+    children = read_children(pid)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    for child in children:
+        kill(child)
 
 
-def compare(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails what runs between setup and teardown if it leaves anything behind."""
+def compare(request: pytest.FixtureRequest, may_stay: Collection[Any] = ()) -> Iterator[None]:
+    """Fails what runs between setup and teardown if it leaves anything behind. may_stay: process ids and contexts."""
     if "serve" in request.path.parts:  # its servers and Ray's own handlers live as long as the folder's tests
         yield
         return
-    before, held = read_state(), starts.children()
+    before, children, sockets = read_state(), read_children(), read_contexts()
     torch = sys.modules.get("torch")
     num_threads = torch.get_num_threads() if hasattr(torch, "get_num_threads") else None
     yield
     if num_threads is not None and torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)  # which an engine sets for its process, as it should
     problems = changes(before, read_state())
-    if starts.children() - held:
-        problems += end_children(held)
+    if read_children() - children.union(may_stay):
+        problems += end_children(children.union(may_stay))
+    if unclosed := read_contexts() - sockets.union(may_stay):
+        left_contexts.extend(unclosed)
+        contexts[:] = [context for context in contexts if context not in unclosed]
+        problems += [f"{context} was not closed" for context in unclosed]
     if problems:
         pytest.fail("left behind for the next tests:\n  " + "\n  ".join(problems), pytrace=False)
 
 
+def pytest_configure() -> None:
+    signal.signal(signal.SIGTERM, end)
+
+
+def end(*_: object) -> NoReturn:
+    """As for Ctrl-C: what tests have started is still ended."""
+    pytest.exit("SIGTERM", returncode=128 + signal.SIGTERM)
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield from compare(request)
+    yield from compare(request, outlives_test)
 
 
 @pytest.fixture(autouse=True, scope="module")

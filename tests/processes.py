@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import psutil
+outlives_test: set[Any] = set()
+"""Process ids, and ZMQ contexts, of what ends with its module although a single test has started it."""
 
 
 @contextmanager
 def started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
     """options: of subprocess.Popen. On leaving, the process and all that it has started are killed."""
+    import psutil  # not in a CUDA image, where tests/left_behind.py needs this file
+
     process = subprocess.Popen(command, text=True, preexec_fn=accept_sigint, **options)
     family: list[psutil.Process] = []
     try:

@@ -45,7 +45,7 @@ def running(
         api._generate_config_file_internal()
         program = haproxy.environment()[haproxy.BINARY_PATH]
         command = [sys.executable, "-c", STARTER, program, "-db", "-f", api.config_file_path]
-        starter = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        starter, proxies = subprocess.Popen(command, stderr=subprocess.DEVNULL), list[psutil.Process]()
         try:
             wait_until(lambda: (Path(folder) / "admin.sock").exists())
             proxies = psutil.Process(starter.pid).children()
@@ -53,5 +53,5 @@ def running(
         finally:
             starter.kill()
             starter.wait()
-            gone, alive = psutil.wait_procs(proxies, timeout=20)
-            assert gone and not alive, "HAProxy ends with the process that started it"
+            _, alive = psutil.wait_procs(proxies, timeout=20)
+            assert not alive, "HAProxy ends with the process that started it"

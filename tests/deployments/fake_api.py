@@ -112,6 +112,7 @@ async def fake_api(
     tasks = [asyncio.create_task(channel.run()), asyncio.create_task(replica.run())]
     engine = FakeEngine(replica.status_to, script)
     replica.connect(engine.address)
+    await asyncio.sleep(0)  # only what has begun closes its sockets when it is cancelled
     fields = {"max_model_len": MAX_MODEL_LEN, "vocab_size": 400, "default_sampling": {}, "request_timeout_s": 60.0}
     limits = {"max_num_seqs": 64, "num_engines": 1, "num_ingresses": 1, "max_waiting": 64, "max_waiting_tokens": 10_000}
     admission = AdmissionLimits(**{**limits, **{key: info.pop(key) for key in limits if key in info}})

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from cluster.cli.generate import Answer, complete_lines, generate_file, in_order
 from engine import LLM
 from engine.errors import RequestError
 from tests.models import make_model
+from tests.processes import started
 
 COUNT = 30
 
@@ -40,7 +42,7 @@ def prompts() -> list[dict]:
     return [{"prompt": [5 + i, 7, 9], "id": f"p{i}", "max_tokens": 5 + i % 40} for i in range(COUNT)]
 
 
-def run_cli(model: Path, source: Path, target: Path) -> subprocess.Popen:
+def run_cli(model: Path, source: Path, target: Path) -> AbstractContextManager[subprocess.Popen[str]]:
     command = [
         sys.executable,
         "-m",
@@ -51,7 +53,7 @@ def run_cli(model: Path, source: Path, target: Path) -> subprocess.Popen:
         "--kv-cache-memory-gib",
         "0.01",
     ]
-    return subprocess.Popen([*command, "--input", str(source), "--output", str(target)], stderr=subprocess.PIPE)
+    return started([*command, "--input", str(source), "--output", str(target)], stderr=subprocess.DEVNULL)
 
 
 def test_answers_come_in_the_order_of_the_input_and_repeat_its_ids(llm, tmp_path):

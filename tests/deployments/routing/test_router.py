@@ -159,16 +159,15 @@ def test_the_router_subscribes_with_its_first_call():
     """A handle that is only used to ask all replicas how they are needs no update."""
 
     async def scenario() -> None:
-        engine = zmq.asyncio.Context().socket(zmq.PULL)
-        port = engine.bind_to_random_port("tcp://127.0.0.1")
-        metadata = {"commands_to": f"tcp://127.0.0.1:{port}"}
-        async with router(FakeReplica("a", replica_metadata=metadata)) as r:
-            assert r._subscriber is None
-            await route(r, plain(1))
-            async with asyncio.timeout(10):
-                command = msgspec.msgpack.decode(await engine.recv(), type=Command)
-            assert isinstance(command, Subscribe) and command.resync
-        engine.close(linger=0)
+        with zmq.asyncio.Context() as context, context.socket(zmq.PULL) as engine:
+            port = engine.bind_to_random_port("tcp://127.0.0.1")
+            metadata = {"commands_to": f"tcp://127.0.0.1:{port}"}
+            async with router(FakeReplica("a", replica_metadata=metadata)) as r:
+                assert r._subscriber is None
+                await route(r, plain(1))
+                async with asyncio.timeout(10):
+                    command = msgspec.msgpack.decode(await engine.recv(), type=Command)
+                assert isinstance(command, Subscribe) and command.resync
 
     asyncio.run(scenario())
 

@@ -170,9 +170,15 @@ def test_a_receiver_without_plans_returns_to_its_caller(ranks):
 def test_rank_0_does_not_wait_for_ever_for_receivers_that_load_but_do_not_listen(monkeypatch):
     monkeypatch.setattr(plan_broadcast, "JOIN_TIMEOUT_S", 0.2)
     groups = connect(3)
-    ends = [lambda: PlanBroadcaster(groups[0]), lambda: PlanReceiver(groups[1]), lambda: groups[2].exchange("")]
+    receivers: list[PlanReceiver] = []
+    ends = [
+        lambda: PlanBroadcaster(groups[0]),
+        lambda: receivers.append(PlanReceiver(groups[1])),
+        lambda: groups[2].exchange(""),
+    ]
     with pytest.raises(RendezvousTimeout, match="rank 2 of 3"):
         on_all(3, lambda rank: ends[rank]())
+    receivers[0].close()
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from engine.kv_transfer.transport import worker as kv_worker
 from engine.kv_transfer.transport.tcp import TcpTransport
 from engine.runner.model_runner import ModelRunner
 from engine.wire.remote_prefill import Peer
+from tests.processes import outlives_test
 
 STATUS_PERIOD_S = 0.05
 ANSWER_S = 60.0
@@ -36,6 +37,7 @@ class EngineProcess:
         self.pipe, there = context.Pipe()
         self._process = context.Process(target=serve, args=(there,), daemon=True)
         self._process.start()
+        outlives_test.add(self._process.pid)
         there.close()
 
     def start(self, config: EngineConfig, engine_id: str, status_to: str) -> None:

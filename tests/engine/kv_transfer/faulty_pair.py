@@ -32,6 +32,7 @@ from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.engine_process import EngineProcess
 from tests.engine.kv_transfer.link import Link, address_of
 from tests.engine.kv_transfer.pair import is_empty
+from tests.processes import outlives_test
 
 LIMIT_S = 60.0  # only bounds a failure
 POLL_MS = 20
@@ -91,6 +92,7 @@ class FaultyPair:
     def __init__(self, decode: EngineConfig, prefill: EngineConfig):
         self._configs = {"decode": decode, "prefill": prefill}
         self._context = zmq.Context()
+        outlives_test.add(self._context)
         self.links: dict[str, Link] = {}
         self.members: dict[str, Member] = {}
         self.asked: dict[str, Asked] = {}
