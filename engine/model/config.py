@@ -294,6 +294,9 @@ def _parse(
     head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
     windows = _windows(raw, num_layers)
     ropes = _ropes(raw, windows, max_model_len or raw["max_position_embeddings"])
+    for rope in ropes:
+        if rope.type == "longrope" and len(rope.factors) != int(head_dim * rope.partial_rotary_factor) // 2:
+            raise _Unsupported("short_factor or long_factor", list(rope.factors))
     attention_bias = bool(raw.get("attention_bias"))
     return ModelConfig(
         architecture=architecture,

@@ -271,6 +271,12 @@ def test_longrope_takes_the_long_factors_if_any_sequence_may_exceed_the_original
     assert short.rope[0].attention_factor == read(PHI_4_MINI).rope[0].attention_factor
 
 
+def test_longrope_with_a_wrong_number_of_factors_is_refused_by_name(read):
+    rope = {**PHI_4_MINI["rope_scaling"], "long_factor": [1.5, 2.0]}
+    with pytest.raises(ModelFolderError, match=r"long_factor = \[1\.5, 2\.0\]"):
+        read(PHI_4_MINI, rope_scaling=rope)
+
+
 def test_gpt_oss_is_read_as_published(read):
     cfg = read(GPT_OSS_20B)
     assert cfg.moe is not None and cfg.moe.router_bias and cfg.moe.norm_topk_prob
