@@ -50,19 +50,54 @@ def configure(verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Sho
 
 @app.command(rich_help_panel=RUN)
 def check(
-    config: Annotated[
-        Path, typer.Argument(exists=True, dir_okay=False, help="A Serve configuration, as for `serve run`.")
-    ] = Path("serve_config.yaml"),
+    what: Annotated[
+        str, typer.Argument(help="A Serve configuration (.yaml), as for `serve run`; or a model: a folder or a Hub id.")
+    ] = "serve_config.yaml",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that a model is to be split over.")] = 1,
 ) -> None:
-    """Say in one line what is wrong with a serve_config.yaml, before any cluster is started.
+    """Say in one line what is wrong with a serve_config.yaml or a model, before anything is started or downloaded.
 
-    Checks every key, and the model folders; exit code 1 if `serve run` would not get far.
+    Of a configuration it checks every key, and the model folders. Of a model it reads config.json alone: whether its
+    architecture runs, and by whose code. Exit code 1 if it would not get far.
 
     Example: manta check serve_config_pd.yaml
-    """
-    from cluster.cli.check.serve_config import check as check_file
 
-    print(f"{config} is fine; models: {', '.join(check_file(config))}", file=sys.stderr)
+    Example: manta check allenai/OLMo-2-0425-1B --tensor-parallel 2
+    """
+    if what.endswith((".yaml", ".yml")):
+        from cluster.cli.check.serve_config import check as check_file
+
+        print(f"{what} is fine; models: {', '.join(check_file(Path(what)))}", file=sys.stderr)
+        return
+    from cluster.cli.models import check_model
+
+    print(check_model(what, tensor_parallel))
+
+
+@app.command(rich_help_panel=RUN)
+def models(
+    as_json: JsonOption = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/models.md.")] = False,
+) -> None:
+    """List the architectures that tests cover, by whose code each runs, and what is compared with transformers.
+
+    Others that transformers knows may run as well: `manta check MODEL` tries one.
+
+    Example: manta models
+    """
+    from cluster.cli.bench.tables import make_table, show
+    from cluster.cli.models import architectures, markdown
+
+    found = list(architectures())
+    if as_json:
+        print(json.dumps([asdict(architecture) for architecture in found]))
+    elif as_markdown:
+        print(markdown())
+    else:
+        table = make_table("architecture", "code", "models")
+        for architecture in found:
+            table.add_row(architecture.name, architecture.path, architecture.models)
+        show(table)
 
 
 @app.command(rich_help_panel=RUN)

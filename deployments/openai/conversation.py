@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
+from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidParameter
 
 MAX_PARTS = 1024  # of one message
+OTHER_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "video", "file")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -105,6 +107,17 @@ class Message(TemplateModel):
     """Not supported; clients that send back a response have it as null."""
     function_call: None = None
     """Not supported; clients that send back a response have it as null."""
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _is_text(cls, content: object) -> object:
+        """Name parts that are no text: in an error for each branch of the union that would be lost."""
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind in OTHER_PARTS:
+                limit = f"text: {kind} parts are not read, since of a model only the part that reads text is served"
+                raise PydanticCustomError("not_text", limit)
+        return content
 
     def for_template(self) -> dict[str, Any]:
         """Return the message with its content as one text, which is what templates of text models expect."""

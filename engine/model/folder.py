@@ -14,6 +14,7 @@ from engine.errors import ModelFolderError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+CONFIG_FILES = ["config.json", "generation_config.json", "modules.json", "config_sentence_transformers.json"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # copies of the weights in other layouts
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors names them
@@ -26,16 +27,26 @@ def resolve(model: str, weights: bool = True) -> Path:
     weights: False if none are needed. Raises ModelFolderError if there is no such folder, or if it lacks config.json or
     safetensors weights.
     """
-    if model == "pocket":
-        folder = pocket.PATH
-    elif (folder := Path(model).expanduser()).is_dir():
-        pass
-    elif HUB_ID.fullmatch(model) and not model.startswith("."):
-        folder = _download(model)
-    else:
-        raise ModelFolderError(model, "no such folder, and it does not look like a Hub id (org/name) either")
+    folder = _find(model, HUB_FILES)
     _check(folder, weights)
     return folder
+
+
+def resolve_config(model: str) -> Path:
+    """Return a folder with the model's config.json, as `resolve` does, but download no more than a few small files."""
+    folder = _find(model, CONFIG_FILES)
+    _check(folder, weights=False)
+    return folder
+
+
+def _find(model: str, files: list[str]) -> Path:
+    if model == "pocket":
+        return pocket.PATH
+    if (folder := Path(model).expanduser()).is_dir():
+        return folder
+    if HUB_ID.fullmatch(model) and not model.startswith("."):
+        return _download(model, files)
+    raise ModelFolderError(model, "no such folder, and it does not look like a Hub id (org/name) either")
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -100,12 +111,12 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     return read_json(folder, file.name)
 
 
-def _download(model: str) -> Path:
-    """Download the model, or return a complete local copy without using the network."""
+def _download(model: str, files: list[str]) -> Path:
+    """Download the model's files, or return a complete local copy without using the network."""
     from huggingface_hub import snapshot_download  # slow to import, and not needed for a local folder
 
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+        return Path(snapshot_download(model, allow_patterns=files, ignore_patterns=HUB_IGNORED))
     # OSError: unreachable, offline, not found, gated, disk full
     except (OSError, ValueError) as e:
         reason = " ".join(str(e).split())

@@ -29,7 +29,19 @@ def commands() -> dict[str, str]:
 
 def test_all_commands_of_the_issue_are_there_and_each_stands_in_a_group():
     group = typer.main.get_command(app)
-    names = {"serve", "chat", "bench", "generate", "explain", "doctor", "check", "hash-key", "k8s", "simulate"}
+    names = {
+        "serve",
+        "chat",
+        "bench",
+        "generate",
+        "explain",
+        "doctor",
+        "check",
+        "hash-key",
+        "k8s",
+        "simulate",
+        "models",
+    }
     assert names <= set(group.commands)  # type: ignore[attr-defined]
     ungrouped = [command.callback.__name__ for command in app.registered_commands if not command.rich_help_panel]
     assert ungrouped == []

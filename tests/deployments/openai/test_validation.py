@@ -17,6 +17,7 @@ from openai.types.chat import completion_create_params as chat_params
 from deployments.openai.middleware import AuthConfig
 from deployments.openai.requests import ChatBody, CompletionBody, parse
 from deployments.openai.validation import IGNORED, NEUTRAL_VALUES, REFUSED, UNUSED
+from engine.errors import InvalidParameter
 from tests.deployments.fake_api import fake_api, says, tokenizer
 from tests.deployments.openai.bad_requests import Bad
 
@@ -252,3 +253,12 @@ def test_sampling_field_reaches_the_engine(route):
                 assert value == expected, name
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_a_part_that_is_no_text_says_what_is_missing(kind):
+    content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "data:,a"}}]
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
+    with pytest.raises(InvalidParameter) as caught:
+        parse(ChatBody, body, "ignore")
+    assert f"messages[0].content must be text: {kind} parts are not read" in str(caught.value)

@@ -1,0 +1,64 @@
+"""`manta models` and `manta check MODEL`: which architectures run, by whose code, and how each is tested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.model.config import ModelConfig
+from engine.model.families import ENCODERS, FAMILIES, ONE_RANK, TEXT_PARTS, TRANSFORMERS
+from engine.model.folder import resolve_config
+
+ONE_RANK_TESTS = "logits, greedy tokens, chunks, batches, cached prefixes"
+NATIVE_TESTS = f"{ONE_RANK_TESTS}; preemption, 2 and 4 ranks, graphs, quantized weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    name: str
+    """As in config.json."""
+    models: str
+    """Models that have it, where the name does not say so."""
+    path: Literal["native", "transformers"]
+    """Whose code computes it, over Manta's attention."""
+    tested: str
+    """What tests compare with transformers."""
+
+
+def architectures() -> Iterator[Architecture]:
+    """Yield every architecture that tests cover, the native ones first."""
+    for name in FAMILIES:
+        yield Architecture(name, "", "native", NATIVE_TESTS)
+    for name, (_, family, _) in TEXT_PARTS.items():
+        yield Architecture(name, f"text part, as {family}", "native", ONE_RANK_TESTS)
+    for name in ENCODERS:
+        yield Architecture(name, "embeddings and scores", "native", "embeddings and scores")
+    for name, models in sorted(TRANSFORMERS.items()):
+        tested = ONE_RANK_TESTS if name in ONE_RANK else f"{ONE_RANK_TESTS}; 2 ranks"
+        yield Architecture(name, models, "transformers", tested)
+
+
+def markdown() -> str:
+    """The table of docs/models.md."""
+    rows = [f"| `{a.name}` | {a.models} | {a.path} | {a.tested} |" for a in architectures()]
+    return "\n".join(
+        ["| architecture | models | code | compared with transformers |", "| --- | --- | --- | --- |", *rows]
+    )
+
+
+def check_model(model: str, tensor_parallel: int) -> str:
+    """Return in one line by whose code a model runs. Raises StartupError with the reason why it does not.
+
+    Nothing but config.json and small files beside it is downloaded.
+    """
+    config = ModelConfig.from_folder(resolve_config(model))
+    config.kv_heads_per_rank(tensor_parallel)
+    if not config.transformers:
+        return f"{model} runs by Manta's native code for {config.architecture}"
+    from engine.distributed.tp_group import TPGroup
+    from engine.model.transformers_backend.model import find_calls  # torch and transformers take seconds
+
+    find_calls(config, TPGroup(0, tensor_parallel))
+    tested = "" if config.architecture in TRANSFORMERS else "; no test covers this architecture"
+    return f"{model} runs by transformers' own code for {config.architecture} over Manta's attention{tested}"

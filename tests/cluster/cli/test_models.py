@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+from cluster.cli.main import app
+from cluster.cli.models import architectures, markdown
+from engine.errors import ConfigError, ModelFolderError, UnsupportedArchitecture
+from tests.models import COMMON
+from tests.transformers_models import make_transformers_model
+
+
+def test_the_table_in_the_docs_is_the_list_that_tests_read():
+    page = Path(__file__).parents[3].joinpath("docs", "models.md").read_text()
+    assert markdown() in page, "write the output of `manta models --markdown` into docs/models.md"
+
+
+def test_models_are_listed_once_each_with_the_code_that_runs_them():
+    found = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
+    # the text part of one architecture may be of two kinds, one of them native
+    assert len({(row["name"], row["path"]) for row in found}) == len(found) == len(list(architectures()))
+    assert {row["path"] for row in found} == {"native", "transformers"}
+
+
+def test_a_model_is_checked_by_its_configuration_alone(tmp_path):
+    make_transformers_model(tmp_path, "SmolLM3ForCausalLM")
+    (tmp_path / "model.safetensors").unlink()
+    result = CliRunner().invoke(app, ["check", str(tmp_path), "--tensor-parallel", "2"])
+    assert result.exit_code == 0
+    assert "runs by transformers' own code for SmolLM3ForCausalLM over Manta's attention" in result.stdout
+    assert "native code for Qwen3ForCausalLM" in CliRunner().invoke(app, ["check", "pocket"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "arguments", "error", "reason"),
+    [
+        (transformers.DiffLlamaConfig, "DiffLlamaForCausalLM", [], UnsupportedArchitecture, "a layer attends twice"),
+        (transformers.OPTConfig, "OPTForCausalLM", ["--tensor-parallel", "2"], ConfigError, "no plan to split"),
+    ],
+    ids=["needs more", "one rank"],
+)
+def test_a_model_that_cannot_run_is_refused_with_the_reason(tmp_path, config, architecture, arguments, error, reason):
+    fields = {name: COMMON[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")}
+    made = config(**fields, word_embed_proj_dim=48) if config is transformers.OPTConfig else config(**fields)
+    made.architectures = [architecture]
+    made.save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["check", str(tmp_path), *arguments])
+    assert isinstance(result.exception, error) and reason in str(result.exception)
+
+
+def test_what_is_neither_a_configuration_nor_a_model_is_an_error():
+    assert isinstance(CliRunner().invoke(app, ["check", "nothing here"]).exception, ModelFolderError)
