@@ -1,8 +1,9 @@
 """Samples tokens from logits.
 
 Randomness is a function of (seed, position) alone: one number from a counter-based generator (Philox, Salmon et
-al. 2011) picks the token by inverting the cumulative distribution. So a request gets the same tokens whatever it
-is batched with, after preemption, and when it is run again elsewhere; and no noise is drawn over the vocabulary.
+al. 2011) picks the token by inverting the cumulative distribution. No noise is drawn over the vocabulary, and equal
+logits give equal tokens. So a request gets the same tokens whatever it is batched with, after preemption, and when it
+is run again elsewhere, where its logits have the same bits: docs/http_api.md says in which dtypes and on which devices.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
@@ -15,6 +14,7 @@ from engine.model.layers.linear import ReplicatedLinear
 from engine.model.layers.mlp import GatedMLP
 from engine.model.ops import activation as activations
 from engine.model.ops import moe as ops
+from engine.model.ops.linear import linear
 from engine.model.quantization.format import StoredWeight, WeightFormat
 from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards, replicated
 
@@ -31,7 +31,7 @@ class Router(Sharded):
         self.bias = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False) if moe.router_bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = F.linear(x, self.weight, self.bias).softmax(dim=-1, dtype=torch.float32)
+        scores = linear(x, self.weight, self.bias).softmax(dim=-1, dtype=torch.float32)
         weights, experts = scores.topk(self.k, dim=-1)
         if self.normalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -56,7 +56,7 @@ class BiasedRouter(Sharded):
         self.correction = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32), requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = F.linear(x.float(), self.weight).sigmoid()
+        scores = linear(x.float(), self.weight).sigmoid()
         choice = scores + self.correction
         if self.moe.num_groups > 1:
             grouped = choice.unflatten(1, (self.moe.num_groups, -1))

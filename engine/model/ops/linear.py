@@ -12,8 +12,17 @@ from torch import Tensor
 
 from engine.model.ops.dispatch import CPU_DTYPES
 
+BLOCK_INPUTS = 1024  # that oneDNN sums at a time, but for a row that is alone, which it sums in one go
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A row has the same bits beside any others, on a CPU with a packed weight: one that is alone is computed twice."""
+    if x.device.type == "cpu" and len(x) == 1 and x.shape[1] > BLOCK_INPUTS:
+        return multiply(torch.cat((x, x)), weight, bias)[:1]
+    return multiply(x, weight, bias)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)

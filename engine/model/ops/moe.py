@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.ops import dispatch
+from engine.model.ops.linear import linear
 
 Activation = Callable[[Tensor], Tensor]
 Biases = tuple[Tensor, Tensor] | None
@@ -54,6 +54,6 @@ def mix_experts_plain(
         if len(chosen):
             tokens = chosen // k
             first, second = (None, None) if biases is None else (biases[0][expert], biases[1][expert])
-            y = F.linear(activation(F.linear(x[tokens], gate_up[expert], first)), down[expert], second)
+            y = linear(activation(linear(x[tokens], gate_up[expert], first)), down[expert], second)
             out.index_add_(0, tokens, y * weights.flatten()[chosen, None])
     return out

@@ -15,7 +15,7 @@ REPLICAS = 3
 
 @pytest.fixture(scope="package")
 def started(tmp_path_factory) -> Iterator[ServeRun]:
-    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 1024, "block_size": 4}
+    engine = {"device": "cpu", "dtype": "bfloat16", "num_threads": 1, "num_blocks": 1024, "block_size": 4}
     decode = {"num_cpus": 0.3, "num_replicas": REPLICAS}
     model = {"name": "pocket", "model": "pocket", "engine": engine, "decode": decode}
     server = ServeRun(tmp_path_factory.mktemp("serve"), {"models": [model]})

@@ -33,8 +33,9 @@ from engine.model.ops.cpu.vector import LANES, add_weighted, dot_rows, exp_of_di
 
 TOKENS = 8  # whose KV a thread writes at a time
 NO_WINDOW = 2**62
-# keys whose scores are computed before their values are summed: for rows that decode, and with chunks in the batch
-TILE_TOKENS, CHUNK_TILE_TOKENS = 32, 64
+# keys whose scores are computed before their values are summed: the same for rows of chunks and for rows that decode,
+# and counted from the sequence's first token, so that a row's sums have one order whatever it is computed with
+TILE_TOKENS = 64
 TILE_ROWS = 16  # rows of a chunk that read a key while it is in the core's cache
 ITEMS_PER_THREAD = 4
 LOWEST = np.float32(-1e30)  # a score that counts as none; infinities are not safe under fast math
@@ -136,7 +137,7 @@ def attend_rows(cast: Any, args: Any) -> None:
                 tops[query] = load(sinks, first_head * group + query % heads)
                 totals[query] = np.float32(1.0)
         blocks = (kv_len + block_size - 1) // block_size
-        for start in range(max(begins[0], 0) // block_size, blocks, step):
+        for start in range(max(begins[0], 0) // block_size // step * step, blocks, step):
             stop = min(start + step, blocks)
             for h in range(heads):
                 head = (first_head + h // group) * head_stride
@@ -150,12 +151,16 @@ def attend_rows(cast: Any, args: Any) -> None:
                     for index in range(first // block_size, (last + block_size - 1) // block_size):
                         begin, end = max(index * block_size, first), min((index + 1) * block_size, last)
                         keys = np.int64(tables[table + index]) * block_stride + head
-                        keys += (begin - index * block_size) * head_dim
-                        if h % group == 0 and r == 0 and index + step < blocks:
-                            # blocks lie anywhere, so no hardware prefetcher finds the next ones
-                            after = np.int64(tables[table + index + step]) * block_stride + head
+                        last_head = h + group == heads
+                        if h % group == 0 and r == 0 and (index + step < blocks or not last_head):
+                            # blocks lie anywhere, so no hardware prefetcher finds what comes next: the next head's part
+                            # of this block, or the first head's part of a block of the next tile
+                            after = keys + head_stride
+                            if last_head:
+                                after = np.int64(tables[table + index + step]) * block_stride + first_head * head_stride
                             prefetch(cache, after, head_stride)
                             prefetch(cache, after + kv_heads * head_stride, head_stride)
+                        keys += (begin - index * block_size) * head_dim
                         vector = as_f32(queries + 4 * query * head_dim)
                         dot_rows(as_f32(scores + 4 * (begin - first)), vector, cache, keys, end - begin, head_dim)
                     if softcap > np.float32(0.0):
@@ -220,7 +225,7 @@ def paged_attention(
         q.dtype, items, q, cache[0, layer], out, constants(scale, softcap or 0.0), tiles, batch.kv_len,
         batch.block_table, items, max_rows, batch.block_table.stride(0), q.stride(0), out.stride(0),
         kv_heads, span, q.shape[1] // kv_heads, block_size, head_dim, cache.stride(0), window or NO_WINDOW,
-        chunk or NO_WINDOW, 0 if sinks is None else sinks, CHUNK_TILE_TOKENS if batch.chunks else TILE_TOKENS,
+        chunk or NO_WINDOW, 0 if sinks is None else sinks, TILE_TOKENS,
     )  # fmt: skip
     return out
 

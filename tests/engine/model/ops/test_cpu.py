@@ -129,3 +129,55 @@ def test_a_packed_linear_layer_equals_the_plain_one(dtype, tokens, bias):
     packed = linear.pack(weight)
     assert packed.is_mkldnn or not torch.backends.mkldnn.is_available()
     torch.testing.assert_close(linear.linear(x, packed, offset), expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "packed"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)]
+)  # experts are not packed
+@pytest.mark.parametrize("inputs", [1024, 2048])
+def test_a_row_of_a_linear_layer_has_the_same_bits_alone_and_among_others(dtype, packed, inputs):
+    x, weight = randn(60, inputs, dtype=dtype), randn(768, inputs, dtype=dtype)
+    ready = linear.pack(weight)
+    if not ready.is_mkldnn:
+        pytest.skip("oneDNN does not support this dtype here")
+    weight = ready if packed else weight
+    together = linear.linear(x, weight)
+    for size in (1, 2, 3, 16, 59):
+        apart = torch.cat([linear.linear(rows, weight) for rows in x.split(size)])
+        assert torch.equal(apart, together), f"{size} rows at a time"
+
+
+@settings(PROFILE, max_examples=20)
+@given(
+    cached=st.integers(0, 300),
+    count=st.integers(2, 20),
+    others=st.integers(0, 5),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 3)]),
+    block_size=st.sampled_from([4, 16, 20]),
+    window=st.sampled_from([None, 33, 100]),
+    dtype=DTYPES,
+)
+def test_a_row_of_attention_has_the_same_bits_in_a_chunk_and_by_itself(
+    cached, count, others, heads, block_size, window, dtype
+):
+    """others: sequences that decode beside it."""
+    num_heads, kv_heads = heads
+    total = cached + count
+    width = -(-total // block_size)
+    table = torch.randperm((others + 1) * width, generator=torch.Generator().manual_seed(1)).view(-1, width).int()
+    cache = randn(table.numel(), 1, 2, kv_heads, block_size, 16, dtype=dtype)
+    q = randn(count + others, num_heads, 16, dtype=dtype)
+
+    def attend(q: torch.Tensor, table: torch.Tensor, counts: list[int], kv_lens: list[int]) -> torch.Tensor:
+        single, chunks = split(counts, kv_lens)
+        nowhere = torch.zeros(sum(counts), dtype=torch.int64)  # nothing is rotated or written
+        start, kv_len = torch.tensor([0, *counts]).cumsum(0).int(), torch.tensor(kv_lens, dtype=torch.int32)
+        batch = Batch(nowhere, nowhere, start, kv_len, table, cache, single, chunks)
+        return cpu_attention.paged_attention(q, batch, 0, 0.25, window)
+
+    chunk = attend(q, table, [count] + [1] * others, [total] * (others + 1))
+    for row in range(count):
+        alone = attend(q[row : row + 1], table[:1], [1], [cached + row + 1])
+        assert torch.equal(alone[0], chunk[row]), row
+    decoding = attend(q[count - 1 :], table, [1] * (others + 1), [total] * (others + 1))
+    assert torch.equal(decoding, chunk[count - 1 :])
