@@ -116,7 +116,7 @@ def kill(pid: int) -> None:
 
 def compare(request: pytest.FixtureRequest, may_stay: Collection[Any] = ()) -> Iterator[None]:
     """Fails what runs between setup and teardown if it leaves anything behind. may_stay: process ids and contexts."""
-    if "serve" in request.path.parts:  # its servers and Ray's own handlers live as long as the folder's tests
+    if request.node.get_closest_marker("serve"):  # their servers and Ray's own handlers live longer
         yield
         return
     before, children, sockets = read_state(), read_children(), read_contexts()
