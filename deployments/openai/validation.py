@@ -143,7 +143,7 @@ def validation_error(error: pydantic.ValidationError) -> RequestError:
 def _unsupported_message(name: str) -> str:
     if name in REFUSED:
         return f"{name} is not supported by this server: {REFUSED[name]}"
-    return f"{name} is not a field of this route"
+    return f"{name} is not supported by this server"
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -71,7 +71,6 @@ def test_the_engine_is_told_what_form_the_answer_must_have(route, body, expected
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "valid JSON"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "is not supported"),
         ({"structured_outputs": {"grammar": "a" * 30_000}}, "structured_outputs.grammar", "at most 20000 characters"),
-        ({"guided_json": SCHEMA}, "guided_json", "is not supported"),
     ],
 )  # fmt: skip
 def test_a_form_that_makes_no_sense_is_refused_before_an_engine_sees_it(route, body, param, message):

@@ -296,7 +296,6 @@ BAD = [
     (QWEN, {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
     (QWEN, {"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     (QWEN, {"functions": [{"name": "f"}]}, "functions"),
-    (QWEN, {"functions": []}, "functions"),
     (QWEN, {"function_call": {"name": "f"}}, "function_call"),
     (QWEN, {"messages": [{"role": "function", "name": "f", "content": "a"}]}, "messages"),
     (
