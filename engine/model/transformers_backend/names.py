@@ -8,7 +8,7 @@ from typing import Any
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightRenaming
 
-from engine.model.tensor_names import canonical_name
+from engine.model.tensor_names import BARE, WRAPPERS
 
 PIECES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",), "up_proj": ("up_proj",)}
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
@@ -66,7 +66,9 @@ class CheckpointNames:
         return None if ignored else name
 
     def _renamed(self, name: str) -> str:
-        name = canonical_name(name) if self.prefix == "model" else name
+        if self.prefix == "model":  # as in canonical_name, whose own renamings are for native families
+            name = name.removeprefix(next((wrapper for wrapper in WRAPPERS if name.startswith(wrapper)), ""))
+            name = f"model.{name}" if name.startswith(BARE) else name
         for renaming in self._renamings:
             name, _ = renaming.rename_source_key(name)
         for pattern, replacement in self._merges:
