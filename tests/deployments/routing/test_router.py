@@ -9,19 +9,30 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import msgspec
+import pytest
 import zmq
 import zmq.asyncio
 from ray import cloudpickle
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID
 
+from deployments import ray_compat
 from deployments.routing.router import EngineRouter, engine_id_of
 from deployments.routing.routing_context import EMPTY, PromptDigest, RoutingContext
 from deployments.routing.stats import RoutingStats
+from engine.distributed.cluster_key import ClusterKey
 from engine.wire.messages import Command, EngineLoad, EngineUpdate, Subscribe
 from tests.deployments.routing.pools import BLOCK, prompt
 
 POOL = DeploymentID("decode-m", "manta")
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch) -> ClusterKey:
+    """The cluster's, which is kept by Ray's GCS where there is one."""
+    made = ClusterKey.generate()
+    monkeypatch.setattr(ray_compat, "cluster_key", lambda: made)
+    return made
 
 
 @dataclass
@@ -155,11 +166,12 @@ def test_a_prefill_request_goes_to_a_replica_to_avoid_where_there_is_no_other():
     asyncio.run(scenario())
 
 
-def test_the_router_subscribes_with_its_first_call():
+def test_the_router_subscribes_with_its_first_call(key):
     """A handle that is only used to ask all replicas how they are needs no update."""
 
     async def scenario() -> None:
         with zmq.asyncio.Context() as context, context.socket(zmq.PULL) as engine:
+            key.guard_listener(engine)
             port = engine.bind_to_random_port("tcp://127.0.0.1")
             metadata = {"commands_to": f"tcp://127.0.0.1:{port}"}
             async with router(FakeReplica("a", replica_metadata=metadata)) as r:
