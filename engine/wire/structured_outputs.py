@@ -43,6 +43,10 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
         max_chars = MAX_GBNF_CHARS if self.is_gbnf else MAX_CHARS
         if len(self.text) > max_chars:
             raise self.invalid(f"at most {max_chars} characters (these are {len(self.text)})")
+        try:
+            msgspec.msgpack.encode(self.json)  # as it travels to the engine, which JSON's longer integers cannot
+        except OverflowError:
+            raise self.invalid("a JSON schema whose integers have at most 64 bits") from None
 
     @property
     def kind(self) -> Kind:

@@ -90,7 +90,7 @@ def serving(tmp_path_factory, folder) -> Iterator[Serving]:
     models = [one, {"name": "apart", "model": str(folder), **APART}]
     server = ServeRun(tmp_path_factory.mktemp("serve"), {"models": models})
     try:
-        server.wait_for_line("prefill engine prefill-apart-", timeout_s=240)
+        server.wait_for_line("prefill engines: prefill-apart-", timeout_s=240)  # the dispatcher knows it
         wait_until(lambda: httpx.get(f"{server.url}/health", timeout=5).status_code == 200)
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
             yield Serving(server, client)

@@ -95,7 +95,7 @@ rank_processes.main()
 
 def test_a_rank_ends_in_order_however_long_its_interpreter_would_take_to_end():
     """On a busy machine, unloading torch took longer than the parent waits."""
-    task = msgspec.json.encode(rank_processes.RankTask(1, "", EngineConfig(model="pocket")))
+    task = msgspec.json.encode(rank_processes.RankTask(1, "", EngineConfig(model="pocket"), key=None))
     assert subprocess.run([sys.executable, "-c", SLOW_END], input=task + b"\n", timeout=60).returncode == 0
 
 

@@ -394,6 +394,7 @@ def test_a_model_without_a_tokenizer_refuses_grammars_and_serves_the_rest(tmp_pa
         ({"regex": "a" * (MAX_CHARS + 1)}, f"at most {MAX_CHARS} characters"),
         ({"grammar": "a" * (MAX_GBNF_CHARS + 1)}, f"at most {MAX_GBNF_CHARS} characters"),
         ({"json": {"enum": ["a" * MAX_CHARS]}}, f"at most {MAX_CHARS} characters"),
+        ({"json": {"maximum": 10**20}}, "integers have at most 64 bits"),
         ({"json": "[" * 50_000}, "structured_outputs.json must be valid JSON"),
     ],
 )
