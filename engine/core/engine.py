@@ -168,6 +168,10 @@ class EngineCore:
         # calls return before their work is done needs no thread
         threaded = broadcaster is not None or (runner.overlap and not runner.device.asynchronous)
         self._executor = ThreadPoolExecutor(1, "model", runner.device.set_current) if threaded else None
+        if self._executor is not None:
+            # An interrupt while the executor starts its thread would make the interpreter wait for that thread for ever
+            # (CPython does not register it), so it starts here and not in the first step.
+            self._executor.submit(int).result()
 
     # -- requests ------------------------------------------------------------------------------------------
 
