@@ -97,13 +97,18 @@ def end_children(before: set[int]) -> list[str]:
 
 
 def command_of(pid: int) -> str:
-    """Empty for one that has ended, whether it was waited for or not, or that lasts by design."""
+    """Empty for one that has ended, whether it was waited for or not, or that lasts by design.
+
+    A process that has just been started may have no command line yet: its name stands for it.
+    """
     try:
-        with open(f"/proc/{pid}/cmdline") as file:
-            line = file.read().replace("\0", " ").strip()
+        with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/cmdline") as cmdline:
+            name, state = stat.read().split("(", 1)[1].rsplit(")", 1)
+            line = cmdline.read().replace("\0", " ").strip() or name
     except OSError:
         return ""
-    return "" if any(name in line for name in LASTING) else line
+    ended = state.split()[0] in "ZX"
+    return "" if ended or any(name in line for name in LASTING) else line
 
 
 def kill(pid: int) -> None:
