@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, Slo
 from deployments.frontend.api_keys import ApiKeys
+from deployments.http.middleware import AuthConfig
+from deployments.http.validation import UnknownFields
 from deployments.observability.tracing import TracingConfig
-from deployments.openai.middleware import AuthConfig
 from deployments.openai.parsers import ReasoningParserName, ToolCallParserName
-from deployments.openai.validation import UnknownFields
 from deployments.routing.config import Role, RoutingConfig
 from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig, HandoffConfig
 from engine.errors import ConfigError

@@ -23,7 +23,7 @@ FRONT = {  # on every node
     # of the answer it can be asked for elsewhere: whatever was begun ends with the connection.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     # Serve decodes headers before it calls an ingress, and answers 500 to bytes that are no text.
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.openai.middleware:around_serve",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.http.middleware:around_serve",
 }
 ENVIRONMENT = {
     **FRONT,

@@ -19,13 +19,13 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
+from deployments.app import http_app
 from deployments.frontend.token_channel import TokenChannel
+from deployments.http.middleware import AuthConfig
 from deployments.observability.stats import IngressStats
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import SequenceTimeline
 from deployments.observability.tracing import Tracing, TracingConfig
-from deployments.openai.app import openai_app
-from deployments.openai.middleware import AuthConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.scaling_report import queue_report
 from deployments.replicas.serve_pool import ServePool
@@ -94,7 +94,7 @@ class Ingress:
         logger.info("ingress ready startup_s=%.1f", time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # called by Serve after the constructor
-        return openai_app(self._models, self._telemetry, self._auth)
+        return http_app(self._models, self._telemetry, self._auth)
 
     async def stats(self) -> bytes:
         """Return what this ingress counts: IngressStats, in msgpack."""

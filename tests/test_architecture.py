@@ -143,7 +143,7 @@ def test_what_is_to_be_read_stays_short_enough_for_a_weekend():
         *(file for room in rooms for file in room.rglob("*.py")),
     ]
     everything = [file for files in FILES.values() for file in files]
-    for files, limit in ((path, 8_500), (everything, 28_000)):
+    for files, limit in ((path, 8_500), (everything, 31_000)):
         lines = sum(bool(line.strip()) for file in files for line in file.read_text(encoding="utf-8").splitlines())
         assert lines <= limit, f"{lines} lines"
 
@@ -165,7 +165,7 @@ def test_no_file_of_the_engine_names_ray():
         pytest.param("import engine.offline.llm, engine.core.server", {"ray"}, id="the engine without Ray"),
         # each takes seconds, also of the start of a server, which looks at its configuration first
         pytest.param(
-            "import cluster.cli.main, deployments.openai.app\n"
+            "import cluster.cli.main, deployments.app\n"
             "from cluster.cli.check.serve_config import check\n"
             "check(Path('serve_config.yaml'))",
             {"ray", "torch", "transformers"},

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 
 from deployments.frontend.generation import Generation
-from deployments.openai.context import RequestContext
+from deployments.http.context import RequestContext
 from deployments.openai.parsers.choice_parser import ChoiceParser, OutputFormat
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, OutputEvent, Reasoning
-from deployments.openai.requests import ChatBody
-from deployments.openai.responses import (
+from deployments.openai.request_bodies import ChatBody
+from deployments.openai.response_bodies import (
     CalledFunction,
     CalledFunctionDelta,
     ChatChoice,

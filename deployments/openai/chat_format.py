@@ -10,7 +10,7 @@ from typing import Any
 from deployments.openai.conversation import NamedToolChoice
 from deployments.openai.parsers import ReasoningParserName, ToolCallParserName, hermes, reasoning
 from deployments.openai.parsers.choice_parser import OutputFormat
-from deployments.openai.requests import ChatBody
+from deployments.openai.request_bodies import ChatBody
 from deployments.openai.tool_grammar import Thinking, ToolGrammar
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 
 from deployments.frontend.generation import Generation
-from deployments.openai.context import RequestContext
-from deployments.openai.requests import CompletionBody
-from deployments.openai.responses import (
+from deployments.http.context import RequestContext
+from deployments.openai.request_bodies import CompletionBody
+from deployments.openai.response_bodies import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,

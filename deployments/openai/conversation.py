@@ -8,17 +8,12 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
 from pydantic_core import PydanticCustomError
 
+from deployments.http.body import StrictModel
 from engine.errors import InvalidParameter
 
 MAX_PARTS = 1024  # of one message
 OTHER_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "video", "file")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-class StrictModel(BaseModel):
-    """A JSON object without unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class TemplateModel(BaseModel):

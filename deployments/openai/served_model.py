@@ -15,15 +15,15 @@ from deployments.frontend.availability import Availability
 from deployments.frontend.generation import Generation
 from deployments.frontend.sequence import Frontend
 from deployments.frontend.token_channel import TokenChannel
+from deployments.http.context import RequestContext
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.chat import ChatResponse
 from deployments.openai.chat_format import ChatFormat, VisibleMarkers
 from deployments.openai.completion import CompletionResponse
-from deployments.openai.context import RequestContext
 from deployments.openai.conversation import Message, Tool
 from deployments.openai.parsers import ReasoningParserName, ToolCallParserName
 from deployments.openai.parsers.choice_parser import OutputFormat
-from deployments.openai.requests import (
+from deployments.openai.request_bodies import (
     MAX_SEQUENCES,
     ChatBody,
     CompletionBody,
@@ -32,7 +32,7 @@ from deployments.openai.requests import (
     TemplateBody,
     TokenizeBody,
 )
-from deployments.openai.responses import DetokenizedText, Tokens
+from deployments.openai.response_bodies import DetokenizedText, Tokens
 from deployments.replicas.pools import EnginePool
 from engine.errors import EngineUnavailable, InvalidParameter, PromptTooLong
 from engine.text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 
 from deployments.openai.conversation import NamedToolChoice, Tool
 from deployments.openai.parsers import ToolCallParserName, hermes, reasoning
-from deployments.openai.requests import ChatBody
+from deployments.openai.request_bodies import ChatBody
 from engine.errors import InvalidParameter
 from engine.text.grammar import WHITESPACE, limits, one_line
 from engine.text.json_schema import without_annotations

@@ -14,12 +14,12 @@ from typing import Any
 
 import httpx
 
+from deployments.app import http_app
 from deployments.frontend.admission import AdmissionLimits
 from deployments.frontend.token_channel import TokenChannel
+from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.tracing import Tracing
-from deployments.openai.app import openai_app
-from deployments.openai.middleware import AuthConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
@@ -121,7 +121,7 @@ async def fake_api(
         model_info = ModelInfo(name=name, root=name, folder="", admission=admission, **{**fields, **info})
         models[name] = ServedModel(model_info, text_model or tokenizer(), LocalPool(replica), channel, telemetry)
     model = models[names[0]]
-    transport = httpx.ASGITransport(openai_app(models, telemetry, auth), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(http_app(models, telemetry, auth), raise_app_exceptions=False)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://fake") as client:
             yield FakeApi(client, model, engine, replica, channel, telemetry)

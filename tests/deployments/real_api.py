@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import uvicorn
 
+from deployments.app import http_app
 from deployments.frontend.admission import AdmissionLimits
 from deployments.frontend.token_channel import TokenChannel
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.tracing import Tracing
-from deployments.openai.app import openai_app
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
@@ -182,7 +182,7 @@ async def serving(
         admission=LIMITS,
     )
     model = ServedModel(info, Tokenizer.from_folder(folder), pool, channel, telemetry)
-    app = openai_app({"tiny": model}, telemetry)
+    app = http_app({"tiny": model}, telemetry)
     web = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
     receiving, answering = asyncio.create_task(channel.run()), asyncio.create_task(web.serve())
     try:

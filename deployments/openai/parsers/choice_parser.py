@@ -16,7 +16,7 @@ from deployments.openai.parsers.output_parser import (
     Reasoning,
 )
 from deployments.openai.parsers.reasoning import ThinkParser
-from deployments.openai.responses import FinishReason
+from deployments.openai.response_bodies import FinishReason
 from engine.text.text_stream import TextChunk
 
 

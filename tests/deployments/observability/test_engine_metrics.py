@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 from prometheus_client.core import Metric
 
+from deployments.http.debug import live_handoffs
 from deployments.observability.engine_metrics import handoff_metrics
-from deployments.openai.debug import live_handoffs
 from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats

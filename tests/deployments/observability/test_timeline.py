@@ -12,9 +12,9 @@ import pytest
 
 from deployments.frontend import retry
 from deployments.frontend.api_keys import hash_key
+from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import MAX_ENDED, MAX_EVENTS, RequestTimelines, SequenceTimeline
-from deployments.openai.middleware import AuthConfig
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent

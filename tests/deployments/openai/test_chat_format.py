@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from deployments.openai.chat_format import ChatFormat, VisibleMarkers
-from deployments.openai.requests import ChatBody
+from deployments.openai.request_bodies import ChatBody
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, MARKERS, QWEN, chat_tokenizer
 from tests.models import CHAT_TEMPLATE
 

@@ -11,16 +11,15 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
-from deployments.openai.requests import (
+from deployments.http.body import RequestBody, parse
+from deployments.http.validation import check_json_size
+from deployments.openai.request_bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
-    RequestBody,
     TokenizeBody,
-    parse,
 )
-from deployments.openai.validation import check_json_size
 from engine.errors import RequestError
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, says, tokenizer
 from tests.deployments.loop_time import longest_turn

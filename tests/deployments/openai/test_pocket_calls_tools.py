@@ -12,7 +12,7 @@ import pytest
 from deployments.openai.chat_format import ChatFormat, VisibleMarkers
 from deployments.openai.parsers.choice_parser import ChoiceParser
 from deployments.openai.parsers.output_parser import CallArguments, CallStart
-from deployments.openai.requests import ChatBody
+from deployments.openai.request_bodies import ChatBody
 from engine import LLM, SamplingParams
 from engine.model.folder import resolve
 from engine.text.text_stream import TextChunk

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deployments.openai.debug import VERSION
+from deployments.http.debug import VERSION
 from tests.deployments.fake_api import fake_api
 
 

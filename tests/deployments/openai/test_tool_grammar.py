@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from deployments.openai.chat_format import VisibleMarkers
 from deployments.openai.conversation import NamedToolChoice, Tool
-from deployments.openai.requests import ChatBody
+from deployments.openai.request_bodies import ChatBody
 from deployments.openai.tool_grammar import ToolGrammar
 from engine.errors import InvalidParameter
 from engine.text.grammar import source

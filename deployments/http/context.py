@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from deployments.openai.requests import GenerationBody
+from deployments.http.body import EngineBody
 from engine.errors import InvalidParameter
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -33,7 +33,7 @@ class RequestContext:
     """Requests with the same id should meet in one engine, which caches what they share; empty for none."""
 
     @classmethod
-    def of(cls, request: Request, body: GenerationBody, id_prefix: str) -> RequestContext:
+    def of(cls, request: Request, body: EngineBody, id_prefix: str) -> RequestContext:
         """Read the headers. Raises InvalidParameter for a bad request id, session id or timeout."""
         headers = request.headers
         id_field = "X-Request-Id" if body.request_id is None else "request_id"
@@ -51,7 +51,7 @@ class RequestContext:
         )
 
 
-def _client(request: Request, body: GenerationBody) -> str:
+def _client(request: Request, body: EngineBody) -> str:
     """Return the API key's name; without keys, the user that the body names; else the client's address.
 
     With keys the body is not trusted, or one client could take the shares of many.

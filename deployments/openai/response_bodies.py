@@ -209,14 +209,3 @@ class DetokenizedText(msgspec.Struct):
     """The response of /detokenize."""
 
     prompt: str
-
-
-class ErrorDetail(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorBody(msgspec.Struct):
-    error: ErrorDetail

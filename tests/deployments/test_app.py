@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from deployments.openai.context import RequestContext
-from deployments.openai.requests import ChatBody
-from deployments.openai.streaming import stream
+from deployments.http.context import RequestContext
+from deployments.http.streaming import stream
+from deployments.openai.request_bodies import ChatBody
 from engine.errors import Overloaded
 from engine.wire.messages import ErrorInfo
 from tests.deployments.fake_api import fake_api, says, tokenizer, until

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
-from deployments.openai.errors import error_body
+from deployments.http.errors import error_body
 
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode

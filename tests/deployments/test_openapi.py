@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from deployments.openai.app import openai_app
+from deployments.app import http_app
 from tests.deployments.fake_api import fake_api, says
 
 CHECKS = [
@@ -40,7 +40,7 @@ def url() -> Iterator[str]:
     async def serve() -> None:
         nonlocal port
         async with fake_api(says("ok")) as api:
-            app = openai_app({"fake": api.model}, api.telemetry)
+            app = http_app({"fake": api.model}, api.telemetry)
             server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
             serving = asyncio.create_task(server.serve())
             while not server.started:

@@ -11,10 +11,10 @@ import pytest
 from httpx import ASGITransport, AsyncClient
 
 from cluster import haproxy
+from deployments.app import http_app
 from deployments.frontend.api_keys import hash_key
+from deployments.http.middleware import AuthConfig, around_serve
 from deployments.observability.telemetry import Telemetry
-from deployments.openai.app import openai_app
-from deployments.openai.middleware import AuthConfig, around_serve
 from engine.errors import ConfigError
 from tests.deployments.fake_api import fake_api, until
 from tests.deployments.openai.bad_requests import BAD, Bad
@@ -67,7 +67,7 @@ def test_every_route_but_health_wants_a_key(auth):
 def test_openapi_document_tells_of_every_route(auth):
     async def scenario() -> None:
         async with fake_api() as api:
-            app = openai_app({"fake": api.model}, api.telemetry)
+            app = http_app({"fake": api.model}, api.telemetry)
             routes = {route.path.replace(":path", "") for route in app.routes}
             assert routes == {*(await api.client.get("/openapi.json")).json()["paths"], "/openapi.json"}
 
@@ -138,7 +138,7 @@ def test_longest_body_is_accepted():
 def test_bad_file_of_keys_keeps_the_application_from_starting():
     async def scenario() -> None:
         with pytest.raises(ConfigError, match="api_keys_file"):
-            openai_app({}, Telemetry("ingress-1"), AuthConfig(api_keys_file="/none"))
+            http_app({}, Telemetry("ingress-1"), AuthConfig(api_keys_file="/none"))
 
     run(scenario())
 
@@ -194,7 +194,7 @@ def test_header_that_is_no_text_is_refused_before_serve_would_decode_it(header):
     async def scenario() -> None:
         async with fake_api() as api:
             (around,) = around_serve()
-            app = around.cls(openai_app({"fake": api.model}, api.telemetry), *around.args, **around.kwargs)
+            app = around.cls(http_app({"fake": api.model}, api.telemetry), *around.args, **around.kwargs)
             async with AsyncClient(transport=ASGITransport(app), base_url="http://fake") as client:
                 for value in (b"\xff", b"a\xe9b", b"\xed\xa0\x80"):
                     response = await client.get("/version", headers={header: value})

@@ -13,10 +13,20 @@ from starlette.responses import Response
 
 from deployments.frontend.sequence import ReportedError
 from deployments.observability.telemetry import CLIENT_LEFT
-from deployments.openai.responses import ErrorBody, ErrorDetail
 from engine.errors import BodyTimeout, Overloaded, ServingError
 
 logger = logging.getLogger(__name__)
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorDetail
 
 
 def error_body(error: Exception) -> tuple[int, ErrorBody]:

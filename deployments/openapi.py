@@ -8,15 +8,15 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from deployments.http.debug import LiveHandoffs, ServerLoad, Version
+from deployments.http.errors import ErrorBody
+from deployments.http.middleware import OPEN_PATH
 from deployments.observability.timeline import RequestTimeline
-from deployments.openai.debug import LiveHandoffs, ServerLoad, Version
-from deployments.openai.middleware import OPEN_PATH
-from deployments.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from deployments.openai.responses import (
+from deployments.openai.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from deployments.openai.response_bodies import (
     ChatCompletion,
     Completion,
     DetokenizedText,
-    ErrorBody,
     ModelCard,
     ModelList,
     Tokens,

@@ -10,8 +10,8 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.frontend.api_keys import ApiKeys
-from deployments.openai.errors import error_response
-from deployments.openai.validation import UnknownFields
+from deployments.http.errors import error_response
+from deployments.http.validation import UnknownFields
 from engine.errors import BodyTimeout, BodyTooLarge, InvalidParameter, ServingError
 
 OPEN_PATH = "/health"  # for probes, which have no key

@@ -1,32 +1,22 @@
 """Request bodies, with OpenAI's field names and vLLM's additions.
 
-What becomes of fields of theirs that are not here stands in validation.py.
+What becomes of fields of theirs that are not here stands in foreign_fields.py.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-import pydantic
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import Field
 
-from deployments.openai.conversation import Message, StrictModel, Tool, ToolChoice, check_tools
-from deployments.openai.validation import UnknownFields, validation_error, without_foreign
+from deployments.http.body import EngineBody, RequestBody, StrictModel
+from deployments.openai.conversation import Message, Tool, ToolChoice, check_tools
+from deployments.openai.foreign_fields import FOREIGN_FIELDS
 from engine.errors import InvalidParameter, RequestError
 from engine.wire.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 INT32 = 2**31 - 1
-UNKNOWN_FIELDS = "unknown_fields"  # of pydantic's validation context
-MAX_FIELDS = 200
 MAX_SEQUENCES = 1024  # of one HTTP request: prompts * n
 MAX_MESSAGES = 4096
 MAX_TOOLS = 512
@@ -80,38 +70,10 @@ class StructuredOutputs(StrictModel):
     json_object: bool | None = None
 
 
-class RequestBody(BaseModel):
-    """A JSON object. null means the same as absent: the default of the model or server."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
-
-    model: str | None = Field(default=None, max_length=1024)
-    _ignored: list[str] = PrivateAttr(default_factory=list)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _sort_out(cls, body: Any, validate: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        if not isinstance(body, dict):
-            return validate(body)
-        if len(body) > MAX_FIELDS:  # pydantic would list each one that is not known
-            raise RequestError(f"the body has {len(body)} fields; no route has more than {MAX_FIELDS}")
-        given = {name: value for name, value in body.items() if value is not None}
-        kept, ignored = without_foreign(given, cls.model_fields, (info.context or {}).get(UNKNOWN_FIELDS, "refuse"))
-        parsed = validate(kept)
-        parsed._ignored = ignored
-        return parsed
-
-    @property
-    def ignored(self) -> list[str]:
-        """Fields that the client has to be told to have had no effect; whoever ignores one adds it."""
-        return self._ignored
-
-    def check(self) -> None:
-        """Raise RequestError for fields that contradict each other."""
-
-
-class GenerationBody(RequestBody):
+class GenerationBody(EngineBody):
     """Fields that chat and text completions have in common."""
+
+    foreign_fields = FOREIGN_FIELDS
 
     n: int = 1
     stream: bool = False
@@ -126,7 +88,7 @@ class GenerationBody(RequestBody):
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] = []
+    stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(default=[])
     stop_token_ids: list[int] = Field(default=[], max_length=1024, fail_fast=True)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -146,12 +108,6 @@ class GenerationBody(RequestBody):
     """Smaller runs first, if the engine's `scheduling_policy` is `priority`."""
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] = "auto"
     """`priority` runs before all others and `flex` after them, if the engine's `scheduling_policy` is `priority`."""
-    user: str | None = Field(default=None, max_length=1024)
-    """Whose fair share of the server the request counts to, where there are no API keys."""
-    safety_identifier: str | None = Field(default=None, max_length=1024)
-    """Used like `user`, if that is not given."""
-    request_id: str | None = None
-    """Part of the response's id, in place of the header X-Request-Id, which Serve gives every request."""
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Return the parameters for the engine. Raises InvalidParameter.
@@ -248,9 +204,11 @@ SAMPLING_FIELDS = GenerationBody.model_fields.keys() & set(SamplingParams.__stru
 class TemplateBody(RequestBody):
     """Fields that say how the chat template renders a conversation."""
 
+    foreign_fields = FOREIGN_FIELDS
+
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default={})
     """Variables of the chat template, for instance `enable_thinking`."""
 
     @property
@@ -394,17 +352,6 @@ class TokenizeBody(TemplateBody):
 class DetokenizeBody(RequestBody):
     """POST /detokenize"""
 
+    foreign_fields = FOREIGN_FIELDS
+
     tokens: TokenIds
-
-
-Body = TypeVar("Body", bound=RequestBody)
-
-
-def parse(kind: type[Body], raw: bytes, unknown_fields: UnknownFields = "refuse") -> Body:
-    """Return the body. Raises RequestError that names the field, its value and the expected values."""
-    try:
-        body = kind.model_validate_json(raw, context={UNKNOWN_FIELDS: unknown_fields})
-    except pydantic.ValidationError as error:
-        raise validation_error(error) from None
-    body.check()
-    return body

@@ -14,9 +14,10 @@ import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
-from deployments.openai.middleware import AuthConfig
-from deployments.openai.requests import ChatBody, CompletionBody, parse
-from deployments.openai.validation import IGNORED, NEUTRAL_VALUES, REFUSED, UNUSED
+from deployments.http.body import parse
+from deployments.http.middleware import AuthConfig
+from deployments.openai.foreign_fields import FOREIGN_FIELDS as FOREIGN
+from deployments.openai.request_bodies import ChatBody, CompletionBody
 from engine.errors import InvalidParameter
 from tests.deployments.fake_api import fake_api, says, tokenizer
 from tests.deployments.openai.bad_requests import Bad
@@ -62,10 +63,14 @@ def foreign(route: str) -> set[str]:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_field_of_openai_s_and_vllm_s_is_obeyed_or_ignored_or_refused_for_a_reason(route):
-    assert foreign(route) <= set(IGNORED) | set(REFUSED) | set(UNUSED)
-    assert not set(IGNORED) & set(REFUSED) and set(NEUTRAL_VALUES) <= set(IGNORED) | set(REFUSED)
+    assert foreign(route) <= set(FOREIGN.ignored) | set(FOREIGN.refused) | set(FOREIGN.unused)
+    assert not set(FOREIGN.ignored) & set(FOREIGN.refused) and set(FOREIGN.neutral) <= set(FOREIGN.ignored) | set(
+        FOREIGN.refused
+    )
     known = set.union(*map(defined, ROUTES))
-    assert set(IGNORED) | set(REFUSED) | set(UNUSED) <= known, "no table has a field that nobody has"
+    assert set(FOREIGN.ignored) | set(FOREIGN.refused) | set(FOREIGN.unused) <= known, (
+        "no table has a field that nobody has"
+    )
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -75,7 +80,7 @@ def test_the_documentation_says_of_every_field_what_becomes_of_it(route):
         if name in ROUTES[route][1].model_fields:
             assert f"`{name}`" in page, name
         else:
-            reason = REFUSED.get(name) or IGNORED.get(name) or UNUSED[name]
+            reason = FOREIGN.refused.get(name) or FOREIGN.ignored.get(name) or FOREIGN.unused[name]
             assert f"| `{name}` | {reason} |" in page, name
 
 
@@ -83,10 +88,10 @@ def test_the_documentation_says_of_every_field_what_becomes_of_it(route):
 def test_field_without_which_the_answer_would_be_another_is_a_400_that_names_it_and_the_reason(route):
     async def scenario() -> None:
         async with fake_api(auth=AuthConfig(unknown_fields="ignore")) as api:
-            for name in foreign(route) & set(REFUSED):
+            for name in foreign(route) & set(FOREIGN.refused):
                 response = await api.post(route, **ROUTES[route][2], **{name: ASKING.get(name, {"a": "b"})})
                 Bad(route, b"", name).check(response)
-                assert REFUSED[name] in response.json()["error"]["message"]
+                assert FOREIGN.refused[name] in response.json()["error"]["message"]
             assert not api.engine.added
 
     asyncio.run(scenario())
@@ -96,7 +101,7 @@ def test_field_without_which_the_answer_would_be_another_is_a_400_that_names_it_
 def test_field_that_is_ignored_is_named_in_a_warning_also_of_a_stream(route):
     async def scenario() -> None:
         async with fake_api(says("ok")) as api:
-            for i, name in enumerate(sorted(foreign(route) & set(IGNORED))):
+            for i, name in enumerate(sorted(foreign(route) & set(FOREIGN.ignored))):
                 body = {**ROUTES[route][2], "max_tokens": 1, "stream": i % 2 == 0}
                 response = await api.post(route, **body, **{name: ASKING.get(name, {"a": "b"})})
                 assert response.status_code == 200, (name, response.text)
@@ -110,9 +115,9 @@ def test_value_that_asks_for_nothing_is_accepted_without_a_word(route):
     async def scenario() -> None:
         async with fake_api(says("ok")) as api:  # also where max_tokens is null
             base = {**ROUTES[route][2], "max_tokens": 1}
-            values = [(name, value) for name in foreign(route) for value in NEUTRAL_VALUES.get(name, [])]
-            values += [(name, value) for name in foreign(route) - set(UNUSED) for value in (False, {}, [])]
-            values += [(name, {"a": "b"}) for name in UNUSED]
+            values = [(name, value) for name in foreign(route) for value in FOREIGN.neutral.get(name, [])]
+            values += [(name, value) for name in foreign(route) - set(FOREIGN.unused) for value in (False, {}, [])]
+            values += [(name, {"a": "b"}) for name in FOREIGN.unused]
             kind = ROUTES[route][1]
             for name, value in values:
                 assert not parse(kind, json.dumps({**base, name: value}).encode()).ignored, name

@@ -1,0 +1,54 @@
+"""The HTTP application: the routes of all APIs. They know nothing of Ray: an ingress passes in the models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+
+from deployments.frontend.api_keys import ApiKeys
+from deployments.http.debug import VERSION
+from deployments.http.errors import error_response
+from deployments.http.middleware import AuthConfig, AuthMiddleware
+from deployments.observability.telemetry import MetricsMiddleware, Telemetry
+from deployments.openai.routes import add_openai_routes
+from deployments.openai.served_model import ServedModel
+from deployments.openai.served_models import ServedModels
+from deployments.openapi import openapi_document
+from deployments.operator_routes import add_operator_routes
+from engine.errors import ServingError
+
+
+def http_app(
+    models: Mapping[str, ServedModel],
+    telemetry: Telemetry,
+    auth: AuthConfig = AuthConfig(),  # noqa: B008  frozen
+) -> FastAPI:
+    """Build the application. Raises ConfigError for a bad file of API keys.
+
+    models: by the names they are served under.
+    """
+    app = FastAPI(title="Manta", docs_url=None, redoc_url=None, redirect_slashes=False)
+    api_keys = None if auth.api_keys_file is None else ApiKeys(Path(auth.api_keys_file))
+    document = openapi_document(VERSION, with_keys=auth.api_keys_file is not None)
+    app.openapi = lambda: document  # type: ignore[method-assign]  # the way FastAPI's manual gives
+    served = ServedModels(models)
+    add_openai_routes(app, served, auth.unknown_fields)
+    add_operator_routes(app, served, telemetry)
+
+    @app.exception_handler(ServingError)
+    @app.exception_handler(HTTPException)
+    @app.exception_handler(ClientDisconnect)
+    @app.exception_handler(Exception)
+    async def on_error(_: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    app.add_middleware(AuthMiddleware, api_keys=api_keys, config=auth)
+    if auth.cors_origins:  # outside of the check of keys: a browser's first question has none
+        app.add_middleware(CORSMiddleware, allow_origins=auth.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(MetricsMiddleware, telemetry=telemetry)  # the last one is the outermost: it sees every response
+    return app

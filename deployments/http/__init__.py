@@ -1,0 +1,1 @@
+"""What every route over HTTP shares, whichever API it belongs to."""

@@ -1,0 +1,85 @@
+"""Request bodies: what they all have in common, and how one is read."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self, TypeVar
+
+import pydantic
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationInfo,
+    model_validator,
+)
+
+from deployments.http.validation import ForeignFields, UnknownFields, validation_error
+from engine.errors import RequestError
+
+UNKNOWN_FIELDS = "unknown_fields"  # of pydantic's validation context
+MAX_FIELDS = 200
+
+
+class StrictModel(BaseModel):
+    """A JSON object without unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class RequestBody(BaseModel):
+    """A JSON object. null means the same as absent: the default of the model or server."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    foreign_fields: ClassVar[ForeignFields] = ForeignFields()
+
+    model: str | None = Field(default=None, max_length=1024)
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _sort_out(cls, body: Any, validate: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        if not isinstance(body, dict):
+            return validate(body)
+        if len(body) > MAX_FIELDS:  # pydantic would list each one that is not known
+            raise RequestError(f"the body has {len(body)} fields; no route has more than {MAX_FIELDS}")
+        given = {name: value for name, value in body.items() if value is not None}
+        unknown_fields = (info.context or {}).get(UNKNOWN_FIELDS, "refuse")
+        kept, ignored = cls.foreign_fields.drop(given, cls.model_fields, unknown_fields)
+        parsed = validate(kept)
+        parsed._ignored = ignored
+        return parsed
+
+    @property
+    def ignored(self) -> list[str]:
+        """Fields that the client has to be told to have had no effect; whoever ignores one adds it."""
+        return self._ignored
+
+    def check(self) -> None:
+        """Raise RequestError for fields that contradict each other."""
+
+
+class EngineBody(RequestBody):
+    """Fields of every request that engines work on."""
+
+    user: str | None = Field(default=None, max_length=1024)
+    """Whose fair share of the server the request counts to, where there are no API keys."""
+    safety_identifier: str | None = Field(default=None, max_length=1024)
+    """Used like `user`, if that is not given."""
+    request_id: str | None = None
+    """Part of the response's id, in place of the header X-Request-Id, which Serve gives every request."""
+
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+def parse(kind: type[Body], raw: bytes, unknown_fields: UnknownFields = "refuse") -> Body:
+    """Return the body. Raises RequestError that names the field, its value and the expected values."""
+    try:
+        body = kind.model_validate_json(raw, context={UNKNOWN_FIELDS: unknown_fields})
+    except pydantic.ValidationError as error:
+        raise validation_error(error, kind.foreign_fields) from None
+    body.check()
+    return body

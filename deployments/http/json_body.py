@@ -1,0 +1,40 @@
+"""JSON in, JSON out."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deployments.http.body import Body, RequestBody, parse
+from deployments.http.validation import UnknownFields, check_json_size, warning
+from engine.errors import UnsupportedMediaType
+
+
+async def read_body(request: Request, kind: type[Body], unknown_fields: UnknownFields) -> Body:
+    """Return the body of a request. Raises RequestError, UnsupportedMediaType, or BodyTooLarge as it is read."""
+    return parse(kind, await read_json(request), unknown_fields)
+
+
+async def read_json(request: Request) -> bytes:
+    """Return the body. Raises UnsupportedMediaType, BodyTooLarge as it is read, RequestError for too many values."""
+    content_type = request.headers.get("content-type")
+    media_type = (content_type or "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not (
+        media_type.startswith("application/") and media_type.endswith("+json")
+    ):
+        raise UnsupportedMediaType(content_type)
+    body = await request.body()
+    await check_json_size(body)
+    return body
+
+
+def json_response(body: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def with_warning(body: RequestBody, response: Response) -> Response:
+    """Name the fields of the request that had no effect."""
+    if body.ignored:
+        response.headers["Warning"] = warning(body.ignored)
+    return response

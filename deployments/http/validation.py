@@ -1,0 +1,150 @@
+"""Refusals of request bodies: too many values, unsupported fields, and pydantic's errors in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pydantic
+from pydantic import JsonValue
+
+from engine.errors import InvalidParameter, RequestError
+
+UnknownFields = Literal["ignore", "refuse"]
+NOTHING: list[JsonValue] = [False, {}, []]
+HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_NAMED = 20
+
+# Limits on values in a body, each by a byte that every such value has one of: parsing takes time for values, not for
+# bytes, and keeps the GIL. Texts have such bytes too: where a plain count is above a limit, strings are left out.
+MAX_VALUES = {
+    b"{": (8_192, "objects"),
+    b"[": (16_384, "lists"),
+    b":": (65_536, "members of objects"),
+    b",": (2**20, "values"),
+}
+
+MAX_ALTERNATIVES = 3
+UNION_NOISE = ("missing", "extra_forbidden")  # they add nothing to another problem of the same path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignFields:
+    """Fields that an API defines and no route here has, each with the reason."""
+
+    unused: Mapping[str, str] = field(default_factory=dict)
+    """Dropped without a word: they promise nothing that is not so."""
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    """Ignored, and a Warning header says so: the answer is of the kind that was asked for all the same."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Refused: without them the answer would be of another kind, or to another question."""
+    neutral: Mapping[str, list[JsonValue]] = field(default_factory=dict)
+    """Values of ignored and refused fields that ask for nothing, besides those of NOTHING: dropped without a word."""
+
+    def drop(
+        self, body: dict[str, Any], known: Container[str], unknown_fields: UnknownFields
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return the body without the fields that are dropped, and the names of those whose client has to be warned."""
+        kept, ignored = {}, []
+        for name, value in body.items():
+            if name in known:
+                kept[name] = value
+            elif name in self.unused or self._is_neutral(name, value):
+                continue
+            elif name in self.ignored or (unknown_fields == "ignore" and name not in self.refused):
+                ignored.append(name)
+            else:
+                kept[name] = value  # pydantic refuses it
+        return kept, ignored
+
+    def refusal(self, name: str) -> str:
+        reason = f": {self.refused[name]}" if name in self.refused else ""
+        return f"{name} is not supported by this server{reason}"
+
+    def _is_neutral(self, name: str, value: JsonValue) -> bool:
+        return (name in self.ignored or name in self.refused) and value in [*NOTHING, *self.neutral.get(name, [])]
+
+
+def warning(ignored: list[str]) -> str:
+    """Return the value of the header Warning (RFC 7234, 5.5) for fields that were ignored."""
+    named = [name for name in ignored if HEADER_SAFE.fullmatch(name)][:MAX_NAMED]
+    rest = len(ignored) - len(named)
+    return f'299 manta "ignored: {", ".join([*named, f"{rest} more"] if rest else named)}"'
+
+
+def validation_error(error: pydantic.ValidationError, foreign: ForeignFields) -> RequestError:
+    """Return an error that names the field, its value and the expected values. `param` is the top-level field."""
+    problems: list[Any] = error.errors(include_url=False)
+    first = problems[0]
+    name = str(first["loc"][0]) if first["loc"] else None
+    path = _path(first["loc"])
+    match first["type"]:
+        case "json_invalid":
+            return RequestError(f"the body is not valid JSON: {first['ctx']['error']}")
+        case _ if name is None:
+            return RequestError("the body must be a JSON object")
+        case "missing":
+            return RequestError(f"{path} is required", name)
+        case "extra_forbidden":
+            return RequestError(foreign.refusal(path), name)
+        case _:
+            # pydantic reports a problem for each branch of a union
+            same = [p for p in problems if _path(p["loc"]) == path and p["type"] not in UNION_NOISE]
+            expected = [_expected(p["msg"]) for p in same]
+            limit = " or ".join(list(dict.fromkeys(expected))[:MAX_ALTERNATIVES])
+            invalid = InvalidParameter(path, first["input"], limit)
+            invalid.param = name
+            return invalid
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """Return a path like messages[0].role, without the names of a union's branches."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif re.fullmatch(r"[a-z_]+", part) is None or part in ("str", "int", "float", "bool"):
+            break
+        else:
+            path += f".{part}" if path else part
+    return path
+
+
+def _expected(message: str) -> str:
+    message = message.replace("Input should be ", "").replace("List should have ", "a list of ")
+    return re.sub(r" after validation, not \d+$", "", message)
+
+
+async def check_json_size(body: bytes) -> None:
+    """Raises RequestError for a body of too many values, whether it is valid JSON or not."""
+    if any(body.count(byte) > limit for byte, (limit, _) in MAX_VALUES.items()):
+        await asyncio.to_thread(_check_outside_strings, body)
+
+
+def _check_outside_strings(body: bytes) -> None:
+    counts = dict.fromkeys(MAX_VALUES, 0)
+    start = 0
+    while start < len(body):
+        quote = body.find(b'"', start)
+        end = len(body) if quote < 0 else quote
+        for byte, (limit, what) in MAX_VALUES.items():
+            counts[byte] += body.count(byte, start, end)
+            if counts[byte] > limit:
+                raise RequestError(f"the body has more than {limit} {what}, the limit of this server")
+        start = _end_of_string(body, end)
+
+
+def _end_of_string(body: bytes, quote: int) -> int:
+    """Return the position after the string that begins at `quote`, or the end of a body that ends inside it."""
+    end = body.find(b'"', quote + 1)
+    while end > 0:
+        backslashes = end
+        while body[backslashes - 1] == ord("\\"):
+            backslashes -= 1
+        if (end - backslashes) % 2 == 0:
+            return end + 1
+        end = body.find(b'"', end + 1)
+    return len(body)
