@@ -41,7 +41,7 @@ def imported_files(file: Path) -> set[Path]:
     for module in imported_modules(file.read_text(encoding="utf-8")):
         path = ROOT.joinpath(*module.split("."))
         for candidate in (path.with_suffix(".py"), path / "__init__.py", path.parent.with_suffix(".py")):
-            if candidate.is_file() and candidate != file:
+            if candidate.is_relative_to(ROOT) and candidate.is_file() and candidate != file:
                 found.add(candidate)
                 break
     return found
