@@ -89,8 +89,9 @@ def stored_dtype(folder: Path) -> str | None:
 
 def eos_token_ids(folder: Path) -> frozenset[int]:
     """Tokens that end a generation, from generation_config.json if it names any, since chat models end turns with a
-    token of their own; otherwise from config.json."""
-    for fields in (_generation_config(folder), read_json(folder, "config.json")):
+    token of their own; otherwise from config.json, where multimodal models may name them in `text_config` only."""
+    config = read_json(folder, "config.json")
+    for fields in (_generation_config(folder), config, config.get("text_config") or {}):
         ids = fields.get("eos_token_id")
         if ids is not None:
             return frozenset(ids if isinstance(ids, list) else [ids])
