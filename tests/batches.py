@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
+from engine.model.loader import load_weights, pack_weights
+from engine.model.models.registry import build_model
 
 
 class ByHand:
@@ -77,3 +80,15 @@ class ByHand:
                         del pending[seq]
             step += 1
         return outputs
+
+
+def load_by_hand(
+    folder: Path, tp: TPGroup | None = None, dtype: torch.dtype = torch.float32, quantization: str | None = None
+) -> ByHand:
+    """The model of a folder, or this rank's part of it."""
+    tp = tp or TPGroup.single()
+    cfg = ModelConfig.from_folder(folder, quantization)
+    model = build_model(cfg, tp, dtype, "cpu")
+    load_weights(model, folder, tp)
+    pack_weights(model)
+    return ByHand(model, cfg, tp=tp)

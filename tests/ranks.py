@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.distributed.tp_group import TPGroup
+from tests.batches import load_by_hand
 
 T = TypeVar("T")
 
@@ -52,3 +54,14 @@ def on_all(ranks: list[TPGroup], function: Callable[[int], T]) -> list[T]:
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(run, range(len(ranks))))
+
+
+def check_ranks(folder: Path, size: int) -> None:
+    """Assert that each of `size` ranks has the logits of the whole model, for chunks and single tokens."""
+    steps = [{0: list(range(20)), 1: [5, 6, 7]}, {0: [9], 1: [8, 11]}]
+    whole = load_by_hand(folder)
+    expected = [whole.step(tokens) for tokens in steps]
+    ranks = make_ranks(size)
+    parts = [load_by_hand(folder, tp) for tp in ranks]
+    for logits in on_all(ranks, lambda rank: [parts[rank].step(tokens) for tokens in steps]):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

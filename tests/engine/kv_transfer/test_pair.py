@@ -16,7 +16,6 @@ from engine.wire.messages import Abort, GenerateRequest, PrefillReplica, Prefill
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair
 from tests.models import make_model
-from tests.rank_pool import RankPool
 
 BLOCK = 16
 RANDOM = {"temperature": 1.0, "seed": 7, "top_p": 0.9}
@@ -39,14 +38,6 @@ def short_status_period() -> Iterator[None]:
         patch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
         yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[tuple[RankPool, RankPool]]:
-    pools = RankPool(), RankPool()
-    yield pools
-    for pool in pools:
-        pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,9 @@ from torch import Tensor
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, ModelFolderError
 from engine.model.config import ModelConfig
-from engine.model.loader import load_weights, pack_weights
 from engine.model.models.registry import build_model
 from engine.model.ops.cpu.quantized_linear import onednn_int8
-from tests.batches import ByHand
+from tests.batches import load_by_hand
 from tests.engine.model.quantization.checkpoints import (
     BLOCKS,
     FORMATS,
@@ -44,19 +43,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "llama", **SHAPE)
 
 
-def load(
-    folder: Path, tp: TPGroup | None = None, dtype: torch.dtype = torch.float32, quantization: str | None = None
-) -> ByHand:
-    tp = tp or TPGroup.single()
-    cfg = ModelConfig.from_folder(folder, quantization)
-    model = build_model(cfg, tp, dtype, "cpu")
-    load_weights(model, folder, tp)
-    pack_weights(model)
-    return ByHand(model, cfg, tp=tp)
-
-
 def logits(folder: Path, **options: Any) -> list[Tensor]:
-    model = load(folder, **options)
+    model = load_by_hand(folder, **options)
     return [model.step(tokens) for tokens in STEPS]
 
 
@@ -66,7 +54,7 @@ def test_logits_are_those_of_the_weights_that_are_meant_on_one_rank_and_on_two(s
     expected = logits(tmp_path / "twin")
     torch.testing.assert_close(logits(tmp_path / "model"), expected, atol=1e-4, rtol=0)
     ranks = make_ranks(2)
-    parts = [load(tmp_path / "model", tp) for tp in ranks]
+    parts = [load_by_hand(tmp_path / "model", tp) for tp in ranks]
     for found in on_all(ranks, lambda rank: [parts[rank].step(tokens) for tokens in STEPS]):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
@@ -194,7 +182,7 @@ def test_layers_that_are_merged_must_be_quantized_alike(source, tmp_path):
     config = FORMATS["ct_fp8_channel"][0] | {"ignore": ["lm_head", "re:.*k_proj"]}
     quantize_folder(source, tmp_path / "model", tmp_path / "twin", config, fp8(per="channel"))
     with pytest.raises(ConfigError, match=r"quantized like .*q_proj.*k_proj"):
-        load(tmp_path / "model")
+        load_by_hand(tmp_path / "model")
 
 
 def drop_scale(tensors: dict[str, Tensor]) -> None:
@@ -221,7 +209,7 @@ def test_a_checkpoint_that_lacks_what_its_format_needs_is_refused_by_name(
     change(tensors)
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     with pytest.raises(ModelFolderError, match=re.escape(problem)):
-        load(tmp_path / "model")
+        load_by_hand(tmp_path / "model")
 
 
 @pytest.mark.parametrize(("value", "fits"), [(0.0, True), (1.0, False)])
@@ -234,7 +222,7 @@ def test_biases_that_the_model_does_not_have_must_be_zero(source, tmp_path, valu
         assert logits(tmp_path / "model")[0].isfinite().all()
     else:
         with pytest.raises(ModelFolderError, match=r"unexpected tensors: model\.layers\.0\.self_attn\.o_proj\.bias"):
-            load(tmp_path / "model")
+            load_by_hand(tmp_path / "model")
 
 
 def test_half_of_the_bytes_are_read_of_a_model_in_eight_bits(source, tmp_path):

@@ -15,9 +15,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
-from engine.model.loader import fill_with_noise, load_weights, pack_weights
+from engine.model.loader import fill_with_noise, pack_weights
 from engine.model.models.registry import build_model
-from tests.batches import ByHand
+from tests.batches import ByHand, load_by_hand
 from tests.models import make_model
 from tests.ranks import make_ranks, on_all
 
@@ -48,24 +48,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return quantized, twin
 
 
-def load(folder: Path, tp: TPGroup, quantization: str | None = None) -> ByHand:
-    cfg = ModelConfig.from_folder(folder, quantization)
-    model = build_model(cfg, tp, torch.float32, "cpu")
-    load_weights(model, folder, tp)
-    pack_weights(model)
-    return ByHand(model, cfg, tp=tp)
-
-
 def logits(model: ByHand) -> list[Tensor]:
     return [model.step(tokens) for tokens in STEPS]
 
 
 def test_logits_are_those_of_what_transformers_dequantizes_on_one_rank_and_on_two(folders):
     quantized, twin = folders
-    expected = logits(load(twin, TPGroup.single()))
-    torch.testing.assert_close(logits(load(quantized, TPGroup.single())), expected, atol=1e-4, rtol=0)
+    expected = logits(load_by_hand(twin))
+    torch.testing.assert_close(logits(load_by_hand(quantized)), expected, atol=1e-4, rtol=0)
     ranks = make_ranks(2)
-    parts = [load(quantized, tp) for tp in ranks]
+    parts = [load_by_hand(quantized, tp) for tp in ranks]
     for found in on_all(ranks, lambda rank: logits(parts[rank])):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
@@ -80,4 +72,4 @@ def test_noise_in_place_of_packed_experts_gives_finite_logits(folders):
 
 def test_experts_in_another_format_are_refused_by_name(folders):
     with pytest.raises(ConfigError, match="mxfp4"):
-        load(folders[1], TPGroup.single(), quantization="fp8")
+        load_by_hand(folders[1], quantization="fp8")

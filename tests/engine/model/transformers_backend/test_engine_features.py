@@ -1,60 +1,29 @@
-"""What an engine does with a native model it does with one of transformers: handoffs, graphs, quantized weights."""
+"""What an engine does with a native model it does with one of transformers: graphs, quantized weights. Handoffs are in
+tests/engine/kv_transfer/test_families.py."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from benchmarks.fallback import without_native_code
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig
 from engine.core.engine import EngineCore
-from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
-from engine.model.loader import load_weights, pack_weights
-from engine.model.models.registry import build_model
 from engine.model.ops import dispatch
-from tests.batches import ByHand
-from tests.engine.kv_transfer.pair import Pair
+from tests.batches import load_by_hand
 from tests.engine.model.quantization.checkpoints import quantize_folder
 from tests.engine.model.quantization.test_checkpoints import FORMATS
 from tests.engine.model.transformers_backend.test_parity import random_prompt, run
 from tests.late_device import LateDevice
 from tests.models import FAMILIES, make_model
-from tests.rank_pool import RankPool
 from tests.transformers_models import make_transformers_model
 
 
 def make_config(folder, **options) -> EngineConfig:
     sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "num_threads": 1}
     return EngineConfig(model=str(folder), dtype="float32", **{**sizes, **options})
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[tuple[RankPool, RankPool]]:
-    pools = RankPool(), RankPool()
-    yield pools
-    for pool in pools:
-        pool.close()
-
-
-@pytest.mark.parametrize("name", ["SmolLM3ForCausalLM", "VaultGemmaForCausalLM", "Llama4ForCausalLM"])
-def test_a_prompt_computed_by_another_engine_gives_the_same_tokens(tmp_path, ranks, name):
-    folder = make_transformers_model(tmp_path, name)
-    alone = EngineCore.build(make_config(folder))
-    prompt = random_prompt(33)
-    expected, _ = run(alone, {"a": prompt})
-    alone.close()
-    decode, prefill = (
-        make_config(folder, handoff=HandoffConfig(role=role, policy="always", transport="tcp"))
-        for role in ("decode", "prefill")
-    )
-    with Pair(decode, prefill, ranks) as pair:
-        pair.ingress.add("a", prompt)
-        assert pair.ingress.tokens("a") == expected["a"]
-        assert len(pair.prefill_requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -99,9 +68,5 @@ def test_torch_compile_is_refused_in_one_line(tmp_path):
 
 @torch.inference_mode()
 def logits(folder) -> torch.Tensor:
-    cfg = ModelConfig.from_folder(folder)
-    model = build_model(cfg, TPGroup.single(), torch.float32, "cpu")
-    load_weights(model, folder, TPGroup.single())
-    pack_weights(model)
-    hand = ByHand(model, cfg, tp=TPGroup.single())
+    hand = load_by_hand(folder)
     return torch.cat([hand.step({0: random_prompt(20)}), hand.step({0: [9], 1: [8, 11]})])

@@ -9,10 +9,8 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.families import ONE_RANK, TRANSFORMERS
-from engine.model.loader import load_weights
 from engine.model.models.registry import build_model
-from tests.batches import ByHand
-from tests.ranks import make_ranks, on_all
+from tests.ranks import check_ranks
 from tests.transformers_models import make_transformers_model
 
 # One for each way in which heads meet the ranks: split, computed whole by each, experts, a scaled tied embedding.
@@ -24,8 +22,7 @@ SPLIT = [
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_every_rank_has_the_logits_of_the_unsharded_model(tmp_path, name):
-    folder = make_transformers_model(tmp_path, name)
-    check_ranks(folder, 2)
+    check_ranks(make_transformers_model(tmp_path, name), 2)
 
 
 @pytest.mark.parametrize("name", ["Glm4ForCausalLM", "Dots1ForCausalLM"])
@@ -38,20 +35,3 @@ def test_a_model_without_a_plan_is_not_split(tmp_path, name):
     cfg = ModelConfig.from_folder(make_transformers_model(tmp_path, name))
     with pytest.raises(ConfigError, match=f"tensor_parallel must be 1: transformers has no plan to split {name}"):
         build_model(cfg, TPGroup(0, 2), torch.float32, "cpu")
-
-
-def check_ranks(folder, size):
-    cfg = ModelConfig.from_folder(folder)
-
-    def load(tp: TPGroup) -> ByHand:
-        model = build_model(cfg, tp, torch.float32, "cpu")
-        load_weights(model, folder, tp)
-        return ByHand(model, cfg, tp=tp)
-
-    steps = [{0: list(range(20)), 1: [5, 6, 7]}, {0: [9], 1: [8, 11]}]
-    whole = load(TPGroup.single())
-    expected = [whole.step(tokens) for tokens in steps]
-    ranks = make_ranks(size)
-    parts = [load(tp) for tp in ranks]
-    for logits in on_all(ranks, lambda rank: [parts[rank].step(tokens) for tokens in steps]):
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rank_pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[tuple[RankPool, RankPool]]:
+    """Of a decode engine and of a prefill engine."""
+    pools = RankPool(), RankPool()
+    yield pools
+    for pool in pools:
+        pool.close()

@@ -1,0 +1,80 @@
+"""Prompts that another engine has computed, for models whose attention or layers differ from Llama's: sinks, windows,
+chunks, softcaps, experts, merged projections; by native code and by transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig, HandoffConfig
+from engine.core.engine import EngineCore
+from engine.wire.messages import GenerateRequest, TokenDelta
+from engine.wire.sampling_params import SamplingParams
+from tests.engine.kv_transfer.pair import Pair
+from tests.models import FAMILIES, make_model
+from tests.transformers_models import make_transformers_model
+
+BY_TRANSFORMERS = ("SmolLM3ForCausalLM", "VaultGemmaForCausalLM", "Llama4ForCausalLM")
+NATIVE = ("gpt_oss", "gemma2", "gemma3", "mixtral", "qwen3_moe", "phi3", "glm4_moe")
+LENGTHS = (33, 8, 1)  # more than the windows of 8 tokens, as many, and too few for a block
+
+
+def make(folder: Path, name: str) -> Path:
+    return make_model(folder, name) if name in FAMILIES else make_transformers_model(folder, name)
+
+
+def make_config(folder: Path, role: str | None = None, tensor_parallel: int = 1) -> EngineConfig:
+    handoff = HandoffConfig(role=role, policy="always", transport="tcp") if role else None
+    sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_threads": 1}
+    return EngineConfig(model=str(folder), dtype="float32", tensor_parallel=tensor_parallel, handoff=handoff, **sizes)
+
+
+def prompt(length: int) -> list[int]:
+    return [3 + 7 * i * i % 89 for i in range(length)]
+
+
+def alone(folder: Path) -> list[tuple[list[int], list[float]]]:
+    core = EngineCore.build(make_config(folder))
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+    answers = []
+    for length in LENGTHS:
+        core.add(GenerateRequest(request_id=f"{length}", prompt=prompt(length), params=params))
+        deltas = []
+        while core.has_work:
+            deltas += [event.delta for event in core.step()]
+        answers.append(flat(deltas))
+    core.close()
+    return answers
+
+
+def flat(deltas: list[TokenDelta]) -> tuple[list[int], list[float]]:
+    entries = [entry for delta in deltas for entry in delta.logprobs or []]
+    return [entry.token_id for entry in entries], [entry.logprob for entry in entries]
+
+
+@pytest.mark.parametrize(
+    ("name", "decode", "prefill"),
+    [
+        *((name, 1, 1) for name in (*NATIVE, *BY_TRANSFORMERS)),
+        *(
+            pytest.param(name, decode, prefill, marks=pytest.mark.slow)
+            for name in ("gpt_oss", "gemma3", "mixtral", "phi3", "VaultGemmaForCausalLM")
+            for decode, prefill in ((1, 2), (2, 1))
+        ),
+    ],
+)
+def test_a_prompt_computed_by_another_engine_gives_the_same_tokens_and_log_probabilities(
+    tmp_path, ranks, name, decode, prefill
+):
+    folder = make(tmp_path, name)
+    expected = alone(folder)
+    configs = make_config(folder, "decode", decode), make_config(folder, "prefill", prefill)
+    with Pair(*configs, ranks) as pair:
+        for length in LENGTHS:
+            pair.ingress.add(f"{length}", prompt(length), logprobs=0)
+        for length, (tokens, logprobs) in zip(LENGTHS, expected, strict=True):
+            assert pair.ingress.tokens(f"{length}") == tokens
+            assert flat(pair.ingress.deltas[f"{length}"])[1] == pytest.approx(logprobs, abs=1e-4)
+        pair.settle()
+        assert sum(pair.decode.status.handoffs.results["received"].values()) == len(LENGTHS)
