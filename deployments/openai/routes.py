@@ -24,8 +24,9 @@ def add_openai_routes(app: FastAPI, models: ServedModels, unknown_fields: Unknow
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = await read_body(request, ChatBody, unknown_fields)
-        response = await models.find(body.model).chat(body, RequestContext.of(request, body, "chatcmpl"))
-        return await _respond(request, body, response)
+        context = RequestContext.of(request, body, "chatcmpl")
+        output = await models.find(body.model).chat(body, context)
+        return await _respond(request, body, ChatResponse(body, context, output))
 
     @app.post("/v1/completions")
     async def completion(request: Request) -> Response:

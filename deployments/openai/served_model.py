@@ -17,8 +17,8 @@ from deployments.frontend.sequence import Frontend
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.context import RequestContext
 from deployments.observability.telemetry import Telemetry
-from deployments.openai.chat import ChatResponse
 from deployments.openai.chat_format import ChatFormat, VisibleMarkers
+from deployments.openai.chat_output import ChatOutput
 from deployments.openai.completion import CompletionResponse
 from deployments.openai.conversation import Message, Tool
 from deployments.openai.parsers import ReasoningParserName, ToolCallParserName
@@ -115,14 +115,15 @@ class ServedModel:
             if not await self.pool.asleep():
                 raise
 
-    async def chat(self, body: ChatBody, context: RequestContext) -> ChatResponse:
+    async def chat(self, body: ChatBody, context: RequestContext) -> ChatOutput:
         """Raises RequestError, and Overloaded before any work is done."""
         self.admission.check(context.client)
         self._format.check(body)
         requests, output_format = await asyncio.to_thread(self._prepare_chat, body, context)
         generation = Generation(self._frontend, requests, context.client)
-        return ChatResponse(
-            body, context, self.info.name, self.info.fingerprint, generation, self._tokenizer, output_format
+        info = self.info
+        return ChatOutput(
+            info.name, info.fingerprint, generation, self._tokenizer, output_format, body.n, streaming=body.stream
         )
 
     async def completion(self, body: CompletionBody, context: RequestContext) -> CompletionResponse:

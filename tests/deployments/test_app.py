@@ -10,6 +10,7 @@ import pytest
 
 from deployments.http.context import RequestContext
 from deployments.http.streaming import stream
+from deployments.openai.chat import ChatResponse
 from deployments.openai.request_bodies import ChatBody
 from engine.errors import Overloaded
 from engine.wire.messages import ErrorInfo
@@ -128,8 +129,8 @@ def test_closing_a_stream_aborts_all_its_sequences():
     async def scenario() -> None:
         async with fake_api() as api:
             body = ChatBody.model_validate({"messages": HELLO, "n": 3, "stream": True})
-            response = await api.model.chat(body, RequestContext("chatcmpl-1", 0, "test"))
-            async with aclosing(response.chunks()) as chunks:
+            output = await api.model.chat(body, RequestContext("chatcmpl-1", 0, "test"))
+            async with aclosing(output.chunks()) as chunks:
                 await anext(chunks)
             await until(lambda: len(api.engine.aborted) == 3)
             assert api.engine.num_live == 0
@@ -164,7 +165,8 @@ def test_loss_of_the_replica_ends_a_stream_with_an_error_event():
     async def scenario() -> None:
         async with fake_api(max_replays=0) as api:
             body = ChatBody.model_validate({"messages": HELLO, "stream": True})
-            response = await api.model.chat(body, RequestContext("chatcmpl-1", 0, "test"))
+            context = RequestContext("chatcmpl-1", 0, "test")
+            response = ChatResponse(body, context, await api.model.chat(body, context))
             event_stream = await stream(response.chunks())
             api.engine.paused.set()
             api.replica.fail("rank 0 died")

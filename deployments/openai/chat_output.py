@@ -1,0 +1,82 @@
+"""The output of a chat request as parsed events, from which each API builds its own response."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+
+from deployments.frontend.generation import Generation
+from deployments.frontend.sequence import Usage
+from deployments.openai.parsers.choice_parser import ChoiceParser, OutputFormat
+from deployments.openai.parsers.output_parser import OutputEvent
+from deployments.openai.response_bodies import ChatTokenLogprob, FinishReason, TopLogprob
+from engine.text.text_stream import TextChunk
+from engine.text.tokenizer import Tokenizer
+
+
+class ChatOutputChunk(msgspec.Struct, frozen=True):
+    """What one step adds to one choice. msgspec, because a stream builds one per token."""
+
+    index: int
+    """Of the choice."""
+    events: list[OutputEvent]
+    num_tool_calls: int
+    """Calls that the choice had before these events."""
+    logprobs: list[ChatTokenLogprob]
+    """Of all its tokens, those of tags too; empty if the request does not ask for any."""
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+
+
+@dataclass(slots=True)
+class ChatOutput:
+    """Runs the generation once, through `chunks`."""
+
+    model: str
+    """The name under which the model is served."""
+    fingerprint: str | None
+    generation: Generation
+    tokenizer: Tokenizer
+    output_format: OutputFormat
+    num_choices: int
+    streaming: bool
+    """See PartialToolCall."""
+    parsers: list[ChoiceParser] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parsers = [ChoiceParser(self.output_format, streaming=self.streaming) for _ in range(self.num_choices)]
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return self.generation.usage
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of reasoning so far; None for a model that is not known to reason."""
+        return sum(parser.reasoning_tokens for parser in self.parsers) if self.output_format.reasoning else None
+
+    async def chunks(self) -> AsyncGenerator[ChatOutputChunk]:
+        """Yield the output of all choices as it comes. Raises what Generation.chunks raises."""
+        async with aclosing(self.generation.chunks()) as chunks:
+            async for chunk in chunks:
+                parser = self.parsers[chunk.index]
+                num_tool_calls, events = parser.num_tool_calls, parser.add(chunk)
+                finish_reason = parser.finish_reason(chunk)
+                yield ChatOutputChunk(
+                    chunk.index, events, num_tool_calls, self._logprobs(chunk), finish_reason, chunk.stop_reason
+                )
+
+    def _logprobs(self, chunk: TextChunk) -> list[ChatTokenLogprob]:
+        logprobs = []
+        for entry in chunk.logprobs or []:
+            token = self._top_logprob(entry.token_id, entry.logprob)
+            top = [self._top_logprob(token_id, logprob) for token_id, logprob in entry.top]
+            logprobs.append(ChatTokenLogprob(token.token, token.logprob, token.bytes, top))
+        return logprobs
+
+    def _top_logprob(self, token_id: int, logprob: float) -> TopLogprob:
+        return TopLogprob(self.tokenizer.token_text(token_id), logprob, list(self.tokenizer.token_bytes(token_id)))
