@@ -84,7 +84,8 @@ def ingress(
         **OPTIONS,
         **scaling,
     )
-    return deployment.bind(infos, pools, config.log, config.tracing_config(), config.ingress.auth())
+    edge = config.ingress
+    return deployment.bind(infos, pools, config.log, config.tracing_config(), edge.auth(), edge.batches())
 
 
 def _check_capacity(config: AppConfig) -> None:

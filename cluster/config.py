@@ -14,6 +14,7 @@ from deployments.frontend.api_keys import ApiKeys
 from deployments.http.middleware import AuthConfig
 from deployments.http.validation import UnknownFields
 from deployments.observability.tracing import TracingConfig
+from deployments.openai.batches.config import BatchConfig
 from deployments.openai.parsers import ReasoningParserName, ToolCallParserName
 from deployments.routing.config import Role, RoutingConfig
 from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig, HandoffConfig
@@ -113,9 +114,12 @@ class IngressSection(Section):
         default=None, min_length=1
     )  #: on every node with an ingress; None admits everybody
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: of a file, which has accordingly more time to come
     body_timeout_s: float = Field(default=60.0, gt=0)  #: for a request's body to come; else 408
     cors_origins: list[str] = Field(default=[])  #: web pages that may send requests from browsers; `*` for all
     unknown_fields: UnknownFields = "refuse"  #: of requests, that neither OpenAI nor vLLM has
+    batch_dir: str | None = Field(default="~/.local/state/manta/batches", min_length=1)
+    """Folder of files and batches, shared by all ingresses; null for none (docs/batches.md)."""
 
     def auth(self) -> AuthConfig:
         """Return the limits of the HTTP edge. Raises ConfigError for a bad file of keys."""
@@ -124,10 +128,14 @@ class IngressSection(Section):
         return AuthConfig(
             api_keys_file=self.api_keys_file,
             max_body_bytes=self.max_body_bytes,
+            max_upload_bytes=self.max_upload_bytes,
             body_timeout_s=self.body_timeout_s,
             cors_origins=tuple(self.cors_origins),
             unknown_fields=self.unknown_fields,
         )
+
+    def batches(self) -> BatchConfig:
+        return BatchConfig(folder=self.batch_dir)
 
 
 class SloSection(Section):

@@ -15,6 +15,8 @@ from deployments.http.debug import VERSION
 from deployments.http.errors import error_response
 from deployments.http.middleware import AuthConfig, AuthMiddleware
 from deployments.observability.telemetry import MetricsMiddleware, Telemetry
+from deployments.openai.batches.config import BatchConfig
+from deployments.openai.batches.routes import add_batch_routes
 from deployments.openai.routes import add_openai_routes
 from deployments.openai.served_model import ServedModel
 from deployments.openai.served_models import ServedModels
@@ -27,6 +29,7 @@ def http_app(
     models: Mapping[str, ServedModel],
     telemetry: Telemetry,
     auth: AuthConfig = AuthConfig(),  # noqa: B008  frozen
+    batches: BatchConfig = BatchConfig(),  # noqa: B008  frozen
 ) -> FastAPI:
     """Build the application. Raises ConfigError for a bad file of API keys.
 
@@ -38,6 +41,7 @@ def http_app(
     app.openapi = lambda: document  # type: ignore[method-assign]  # the way FastAPI's manual gives
     served = ServedModels(models)
     add_openai_routes(app, served, auth.unknown_fields)
+    add_batch_routes(app, batches, auth.cors_origins)
     add_operator_routes(app, served, telemetry)
 
     @app.exception_handler(ServingError)

@@ -12,6 +12,9 @@ from deployments.http.debug import LiveHandoffs, ServerLoad, Version
 from deployments.http.errors import ErrorBody
 from deployments.http.middleware import OPEN_PATH
 from deployments.observability.timeline import RequestTimeline
+from deployments.openai.batches.files import File
+from deployments.openai.batches.objects import DeletedFile, FileList, FileQuery, UploadForm
+from deployments.openai.batches.routes import FORM
 from deployments.openai.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from deployments.openai.response_bodies import (
     ChatCompletion,
@@ -23,7 +26,7 @@ from deployments.openai.response_bodies import (
 )
 
 REF = "#/components/schemas/{}"
-# (method, path): (summary, request body, response body or its media type)
+# (method, path): (summary, request body or with GET the query, response body or its media type)
 ROUTES: dict[tuple[str, str], tuple[str, type[BaseModel] | None, type[msgspec.Struct] | str | None]] = {
     ("post", "/v1/chat/completions"): ("Answer a conversation.", ChatBody, ChatCompletion),
     ("post", "/v1/completions"): ("Go on with a text.", CompletionBody, Completion),
@@ -31,6 +34,11 @@ ROUTES: dict[tuple[str, str], tuple[str, type[BaseModel] | None, type[msgspec.St
     ("post", "/detokenize"): ("Token ids to text.", DetokenizeBody, DetokenizedText),
     ("get", "/v1/models"): ("The models that are served.", None, ModelList),
     ("get", "/v1/models/{name}"): ("One of them.", None, ModelCard),
+    ("post", "/v1/files"): ("Store the requests of a batch.", UploadForm, File),
+    ("get", "/v1/files"): ("The files, newest first.", FileQuery, FileList),
+    ("get", "/v1/files/{name}"): ("One of them.", None, File),
+    ("delete", "/v1/files/{name}"): ("Delete it.", None, DeletedFile),
+    ("get", "/v1/files/{name}/content"): ("Its content.", None, "application/octet-stream"),
     ("get", "/health"): ("200 if every model has an engine that makes progress.", None, None),
     ("get", "/ping"): ("The same.", None, None),
     ("get", "/version"): ("The version of this server.", None, Version),
@@ -40,6 +48,7 @@ ROUTES: dict[tuple[str, str], tuple[str, type[BaseModel] | None, type[msgspec.St
     ("get", "/debug/requests/{name}"): ("What happened to a request; never its text.", None, RequestTimeline),
 }
 STREAMING = {"/v1/chat/completions", "/v1/completions"}
+FORMS = {"/v1/files"}
 NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
@@ -49,14 +58,19 @@ def openapi_document(version: str, *, with_keys: bool) -> dict[str, Any]:
     result_refs, result_schemas = msgspec.json.schema_components(results, ref_template=REF.format("{name}"))
     refs = dict(zip(results, result_refs, strict=True))
     body_refs, definitions = models_json_schema(
-        [(body, "validation") for _, body, _ in ROUTES.values() if body], ref_template=REF.format("{model}")
+        [(body, "validation") for (method, _), (_, body, _) in ROUTES.items() if body and method != "get"],
+        ref_template=REF.format("{model}"),
     )
     error = {"description": "An error.", "content": _json_content(refs[ErrorBody])}
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), (summary, body, result) in ROUTES.items():
         operation: dict[str, Any] = {"summary": summary}
-        if body is not None:
-            operation["requestBody"] = {"required": True, "content": _json_content(body_refs[body, "validation"])}
+        operation["parameters"] = [NAME] if "{name}" in path else []
+        if body is not None and method == "get":
+            operation["parameters"] += _query(body)
+        elif body is not None:
+            content = {FORM if path in FORMS else "application/json": {"schema": body_refs[body, "validation"]}}
+            operation["requestBody"] = {"required": True, "content": content}
         ok: dict[str, Any] = {"description": "Done."}
         if isinstance(result, str):
             ok["content"] = {result: {"schema": {"type": "string"}}}
@@ -65,11 +79,9 @@ def openapi_document(version: str, *, with_keys: bool) -> dict[str, Any]:
         if path in STREAMING:
             ok["content"]["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe a stream of events
         operation["responses"] = {"200": ok, "default": error}
-        if "{name}" in path:
-            operation["parameters"] = [NAME]
         if with_keys and path == OPEN_PATH:
             operation["security"] = []
-        paths[path] = {method: operation}
+        paths.setdefault(path, {})[method] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "Manta", "version": version},
@@ -80,6 +92,13 @@ def openapi_document(version: str, *, with_keys: bool) -> dict[str, Any]:
         },
         **({"security": [{"key": []}]} if with_keys else {}),
     }
+
+
+def _query(fields: type[BaseModel]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "query", "schema": schema}
+        for name, schema in fields.model_json_schema()["properties"].items()
+    ]
 
 
 def _json_content(schema: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from deployments.http.validation import UnknownFields
 from engine.errors import BodyTimeout, BodyTooLarge, InvalidParameter, ServingError
 
 OPEN_PATH = "/health"  # for probes, which have no key
+UPLOAD_PATH = "/v1/files"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class AuthConfig:
     max_body_bytes: int = 16 * 2**20
     body_timeout_s: float = 60.0
     """From the first byte of a request to the last one of its body."""
+    max_upload_bytes: int = 200 * 2**20
+    """Limit for bodies of UPLOAD_PATH, which have accordingly more time than others."""
     cors_origins: tuple[str, ...] = ()
     """Web pages that may send requests from a browser; `*` for all."""
     unknown_fields: UnknownFields = "refuse"
@@ -67,7 +70,9 @@ class AuthMiddleware:
         except ServingError as error:
             await error_response(error)(scope, receive, send)
         else:
-            await self._app(scope, _BodyLimit(receive, self._config), send)
+            limit = self._max_bytes(scope)
+            timeout_s = self._config.body_timeout_s * max(1.0, limit / self._config.max_body_bytes)
+            await self._app(scope, _BodyLimit(receive, limit, timeout_s), send)
 
     def _check(self, scope: Scope) -> None:
         """Raises InvalidApiKey or BodyTooLarge."""
@@ -75,17 +80,21 @@ class AuthMiddleware:
         if self._api_keys is not None and get_path(scope) != OPEN_PATH:
             scope.setdefault("state", {})["api_key_name"] = self._api_keys.name_of(headers.get("authorization"))
         length = headers.get("content-length", "")
-        if length.isdecimal() and len(length) < 20 and int(length) > self._config.max_body_bytes:
-            raise BodyTooLarge(self._config.max_body_bytes)
+        limit = self._max_bytes(scope)
+        if length.isdecimal() and len(length) < 20 and int(length) > limit:
+            raise BodyTooLarge(limit)
+
+    def _max_bytes(self, scope: Scope) -> int:
+        return self._config.max_upload_bytes if get_path(scope) == UPLOAD_PATH else self._config.max_body_bytes
 
 
 class _BodyLimit:
     """A `receive` that counts bytes, because a chunked body does not announce its length, and has a deadline."""
 
-    def __init__(self, receive: Receive, config: AuthConfig):
-        self._receive, self._limit, self._bytes = receive, config.max_body_bytes, 0
-        self._timeout_s = config.body_timeout_s
-        self._deadline: float | None = asyncio.get_running_loop().time() + config.body_timeout_s  # None: it is all here
+    def __init__(self, receive: Receive, limit: int, timeout_s: float):
+        self._receive, self._limit, self._bytes = receive, limit, 0
+        self._timeout_s = timeout_s
+        self._deadline: float | None = asyncio.get_running_loop().time() + timeout_s  # None: it is all here
 
     async def __call__(self) -> Message:
         try:

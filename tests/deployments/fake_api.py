@@ -20,6 +20,7 @@ from deployments.frontend.token_channel import TokenChannel
 from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.tracing import Tracing
+from deployments.openai.batches.config import BatchConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
@@ -99,6 +100,7 @@ async def fake_api(
     *,
     tracing: Tracing | None = None,
     auth: AuthConfig = AuthConfig(),  # noqa: B008  frozen
+    batches: BatchConfig = BatchConfig(),  # noqa: B008  frozen
     names: tuple[str, ...] = ("fake",),
     text_model: Tokenizer | None = None,
     **info: Any,
@@ -121,7 +123,7 @@ async def fake_api(
         model_info = ModelInfo(name=name, root=name, folder="", admission=admission, **{**fields, **info})
         models[name] = ServedModel(model_info, text_model or tokenizer(), LocalPool(replica), channel, telemetry)
     model = models[names[0]]
-    transport = httpx.ASGITransport(http_app(models, telemetry, auth), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(http_app(models, telemetry, auth, batches), raise_app_exceptions=False)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://fake") as client:
             yield FakeApi(client, model, engine, replica, channel, telemetry)

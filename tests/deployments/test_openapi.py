@@ -20,6 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from deployments.app import http_app
+from deployments.openai.batches.config import BatchConfig
 from tests.deployments.fake_api import fake_api, says
 
 CHECKS = [
@@ -32,15 +33,15 @@ CHECKS = [
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Serve the API over HTTP in a thread, and return its URL."""
     started, stop = threading.Event(), threading.Event()
-    port = 0
+    port, folder = 0, tmp_path_factory.mktemp("batches")
 
     async def serve() -> None:
         nonlocal port
         async with fake_api(says("ok")) as api:
-            app = http_app({"fake": api.model}, api.telemetry)
+            app = http_app({"fake": api.model}, api.telemetry, batches=BatchConfig(folder=str(folder)))
             server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
             serving = asyncio.create_task(server.serve())
             while not server.started:

@@ -1,0 +1,125 @@
+"""The routes of files and batches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import pydantic
+from fastapi import Depends, FastAPI, Request, Response
+from starlette.datastructures import UploadFile
+from starlette.responses import FileResponse
+
+from deployments.http.json_body import json_response
+from deployments.http.validation import ForeignFields, validation_error
+from deployments.openai.batches.config import BatchConfig
+from deployments.openai.batches.files import Files
+from deployments.openai.batches.objects import DeletedFile, FileList, FileQuery, UploadForm
+from engine.errors import ForbiddenOrigin, InvalidParameter, NotConfigured, StorageError, UnsupportedMediaType
+
+logger = logging.getLogger(__name__)
+
+FORM = "multipart/form-data"
+MAX_FORM_FIELDS = 8
+P = ParamSpec("P")
+R = TypeVar("R")
+Fields = TypeVar("Fields", bound=pydantic.BaseModel)
+
+
+def add_batch_routes(app: FastAPI, config: BatchConfig, cors_origins: tuple[str, ...]) -> None:
+    async def check_configured() -> None:
+        if config.folder is None:
+            raise NotConfigured("files and batches", "ingress.batch_dir")
+
+    folder = Path(config.folder or "").expanduser()
+    _add_file_routes(app, [Depends(check_configured)], Files(folder / "files"), cors_origins)
+
+
+def _add_file_routes(app: FastAPI, needs: list[Any], files: Files, cors_origins: tuple[str, ...]) -> None:
+    @app.post("/v1/files", dependencies=needs)
+    async def upload(request: Request) -> Response:
+        check_origin(request, cors_origins)
+        content_type = request.headers.get("content-type")
+        if not (content_type or "").lower().startswith(FORM):
+            raise UnsupportedMediaType(content_type, FORM)
+        try:
+            async with request.form(max_files=1, max_fields=MAX_FORM_FIELDS) as fields:
+                form = parse(UploadForm, nested(fields))
+                if not isinstance(form.file, UploadFile):
+                    raise InvalidParameter("file", form.file, "a file with a name")
+                content, name = form.file.file, form.file.filename or "upload"
+                seconds = form.expires_after.seconds
+                return json_response(await asyncio.to_thread(files.upload, content, owner(request), name, seconds))
+        except OSError as error:  # also of the temporary file that a form is kept in
+            raise storage_error(error) from None
+
+    @app.get("/v1/files", dependencies=needs)
+    async def list_files(request: Request) -> Response:
+        query = parse(FileQuery, dict(request.query_params))
+        found, has_more = await in_thread(
+            files.page, owner(request), query.limit, query.after, query.purpose, newest_first=query.order == "desc"
+        )
+        return json_response(FileList.of(found, has_more))
+
+    @app.get("/v1/files/{name}", dependencies=needs)
+    async def retrieve_file(request: Request, name: str) -> Response:
+        return json_response(await in_thread(files.get, name, owner(request)))
+
+    @app.get("/v1/files/{name}/content", dependencies=needs)
+    async def content(request: Request, name: str) -> Response:
+        file, path = await in_thread(files.content, name, owner(request))
+        return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
+
+    @app.delete("/v1/files/{name}", dependencies=needs)
+    async def delete_file(request: Request, name: str) -> Response:
+        await in_thread(files.delete, name, owner(request))
+        return json_response(DeletedFile(name))
+
+
+def owner(request: Request) -> str | None:
+    """Return the name of the API key. Each key sees its own objects only; without keys they are everybody's."""
+    name: str | None = getattr(request.state, "api_key_name", None)
+    return name
+
+
+def check_origin(request: Request, allowed: tuple[str, ...]) -> None:
+    """Raise ForbiddenOrigin for a web page's form: unlike JSON, browsers send it to any server without asking first."""
+    origin = request.headers.get("origin")
+    if origin is not None and origin not in allowed and "*" not in allowed:
+        raise ForbiddenOrigin(origin)
+
+
+def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a form with those like `a[b]` as an object `a`."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if (match := re.fullmatch(r"(\w+)\[(\w+)\]", name)) is None:
+            found[name] = value
+        elif isinstance(parent := found.setdefault(match[1], {}), dict):
+            parent[match[2]] = value
+    return found
+
+
+def parse(kind: type[Fields], given: dict[str, Any]) -> Fields:
+    """Return the fields of a form or of a query. Raises RequestError."""
+    try:
+        return kind.model_validate(given)
+    except pydantic.ValidationError as error:
+        raise validation_error(error, ForeignFields()) from None
+
+
+async def in_thread(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Work with files. Raises StorageError in place of OSError."""
+    try:
+        return await asyncio.to_thread(work, *args, **kwargs)
+    except OSError as error:
+        raise storage_error(error) from None
+
+
+def storage_error(error: OSError) -> StorageError:
+    logger.error("files cannot be stored or read: %s", error)
+    return StorageError(error.strerror or type(error).__name__)
