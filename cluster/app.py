@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
+from cluster import haproxy
 from cluster.autoscaling.slo import autoscaling_config
 from cluster.config import BUILDER, AppConfig, ModelSection
 from cluster.model_info import model_info
@@ -45,12 +47,25 @@ def build(args: dict[str, Any]) -> Application:
                 "Ray listens at %s without authentication (RAY_AUTH_MODE is not `token`): whoever reaches it can run "
                 "code here. See docs/security.md", ray.util.get_node_ip_address(),
             )  # fmt: skip
+        _check_tls()
         infos = [model_info(model, config.ingress) for model in config.models]
         _check_capacity(config)
         return ingress(config, infos, [_pools(model, config.log) for model in config.models])
     except StartupError as error:
         ray_compat.end_serve_run(str(error))
         raise
+
+
+def _check_tls() -> None:
+    """Raise StartupError if HAProxy would speak plain HTTP to ingresses that have a certificate."""
+    if not ray.is_initialized() or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+        return
+    certfile, haproxys = ray_compat.certificate(), os.environ.get(haproxy.CERTFILE)
+    if certfile != haproxys:
+        raise StartupError(
+            f"http_options.ssl_certfile is {certfile}, and HAProxy's {haproxys}: set {haproxy.CERTFILE} and "
+            f"{haproxy.KEYFILE} to the same files in the environment of `ray start` on every node"
+        )
 
 
 def _warn_without_policy(config: AppConfig, args: dict[str, Any]) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, Slo
-from deployments.frontend.api_keys import ApiKeys
 from deployments.http.middleware import AuthConfig
 from deployments.http.validation import UnknownFields
 from deployments.observability.tracing import TracingConfig
@@ -112,7 +110,9 @@ class IngressSection(Section):
     max_waiting_tokens: int = Field(default=2**22, ge=1)  #: tokens of their prompts
     api_keys_file: str | None = Field(
         default=None, min_length=1
-    )  #: on every node with an ingress; None admits everybody
+    )  #: on every node with an ingress; without any key everybody may come in
+    api_keys: list[str] = Field(default=[])  #: further keys, as lines of that file (`manta hash-key`)
+    root_path: str = Field(default="", pattern=r"^(/[^/\s]+)*$")  #: prefix of all paths at a proxy in front: `/llm`
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: of a file, which has accordingly more time to come
     body_timeout_s: float = Field(default=60.0, gt=0)  #: for a request's body to come; else 408
@@ -122,17 +122,19 @@ class IngressSection(Section):
     """Folder of files and batches, shared by all ingresses; null for none (docs/batches.md)."""
 
     def auth(self) -> AuthConfig:
-        """Return the limits of the HTTP edge. Raises ConfigError for a bad file of keys."""
-        if self.api_keys_file is not None:
-            ApiKeys(Path(self.api_keys_file))
-        return AuthConfig(
+        """Return the limits of the HTTP edge. Raises ConfigError for bad keys."""
+        auth = AuthConfig(
             api_keys_file=self.api_keys_file,
+            api_keys=tuple(self.api_keys),
+            root_path=self.root_path,
             max_body_bytes=self.max_body_bytes,
             max_upload_bytes=self.max_upload_bytes,
             body_timeout_s=self.body_timeout_s,
             cors_origins=tuple(self.cors_origins),
             unknown_fields=self.unknown_fields,
         )
+        auth.keys()
+        return auth
 
     def batches(self) -> BatchConfig:
         return BatchConfig(folder=self.batch_dir)

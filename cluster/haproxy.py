@@ -12,7 +12,9 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from engine.errors import ConfigError
 
@@ -55,6 +57,7 @@ NO_ROUTE = ("not_found_error", "route_not_found", "there is no such route")
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
+CERTFILE, KEYFILE = "MANTA_SSL_CERTFILE", "MANTA_SSL_KEYFILE"  # http_options.ssl_certfile and ssl_keyfile again
 
 
 def environment() -> dict[str, str]:
@@ -63,6 +66,12 @@ def environment() -> dict[str, str]:
         return {}
     ours = Path(sys.executable).with_name("manta-haproxy")  # `main`, as pip installs it
     return {**ENVIRONMENT, BINARY_PATH: str(ours)} if ours.exists() else dict(ENVIRONMENT)
+
+
+def tls_environment(http_options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables by which HAProxy knows the certificate; Ray tells only the ingresses behind it."""
+    names = {CERTFILE: "ssl_certfile", KEYFILE: "ssl_keyfile"}
+    return {variable: http_options[key] for variable, key in names.items() if http_options.get(key)}
 
 
 def own_ports() -> dict[str, int]:
@@ -110,6 +119,25 @@ def closed_to_others(config: str) -> str:
     return re.sub(r"(?m)^(\s*stats socket \S+ mode )666 ", r"\g<1>600 ", config)
 
 
+def over_tls(config: str, certificate: str) -> str:
+    """Return Ray's configuration with HTTPS for clients, and on the way to the ingresses, which Serve starts with the
+    same certificate; it is not checked there, since its name is that of the API.
+
+    certificate: path of a PEM file with the private key.
+    """
+    config, found = re.subn(r"(?m)^(frontend http_frontend\n\s*bind .*)$", rf"\1 ssl crt {certificate}", config)
+    assert found, "Ray's configuration has no frontend"
+    return re.sub(r"(?m)^(\s*server \S+ \S+)", r"\1 ssl verify none", config)
+
+
+def _memory_file(content: bytes) -> str:
+    """Return a path under which this process, and the program that takes its place, can read `content`, and no other
+    user: a private key is not to be written to a disk again."""
+    file = os.memfd_create("certificate", 0)
+    os.write(file, content)
+    return f"/proc/self/fd/{file}"
+
+
 def stop_with_parent() -> None:
     """Take no more connections once the parent process has died, and end with the last one.
 
@@ -119,8 +147,8 @@ def stop_with_parent() -> None:
 
 
 def main() -> None:
-    """Become Ray's HAProxy, with the same arguments: without splice(), with our errors, ending with its parent, and
-    with statistics that only this machine reaches.
+    """Become Ray's HAProxy, with the same arguments: without splice(), with our errors, ending with its parent, with
+    statistics that only this machine reaches, and with TLS if the environment names a certificate.
 
     Ray's configuration lets HAProxy splice bodies from socket to socket. With that, HAProxy 2.8 overlooks one in ten
     to one in two clients that leave before the answer begins, and their requests run on to their ends.
@@ -130,7 +158,11 @@ def main() -> None:
 
     if "-f" in sys.argv:
         config = Path(sys.argv[sys.argv.index("-f") + 1])
-        config.write_text(closed_to_others(rewritten(config.read_text())))
+        text = closed_to_others(rewritten(config.read_text()))
+        if CERTFILE in os.environ:
+            pem = [Path(os.environ[name]).read_bytes() for name in (CERTFILE, KEYFILE)]
+            text = over_tls(text, _memory_file(b"\n".join(pem)))
+        config.write_text(text)
     binary = get_haproxy_binary()
     stop_with_parent()
     os.execv(binary, [binary, "-dS", *sys.argv[1:]])

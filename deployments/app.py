@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from deployments.frontend.api_keys import ApiKeys
 from deployments.http.debug import VERSION
 from deployments.http.errors import error_response
-from deployments.http.middleware import AuthConfig, AuthMiddleware
+from deployments.http.middleware import AuthConfig, AuthMiddleware, RootPathMiddleware
 from deployments.observability.telemetry import MetricsMiddleware, Telemetry
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.batches.routes import add_batch_routes
@@ -36,8 +34,8 @@ def http_app(
     models: by the names they are served under.
     """
     app = FastAPI(title="Manta", docs_url=None, redoc_url=None, redirect_slashes=False)
-    api_keys = None if auth.api_keys_file is None else ApiKeys(Path(auth.api_keys_file))
-    document = openapi_document(VERSION, with_keys=auth.api_keys_file is not None)
+    api_keys = auth.keys()
+    document = openapi_document(VERSION, with_keys=api_keys is not None)
     app.openapi = lambda: document  # type: ignore[method-assign]  # the way FastAPI's manual gives
     served = ServedModels(models)
     add_openai_routes(app, served, auth.unknown_fields)
@@ -54,5 +52,7 @@ def http_app(
     app.add_middleware(AuthMiddleware, api_keys=api_keys, config=auth)
     if auth.cors_origins:  # outside of the check of keys: a browser's first question has none
         app.add_middleware(CORSMiddleware, allow_origins=auth.cors_origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(MetricsMiddleware, telemetry=telemetry)  # the last one is the outermost: it sees every response
+    app.add_middleware(MetricsMiddleware, telemetry=telemetry)  # it sees every response
+    if auth.root_path:  # the last one is the outermost: the others see all requests alike
+        app.add_middleware(RootPathMiddleware, root_path=auth.root_path)
     return app

@@ -82,6 +82,13 @@ def deployed_applications() -> list[dict[str, Any]]:
     return [config for config in configs if config is not None]
 
 
+def certificate() -> str | None:
+    """Return the path of the certificate that Serve's HTTP has; None without TLS. Blocks for a call to Serve's
+    controller."""
+    client = serve.context._get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else client.get_serve_details()["http_options"].get("ssl_certfile")
+
+
 def http_endpoint(application: str) -> HttpEndpoint:
     """Return where an application is served. Blocks for calls to Serve's controller. Raises RayError or
     RayServeException."""
@@ -91,6 +98,8 @@ def http_endpoint(application: str) -> HttpEndpoint:
     if status is None:
         raise RayServeException(f"there is no application {application!r}")
     url = f"{client.root_url}{status['route_prefix'] or ''}".rstrip("/")
+    if "ssl_certfile" in details["http_options"]:
+        url = url.replace("http://", "https://", 1)  # Ray does not
     node = ray.get_runtime_context().get_node_id()
     return HttpEndpoint(url, node in details["proxies"], status["last_deployed_time_s"])
 

@@ -220,10 +220,10 @@ def print_key_line(
 
     Example: manta hash-key alice --generate >> keys
     """
-    from deployments.frontend.api_keys import LINE, hash_key
+    from deployments.frontend.api_keys import LINE, key_line
 
     key = f"sk-{secrets.token_urlsafe(32)}" if generate else typer.prompt("API key", hide_input=True, err=True)
-    line = f"{name}:{hash_key(key)}"
+    line = key_line(name, key)
     if LINE.fullmatch(line) is None:
         raise RequestError(f"name must be without spaces and colons, got {name!r}")
     if generate:

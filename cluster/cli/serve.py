@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,12 @@ from cluster import haproxy
 from cluster.autoscaling.slo import POLICY
 from cluster.config import BUILDER, HOST, PORT
 from cluster.flags import EngineFlags, flag, with_flags
+from deployments.frontend.api_keys import key_line
 from engine.errors import ConfigError, InvalidParameter, StartupError
 
 ABOVE_MODELS = ("ingress", "log_format", "log_level", "tracing")  # keys of `args` that do not belong to a model
 YAML = (".yaml", ".yml")
+API_KEY_VARIABLES = ["MANTA_API_KEY", "VLLM_API_KEY"]
 # Ray then gives its node the address 127.0.0.1, as it does on macOS, and so it and all of ours listen there only.
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
@@ -34,6 +37,15 @@ class ApiFlags:
     host: str | None = flag(None, "0.0.0.0 listens on all interfaces.", show_default=HOST)
     port: int | None = flag(None, "", min=1, max=65535, show_default=str(PORT))
     api_keys_file: str | None = flag(None, "Who may come in; see `manta hash-key`. Default: everybody.")
+    api_key: list[str] | None = flag(  # noqa: RUF009  the default is None
+        None, "A key that may come in; only its hash is kept.", envvar=API_KEY_VARIABLES
+    )
+    ssl_certfile: str | None = flag(None, "HTTPS with this certificate (PEM).")
+    ssl_keyfile: str | None = flag(None, "Its private key.")
+    allowed_origins: str | None = flag(
+        None, "Web pages that may send requests from browsers: '[\"https://a.example\"]'."
+    )
+    root_path: str | None = flag(None, "Prefix of all paths at a proxy in front, such as /llm.")
     tool_call_parser: str | None = flag(None, "Default: read off the chat template.")
     reasoning_parser: str | None = flag(None, "Default: read off the chat template.")
     log_level: Literal["debug", "info", "warning", "error"] | None = flag(None, "", show_default="info")
@@ -96,20 +108,34 @@ def serve(
     """
     given = given_keys(api, replicas, engine) | dict(map(_key_and_value, sets or ()))
     if model.endswith(YAML):
-        if given or print_config or api.host is not None or api.port is not None:
+        if api.api_key:
+            raise InvalidParameter(
+                "--api-key", "a key", "left out, also MANTA_API_KEY, where a file says all by itself"
+            )
+        if given or print_config or http_options(api):
             raise InvalidParameter("MODEL", model, "a model where flags are given; a file says all by itself")
         from cluster.cli.check.serve_config import load  # `manta --help` does without
 
-        check(load(Path(model)), address)
-        run(Path(model), address)
-    serve_config = configuration(model, given, {"host": api.host or HOST, "port": api.port or PORT})
+        serve_config = load(Path(model))
+        check(serve_config, address)
+        run(Path(model), serve_config, address)
+    serve_config = configuration(model, given, {"host": HOST, "port": PORT, **http_options(api)})
     text = yaml.safe_dump(serve_config, sort_keys=False)
     if print_config:
         print(text, end="")
         return
     check(serve_config, address)
     with unnamed_file(text) as config:
-        run(config, address)
+        run(config, serve_config, address)
+
+
+def http_options(api: ApiFlags) -> dict[str, Any]:
+    """Return the keys of Serve's `http_options` that the flags set."""
+    options: dict[str, Any] = {"host": api.host, "port": api.port}
+    for key in ("ssl_certfile", "ssl_keyfile"):
+        file = getattr(api, key)
+        options[key] = file and str(Path(file).absolute())
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def given_keys(api: ApiFlags, replicas: ReplicaFlags, engine: dict[str, Any]) -> dict[str, Any]:
@@ -124,6 +150,9 @@ def given_keys(api: ApiFlags, replicas: ReplicaFlags, engine: dict[str, Any]) ->
         "decode.max_replicas": replicas.max_replicas,
         "prefill.num_replicas": replicas.prefill_replicas,
         "ingress.api_keys_file": api.api_keys_file,
+        "ingress.api_keys": [key_line(f"key-{i}", key) for i, key in enumerate(api.api_key or (), 1)] or None,
+        "ingress.cors_origins": api.allowed_origins and _json("--allowed-origins", api.allowed_origins, list),
+        "ingress.root_path": api.root_path,
         "log_level": api.log_level,
     }
     for pool in ("decode",) if replicas.prefill_replicas is None else ("decode", "prefill"):
@@ -188,16 +217,17 @@ def _joins_a_cluster() -> bool:
     return bool(os.environ.get("RAY_ADDRESS")) or ray_address_file().exists()
 
 
-def run(config: Path, address: str | None = None) -> NoReturn:
-    """Let `serve run` take the place of this process."""
+def run(config: Path, serve_config: Mapping[str, Any], address: str | None = None) -> NoReturn:
+    """Let `serve run` take the place of this process. serve_config: content of the file."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup; `serve run` inherits that
         print(f"Ctrl-C is ignored here; to stop: kill {os.getpid()}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "ray.serve.scripts", "run"]
     command += [] if address is None else ["--address", address]
-    environment = haproxy.environment()
+    environment = haproxy.environment() | haproxy.tls_environment(serve_config.get("http_options") or {})
     if address == "local" or (address is None and not _joins_a_cluster()):
         environment |= ON_LOOPBACK
-    os.execve(sys.executable, [*command, str(config)], environment | dict(os.environ))
+    environment |= {name: value for name, value in os.environ.items() if name not in API_KEY_VARIABLES}
+    os.execve(sys.executable, [*command, str(config)], environment)
 
 
 @contextmanager
@@ -209,6 +239,16 @@ def unnamed_file(text: str) -> Iterator[Path]:
         file.seek(0)  # also writes it out
         os.set_inheritable(file.fileno(), True)
         yield Path(f"/dev/fd/{file.fileno()}")
+
+
+def _json(flag: str, text: str, kind: type) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, kind):
+        raise InvalidParameter(flag, text, f"JSON, {'an object' if kind is dict else 'a list'}")
+    return value
 
 
 def _key_and_value(text: str) -> tuple[str, Any]:

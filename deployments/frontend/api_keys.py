@@ -1,4 +1,4 @@
-"""The valid API keys, read from a file that may change at any time."""
+"""The valid API keys, from the configuration, and from a file that may change at any time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hmac
 import logging
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from engine.errors import ConfigError, InvalidApiKey
@@ -26,18 +27,28 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+def key_line(name: str, key: str) -> str:
+    return f"{name}:{hash_key(key)}"
+
+
 class ApiKeys:
-    """The keys of a file: one per line, without empty lines and comments (`#`).
+    """The keys of a file: one per line, without empty lines and comments (`#`); and others that never change.
 
     A change of the file is noticed within a second. If the file cannot be read then, the old keys stay valid and the
     log says so; an empty file lets nobody in.
     """
 
-    def __init__(self, path: Path):
-        """Raises ConfigError if the file cannot be read or has no key."""
+    def __init__(self, path: Path | None, lines: Iterable[str] = ()):
+        """lines: further keys, as the file would have them. Raises ConfigError if the file cannot be read, if a line is
+        wrong, or if there is no key."""
         self._path = path
-        self._version, self._names = _read(path)
+        self._fixed = _names("ingress.api_keys", lines)
         self._polled_at = time.monotonic()
+        self._version: _Version | None = None
+        self._names: dict[str, str] = {}
+        if path is None:
+            return
+        self._version, self._names = _read(path)
         if not self._names:
             raise ConfigError(OPTION, str(path), f"a file with at least one key: {RULE}")
 
@@ -49,14 +60,16 @@ class ApiKeys:
             raise InvalidApiKey("this server wants an API key: Authorization: Bearer <key>")
         digest = hash_key(key.strip())
         # all are compared, each in constant time: how long it takes says nothing about the keys
-        matches = [name for known, name in self._names.items() if hmac.compare_digest(known, digest)]
+        matches = [
+            name for known, name in [*self._fixed.items(), *self._names.items()] if hmac.compare_digest(known, digest)
+        ]
         if not matches:
             raise InvalidApiKey("the API key is not known here")
         return matches[0]
 
     def _reload_if_changed(self) -> None:
         now = time.monotonic()
-        if now - self._polled_at < POLL_INTERVAL_S:
+        if self._path is None or now - self._polled_at < POLL_INTERVAL_S:
             return
         self._polled_at = now
         try:
@@ -80,12 +93,17 @@ def _read(path: Path) -> tuple[_Version, dict[str, str]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(OPTION, str(path), f"a text file that can be read ({type(error).__name__})") from None
+    return version, _names(f"{OPTION} {path}", lines)
+
+
+def _names(source: str, lines: Iterable[str]) -> dict[str, str]:
+    """Return the names of keys by digest. Raises ConfigError, which quotes no part of a key."""
     names = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = LINE.fullmatch(line.strip())
         if match is None:
-            raise ConfigError(OPTION, f"{path}, line {number}", RULE)
+            raise ConfigError(source, f"line {number}", RULE)
         names[match["digest"]] = match["name"]
-    return version, names
+    return names

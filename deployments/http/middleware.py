@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -21,7 +22,11 @@ UPLOAD_PATH = "/v1/files"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthConfig:
     api_keys_file: str | None = None
-    """File of ApiKeys; None lets everybody in."""
+    """File of ApiKeys."""
+    api_keys: tuple[str, ...] = ()
+    """Further keys, as lines of such a file. Without any key everybody may come in."""
+    root_path: str = ""
+    """Prefix of all paths at a proxy in front, which may keep it in requests or take it off."""
     max_body_bytes: int = 16 * 2**20
     body_timeout_s: float = 60.0
     """From the first byte of a request to the last one of its body."""
@@ -31,6 +36,12 @@ class AuthConfig:
     """Web pages that may send requests from a browser; `*` for all."""
     unknown_fields: UnknownFields = "refuse"
     """What becomes of fields that neither OpenAI nor vLLM has."""
+
+    def keys(self) -> ApiKeys | None:
+        """Return the keys that may come in; None for everybody. Raises ConfigError."""
+        if self.api_keys_file is None and not self.api_keys:
+            return None
+        return ApiKeys(None if self.api_keys_file is None else Path(self.api_keys_file), self.api_keys)
 
 
 def around_serve() -> list[Middleware]:
@@ -52,6 +63,21 @@ class HeadersMiddleware:
                 error = InvalidParameter(header, value.decode("utf-8", "replace"), "text in UTF-8")
                 await error_response(error)(scope, receive, send)
                 return
+        await self._app(scope, receive, send)
+
+
+class RootPathMiddleware:
+    """ASGI middleware that adds the prefix of a proxy to the path where the proxy has taken it off."""
+
+    def __init__(self, app: ASGIApp, root_path: str):
+        self._app, self._root_path = app, root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path, root_path = scope["path"], self._root_path
+            if not f"{path}/".startswith(f"{root_path}/"):
+                path = root_path + path
+            scope = {**scope, "path": path, "root_path": root_path + scope.get("root_path", "")}
         await self._app(scope, receive, send)
 
 

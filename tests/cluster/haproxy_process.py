@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,10 +25,10 @@ needs_haproxy = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings H
 
 @contextmanager
 def running(
-    applications: dict[str, BackendConfig], host: str = "127.0.0.1"
+    applications: dict[str, BackendConfig], host: str = "127.0.0.1", environment: dict[str, str] | None = None
 ) -> Iterator[tuple[str, str, subprocess.Popen[bytes]]]:
     """As Ray starts it for applications that have no replica yet, by name. Its address, that of its metrics, and the
-    process that did."""
+    process that did. environment: further variables."""
     port, metrics_port = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="manta", dir="/tmp") as folder:  # socket paths must be short
         config = HAProxyConfig(
@@ -44,8 +45,9 @@ def running(
         api = HAProxyApi(config, applications, f"{folder}/haproxy.cfg")
         api._generate_config_file_internal()
         program = haproxy.environment()[haproxy.BINARY_PATH]
+        env = os.environ | (environment or {})
         command = [sys.executable, "-c", STARTER, program, "-db", "-f", api.config_file_path]
-        starter, proxies = subprocess.Popen(command, stderr=subprocess.DEVNULL), list[psutil.Process]()
+        starter, proxies = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=env), list[psutil.Process]()
         try:
             wait_until(lambda: (Path(folder) / "admin.sock").exists())
             proxies = psutil.Process(starter.pid).children()

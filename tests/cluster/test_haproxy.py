@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import psutil
 import pytest
 from ray.serve._private.haproxy import BackendConfig, ServerConfig
 
+from cluster import haproxy
 from tests.cluster.haproxy_process import needs_haproxy, running
 from tests.deployments.openai.bad_requests import Bad
 from tests.serve.serve_run import free_port, wait_until
@@ -58,7 +60,7 @@ def application(name: str, port: int) -> BackendConfig:
 
 
 @contextmanager
-def ingress_that(answer: Callable[[socket.socket], object] | None) -> Iterator[int]:
+def ingress_that(answer: Callable[[socket.socket], object] | None, tls: ssl.SSLContext | None = None) -> Iterator[int]:
     """Its port. It is healthy. answer: to a request; None for one that is gone."""
     if answer is None:
         yield free_port()
@@ -68,7 +70,7 @@ def ingress_that(answer: Callable[[socket.socket], object] | None) -> Iterator[i
         with suppress(OSError):  # at the end
             while True:
                 connection, _ = listener.accept()
-                with connection:
+                with connection if tls is None else tls.wrap_socket(connection, server_side=True) as connection:
                     if b"healthz" in connection.recv(1000):
                         connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
                     else:
@@ -80,6 +82,24 @@ def ingress_that(answer: Callable[[socket.socket], object] | None) -> Iterator[i
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(20)
+
+
+def test_with_a_certificate_clients_and_ingresses_are_spoken_to_over_tls(certificate):
+    https = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    https.load_cert_chain(certificate.certfile, certificate.keyfile)
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+    environment = haproxy.tls_environment(
+        {"ssl_certfile": str(certificate.certfile), "ssl_keyfile": str(certificate.keyfile)}
+    )
+    with (
+        ingress_that(lambda connection: connection.sendall(answer), https) as port,
+        running({"a": application("a", port)}, environment=environment) as (url, _, _),
+    ):
+        trusting = ssl.create_default_context(cafile=str(certificate.certfile))
+        secure = url.replace("http://127.0.0.1", "https://localhost")
+        wait_until(lambda: httpx.get(f"{secure}/a/b", verify=trusting).text == "ok")
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.get(f"{url}/a/b")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

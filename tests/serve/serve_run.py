@@ -41,13 +41,15 @@ class ServeRun:
         environment: dict[str, str] | None = None,
         manta: bool = False,
         policy: str | None = POLICY,
+        http_options: dict[str, str] | None = None,
     ):
         """args: of cluster.app.build. address: of a running Ray. deployments: overrides in the configuration.
         environment: further variables of the process, which Ray reads. manta: by `manta serve` in place of `serve run`.
-        policy: what scales; None leaves it out of the configuration.
+        policy: what scales; None leaves it out of the configuration. http_options: beside host and port.
         """
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self._http_options = {"host": "127.0.0.1", "port": self.port, **(http_options or {})}
         self.log: list[str] = []
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._ray_folder = tempfile.TemporaryDirectory(prefix="manta", dir="/tmp")  # socket paths must be short
@@ -122,7 +124,7 @@ class ServeRun:
             app["autoscaling_policy"] = {"policy_function": policy}
         return {
             "proxy_location": "HeadOnly",  # nodes of a FakeCluster would all want the same port
-            "http_options": {"host": "127.0.0.1", "port": self.port},
+            "http_options": self._http_options,
             "applications": [{**app, "deployments": deployments}],
         }
 

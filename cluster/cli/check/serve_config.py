@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,25 @@ def address_of(serve_config: Mapping[str, Any]) -> tuple[str, int]:
         raise ConfigError("http_options.host", host, "a text, as 127.0.0.1")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
         raise ConfigError("http_options.port", port, "a port between 1 and 65535")
+    _check_certificate(http)
     return host, port
+
+
+def _check_certificate(http: Mapping[str, Any]) -> None:
+    files = {key: http.get(key) for key in ("ssl_certfile", "ssl_keyfile")}
+    if not any(files.values()):
+        return
+    for key, path in files.items():
+        if not isinstance(path, str) or not path.startswith("/") or not os.access(path, os.R_OK):
+            raise ConfigError(f"http_options.{key}", path, "the absolute path of a PEM file that can be read")
+    try:  # a key with a password would otherwise be asked for on the terminal
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(http["ssl_certfile"], http["ssl_keyfile"], password="")
+    except ssl.SSLError as error:
+        limit = f"the private key of {files['ssl_certfile']}, both PEM, without a password ({error.reason})"
+        raise ConfigError("http_options.ssl_keyfile", files["ssl_keyfile"], limit) from None
+    for key in ("ssl_keyfile_password", "ssl_ca_certs"):
+        if http.get(key):
+            raise ConfigError(f"http_options.{key}", "it", "left out, since HAProxy does without")
 
 
 def load(path: Path) -> dict[str, Any]:

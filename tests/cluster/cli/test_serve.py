@@ -100,7 +100,7 @@ def test_any_key_can_be_set_and_the_last_word_counts():
 
 @pytest.fixture
 def never_runs(monkeypatch):
-    def run(config: Path, address: str | None = None) -> None:
+    def run(config: Path, serve_config: dict[str, Any], address: str | None = None) -> None:
         raise AssertionError("nothing may start here")
 
     monkeypatch.setattr(serve_command, "run", run)
@@ -118,6 +118,12 @@ def never_runs(monkeypatch):
         (["--api-keys-file", "/none"], "api_keys_file"),
         (["no_such_file.yaml"], "no_such_file.yaml must be a text file that can be read"),
         (["serve_config.yaml", "--port", "9000"], "MODEL must be a model where flags are given"),
+        (["serve_config.yaml", "--api-key", "sk-1"], "--api-key must be left out, also MANTA_API_KEY"),
+        (["--allowed-origins", "https://a.example"], "--allowed-origins must be JSON, a list"),
+        (["--root-path", "llm"], "ingress.root_path"),
+        (["--ssl-certfile", "/none", "--ssl-keyfile", "/none"], "http_options.ssl_certfile must be the absolute path"),
+        (["--ssl-keyfile", "pyproject.toml"], "http_options.ssl_certfile must be the absolute path"),
+        (["--ssl-certfile", "README.md", "--ssl-keyfile", "README.md"], "ssl_keyfile must be the private key of"),
     ],
 )
 def test_mistake_that_the_user_can_mend_is_told_before_anything_starts(arguments, message):
@@ -171,6 +177,28 @@ def test_file_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == f"manta: {output}: No such file or directory\n"
 
 
+def test_keys_are_given_as_in_vllm_and_only_their_hashes_are_kept(monkeypatch):
+    for flags in (["pocket", "--api-key", "sk-1", "sk-2"], ["--api-key=sk-1", "--api-key=sk-2", "pocket"]):
+        text = yaml.safe_dump(found := args(*flags))
+        assert "sk-" not in text
+        keys = AppConfig.parse(found).ingress.auth().keys()
+        assert keys is not None and keys.name_of("Bearer sk-2") == "key-2"
+    monkeypatch.setenv("VLLM_API_KEY", "sk-3")
+    keys = AppConfig.parse(args()).ingress.auth().keys()
+    assert keys is not None and keys.name_of("Bearer sk-3") == "key-1"
+
+
+def test_certificate_is_told_to_serve_and_to_haproxy_and_a_plain_key_to_neither(monkeypatch, certificate):
+    ran: list[dict[str, str]] = []
+    monkeypatch.setattr("os.execve", lambda executable, command, environment: ran.append(environment))
+    monkeypatch.setenv("MANTA_API_KEY", "sk-1")
+    flags = ["--ssl-certfile", str(certificate.certfile), "--ssl-keyfile", str(certificate.keyfile)]
+    assert printed(*flags)["http_options"]["ssl_keyfile"] == str(certificate.keyfile)
+    CliRunner().invoke(app, ["serve", *flags, "--address", "auto"], catch_exceptions=False)
+    assert ran[0]["MANTA_SSL_CERTFILE"] == str(certificate.certfile)
+    assert "sk-1" not in ran[0].values()
+
+
 def test_what_runs_is_serve_run_with_the_configuration_that_is_printed(monkeypatch):
     """Read by a child, as it would be by what takes the place of this process."""
     ran: list[tuple[list[str], str, str]] = []
@@ -208,7 +236,7 @@ def test_a_ray_of_its_own_listens_on_loopback_and_one_that_runs_keeps_its_addres
     monkeypatch.setattr("deployments.ray_compat.ray_address_file", lambda: found)
     monkeypatch.setattr("os.execve", lambda executable, command, environment: ran.append(environment))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    serve_command.run(Path("serve_config.yaml"), address)
+    serve_command.run(Path("serve_config.yaml"), {}, address)
     assert ran[0].get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == value
 
 
@@ -216,5 +244,5 @@ def test_a_ray_of_its_own_listens_on_loopback_and_one_that_runs_keeps_its_addres
 def test_where_ctrl_c_is_ignored_the_server_says_how_to_stop_it(monkeypatch, capsys, ignored):
     monkeypatch.setattr("os.execve", lambda *arguments: None)
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN if ignored else signal.default_int_handler)
-    serve_command.run(Path("serve_config.yaml"))
+    serve_command.run(Path("serve_config.yaml"), {})
     assert (f"to stop: kill {os.getpid()}" in capsys.readouterr().err) is ignored

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from cluster.cli.main import app, main
-from cluster.cli.vllm_flags import ANSWERS, RENAMED
+from cluster.cli.vllm_flags import ANSWERS, RENAMED, translated
 from engine.errors import RequestError
 
 SERVE = get_command(app).commands["serve"]  # type: ignore[attr-defined]
 OURS = {name for parameter in SERVE.params for name in (*parameter.opts, *parameter.secondary_opts)}
-# as `vllm serve --help=listgroup` has them for models of text; those of its developers are left out
-COMMON = """
---model --host --port --api-key --served-model-name --dtype --quantization --kv-cache-dtype --block-size
---gpu-memory-utilization --enforce-eager --load-format --max-model-len --max-num-batched-tokens --max-num-seqs
---scheduling-policy --enable-prefix-caching --no-enable-prefix-caching --tensor-parallel-size -tp
---pipeline-parallel-size -pp --data-parallel-size -dp --enable-expert-parallel --trust-remote-code --chat-template
---tool-call-parser --enable-auto-tool-choice --reasoning-parser --tokenizer --revision --download-dir --hf-overrides
---speculative-config --enable-lora --lora-modules --limit-mm-per-prompt --kv-transfer-config --num-gpu-blocks-override
---swap-space --cpu-offload-gb --compilation-config --enable-chunked-prefill --async-scheduling
---distributed-executor-backend --disable-log-stats --disable-log-requests --uvicorn-log-level --ssl-keyfile
---ssl-certfile --root-path --allowed-origins --generation-config --override-generation-config --max-logprobs
---structured-outputs-config --config --seed --kv-cache-memory-bytes --attention-backend --api-server-count --nnodes
---headless
-"""
+VLLM = [
+    flag
+    for line in (Path(__file__).parent / "vllm_serve_flags.txt").read_text().splitlines()
+    if not line.startswith("#")
+    for flag in line.split()
+]
 
 
-def test_every_common_flag_is_ours_too_or_has_an_answer():
-    assert set(COMMON.split()) <= OURS | set(RENAMED) | set(ANSWERS)
+def test_every_flag_of_vllm_serve_is_ours_too_or_has_an_answer():
+    assert set(VLLM) <= OURS | set(RENAMED) | set(ANSWERS), set(VLLM) - OURS - set(RENAMED) - set(ANSWERS)
+    assert set(ANSWERS) <= set(VLLM), "an answer to a flag that nobody has"
     assert not OURS & (set(RENAMED) | set(ANSWERS)), "ours needs no answer"
 
 
 def test_flags_that_the_answers_name_are_ours():
     named = {word.strip(":;,'()") for answer in ANSWERS.values() for word in answer.split() if word.startswith("--")}
-    foreign = {"--model", "--config", "--generate", "--revision", "--address"}  # quoted, or of another command
+    foreign = {"--model", "--config", "--revision"}  # quoted, or of another command
     assert named - foreign <= OURS, named - foreign - OURS
     assert set(RENAMED.values()) <= OURS
 
@@ -58,9 +53,23 @@ def test_flag_with_another_name_does_what_it_does_in_vllm_with_underscores_too()
 
 
 def test_wrong_flag_ends_with_exit_code_1(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["manta", "serve", "pocket", "--api-key", "sk-1"])
+    monkeypatch.setattr("sys.argv", ["manta", "serve", "pocket", "--swap-space", "4"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("manta: --api-key is vLLM's; keys stand in a file: manta hash-key")
+    assert line.startswith("manta: --swap-space is vLLM's; leave it out: KV is computed again")
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("--no-enable-lora", "leave it out: there are no LoRA adapters"),
+        ("--no-enable-chunked-prefill", "leave it out: prompts are always computed in chunks"),
+        ("-O3", "--torch-compile compiles"),
+        ("--compilation-config.mode=3", "--torch-compile compiles"),
+    ],
+)
+def test_every_way_to_write_a_flag_of_vllms_has_the_answer(given, answer):
+    with pytest.raises(RequestError, match=answer):
+        translated(given)

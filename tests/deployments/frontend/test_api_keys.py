@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deployments.frontend import api_keys
-from deployments.frontend.api_keys import ApiKeys, hash_key
+from deployments.frontend.api_keys import ApiKeys, hash_key, key_line
 from engine.errors import ConfigError, InvalidApiKey
 
 
@@ -71,6 +71,16 @@ def test_file_that_is_no_good_at_the_start_is_a_configuration_error(tmp_path, te
     with pytest.raises(ConfigError, match=r"ingress\.api_keys_file") as caught:
         ApiKeys(path)
     assert "sk-" not in str(caught.value)
+
+
+def test_keys_of_the_configuration_are_valid_beside_those_of_the_file_and_without_one(file):
+    line = key_line("carol", "sk-c")
+    assert ApiKeys(file, [line]).name_of("Bearer sk-c") == "carol"
+    assert ApiKeys(file, [line]).name_of("Bearer sk-a") == "alice"
+    with pytest.raises(InvalidApiKey):
+        ApiKeys(None, [line]).name_of("Bearer sk-a")
+    with pytest.raises(ConfigError, match=r"ingress\.api_keys must be lines of .* got 'line 1'"):
+        ApiKeys(None, ["sk-c"])
 
 
 def test_missing_file_is_a_configuration_error(tmp_path):

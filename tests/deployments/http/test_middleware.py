@@ -179,6 +179,25 @@ def test_pages_of_other_origins_are_answered_only_if_the_configuration_names_the
     run(scenario())
 
 
+@pytest.mark.parametrize("prefix", ["", "/llm", "/a/b"])
+def test_proxy_in_front_may_keep_its_prefix_or_take_it_off(auth, prefix):
+    async def scenario() -> None:
+        async with fake_api(auth=replace(auth, root_path="/llm")) as api:
+            known = prefix in ("", "/llm")
+            await api.until_status()
+            assert ((await api.client.get(f"{prefix}/health")).status_code == 200) is known
+            Bad("", b"", status=401).check(await api.client.get(f"{prefix}/v1/models"))
+            response = await api.client.get(f"{prefix}/v1/models", headers={"Authorization": "Bearer sk-a"})
+            assert response.status_code == (200 if known else 404)
+            if known:
+                document = (
+                    await api.client.get(f"{prefix}/openapi.json", headers={"Authorization": "Bearer sk-a"})
+                ).json()
+                assert document["servers"] == [{"url": "/llm"}]
+
+    run(scenario())
+
+
 def test_slash_at_the_end_is_no_redirect_and_no_model():
     async def scenario() -> None:
         async with fake_api(names=("one", "two")) as api:
