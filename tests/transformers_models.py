@@ -90,6 +90,13 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
                            "out_hidden_size": 48, "deepstack_visual_indexes": []}},
     ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "Qwen3VLMoeTextConfig",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+        {"vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+                           "out_hidden_size": 48, "deepstack_visual_indexes": []}},
+    ),
 }  # fmt: skip
 
 
@@ -113,5 +120,6 @@ def make_transformers_model(folder: Path, architecture: str, **overrides: Any) -
 def known_fields(cls: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Those of `fields` that a configuration class has, under its own names."""
     names = set(cls.__dataclass_fields__)
-    own = {(cls.attribute_map or {}).get(name, name): value for name, value in fields.items()}
+    others = cls.attribute_map or {}
+    own = {name if name in names else others.get(name, name): value for name, value in fields.items()}
     return {name: value for name, value in own.items() if name in names}

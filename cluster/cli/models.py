@@ -11,6 +11,7 @@ from engine.model.families import ENCODERS, FAMILIES, ONE_RANK, TEXT_PARTS, TRAN
 from engine.model.folder import resolve_config
 
 ONE_RANK_TESTS = "logits, greedy tokens, chunks, batches, cached prefixes"
+TWO_RANKS_TESTS = f"{ONE_RANK_TESTS}; 2 ranks"
 NATIVE_TESTS = f"{ONE_RANK_TESTS}; preemption, 2 and 4 ranks, graphs, quantized weights"
 
 
@@ -31,11 +32,11 @@ def architectures() -> Iterator[Architecture]:
     for name in FAMILIES:
         yield Architecture(name, "", "native", NATIVE_TESTS)
     for name, (_, family, _) in TEXT_PARTS.items():
-        yield Architecture(name, f"text part, as {family}", "native", ONE_RANK_TESTS)
+        yield Architecture(name, f"text part, as {family}", "native", TWO_RANKS_TESTS)
     for name in ENCODERS:
         yield Architecture(name, "embeddings and scores", "native", "embeddings and scores")
     for name, models in sorted(TRANSFORMERS.items()):
-        tested = ONE_RANK_TESTS if name in ONE_RANK else f"{ONE_RANK_TESTS}; 2 ranks"
+        tested = ONE_RANK_TESTS if name in ONE_RANK else TWO_RANKS_TESTS
         yield Architecture(name, models, "transformers", tested)
 
 

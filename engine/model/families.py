@@ -42,14 +42,18 @@ class Family:
         return self.defaults | own
 
 
-# Multimodal models whose text part is one of FAMILIES if its model_type is this one, and whether the head is tied where
-# config.json does not say so. Nothing else of them is read.
-TEXT_PARTS = {
-    "Gemma3ForConditionalGeneration": ("gemma3_text", "Gemma3ForCausalLM", True),
-    "Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM", True),
-    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", "Qwen2ForCausalLM", False),
-    "Qwen3VLForConditionalGeneration": ("qwen3_vl_text", "Qwen3ForCausalLM", False),
-}
+# Multimodal models whose text part is one of FAMILIES if its model_type is this one, and fields that differ from the
+# family's. Nothing else of them is read.
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+TEXT_PARTS: dict[str, tuple[str, str, dict[str, bool]]] = {
+    "Gemma3ForConditionalGeneration": ("gemma3_text", "Gemma3ForCausalLM", TIED),
+    "Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM", TIED),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", "Qwen2ForCausalLM", UNTIED),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl_text", "Qwen3ForCausalLM", UNTIED),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "qwen3_vl_moe_text", "Qwen3MoeForCausalLM", {**UNTIED, "norm_topk_prob": True, "use_sliding_window": False}
+    ),
+}  # fmt: skip
 LLAMA, QWEN3 = "llama.LlamaForCausalLM", "qwen3.Qwen3ForCausalLM"
 QWEN_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 FAMILIES: dict[str, Family] = {
@@ -254,11 +258,12 @@ def text_part(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     the ordinary rotary embedding.
     """
     architecture = (raw.get("architectures") or ["none"])[0]
-    kind, family, tied = TEXT_PARTS.get(architecture, ("", "", False))
+    kind, family, fields = TEXT_PARTS.get(architecture, ("", "", UNTIED))
     own = raw.get("text_config") or {"model_type": kind}  # Qwen2.5-VL has had the fields of its text part beside others
     if not kind or own.get("model_type") != kind:
         return architecture, raw
-    text = {**raw, **own, "tie_word_embeddings": raw.get("tie_word_embeddings", tied)}
+    tied = raw.get("tie_word_embeddings", fields["tie_word_embeddings"])
+    text = {**raw, **own, **fields, "tie_word_embeddings": tied}
     for key in ("rope_scaling", "rope_parameters"):
         if (text.get(key) or {}).get("mrope_section"):
             rope = {name: value for name, value in text[key].items() if not name.startswith("mrope")}

@@ -25,6 +25,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import ModelFolderError
 from engine.model.folder import weight_files
 from engine.model.layers.embedding import TiedLMHead
+from engine.model.layers.moe import Experts
 from engine.model.models.llama import Model
 from engine.model.shard import Shard, Sharded, TensorSlice
 
@@ -59,6 +60,9 @@ def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
             HEAD, EMBEDDING, folder,
         )  # fmt: skip
         model.lm_head.untie()
+    for path, layer in model.named_modules():
+        if isinstance(layer, Experts):
+            layer.stacked = model.checkpoint_name(f"{path}.down_proj") in canonical.values()
     shards = checkpoint_shards(model)
     unused = zero_biases(files, canonical, set(shards)) | unused_heads(canonical, model, set(shards))
     found = [name for names in files.values() for name in names if name not in unused]
@@ -95,12 +99,29 @@ def load_tensor(parts: list[tuple[Shard, Tensor]], source: TensorSlice, name: st
     shape, first = tuple(source.get_shape()) or (1,), parts[0][0]
     sizes = [shard.shape[first.dim] for shard, _ in parts]
     whole = (*first.shape[: first.dim], sum(sizes), *first.shape[first.dim + 1 :])
+    if len(shape) == 3 and shape != whole and (shape[0], shape[2], shape[1]) == whole:
+        shape, source = whole, TransposedExperts(source)
     if shape != whole and any(shard.shape != shape for shard, _ in parts):
         problem = f"{name} has shape {source.get_shape()}, config.json asks for {list(whole)}"
         raise ModelFolderError(str(folder), problem)
     starts = itertools.accumulate(sizes[:-1], initial=0) if shape == whole else itertools.repeat(0)
     for (shard, target), start in zip(parts, starts, strict=False):
         replace(shard, shape=shape, start=start + shard.start).load(source, target)
+
+
+class TransposedExperts:
+    """The weights of experts, [experts, inputs, outputs] on disk, as [experts, outputs, inputs]."""
+
+    def __init__(self, source: TensorSlice):
+        self.source = source
+
+    def get_shape(self) -> list[int]:
+        experts, inputs, outputs = self.source.get_shape()
+        return [experts, outputs, inputs]
+
+    def __getitem__(self, index: tuple[slice, slice, slice]) -> Tensor:
+        experts, outputs, inputs = index
+        return self.source[experts, inputs, outputs].mT
 
 
 def fill_with_noise(model: Model) -> None:
@@ -127,7 +148,8 @@ def checkpoint_shards(model: Model) -> dict[str, list[tuple[Shard, Tensor]]]:
     for path, layer in model.named_modules():
         if isinstance(layer, Sharded):
             for name, shard in layer.shards().items():
-                shards.setdefault(model.checkpoint_name(f"{path}.{name}"), []).append(shard)
+                tensor = name.partition(":")[0]
+                shards.setdefault(model.checkpoint_name(f"{path}.{tensor}"), []).append(shard)
     return shards
 
 

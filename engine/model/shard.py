@@ -40,6 +40,10 @@ class Shard:
             raise ConfigError("tensor_parallel", tp.size, f"a divisor of the model's {what} ({shape[dim]})")
         return cls(shape, dim, tp.rank * size, size)
 
+    def stacked(self, count: int) -> Shard:
+        """The same slice of each of `count` tensors that are stored as one."""
+        return Shard((count, *self.shape), self.dim + 1, self.start, self.size)
+
     @property
     def local_shape(self) -> tuple[int, ...]:
         return (*self.shape[: self.dim], self.size, *self.shape[self.dim + 1 :])
@@ -57,7 +61,8 @@ class Shard:
 
 
 Shards = dict[str, tuple[Shard, Tensor]]
-"""Checkpoint tensors by name, each with the slice that this rank holds and the tensor it is loaded into."""
+"""Checkpoint tensors by name, each with the slice that this rank holds and the tensor it is loaded into. Parts of one
+tensor are told apart by what follows a colon."""
 
 
 class Sharded(nn.Module):

@@ -95,6 +95,8 @@ class Experts(Sharded):
         self.gate_up: nn.Parameter | None = None
         self.down: nn.Parameter | None = None
         self.biases: tuple[Tensor, Tensor] | None = None
+        self.stacked = False
+        """Whether the checkpoint holds the weights of all experts in one tensor, without quantization."""
         if format is not None:
             merged = [{"gate_up_proj.gate": rows, "gate_up_proj.up": rows}, {"down_proj": columns}]
             self.stored = [[StoredWeight(group, format) for group in merged] for _ in range(moe.num_experts)]
@@ -117,9 +119,12 @@ class Experts(Sharded):
             for stored in merged:
                 shards |= {f"{i}.{name}": shard for name, shard in stored.shards.items()}
         if self.gate_up is not None and self.down is not None:
-            for i, (gate_up, down) in enumerate(zip(self.gate_up.data, self.down.data, strict=True)):
-                for (name, weight), target in zip(self.weights.items(), (*gate_up.chunk(2), down), strict=True):
-                    shards[f"{i}.{name}.weight"] = weight, target
+            targets = (*self.gate_up.data.chunk(2, dim=1), self.down.data)
+            for (name, weight), target in zip(self.weights.items(), targets, strict=True):
+                if self.stacked:
+                    shards[name.replace(".", ":")] = weight.stacked(len(target)), target
+                else:
+                    shards |= {f"{i}.{name}.weight": (weight, expert) for i, expert in enumerate(target)}
         return shards
 
     def pack(self) -> None:

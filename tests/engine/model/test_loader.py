@@ -192,6 +192,23 @@ def test_a_tensor_under_two_of_its_names_is_refused(tmp_path):
         load(folder)
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["as transformers saves", "as Qwen3-VL-MoE was published"])
+def test_the_experts_of_a_layer_may_lie_in_one_tensor(tmp_path, transposed):
+    folder = make_model(tmp_path, "qwen3_moe")
+    expected, tensors = load(folder), load_file(folder / "model.safetensors")
+    for layer in (0, 2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{prefix}.{i}.{name}_proj.weight") for i in range(6)])
+            for name in ("gate", "up", "down")
+        )
+        for name, tensor in (("gate_up_proj", torch.cat([gate, up], dim=1)), ("down_proj", down)):
+            tensors[f"{prefix}.{name}"] = tensor.mT.contiguous() if transposed else tensor
+    save_file(tensors, folder / "model.safetensors")
+    for ours, other in zip(load(folder).parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, other)
+
+
 def test_a_mismatch_names_missing_and_unexpected_tensors(tmp_path):
     folder = make_model(tmp_path, "llama")
     rewrite(folder, {"model.norm.weight": None, "transformer.ln_f.weight": torch.ones(48)})

@@ -11,7 +11,7 @@ from engine.model.config import ModelConfig
 from engine.model.families import ONE_RANK, TRANSFORMERS
 from engine.model.models.registry import build_model
 from tests.ranks import check_ranks
-from tests.transformers_models import make_transformers_model
+from tests.transformers_models import TEXT_PARTS, make_transformers_model
 
 # One for each way in which heads meet the ranks: split, computed whole by each, experts, a scaled tied embedding.
 QUICK = {"Glm4ForCausalLM", "AfmoeForCausalLM", "MiniMaxM2ForCausalLM", "VaultGemmaForCausalLM"}
@@ -22,6 +22,11 @@ SPLIT = [
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_every_rank_has_the_logits_of_the_unsharded_model(tmp_path, name):
+    check_ranks(make_transformers_model(tmp_path, name), 2)
+
+
+@pytest.mark.parametrize("name", TEXT_PARTS)
+def test_every_rank_has_the_logits_of_the_unsharded_text_part(tmp_path, name):
     check_ranks(make_transformers_model(tmp_path, name), 2)
 
 
