@@ -9,7 +9,7 @@ from cluster.config import IngressSection, ModelSection
 from deployments.frontend.admission import AdmissionLimits
 from deployments.openai.served_model import ModelInfo
 from engine.config import EngineConfig
-from engine.errors import ModelFolderError
+from engine.errors import ConfigError
 from engine.model import folder as model_folder
 from engine.model.config import ModelConfig
 from engine.text.tokenizer import Tokenizer
@@ -22,17 +22,18 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     """Read the facts of a model. Raises StartupError for a model that could not be loaded."""
     folder = model_folder.resolve(model.model)
     config = ModelConfig.from_folder(folder)
-    if "generate" not in config.supported_tasks:
-        tasks = " or ".join(config.supported_tasks)
-        raise ModelFolderError(
-            model.model, f"can only {tasks}, which the HTTP API does not offer yet; use the offline LLM"
-        )
+    generates = "generate" in config.supported_tasks
+    if model.prefill is not None and not generates:
+        tasks = " or ".join(config.supported_tasks.names)
+        limit = f"left out: {model.model} can only {tasks}, so there is nothing to do after the prompt"
+        raise ConfigError(f"prefill of model {model.name!r}", "a pool", limit)
     for role in model.pools:
         engine = model.engine_config(role)
         config.kv_heads_per_rank(engine.tensor_parallel)
         config.longest_sequence(engine.max_model_len)
-    Tokenizer.from_folder(folder)
+    Tokenizer.from_folder(folder, decodes=generates)
     identity = ModelIdentity.of(folder)
+    shares_prefixes = not config.bidirectional and config.pooling.type == "last"  # a mean needs every token
     return ModelInfo(
         name=model.name,
         root=model.model,
@@ -50,7 +51,8 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
             max_waiting=ingress.max_waiting,
             max_waiting_tokens=ingress.max_waiting_tokens,
         ),
-        block_size=model.engine_config().shared_block_size,
+        block_size=model.engine_config().shared_block_size if shares_prefixes else None,
+        supported_tasks=config.supported_tasks,
         may_sleep=model.decode.bounds[0] == 0,
         max_replays=ingress.max_replays,
         has_priorities=model.engine_config().scheduling_policy == "priority",

@@ -20,6 +20,7 @@ from deployments.openai.served_model import ServedModel
 from deployments.openai.served_models import ServedModels
 from deployments.openapi import openapi_document
 from deployments.operator_routes import add_operator_routes
+from deployments.pooling.routes import add_pooling_routes
 from engine.errors import ServingError
 
 
@@ -40,6 +41,7 @@ def http_app(
     served = ServedModels(models)
     add_openai_routes(app, served, auth.unknown_fields)
     add_batch_routes(app, batches, auth.cors_origins)
+    add_pooling_routes(app, served, auth.unknown_fields)
     add_operator_routes(app, served, telemetry)
 
     @app.exception_handler(ServingError)

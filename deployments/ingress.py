@@ -88,7 +88,7 @@ class Ingress:
             for info, handles in zip(infos, pools, strict=True)
         ]
         self._models = {
-            info.name: ServedModel(info, Tokenizer.from_folder(Path(info.folder)), pool, self._channel, self._telemetry)
+            info.name: ServedModel(info, _tokenizer(info), pool, self._channel, self._telemetry)
             for info, pool in zip(infos, engines, strict=True)
         }
         for info, pool in zip(infos, engines, strict=True):
@@ -137,6 +137,10 @@ class Ingress:
         for task in self._tasks:
             task.cancel()
         await asyncio.to_thread(self._telemetry.close)
+
+
+def _tokenizer(info: ModelInfo) -> Tokenizer:
+    return Tokenizer.from_folder(Path(info.folder), decodes="generate" in info.supported_tasks)
 
 
 def _get_health(url: str) -> None:

@@ -24,12 +24,20 @@ from deployments.openai.response_bodies import (
     ModelList,
     Tokens,
 )
+from deployments.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
+from deployments.pooling.response_bodies import EmbeddingList, Ranking, ScoreList
 
 REF = "#/components/schemas/{}"
 # (method, path): (summary, request body or with GET the query, response body or its media type)
 ROUTES: dict[tuple[str, str], tuple[str, type[BaseModel] | None, type[msgspec.Struct] | str | None]] = {
     ("post", "/v1/chat/completions"): ("Answer a conversation.", ChatBody, ChatCompletion),
     ("post", "/v1/completions"): ("Go on with a text.", CompletionBody, Completion),
+    ("post", "/v1/embeddings"): ("Texts to vectors.", EmbeddingBody, EmbeddingList),
+    ("post", "/v1/score"): ("How well documents fit queries.", ScoreBody, ScoreList),
+    ("post", "/score"): ("The same.", ScoreBody, ScoreList),
+    ("post", "/v1/rerank"): ("Documents by how well they fit a query.", RerankBody, Ranking),
+    ("post", "/v2/rerank"): ("The same.", RerankBody, Ranking),
+    ("post", "/rerank"): ("The same.", RerankBody, Ranking),
     ("post", "/tokenize"): ("Text or messages to token ids.", TokenizeBody, Tokens),
     ("post", "/detokenize"): ("Token ids to text.", DetokenizeBody, DetokenizedText),
     ("get", "/v1/models"): ("The models that are served.", None, ModelList),

@@ -97,21 +97,21 @@ def _head(value: object) -> object:
 class UnsupportedTask(RequestError):
     """The model cannot do what is asked of it: an encoder cannot generate, for instance."""
 
-    def __init__(self, task: str, supported: list[str]):
-        Exception.__init__(self, task, supported)
-        self.message, self.param = f"this model cannot do {task!r}; it can do: {', '.join(supported)}", "task"
+    def __init__(self, task: str, supported: list[str], model: str = "this model"):
+        Exception.__init__(self, task, supported, model)
+        self.message, self.param = f"{model} cannot do {task!r}; it can do: {', '.join(supported)}", "model"
 
 
 class PromptTooLong(RequestError):
     """The prompt, and at least one token of the answer if there is to be one, exceed the limit."""
 
-    def __init__(self, tokens: int, limit: int, estimated: bool = False, answer: bool = True):
-        """estimated: the prompt has `tokens` or more. answer: tokens are to follow it."""
-        Exception.__init__(self, tokens, limit, estimated, answer)
-        self.tokens, self.limit, self.param = tokens, limit, "prompt"
+    def __init__(self, tokens: int, limit: int, estimated: bool = False, answer: bool = True, prompt: str = "prompt"):
+        """estimated: the prompt has `tokens` or more. answer: tokens are to follow it. prompt: field that it is in."""
+        Exception.__init__(self, tokens, limit, estimated, answer, prompt)
+        self.tokens, self.limit, self.param = tokens, limit, prompt.partition("[")[0]
         # clients know this error by its code (LangChain), or by "this model's maximum context length is" (litellm)
         self.message = (
-            f"prompt has {'at least ' if estimated else ''}{tokens} tokens, but at most {limit - answer} fit: "
+            f"{prompt} has {'at least ' if estimated else ''}{tokens} tokens, but at most {limit - answer} fit: "
             f"this model's maximum context length is {limit} tokens"
             + (", and at least one is needed for the answer" if answer else "; truncate_prompt_tokens can cut it")
         )

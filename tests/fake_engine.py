@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import zmq
 
 from engine.core.stats import RequestMetrics
@@ -39,7 +40,7 @@ EOS = 2  # <|im_end|>
 
 
 class FakeEngine:
-    """One token per step and request, in a thread of its own.
+    """One token per step and request, in a thread of its own. Requests with `pooling` get what `pooled` says.
 
     script: the answer to a request, up to EOS or to whatever else is its last token; the default repeats the prompt.
     paused: set it, and no step is computed; requests that come then tell that they are queued.
@@ -126,6 +127,10 @@ class FakeEngine:
         self._steps += 1
         self._ended += [prefill_request.handoff_id for prefill_request in self.prefill_requests]
         for request, answer in list(self._live.values()):
+            if request.pooling is not None:
+                delta = TokenDelta(request_id=request.request_id, pooled=pooled(request), finish_reason="stop")
+                self._send(request, delta)
+                continue
             token, first = answer.popleft(), request.params.max_tokens == len(answer) + 1
             logprob = None
             if request.params.logprobs is not None:
@@ -178,3 +183,12 @@ class FakeEngine:
         socket = self._context.socket(zmq.PUSH)
         socket.connect(address)
         return socket
+
+
+def pooled(request: GenerateRequest) -> bytes:
+    """A vector of the prompt's first token, its last one, its length and their sum; or a score, which is its length."""
+    prompt = request.prompt
+    assert request.pooling is not None
+    if request.pooling.task == "score":
+        return np.array([len(prompt)], "<f4").tobytes()
+    return np.array([prompt[0], prompt[-1], len(prompt), sum(prompt)], "<f4")[: request.pooling.dimensions].tobytes()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tests.models import COMMON, GEMMA3_ROPE, make_tokenizer, randomise
@@ -102,6 +102,14 @@ def make(folder: Path, kind: Kind) -> Path:
     return folder
 
 
+def poison(folder: Path, word: str = "fox") -> None:
+    """Make the embedding of a word of a BERT model infinite, and so that of each text that has it."""
+    file = folder / "model.safetensors"
+    tensors, tokenizer = load_file(file), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tensors["embeddings.word_embeddings.weight"][tokenizer.token_to_id(word)] = torch.inf
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def write_modules(folder: Path, kind: Kind) -> None:
     size = kind.fields["hidden_size"]
     modules = ["Transformer", "Pooling", *["Dense"] * len(kind.dense), *["Normalize"] * kind.normalize]
@@ -158,8 +166,6 @@ class Reference:
 
 
 def load(file: Path) -> torch.Tensor:
-    from safetensors.torch import load_file
-
     return load_file(file)["linear.weight"]
 
 

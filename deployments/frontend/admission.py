@@ -49,6 +49,7 @@ class Admission:
 
     def __init__(self, pool: EnginePool, limits: AdmissionLimits, stats: ModelStats, availability: Availability):
         self.stats, self.availability = stats, availability
+        self.num_engines = limits.num_engines  #: that reported last
         self._pool, self._limits = pool, limits
         window = _per_ingress(limits.num_engines * _engine_capacity(limits), limits)
         self._queue = FairQueue(window, limits.max_waiting, limits.max_waiting_tokens)
@@ -127,7 +128,7 @@ class Admission:
                 self.availability.report_down()
                 continue
             self.availability.report_up()
-            self._queue.window = window(statuses, self._limits)
+            self.num_engines, self._queue.window = len(statuses), window(statuses, self._limits)
             self._start()
 
     def _overloaded(self) -> Overloaded:

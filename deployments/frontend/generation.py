@@ -37,6 +37,7 @@ class Generation:
                 self._sequences[request.request_id] = sequence
         self._admission, self._channel, self._client = frontend.admission, frontend.channel, client
         self._timed_out = False
+        self.admitted = asyncio.Event()  #: set when it no longer waits for its turn
 
     async def chunks(self) -> AsyncGenerator[TextChunk]:
         """Generate. Closing the generator early aborts in the engines what still runs.
@@ -55,6 +56,7 @@ class Generation:
                 self._admission.enter(first, self._client, size, self.usage.prompt_tokens, left_s) as queued,
                 aclosing(self._run()) as chunks,
             ):
+                self.admitted.set()
                 for metrics in all_metrics:
                     metrics.admitted()
                 async for chunk in chunks:

@@ -38,6 +38,7 @@ from engine.errors import EngineUnavailable, InvalidParameter, PromptTooLong
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import GenerateRequest
 from engine.wire.model_identity import ModelIdentity
+from engine.wire.pooling_params import SupportedTasks
 from engine.wire.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class ModelInfo:
     """The model may be scaled to zero."""
     block_size: int | None = None
     """Block size of the engines' KV caches; None where requests share no prefixes."""
+    supported_tasks: SupportedTasks = SupportedTasks()  # noqa: RUF009  frozen
+    """What the model can do; by default it generates."""
     max_replays: int = 3
     """Maximum number of times that a sequence continues in another engine because its own is lost."""
     has_priorities: bool = False
@@ -84,7 +87,7 @@ class ServedModel:
         self.pool = pool
         stats = telemetry.stats.model(info.name)
         self.admission = Admission(pool, info.admission, stats, Availability(info.name))
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._format = ChatFormat.of(tokenizer, info.tool_call_parser, info.reasoning_parser)
         self._tokens = VisibleMarkers(tokenizer, self._format.markers)
         _ = tokenizer.max_token_bytes  # computed now, not beside the first requests
@@ -95,7 +98,7 @@ class ServedModel:
             self._format.reasons,
             self._format.shows_tools,
         )
-        self._frontend = Frontend(
+        self.frontend = Frontend(
             model=info.name,
             tokenizer=self._tokens,
             channel=channel,
@@ -105,6 +108,11 @@ class ServedModel:
             timelines=telemetry.timelines,
             max_replays=info.max_replays,
         )
+
+    def check_priority(self, priority: int) -> None:
+        """Raise InvalidParameter for a priority that the engines would not heed."""
+        if priority and not self.info.has_priorities:
+            raise InvalidParameter("priority", priority, "0, since this server runs requests as they come")
 
     async def check_health(self) -> None:
         """Raise EngineUnavailable if no replica is healthy, unless the model is scaled to zero."""
@@ -120,10 +128,10 @@ class ServedModel:
         self.admission.check(context.client)
         self._format.check(body)
         requests, output_format = await asyncio.to_thread(self._prepare_chat, body, context)
-        generation = Generation(self._frontend, requests, context.client)
+        generation = Generation(self.frontend, requests, context.client)
         info = self.info
         return ChatOutput(
-            info.name, info.fingerprint, generation, self._tokenizer, output_format, body.n, streaming=body.stream
+            info.name, info.fingerprint, generation, self.tokenizer, output_format, body.n, streaming=body.stream
         )
 
     async def completion(self, body: CompletionBody, context: RequestContext) -> CompletionResponse:
@@ -131,10 +139,10 @@ class ServedModel:
         self.admission.check(context.client)
         requests, texts = await asyncio.to_thread(self._prepare_completion, body, context)
         prompts = [sequences[0].prompt for sequences in requests]
-        generation = Generation(self._frontend, requests, context.client)
+        generation = Generation(self.frontend, requests, context.client)
         info = self.info
         return CompletionResponse(
-            body, context, info.name, info.fingerprint, generation, self._tokenizer, prompts, texts
+            body, context, info.name, info.fingerprint, generation, self.tokenizer, prompts, texts
         )
 
     async def tokenize(self, body: TokenizeBody) -> Tokens:
@@ -151,16 +159,16 @@ class ServedModel:
 
     def _tokenize(self, text: str, add_special_tokens: bool, with_strings: bool) -> Tokens:
         """The text may be longer than the context, but not by orders of magnitude."""
-        self._tokenizer.check_length(text, self.info.max_model_len)
-        token_ids = self._tokenizer.encode(text, add_special_tokens)
-        strings = [self._tokenizer.token(i) or "" for i in token_ids] if with_strings else None
+        self.tokenizer.check_length(text, self.info.max_model_len)
+        token_ids = self.tokenizer.encode(text, add_special_tokens)
+        strings = [self.tokenizer.token(i) or "" for i in token_ids] if with_strings else None
         return Tokens(len(token_ids), self.info.max_model_len, token_ids, strings)
 
     def _detokenize(self, token_ids: list[int]) -> str:
         for token_id in token_ids:
-            if not 0 <= token_id < self.info.vocab_size or self._tokenizer.token(token_id) is None:
+            if not 0 <= token_id < self.info.vocab_size or self.tokenizer.token(token_id) is None:
                 raise InvalidParameter("tokens", token_id, "a list of ids of the model's vocabulary")
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _prepare_completion(
         self, body: CompletionBody, context: RequestContext
@@ -176,9 +184,9 @@ class ServedModel:
         """Return the requests, with the grammar of the output, and the format to parse it by. For a thread."""
         params = self._params(body)
         text = self._render_chat(body.messages, body.offered_tools, body)
-        if body.effort_variables and not self._tokenizer.template_names(body.effort_variables):
+        if body.effort_variables and not self.tokenizer.template_names(body.effort_variables):
             body.ignored.append("reasoning_effort")
-        prompt = self._tokenizer.encode_prompt(text, self.info.max_model_len, add_special_tokens=False)
+        prompt = self.tokenizer.encode_prompt(text, self.info.max_model_len, add_special_tokens=False)
         thinking = self._format.thinking(body, text)
         grammar = self._format.structured_outputs(body, thinking, params.structured_outputs, self._tokens)
         params = msgspec.structs.replace(params, structured_outputs=grammar)
@@ -186,7 +194,7 @@ class ServedModel:
 
     def _render_chat(self, messages: list[Message], tools: list[Tool], body: TemplateBody) -> str:
         """Return the prompt."""
-        return self._tokenizer.render_chat_template(
+        return self.tokenizer.render_chat_template(
             [message.for_template() for message in messages],
             [tool.for_template() for tool in tools] or None,
             add_generation_prompt=body.add_generation_prompt,
@@ -200,25 +208,25 @@ class ServedModel:
         for prompt in body.prompts():
             if isinstance(prompt, str):
                 texts.append(prompt)
-                prompts.append(self._tokenizer.encode_prompt(prompt, self.info.max_model_len, body.add_special_tokens))
+                prompts.append(self.tokenizer.encode_prompt(prompt, self.info.max_model_len, body.add_special_tokens))
                 continue
             for token_id in prompt:
                 if not 0 <= token_id < self.info.vocab_size:
                     raise InvalidParameter("prompt", token_id, f"token ids from 0 to {self.info.vocab_size - 1}")
-            texts.append(self._tokenizer.decode(prompt) if body.echo else "")
+            texts.append(self.tokenizer.decode(prompt) if body.echo else "")
             prompts.append(prompt)
         return prompts, texts
 
     def _params(self, body: GenerationBody) -> SamplingParams:
+        self.info.supported_tasks.check("generate", model=f"model {self.info.name!r}")
         params = body.sampling_params(self.info.default_sampling)
         params.check_vocabulary(self.info.vocab_size)
         for field in ("max_tokens", "min_tokens"):
             if (getattr(params, field) or 0) > self.info.max_model_len:
                 limit = f"at most the model's context of {self.info.max_model_len} tokens"
                 raise InvalidParameter(field, getattr(params, field), limit)
-        if body.priority and not self.info.has_priorities:
-            raise InvalidParameter("priority", body.priority, "0, since this server runs requests as they come")
-        bad_words = self._tokenizer.bad_words_token_ids(params.bad_words)
+        self.check_priority(body.priority)
+        bad_words = self.tokenizer.bad_words_token_ids(params.bad_words)
         return msgspec.structs.replace(params, bad_words_token_ids=bad_words)
 
     def _requests(
@@ -244,7 +252,7 @@ class ServedModel:
                     request_id=f"{request_id}-{i * body.n + j}",
                     prompt=prompt,
                     params=sequence,
-                    reply_to=self._frontend.channel.address,
+                    reply_to=self.frontend.channel.address,
                     timeout_s=timeout_s,
                     priority=priority,
                     cache_salt=body.cache_salt,

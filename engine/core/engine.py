@@ -28,7 +28,6 @@ from engine.errors import (
     InvalidParameter,
     RequestTimeout,
     ServingError,
-    UnsupportedTask,
 )
 from engine.kv_transfer.fingerprint import fingerprint
 from engine.kv_transfer.protocol.actions import AcceptPrefill, RefusePrefill
@@ -211,15 +210,9 @@ class EngineCore:
         """Raise RequestError unless the model can do what is asked of it."""
         pooling, supported = message.pooling, self.model_config.supported_tasks
         task = "generate" if pooling is None else pooling.task
-        if task not in supported:
-            raise UnsupportedTask(task, list(supported))
-        if pooling is None:
-            return
-        size, vocab_size = self.model_config.embedding_size, self.model_config.vocab_size
-        if pooling.dimensions is not None and pooling.dimensions > size:
-            raise InvalidParameter("dimensions", pooling.dimensions, f"at most {size}, the size of this embedding")
-        if task == "score" and self.model_config.head == "lm":
-            ids = pooling.score_token_ids
+        supported.check(task, None if pooling is None else pooling.dimensions)
+        if pooling is not None and task == "score" and self.model_config.head == "lm":
+            ids, vocab_size = pooling.score_token_ids, self.model_config.vocab_size
             if not ids or not all(0 <= token < vocab_size for token in ids):
                 raise InvalidParameter("score_token_ids", ids, f"two token ids below {vocab_size}")
 

@@ -16,7 +16,7 @@ from engine.model.families import Family, Head, find_family, head_of, text_part
 from engine.model.folder import eos_token_ids, read_json, stored_dtype
 from engine.model.pooling_config import PoolingConfig, PoolingType
 from engine.model.quantization.unsupported import UnsupportedScheme
-from engine.wire.pooling_params import Task
+from engine.wire.pooling_params import SupportedTasks, Task
 
 if TYPE_CHECKING:
     from engine.model.quantization.format import WeightFormat
@@ -171,19 +171,24 @@ class ModelConfig:
         return cfg.rounded() if quantization == "fp8" else cfg
 
     @property
-    def supported_tasks(self) -> tuple[Task, ...]:
+    def supported_tasks(self) -> SupportedTasks:
         """What requests may ask for. A generative model makes embeddings as well, and if its files name no modules for
         them, scores by its words for yes and no."""
-        if self.head == "score":
-            return ("score",)
-        if self.head == "none":
-            return ("embed",)
-        is_reranker = self.pooling.score_token_ids is not None or not self.pooling.is_embedding
-        return ("generate", "embed", "score") if is_reranker else ("generate", "embed")
-
-    @property
-    def embedding_size(self) -> int:
-        return self.pooling.dense[-1].outputs if self.pooling.dense else self.hidden_size
+        pooling = self.pooling
+        is_reranker = pooling.score_token_ids is not None or not pooling.is_embedding
+        names: dict[Head, tuple[Task, ...]] = {
+            "score": ("score",),
+            "none": ("embed",),
+            "lm": ("generate", "embed", "score") if is_reranker else ("generate", "embed"),
+        }
+        return SupportedTasks(
+            names=names[self.head],
+            embedding_size=pooling.dense[-1].outputs if pooling.dense else self.hidden_size,
+            matryoshka_dimensions=pooling.matryoshka_dimensions,
+            score_token_ids=pooling.score_token_ids,
+            prompts=pooling.prompts,
+            default_prompt_name=pooling.default_prompt_name,
+        )
 
     def rounded(self) -> ModelConfig:
         """Return the same model with weights in FP8. Raises ConfigError if it is quantized in another way."""

@@ -6,7 +6,7 @@ https://sbert.net/docs/package_reference/sentence_transformer/modules.html descr
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 ACTIVATIONS = ("Identity", "Tanh")
+SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +57,22 @@ class PoolingConfig:
     """Tokens that mean yes and no to a generative reranker."""
     sigmoid: bool = True
     """Scores pass through a sigmoid."""
+    matryoshka_dimensions: tuple[int, ...] = ()
+    """Sizes that embeddings may be cut to; empty for any."""
+    prompts: dict[str, str] = field(default_factory=dict)
+    """Texts that belong in front of a text to embed, by name."""
+    default_prompt_name: str | None = None
 
     @classmethod
     def from_folder(cls, folder: Path, default: PoolingType) -> PoolingConfig:
         """default: the type of a model that names none. Raises ModelFolderError."""
-        fields: dict[str, Any] = {"type": default, "sigmoid": _sigmoid(folder)}
+        sizes = read_json(folder, "config.json").get("matryoshka_dimensions") or ()
+        fields: dict[str, Any] = {
+            "type": default,
+            "sigmoid": _sigmoid(folder),
+            "matryoshka_dimensions": tuple(sizes),
+            **_prompts(folder),
+        }
         if (folder / "modules.json").is_file():
             fields["normalize"] = False
             for module in _modules(folder):
@@ -132,13 +144,27 @@ def _dense(folder: Path, path: str) -> DenseConfig:
     )
 
 
+def _prompts(folder: Path) -> dict[str, Any]:
+    """Return the fields of PoolingConfig that say what belongs in front of a text."""
+    if not (folder / SENTENCE_TRANSFORMERS).is_file():
+        return {}
+    config = read_json(folder, SENTENCE_TRANSFORMERS)
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ModelFolderError(str(folder), f"{SENTENCE_TRANSFORMERS}: prompts is not an object of texts")
+    if default is not None and default not in prompts:
+        problem = f"{SENTENCE_TRANSFORMERS}: default_prompt_name {default!r} is not among its prompts"
+        raise ModelFolderError(str(folder), problem)
+    return {"prompts": prompts, "default_prompt_name": default}
+
+
 def _sigmoid(folder: Path) -> bool:
     """What sentence-transformers' CrossEncoder does with a score: by default a sigmoid."""
     config = read_json(folder, "config.json")
     named = (config.get("sentence_transformers") or {}).get("activation_fn")
     named = named or config.get("sbert_ce_default_activation_function") or ""
-    if not named and (folder / "config_sentence_transformers.json").is_file():
-        named = read_json(folder, "config_sentence_transformers.json").get("activation_fn") or ""
+    if not named and (folder / SENTENCE_TRANSFORMERS).is_file():
+        named = read_json(folder, SENTENCE_TRANSFORMERS).get("activation_fn") or ""
     kind = named.rpartition(".")[2]
     if kind not in ("", "Identity", "Sigmoid"):
         raise ModelFolderError(str(folder), f"activation_fn {named} of a score is not supported")

@@ -31,8 +31,8 @@ from engine.offline.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from engine.offline.pooling import PoolingPrompt, PoolingPrompts
 from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
+from engine.text.pooling_prompts import PoolingPrompt, PoolingPrompts
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import EngineStats, GenerateRequest, TokenDelta
@@ -146,14 +146,21 @@ class LLM:
         return self.generate(prompts, sampling_params or SamplingParams(max_tokens=None), progress=progress)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, *, progress: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        prompt_name: str | None = None,
+        progress: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """Make an embedding of each prompt (text, or token ids); results in the order of the prompts.
 
+        prompt_name: of a prompt in config_sentence_transformers.json to put in front of each text; None for the default
+        that it names, if any.
         Raises RequestError, before anything is computed, if any prompt could not be served as it is, and EngineError
         if an embedding is not finite.
         """
-        jobs = self._pooling_prompts().embed(_as_list(prompts), pooling_params or PoolingParams())
+        jobs = self._pooling_prompts().embed(_as_list(prompts), pooling_params or PoolingParams(), prompt_name)
         return [
             EmbeddingRequestOutput(
                 delta.request_id, job.token_ids, EmbeddingOutput(_numbers(delta).tolist()), delta.num_cached_tokens
@@ -178,13 +185,14 @@ class LLM:
         documents = [documents] if isinstance(documents, str) else list(documents)
         params, prompts = pooling_params or PoolingParams(), self._pooling_prompts()
         if "score" in self._model_config.supported_tasks:
-            jobs = prompts.score(query, documents, params, instruction)
+            jobs = prompts.score([(query, document) for document in documents], params, instruction)
             deltas = self._pool(jobs, progress)
             scores = [_numbers(delta).item() for delta in deltas]
         else:
             if instruction is not None:
                 raise RequestError("instruction must be left out: this model takes none", "instruction")
-            jobs = prompts.embed([query, *documents], msgspec.structs.replace(params, use_activation=True))
+            params = msgspec.structs.replace(params, use_activation=True)
+            jobs = [*prompts.embed_queries([query], params), *prompts.embed_documents(documents, params)]
             _, *deltas = both = self._pool(jobs, progress)
             first, *others = map(_numbers, both)
             scores = [float(first @ other) for other in others]
@@ -243,7 +251,7 @@ class LLM:
                     self._core.abort(request_id)
 
     def _pooling_prompts(self) -> PoolingPrompts:
-        return PoolingPrompts(self.tokenizer, self._model_config, self.max_model_len)
+        return PoolingPrompts(self.tokenizer, self._model_config.supported_tasks, self.max_model_len)
 
     def _pool(self, jobs: list[PoolingPrompt], progress: bool) -> list[TokenDelta]:
         """Compute the jobs; results in their order. Raises RequestError or EngineError; nothing is left behind then."""

@@ -52,40 +52,48 @@ class Tokenizer:
             raise PromptTooLong(len(encoding), max_model_len)
         return encoding.ids
 
-    def check_length(self, text: str, max_model_len: int) -> None:
-        """Raise PromptTooLong for a text that would not fit even if all its tokens were the longest one."""
+    def check_length(self, text: str, max_model_len: int, *, answer: bool = True, field: str = "prompt") -> None:
+        """Raise PromptTooLong for a text that would not fit even if all its tokens were the longest one.
+
+        answer: tokens are to follow it. field: how the error names it.
+        """
         if self.max_token_bytes is not None:
             at_least = len(text.encode()) // self.max_token_bytes
-            if at_least >= max_model_len:
-                raise PromptTooLong(at_least, max_model_len, estimated=True)
+            if at_least + answer > max_model_len:
+                raise PromptTooLong(at_least, max_model_len, True, answer, field)
 
     def encode_for_pooling(
-        self, texts: Sequence[str | tuple[str, str]], max_tokens: int | None = None
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        max_tokens: int | None = None,
+        add_special_tokens: bool = True,
     ) -> list[tuple[list[int], int | None]]:
-        """Tokenize texts, or pairs of texts, with the model's special tokens around them. Return the ids of each, and
-        where the second text of a pair begins, if the model's tokens have types.
+        """Tokenize texts, or pairs of texts, by default with the model's special tokens around them. Return the ids of
+        each, and where the second text of a pair begins, if the model's tokens have types.
 
         max_tokens: cut what is longer, special tokens included, at the end; of a pair the longer text first.
         Raises InvalidParameter if no text would be left.
         """
-        encodings = self._backend.encode_batch_fast(list(texts))
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         if max_tokens is not None:
             encodings = [
-                encoding if len(encoding) <= max_tokens else self._encode_cut(text, max_tokens)
+                encoding if len(encoding) <= max_tokens else self._encode_cut(text, max_tokens, add_special_tokens)
                 for text, encoding in zip(texts, encodings, strict=True)
             ]
         return [(e.ids, e.type_ids.index(1) if 1 in e.type_ids else None) for e in encodings]
 
-    def _encode_cut(self, text: str | tuple[str, str], max_tokens: int) -> tokenizers.Encoding:
+    def _encode_cut(
+        self, text: str | tuple[str, str], max_tokens: int, add_special_tokens: bool
+    ) -> tokenizers.Encoding:
         parts = (text,) if isinstance(text, str) else text
         first, *others = self._backend.encode_batch_fast(list(parts), add_special_tokens=False)
-        added = self._backend.num_special_tokens_to_add(bool(others))
+        added = self._backend.num_special_tokens_to_add(bool(others)) if add_special_tokens else 0
         room = max_tokens - added
         if room < len(parts):
             raise InvalidParameter("truncate_prompt_tokens", max_tokens, f"at least {added + len(parts)} here")
         if not others:
             first.truncate(room)
-            return self._backend.post_process(first)
+            return self._backend.post_process(first, add_special_tokens=add_special_tokens)
         (second,) = others
         short = min(len(first), len(second), room // 2)
         first_is_longer = len(first) > len(second)

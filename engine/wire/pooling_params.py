@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.errors import InvalidParameter, UnsupportedTask
 from engine.wire.sampling_params import check
 
 Task = Literal["generate", "embed", "score"]
@@ -35,3 +36,37 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         kept = self.truncate_prompt_tokens
         check(kept is None or kept == -1 or kept >= 1, "truncate_prompt_tokens", kept, "-1, or at least 1")
         check(len(self.score_token_ids) in (0, 2), "score_token_ids", self.score_token_ids, "two token ids, or none")
+
+
+class SupportedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a model can do, and what its folder says about embeddings and scores."""
+
+    names: tuple[Task, ...] = ("generate",)
+    embedding_size: int = 0
+    matryoshka_dimensions: tuple[int, ...] = ()
+    """Sizes that embeddings may be cut to; empty for any."""
+    score_token_ids: tuple[int, int] | None = None
+    """Tokens that mean yes and no to a generative reranker, if its files name them."""
+    prompts: dict[str, str] = {}
+    """Texts that belong in front of a text to embed, by name."""
+    default_prompt_name: str | None = None
+
+    def __contains__(self, task: Task) -> bool:
+        return task in self.names
+
+    def check(self, task: Task, dimensions: int | None = None, model: str = "this model") -> None:
+        """Raise UnsupportedTask, or InvalidParameter for dimensions that its embeddings cannot have.
+
+        model: how errors name the model.
+        """
+        if task not in self.names:
+            raise UnsupportedTask(task, list(self.names), model)
+        if dimensions is None:
+            return
+        sizes = self.matryoshka_dimensions
+        if sizes and dimensions not in sizes:
+            limit = f"one of {', '.join(map(str, sizes))}, which the model was trained for"
+            raise InvalidParameter("dimensions", dimensions, limit)
+        if dimensions > self.embedding_size:
+            limit = f"at most {self.embedding_size}, the size of this embedding"
+            raise InvalidParameter("dimensions", dimensions, limit)

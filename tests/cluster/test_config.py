@@ -13,7 +13,7 @@ from cluster.model_info import model_info
 from deployments.observability import tracing
 from deployments.routing.config import RoutingConfig
 from engine.config import EngineConfig, HandoffConfig
-from engine.errors import ConfigError, ModelFolderError, StartupError
+from engine.errors import ConfigError, StartupError
 from tests.pooling_models import EMBEDDINGS, make
 
 MODEL = {"name": "pocket", "model": "pocket"}
@@ -247,8 +247,18 @@ def test_manta_check_accepts_the_bundled_configurations(name):
     assert result.exit_code == 0
 
 
-def test_a_model_that_cannot_generate_is_not_served(tmp_path):
+def test_a_model_that_can_only_embed_is_served_as_it_is(tmp_path):
     folder = make(tmp_path, EMBEDDINGS["e5_multilingual"])
     (model,) = AppConfig.parse({"models": [{"name": "e5", "model": str(folder)}]}).models
-    with pytest.raises(ModelFolderError, match="can only embed, which the HTTP API does not offer yet"):
+    info = model_info(model, IngressSection())
+    assert info.supported_tasks.names == ("embed",)
+    assert info.max_model_len == 60
+    assert info.block_size is None, "there are no prefixes to share"
+
+
+def test_a_model_that_can_only_embed_has_no_prefill_pool(tmp_path):
+    folder = make(tmp_path, EMBEDDINGS["qwen3_embedding"])
+    args = {"models": [{"name": "qwen", "model": str(folder), "prefill": {}}]}
+    (model,) = AppConfig.parse(args).models
+    with pytest.raises(ConfigError, match=r"prefill of model 'qwen' must be left out: .* can only embed"):
         model_info(model, IngressSection())

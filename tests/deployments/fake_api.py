@@ -28,10 +28,12 @@ from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import GenerateRequest
+from engine.wire.pooling_params import SupportedTasks
 from tests.fake_engine import FakeEngine, Script
 from tests.models import make_tokenizer
 
 MAX_MODEL_LEN = 512
+ALL_TASKS = SupportedTasks(names=("generate", "embed", "score"), embedding_size=4, score_token_ids=(5, 6))
 
 
 @cache
@@ -115,7 +117,8 @@ async def fake_api(
     engine = FakeEngine(replica.status_to, script)
     replica.connect(engine.address)
     await asyncio.sleep(0)  # only what has begun closes its sockets when it is cancelled
-    fields = {"max_model_len": MAX_MODEL_LEN, "vocab_size": 400, "default_sampling": {}, "request_timeout_s": 60.0}
+    fields = {"max_model_len": MAX_MODEL_LEN, "vocab_size": 400, "default_sampling": {}, "request_timeout_s": 60.0,
+              "supported_tasks": ALL_TASKS}  # fmt: skip
     limits = {"max_num_seqs": 64, "num_engines": 1, "num_ingresses": 1, "max_waiting": 64, "max_waiting_tokens": 10_000}
     admission = AdmissionLimits(**{**limits, **{key: info.pop(key) for key in limits if key in info}})
     models = {}

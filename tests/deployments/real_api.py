@@ -180,6 +180,7 @@ async def serving(
         default_sampling={},
         request_timeout_s=60.0,
         admission=LIMITS,
+        supported_tasks=ModelConfig.from_folder(folder).supported_tasks,
     )
     model = ServedModel(info, Tokenizer.from_folder(folder), pool, channel, telemetry)
     app = http_app({"tiny": model}, telemetry)

@@ -169,7 +169,7 @@ HEADERS = [
 ROUTES = [
     *(Bad(path, b"", status=404, method="GET", headers={}) for path in ("/nowhere", "/", "/v1", "/v1/completions/x")),
     Bad("/v1/models/a/b", b"", "model", status=404, method="GET", headers={}),
-    Bad("/v1/embeddings", {"input": "a"}, status=404),
+    Bad("/v1/audio/speech", {"input": "a"}, status=404),
     Bad(COMPLETIONS, b"", status=405, method="GET", headers={}),
     Bad("/v1/models", b"", status=405, method="DELETE", headers={}),
     Bad("/health", b"", status=405, method="PUT", headers={}),

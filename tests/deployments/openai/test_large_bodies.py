@@ -20,6 +20,7 @@ from deployments.openai.request_bodies import (
     GenerationBody,
     TokenizeBody,
 )
+from deployments.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
 from engine.errors import RequestError
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, says, tokenizer
 from tests.deployments.loop_time import longest_turn
@@ -73,6 +74,9 @@ PATHS: dict[type[RequestBody], str] = {
     CompletionBody: "/v1/completions",
     TokenizeBody: "/tokenize",
     DetokenizeBody: "/detokenize",
+    EmbeddingBody: "/v1/embeddings",
+    ScoreBody: "/v1/score",
+    RerankBody: "/v1/rerank",
 }
 HELLO = {"role": "user", "content": "hello"}
 PART = {"type": "text", "text": "a"}
@@ -150,6 +154,20 @@ LARGEST: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
     "model to tokenize": (TokenizeBody, {"prompt": "a", "model": "a" * 1024}),
     "model to detokenize": (DetokenizeBody, {"tokens": [5], "model": "a" * 1024}),
     "tokens": (DetokenizeBody, {"tokens": [5] * 10**6}),
+    "texts to embed": (EmbeddingBody, {"input": ["a, b: " * 100] * 2048, "truncate_prompt_tokens": -1}),
+    "ids to embed": (EmbeddingBody, {"input": [12345] * 10**6}),
+    "lists of ids to embed": (EmbeddingBody, {"input": [[12345] * 500] * 2048}),
+    "names to embed": (EmbeddingBody, {"input": "a", **dict.fromkeys([*SHORT, "prompt_name"], "a" * 1024)}),
+    "id to embed": (EmbeddingBody, {"input": "a", "request_id": "a" * 10**7}),
+    "pairs": (ScoreBody, {"queries": ["a, b: " * 600] * 2048, "documents": ["a, b: " * 600] * 2048}),
+    "older pairs": (ScoreBody, {"text_1": "a " * 10_000, "text_2": ["a, b: " * 1_000] * 2048}),
+    "names to score": (ScoreBody, {"queries": "a", "documents": "b", **dict.fromkeys(SHORT, "a" * 1024)}),
+    "id to score": (ScoreBody, {"queries": "a", "documents": "b", "request_id": "a" * 10**7}),
+    "instruction": (ScoreBody, {"queries": "a", "documents": "b", "instruction": "a " * 10**5}),
+    "documents": (RerankBody, {"query": "a " * 10_000, "documents": [{"text": "a, b: " * 1_000}] * 2048}),
+    "names to rank": (RerankBody, {"query": "a", "documents": ["b"], **dict.fromkeys(SHORT, "a" * 1024)}),
+    "id to rank": (RerankBody, {"query": "a", "documents": ["b"], "request_id": "a" * 10**7}),
+    "instruction to rank": (RerankBody, {"query": "a", "documents": ["b"], "instruction": "a " * 10**5}),
 }  # fmt: skip
 # bodies that are refused, and what the refusal names
 TOO_LARGE: dict[str, tuple[type[RequestBody], bytes, str]] = {

@@ -150,7 +150,7 @@ def test_an_unsupported_task_survives_pickling():
 
     error = pickle.loads(pickle.dumps(UnsupportedTask("generate", ["embed"])))
     assert str(error) == "this model cannot do 'generate'; it can do: embed"
-    assert (error.status, error.code, error.param) == (400, "unsupported_task", "task")
+    assert (error.status, error.code, error.param) == (400, "unsupported_task", "model")
 
 
 # -- the scheduler alone -----------------------------------------------------------------------------------------

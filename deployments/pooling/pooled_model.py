@@ -1,0 +1,177 @@
+"""One model of the API, asked for embeddings and scores."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from deployments.http.context import RequestContext
+from deployments.openai.served_model import ServedModel
+from deployments.pooling.pooling import PackedPrompt, Pooling
+from deployments.pooling.request_bodies import MAX_PAIR_CHARACTERS, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+from deployments.pooling.response_bodies import (
+    EmbeddingList,
+    EmbeddingObject,
+    PoolingUsage,
+    RankedDocument,
+    RankedText,
+    Ranking,
+    ScoreList,
+    ScoreObject,
+)
+from engine.errors import InvalidParameter, PromptTooLong, RequestError
+from engine.text.pooling_prompts import PoolingPrompt, PoolingPrompts
+from engine.wire.messages import GenerateRequest
+from engine.wire.pooling_params import PoolingParams, Task
+
+TOKENIZED_AT_ONCE = 32
+"""Texts: the GIL is free while they are tokenized, but not for what is then done with their tokens."""
+
+Input = TypeVar("Input", str, tuple[str, str], str | list[int])
+Encode = Callable[[Sequence[Input], PoolingParams], list[PoolingPrompt]]
+
+
+class PooledModel:
+    def __init__(self, model: ServedModel):
+        info = model.info
+        self._model, self._info, self._tokenizer = model, info, model.tokenizer
+        self._prompts = PoolingPrompts(model.tokenizer, info.supported_tasks, info.max_model_len)
+
+    async def embed(self, body: EmbeddingBody, context: RequestContext) -> EmbeddingList:
+        """Raises RequestError, and Overloaded before any work is done."""
+        params, inputs = body.pooling_params(), body.inputs()
+        self._check("embed", params, body, context)
+        encode = partial(self._prompts.embed, prompt_name=body.prompt_name, add_special_tokens=body.add_special_tokens)
+        prompts = await self._tokenize(inputs, params, encode, "input" if len(inputs) == 1 else "input[{}]")
+        vectors = await self._pool(prompts, body, context)
+        data = await asyncio.to_thread(_embeddings, vectors, body.encoding_format)
+        return EmbeddingList(context.response_id, context.created, self._info.name, data, _usage(prompts))
+
+    async def score(self, body: ScoreBody, context: RequestContext) -> ScoreList:
+        """Raises as `embed` does."""
+        queries, documents = body.texts()
+        scores, usage = await self._scores(queries, documents, body, body.instruction, context)
+        data = [ScoreObject(i, score) for i, score in enumerate(scores)]
+        return ScoreList(context.response_id, context.created, self._info.name, data, usage)
+
+    async def rerank(self, body: RerankBody, context: RequestContext) -> Ranking:
+        """Raises as `embed` does."""
+        documents = body.texts()
+        scores, usage = await self._scores([body.query], documents, body, body.instruction, context)
+        results = [RankedDocument(i, score) for i, score in enumerate(scores)]
+        results.sort(key=lambda result: result.relevance_score, reverse=True)
+        results = results[: body.top_n or None]
+        if body.return_documents:
+            for result in results:
+                result.document = RankedText(documents[result.index])
+        return Ranking(context.response_id, self._info.name, results, usage)
+
+    async def _scores(
+        self,
+        queries: list[str],
+        documents: list[str],
+        body: PoolingBody,
+        instruction: str | None,
+        context: RequestContext,
+    ) -> tuple[list[float], PoolingUsage]:
+        """Return a score for each document. queries: one for each document, or one for all."""
+        params, scores = body.pooling_params(), "score" in self._info.supported_tasks
+        self._check("score" if scores else "embed", params, body, context)
+        each = queries * (len(documents) // len(queries))
+        if sum(map(len, [*each, *documents])) + len(documents) * len(instruction or "") > MAX_PAIR_CHARACTERS:
+            limit = f"{MAX_PAIR_CHARACTERS} characters, with the query counted for each of them"
+            raise RequestError(f"documents must have at most {limit}", "documents")
+        if scores:
+            pairs = list(zip(each, documents, strict=True))
+            encode = partial(self._prompts.score, instruction=instruction)
+            prompts = await self._tokenize(pairs, params, encode, "documents[{}]")
+            return [_floats(number).item() for number in await self._pool(prompts, body, context)], _usage(prompts)
+        if instruction is not None:
+            raise RequestError("instruction must be left out: this model takes none", "instruction")
+        params = msgspec.structs.replace(params, use_activation=True)
+        name = "query" if len(queries) == 1 else "queries[{}]"
+        prompts = await self._tokenize(queries, params, self._prompts.embed_queries, name)
+        prompts += await self._tokenize(documents, params, self._prompts.embed_documents, "documents[{}]")
+        vectors = [_floats(vector) for vector in await self._pool(prompts, body, context)]
+        firsts, others = vectors[: len(queries)], vectors[len(queries) :]
+        return [float(firsts[i % len(firsts)] @ other) for i, other in enumerate(others)], _usage(prompts)
+
+    def _check(self, task: Task, params: PoolingParams, body: PoolingBody, context: RequestContext) -> None:
+        """Raise RequestError or Overloaded for what can be refused without looking at the texts."""
+        self._info.supported_tasks.check(task, params.dimensions, f"model {self._info.name!r}")
+        self._model.check_priority(body.priority)
+        self._model.admission.check(context.client)
+
+    async def _tokenize(
+        self, texts: Sequence[Input], params: PoolingParams, encode: Encode[Input], name: str
+    ) -> list[PackedPrompt]:
+        """name: of the field in which a text stands, with the place for its index."""
+        prompts: list[PackedPrompt] = []
+        for start in range(0, len(texts), TOKENIZED_AT_ONCE):
+            some = texts[start : start + TOKENIZED_AT_ONCE]
+            names = [name.format(i) for i in range(start, start + len(some))]
+            prompts += await asyncio.to_thread(self._tokenize_some, some, params, encode, names)
+        return prompts
+
+    def _tokenize_some(
+        self, texts: Sequence[Input], params: PoolingParams, encode: Encode[Input], names: list[str]
+    ) -> list[PackedPrompt]:
+        """For a thread. Raises RequestError that names the text."""
+        limit, packed = self._info.max_model_len, []
+        if params.truncate_prompt_tokens is None:
+            for text, name in zip(texts, names, strict=True):
+                for part in text if isinstance(text, tuple) else (text,):
+                    if isinstance(part, str):
+                        self._tokenizer.check_length(part, limit, answer=False, field=name)
+        for prompt, name in zip(encode(texts, params), names, strict=True):
+            ids = prompt.token_ids
+            if len(ids) > limit:
+                raise PromptTooLong(len(ids), limit, False, False, name)
+            if not ids:
+                raise InvalidParameter(name, "", "a text of at least one token")
+            for token_id in (min(ids), max(ids)):
+                if not 0 <= token_id < self._info.vocab_size:
+                    raise InvalidParameter(name, token_id, f"token ids from 0 to {self._info.vocab_size - 1}")
+            packed.append(PackedPrompt(array("i", ids), prompt.params))
+        return packed
+
+    async def _pool(self, prompts: Sequence[PackedPrompt], body: PoolingBody, context: RequestContext) -> list[bytes]:
+        info = self._info
+        request = GenerateRequest(
+            request_id=f"{context.response_id}-{secrets.token_hex(4)}",
+            prompt=[],
+            reply_to=self._model.frontend.channel.address,
+            timeout_s=min(context.timeout_s or info.request_timeout_s, info.request_timeout_s),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            session_id=context.session_id,
+            model=info.identity,
+        )
+        return await Pooling(self._model.frontend, request, context.client).run(prompts)
+
+
+def _embeddings(vectors: Sequence[bytes], encoding_format: str) -> list[EmbeddingObject]:
+    """For a thread: one vector at a time becomes JSON, so that the event loop can turn in between."""
+
+    def encoded(vector: bytes) -> Any:
+        if encoding_format == "base64":
+            return base64.b64encode(vector).decode()
+        return msgspec.Raw(msgspec.json.encode(_floats(vector).tolist()))
+
+    return [EmbeddingObject(i, encoded(vector)) for i, vector in enumerate(vectors)]
+
+
+def _floats(pooled: bytes) -> np.ndarray:
+    return np.frombuffer(pooled, dtype="<f4")
+
+
+def _usage(prompts: Sequence[PackedPrompt]) -> PoolingUsage:
+    return PoolingUsage.of(sum(len(prompt.tokens) for prompt in prompts))

@@ -1,0 +1,97 @@
+"""All prompts of one HTTP request that ask for a vector or a score each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+
+from deployments.frontend.generation import Generation
+from deployments.frontend.sequence import Frontend
+from engine.errors import RequestTimeout
+from engine.wire.messages import GenerateRequest
+from engine.wire.pooling_params import PoolingParams
+
+PART_PROMPTS, PART_TOKENS = 32, 8192
+"""A part is admitted as a whole, and other clients have their turns between parts."""
+PARTS_PER_ENGINE = 4
+"""Parts of one HTTP request that are in the engines at a time: enough to keep them busy, and soon done for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPrompt:
+    """One prompt to pool, in a tenth of the memory that a list of its tokens would take."""
+
+    tokens: array[int]
+    params: PoolingParams
+
+
+class Pooling:
+    """Computes the prompts in parts, each of which takes its own turn in the admission."""
+
+    def __init__(self, frontend: Frontend, request: GenerateRequest, client: str):
+        """request: what the requests of all prompts have in common. client: whose turns it takes."""
+        self._frontend, self._request, self._client = frontend, request, client
+        self._timeout_s = request.timeout_s or 0.0
+        self._deadline_at = time.monotonic() + self._timeout_s
+
+    async def run(self, prompts: Sequence[PackedPrompt]) -> list[bytes]:
+        """Return what TokenDelta.pooled has for each prompt. Cancelling this aborts in the engines what still runs.
+
+        Raises the first error of any prompt, and drops the others.
+        """
+        results = [b""] * len(prompts)
+        slots = asyncio.Semaphore(PARTS_PER_ENGINE * max(1, self._frontend.admission.num_engines))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for part in parts([len(prompt.tokens) for prompt in prompts]):
+                    await slots.acquire()
+                    requests = [[self._request_of(i, prompts[i])] for i in part]
+                    generation = Generation(self._frontend, requests, self._client)
+                    task = tasks.create_task(_collect(generation, part, results))
+                    task.add_done_callback(lambda _: slots.release())
+                    await generation.admitted.wait()  # so that no more than one part waits
+        except ExceptionGroup as group:
+            error = group.exceptions[0]
+            if isinstance(error, RequestTimeout):  # a part's own limit is what was left
+                error = RequestTimeout(self._request.request_id, self._timeout_s)
+            raise error from None
+        return results
+
+    def _request_of(self, index: int, prompt: PackedPrompt) -> GenerateRequest:
+        left_s = self._deadline_at - time.monotonic()
+        if left_s <= 0:
+            raise RequestTimeout(self._request.request_id, self._timeout_s)
+        return msgspec.structs.replace(
+            self._request,
+            request_id=f"{self._request.request_id}-{index}",
+            prompt=prompt.tokens.tolist(),
+            pooling=prompt.params,
+            timeout_s=left_s,
+        )
+
+
+async def _collect(generation: Generation, part: Sequence[int], results: list[bytes]) -> None:
+    async with aclosing(generation.chunks()) as chunks:
+        async for chunk in chunks:
+            results[part[chunk.index]] = chunk.pooled
+
+
+def parts(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the indices of all prompts, a part at a time. The longest come first: engines compute neighbours of one
+    length together. lengths: in tokens."""
+    part: list[int] = []
+    tokens = 0
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):
+        if part and (len(part) == PART_PROMPTS or tokens + lengths[i] > PART_TOKENS):
+            yield part
+            part, tokens = [], 0
+        part.append(i)
+        tokens += lengths[i]
+    if part:
+        yield part

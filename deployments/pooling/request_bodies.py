@@ -1,0 +1,150 @@
+"""Request bodies, with OpenAI's field names for embeddings, Jina's and Cohere's for rankings, and vLLM's additions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from pydantic import Field
+
+from deployments.http.body import EngineBody, StrictModel
+from deployments.http.validation import ForeignFields
+from engine.errors import InvalidParameter, RequestError
+from engine.wire.pooling_params import PoolingParams
+
+INT32 = 2**31 - 1
+MAX_INPUTS = 2048  # OpenAI's limit
+MAX_PAIR_CHARACTERS = 2**26
+"""Characters of all queries and documents together: a query is read again with each of its documents."""
+FOREIGN_FIELDS = ForeignFields(
+    ignored={
+        "max_chunks_per_doc": "a document is read as a whole",
+        "mm_processor_kwargs": "there are only texts",
+    },
+    refused={
+        "embed_dtype": "numbers have 32 bits",
+        "endianness": "numbers are little endian",
+        "max_tokens_per_doc": "use truncate_prompt_tokens",
+        "messages": "put the text into input",
+        "normalize": "use use_activation",
+        "padding": "texts are computed without",
+        "rank_fields": "documents are texts",
+        "truncation_side": "it is the end that is cut",
+    },
+    neutral={
+        "embed_dtype": ["float32"],
+        "endianness": ["little", "native"],
+        "padding": ["do_not_pad"],
+        "truncation_side": ["right"],
+    },
+)
+
+T = TypeVar("T")
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Inputs = Annotated[list[T], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+
+
+class PoolingBody(EngineBody):
+    """Fields that all requests of this kind have in common."""
+
+    foreign_fields = FOREIGN_FIELDS
+
+    truncate_prompt_tokens: int | None = Field(default=None, le=INT32)
+    """Tokens to keep of a longer text, or -1 for as many as the model takes."""
+    use_activation: bool | None = None
+    """Whether an embedding is scaled to length 1, and a score passed through a sigmoid."""
+    priority: int = Field(default=0, ge=-INT32, le=INT32)
+    """Smaller runs first, if the engine's `scheduling_policy` is `priority`."""
+    cache_salt: str = Field(default="", max_length=1024)
+
+    def pooling_params(self) -> PoolingParams:
+        """Raises InvalidParameter."""
+        return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens, use_activation=self.use_activation)
+
+
+class EmbeddingBody(PoolingBody):
+    """POST /v1/embeddings"""
+
+    input: str | TokenIds | Inputs[str] | Inputs[TokenIds]
+    """A text, token ids, or a list of either."""
+    encoding_format: Literal["float", "base64"] = "float"
+    """`base64` gives the bytes of the numbers as float32, little endian."""
+    dimensions: int | None = Field(default=None, le=INT32)
+    """Numbers to keep of each embedding, for models that were trained for it."""
+    prompt_name: str | None = Field(default=None, max_length=1024)
+    """Name of the prompt of the model's to put in front of each text."""
+    add_special_tokens: bool = True
+
+    def pooling_params(self) -> PoolingParams:
+        return msgspec.structs.replace(super().pooling_params(), dimensions=self.dimensions)
+
+    def inputs(self) -> list[str | list[int]]:
+        """Return at least one text, or list of token ids, none of them empty. Raises InvalidParameter."""
+        inputs: list[str | list[int]]
+        if isinstance(self.input, str) or (self.input and isinstance(self.input[0], int)):
+            inputs = [self.input]
+        else:
+            inputs = self.input  # type: ignore[assignment]
+        if not inputs or not all(inputs):
+            raise InvalidParameter("input", self.input, "a text, or token ids, that are not empty")
+        return inputs
+
+
+class TextDocument(StrictModel):
+    text: str
+
+
+class ScoreBody(PoolingBody):
+    """POST /v1/score"""
+
+    queries: str | Inputs[str] | None = None
+    documents: str | Inputs[str] | None = None
+    """As many as there are queries, or any number for a single query."""
+    text_1: str | Inputs[str] | None = None
+    """vLLM's older name for `queries`."""
+    text_2: str | Inputs[str] | None = None
+    """vLLM's older name for `documents`."""
+    instruction: str | None = None
+    """What a generative reranker is to look for, in place of its default."""
+
+    def check(self) -> None:
+        super().check()
+        older = self.queries is None and self.text_1 is not None
+        given = {"queries", "documents", "text_1", "text_2"} & self.model_fields_set
+        for name in ("text_1", "text_2") if older else ("queries", "documents"):
+            if getattr(self, name) is None:
+                raise RequestError(f"{name} is required", name)
+            given.discard(name)
+        if given:
+            name = min(given)
+            raise RequestError(f"{name} must be left out beside queries and documents", name)
+        queries, documents = self.texts()
+        if len(queries) not in (1, len(documents)):
+            limit = f"as many as there are documents ({len(documents)}), or one"
+            raise InvalidParameter("text_1" if older else "queries", f"{len(queries)} texts", limit)
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        """Return the queries, which are one or as many as the documents, and the documents."""
+        queries = self.text_1 if self.queries is None else self.queries
+        documents = self.text_2 if self.documents is None else self.documents
+        return _as_list(queries), _as_list(documents)
+
+
+class RerankBody(PoolingBody):
+    """POST /v1/rerank"""
+
+    query: str
+    documents: Inputs[str | TextDocument]
+    top_n: int = Field(default=0, ge=0)
+    """Documents to return, the best first; 0 for all."""
+    return_documents: bool = True
+    """Whether the response has the texts of the documents."""
+    instruction: str | None = None
+    """What a generative reranker is to look for, in place of its default."""
+
+    def texts(self) -> list[str]:
+        return [document if isinstance(document, str) else document.text for document in self.documents]
+
+
+def _as_list(texts: str | list[str] | None) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts or []

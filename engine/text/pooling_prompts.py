@@ -1,0 +1,118 @@
+"""What is asked of the engine for an embedding or a score, in token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.errors import InvalidParameter, RequestError
+from engine.text.score_prompt import score_prompt
+from engine.text.tokenizer import Tokenizer
+from engine.wire.pooling_params import PoolingParams, SupportedTasks
+
+YES, NO = ("yes", "no")
+# sentence-transformers' encode_query and encode_document use the first of these prompts that a model has
+QUERY_PROMPTS, DOCUMENT_PROMPTS = ("query",), ("document", "passage", "corpus")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingPrompt:
+    """One prompt to pool."""
+
+    token_ids: list[int]
+    params: PoolingParams
+
+
+class PoolingPrompts:
+    """Makes prompts of texts for one model."""
+
+    def __init__(self, tokenizer: Tokenizer, supported: SupportedTasks, max_model_len: int):
+        self._tokenizer, self._supported, self._max_model_len = tokenizer, supported, max_model_len
+
+    def embed(
+        self,
+        prompts: Sequence[str | list[int]],
+        params: PoolingParams,
+        prompt_name: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[PoolingPrompt]:
+        """Make prompts of texts, or of token ids.
+
+        prompt_name: of the model's prompt to put in front of each text; None for the model's default.
+        Raises InvalidParameter.
+        """
+        before = self._prompt(prompt_name)
+        return self._embed(before, prompts, params, add_special_tokens=add_special_tokens)
+
+    def embed_queries(self, queries: Sequence[str], params: PoolingParams) -> list[PoolingPrompt]:
+        """Make prompts of queries that documents are compared with."""
+        return self._embed(self._prompt(None, QUERY_PROMPTS), queries, params)
+
+    def embed_documents(self, documents: Sequence[str], params: PoolingParams) -> list[PoolingPrompt]:
+        return self._embed(self._prompt(None, DOCUMENT_PROMPTS), documents, params)
+
+    def score(
+        self, pairs: Sequence[tuple[str, str]], params: PoolingParams, instruction: str | None = None
+    ) -> list[PoolingPrompt]:
+        """Make a prompt of each query and its document, for a model that reads them together."""
+        kept = self._kept(params)
+        if "generate" in self._supported:
+            ids = self._yes_and_no()
+            params = msgspec.structs.replace(params, task="score", score_token_ids=ids)
+            return [PoolingPrompt(self._reranker_prompt(*pair, instruction, kept), params) for pair in pairs]
+        if instruction is not None:
+            raise RequestError("instruction must be left out: this model takes none", "instruction")
+        return [
+            PoolingPrompt(token_ids, msgspec.structs.replace(params, task="score", token_types_from=second))
+            for token_ids, second in self._tokenizer.encode_for_pooling(pairs, kept)
+        ]
+
+    def _embed(
+        self,
+        before: str,
+        prompts: Sequence[str | list[int]],
+        params: PoolingParams,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[PoolingPrompt]:
+        """before: text in front of each text."""
+        kept = self._kept(params)
+        texts = [before + prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(self._tokenizer.encode_for_pooling(texts, kept, add_special_tokens))
+        own = [next(encoded)[0] if isinstance(prompt, str) else list(prompt)[:kept] for prompt in prompts]
+        params = msgspec.structs.replace(params, task="embed")
+        return [PoolingPrompt(token_ids, params) for token_ids in own]
+
+    def _prompt(self, name: str | None, usual: Sequence[str] = ()) -> str:
+        """Return the text of the model's prompt of this name, or of the first of the `usual` names, or its default."""
+        prompts = self._supported.prompts
+        if name is None:
+            name = next((name for name in usual if name in prompts), self._supported.default_prompt_name)
+        elif name not in prompts:
+            known = ", ".join(prompts)
+            limit = f"one of the model's prompts ({known})" if known else "left out: this model has no prompts"
+            raise InvalidParameter("prompt_name", name, limit)
+        return "" if name is None else prompts[name]
+
+    def _kept(self, params: PoolingParams) -> int | None:
+        return self._max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+
+    def _reranker_prompt(self, query: str, document: str, instruction: str | None, kept: int | None) -> list[int]:
+        has_template = self._supported.score_token_ids is not None
+        prompt, end = score_prompt(self._tokenizer, query, document, instruction, has_template=has_template)
+        token_ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+        if kept is None or len(token_ids) <= kept:
+            return token_ids
+        after = self._tokenizer.encode(end, add_special_tokens=False)
+        return (token_ids[: max(0, kept - len(after))] + after)[:kept]  # what is cut is the document's end
+
+    def _yes_and_no(self) -> list[int]:
+        if self._supported.score_token_ids is not None:
+            return list(self._supported.score_token_ids)
+        found = [token for word in (YES, NO) if (token := self._tokenizer.token_id(word)) is not None]
+        if len(found) < 2:
+            raise RequestError(f"this model cannot score: {YES!r} and {NO!r} are not both tokens of it", "task")
+        return found
