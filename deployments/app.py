@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
+from deployments.anthropic.routes import add_anthropic_routes
 from deployments.http.debug import VERSION
 from deployments.http.errors import error_response
 from deployments.http.middleware import AuthConfig, AuthMiddleware, RootPathMiddleware
@@ -40,6 +41,7 @@ def http_app(
     app.openapi = lambda: document  # type: ignore[method-assign]  # the way FastAPI's manual gives
     served = ServedModels(models)
     add_openai_routes(app, served, auth.unknown_fields)
+    add_anthropic_routes(app, served, auth.unknown_fields)
     add_batch_routes(app, batches, auth.cors_origins)
     add_pooling_routes(app, served, auth.unknown_fields)
     add_operator_routes(app, served, telemetry)
@@ -48,8 +50,8 @@ def http_app(
     @app.exception_handler(HTTPException)
     @app.exception_handler(ClientDisconnect)
     @app.exception_handler(Exception)
-    async def on_error(_: Request, error: Exception) -> Response:
-        return error_response(error)
+    async def on_error(request: Request, error: Exception) -> Response:
+        return error_response(error, request.scope)
 
     app.add_middleware(AuthMiddleware, api_keys=api_keys, config=auth)
     if auth.cors_origins:  # outside of the check of keys: a browser's first question has none

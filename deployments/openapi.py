@@ -8,8 +8,10 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from deployments.anthropic.request_bodies import CountTokensBody, MessagesBody
+from deployments.anthropic.response_bodies import AnthropicMessage, TokenCount
 from deployments.http.debug import LiveHandoffs, ServerLoad, Version
-from deployments.http.errors import ErrorBody
+from deployments.http.errors import AnthropicErrorBody, ErrorBody, is_anthropic
 from deployments.http.middleware import OPEN_PATH
 from deployments.observability.timeline import RequestTimeline
 from deployments.openai.batches.files import File
@@ -38,6 +40,8 @@ ROUTES: dict[tuple[str, str], tuple[str, type[BaseModel] | None, type[msgspec.St
     ("post", "/v1/rerank"): ("Documents by how well they fit a query.", RerankBody, Ranking),
     ("post", "/v2/rerank"): ("The same.", RerankBody, Ranking),
     ("post", "/rerank"): ("The same.", RerankBody, Ranking),
+    ("post", "/v1/messages"): ("Answer a conversation, by Anthropic's API.", MessagesBody, AnthropicMessage),
+    ("post", "/v1/messages/count_tokens"): ("The length of its prompt.", CountTokensBody, TokenCount),
     ("post", "/tokenize"): ("Text or messages to token ids.", TokenizeBody, Tokens),
     ("post", "/detokenize"): ("Token ids to text.", DetokenizeBody, DetokenizedText),
     ("get", "/v1/models"): ("The models that are served.", None, ModelList),
@@ -55,21 +59,28 @@ ROUTES: dict[tuple[str, str], tuple[str, type[BaseModel] | None, type[msgspec.St
     ("get", "/debug/handoffs"): ("KV on its way between engines.", None, LiveHandoffs),
     ("get", "/debug/requests/{name}"): ("What happened to a request; never its text.", None, RequestTimeline),
 }
-STREAMING = {"/v1/chat/completions", "/v1/completions"}
+STREAMING = {"/v1/chat/completions", "/v1/completions", "/v1/messages"}
 FORMS = {"/v1/files"}
+SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+}
 NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
 def openapi_document(version: str, *, with_keys: bool) -> dict[str, Any]:
     """with_keys: whether the routes require an API key."""
-    results = [ErrorBody, *(result for _, _, result in ROUTES.values() if isinstance(result, type))]
+    results = [ErrorBody, AnthropicErrorBody, *(result for _, _, result in ROUTES.values() if isinstance(result, type))]
     result_refs, result_schemas = msgspec.json.schema_components(results, ref_template=REF.format("{name}"))
     refs = dict(zip(results, result_refs, strict=True))
     body_refs, definitions = models_json_schema(
         [(body, "validation") for (method, _), (_, body, _) in ROUTES.items() if body and method != "get"],
         ref_template=REF.format("{model}"),
     )
-    error = {"description": "An error.", "content": _json_content(refs[ErrorBody])}
+    errors = {
+        anthropic: {"description": "An error.", "content": _json_content(refs[body])}
+        for anthropic, body in ((False, ErrorBody), (True, AnthropicErrorBody))
+    }
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), (summary, body, result) in ROUTES.items():
         operation: dict[str, Any] = {"summary": summary}
@@ -86,19 +97,20 @@ def openapi_document(version: str, *, with_keys: bool) -> dict[str, Any]:
             ok["content"] = _json_content(refs[result])
         if path in STREAMING:
             ok["content"]["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe a stream of events
-        operation["responses"] = {"200": ok, "default": error}
+        operation["responses"] = {"200": ok, "default": errors[is_anthropic(path)]}
         if with_keys and path == OPEN_PATH:
             operation["security"] = []
         paths.setdefault(path, {})[method] = operation
+    assert not definitions["$defs"].keys() & result_schemas.keys(), "two types of one name"
     return {
         "openapi": "3.1.0",
         "info": {"title": "Manta", "version": version},
         "paths": paths,
         "components": {
             "schemas": {**definitions["$defs"], **result_schemas},
-            **({"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if with_keys else {}),
+            **({"securitySchemes": SECURITY_SCHEMES} if with_keys else {}),
         },
-        **({"security": [{"key": []}]} if with_keys else {}),
+        **({"security": [{name: []} for name in SECURITY_SCHEMES]} if with_keys else {}),
     }
 
 

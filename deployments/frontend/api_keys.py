@@ -52,13 +52,12 @@ class ApiKeys:
         if not self._names:
             raise ConfigError(OPTION, str(path), f"a file with at least one key: {RULE}")
 
-    def name_of(self, authorization: str | None) -> str:
-        """Return the name of the key in an Authorization header. Raises InvalidApiKey."""
+    def name_of(self, key: str | None) -> str:
+        """Return the name of a key. Raises InvalidApiKey."""
         self._reload_if_changed()
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            raise InvalidApiKey("this server wants an API key: Authorization: Bearer <key>")
-        digest = hash_key(key.strip())
+        if not key:
+            raise InvalidApiKey("this server wants an API key: Authorization: Bearer <key>, or X-Api-Key: <key>")
+        digest = hash_key(key)
         # all are compared, each in constant time: how long it takes says nothing about the keys
         matches = [
             name for known, name in [*self._fixed.items(), *self._names.items()] if hmac.compare_digest(known, digest)

@@ -1,4 +1,4 @@
-"""Errors as HTTP responses, with OpenAI's error body."""
+"""Errors as HTTP responses, with OpenAI's error body, or Anthropic's on its routes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,33 @@ import math
 from http import HTTPStatus
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Scope
 
 from deployments.frontend.sequence import ReportedError
 from deployments.observability.telemetry import CLIENT_LEFT
 from engine.errors import BodyTimeout, Overloaded, ServingError
 
 logger = logging.getLogger(__name__)
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+# fields of the chat that a message becomes, and of the message
+ANTHROPIC_FIELDS = {
+    ".function.parameters": ".input_schema",
+    ".function.name": ".name",
+    "response_format.json_schema.schema": "output_config.format.schema",
+}
 
 
 class ErrorDetail(msgspec.Struct):
@@ -27,6 +45,16 @@ class ErrorDetail(msgspec.Struct):
 
 class ErrorBody(msgspec.Struct):
     error: ErrorDetail
+
+
+class AnthropicError(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct, tag_field="type", tag="error"):
+    error: AnthropicError
+    request_id: str | None
 
 
 def error_body(error: Exception) -> tuple[int, ErrorBody]:
@@ -48,9 +76,25 @@ def error_body(error: Exception) -> tuple[int, ErrorBody]:
             return 500, _body("the server failed; its log says why", "internal_error", None, "internal_error")
 
 
-def error_response(error: Exception) -> Response:
+def anthropic_error_body(error: Exception, scope: Scope) -> tuple[int, AnthropicErrorBody]:
+    """Return the same in Anthropic's shape."""
     status, body = error_body(error)
-    headers = {}
+    message = body.error.message
+    for ours, theirs in ANTHROPIC_FIELDS.items():
+        message = message.replace(ours, theirs)
+    kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return status, AnthropicErrorBody(AnthropicError(kind, message), request_id(scope))
+
+
+def error_response(error: Exception, scope: Scope) -> Response:
+    headers: dict[str, str] = {}
+    status: int
+    body: msgspec.Struct
+    if is_anthropic(get_path(scope)):
+        status, body = anthropic_error_body(error, scope)
+        headers |= anthropic_headers(scope)
+    else:
+        status, body = error_body(error)
     if status in (429, 503):
         retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
         headers["Retry-After"] = str(math.ceil(retry_after_s))
@@ -67,3 +111,23 @@ def error_response(error: Exception) -> Response:
 
 def _body(message: str, kind: str, param: str | None, code: str) -> ErrorBody:
     return ErrorBody(ErrorDetail(message=message, type=kind, param=param, code=code))
+
+
+def is_anthropic(path: str) -> bool:
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def anthropic_headers(scope: Scope) -> dict[str, str]:
+    """Return the headers of every response to a request for Anthropic's API."""
+    found = request_id(scope)
+    return {} if found is None else {"request-id": found}
+
+
+def request_id(scope: Scope) -> str | None:
+    return Headers(scope=scope).get("x-request-id")
+
+
+def get_path(scope: Scope) -> str:
+    """Return the path without the prefix that the application is mounted under."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))

@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.frontend.api_keys import ApiKeys
-from deployments.http.errors import error_response
+from deployments.http.errors import error_response, get_path
 from deployments.http.validation import UnknownFields
 from engine.errors import BodyTimeout, BodyTooLarge, InvalidParameter, ServingError
 
@@ -61,7 +61,7 @@ class HeadersMiddleware:
             if not value.isascii() and not _is_utf8(value):
                 header = name.decode("latin-1")
                 error = InvalidParameter(header, value.decode("utf-8", "replace"), "text in UTF-8")
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -94,7 +94,7 @@ class AuthMiddleware:
         try:
             self._check(scope)
         except ServingError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
         else:
             limit = self._max_bytes(scope)
             timeout_s = self._config.body_timeout_s * max(1.0, limit / self._config.max_body_bytes)
@@ -104,7 +104,7 @@ class AuthMiddleware:
         """Raises InvalidApiKey or BodyTooLarge."""
         headers = Headers(scope=scope)
         if self._api_keys is not None and get_path(scope) != OPEN_PATH:
-            scope.setdefault("state", {})["api_key_name"] = self._api_keys.name_of(headers.get("authorization"))
+            scope.setdefault("state", {})["api_key_name"] = self._api_keys.name_of(_key(headers))
         length = headers.get("content-length", "")
         limit = self._max_bytes(scope)
         if length.isdecimal() and len(length) < 20 and int(length) > limit:
@@ -144,7 +144,7 @@ def _is_utf8(value: bytes) -> bool:
     return True
 
 
-def get_path(scope: Scope) -> str:
-    """Return the path without the prefix that the application is mounted under."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+def _key(headers: Headers) -> str | None:
+    """Return the API key, as OpenAI's clients send it or as Anthropic's do."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")

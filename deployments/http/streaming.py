@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,25 +31,44 @@ class EventStream(StreamingResponse):
             await super().stream_response(send)
 
 
-async def stream(chunks: AsyncGenerator[msgspec.Struct]) -> EventStream:
+def unnamed_event(body: msgspec.Struct) -> bytes:
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+def named_event(body: msgspec.Struct) -> bytes:
+    """Name the event by the tag of its struct."""
+    return f"event: {body.__struct_config__.tag}\n".encode() + unnamed_event(body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventFormat:
+    """The form in which an API writes the events of a stream; as it stands, that of OpenAI's completions."""
+
+    encode: Callable[[msgspec.Struct], bytes] = unnamed_event
+    error: Callable[[Exception], msgspec.Struct] = lambda error: error_body(error)[1]
+    """Makes the event of an error, after which nothing but the end follows."""
+    end: bytes = b"data: [DONE]\n\n"
+
+
+OPENAI_EVENTS = EventFormat()
+
+
+async def stream(chunks: AsyncGenerator[msgspec.Struct], event_format: EventFormat = OPENAI_EVENTS) -> EventStream:
     """Wait for the first chunk, so that a request refused by the engine gets its own HTTP status."""
-    return EventStream(_events(await anext(chunks), chunks))
+    return EventStream(_events(await anext(chunks), chunks, event_format))
 
 
-async def _events(first: msgspec.Struct, rest: AsyncGenerator[msgspec.Struct]) -> AsyncGenerator[bytes]:
+async def _events(
+    first: msgspec.Struct, rest: AsyncGenerator[msgspec.Struct], event_format: EventFormat
+) -> AsyncGenerator[bytes]:
     async with aclosing(rest):
         try:
-            yield _event(first)
+            yield event_format.encode(first)
             async for chunk in rest:
-                yield _event(chunk)
+                yield event_format.encode(chunk)
         except Exception as error:  # noqa: BLE001  whatever it is, the client has to be told inside the stream
-            _, body = error_body(error)
-            yield _event(body)
-    yield b"data: [DONE]\n\n"
-
-
-def _event(body: msgspec.Struct) -> bytes:
-    return b"data: " + _encode(body) + b"\n\n"
+            yield event_format.encode(event_format.error(error))
+    yield event_format.end
 
 
 async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -13,6 +13,7 @@ from engine.errors import InvalidParameter
 
 MAX_PARTS = 1024  # of one message
 OTHER_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "video", "file")
+FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -28,7 +29,7 @@ class TemplateModel(BaseModel):
 class FunctionDefinition(TemplateModel):
     """A function that the model may call. The chat template gets all fields, also those that are not listed here."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     """JSON schema of the arguments; None for a function without arguments."""

@@ -55,11 +55,38 @@ def test_every_route_but_health_wants_a_key(auth):
             for method, path in routes + ROUTES:
                 for headers in ({}, {"Authorization": "Bearer sk-x"}):
                     response = await api.client.request(method, path, headers=headers)
-                    Bad(path, b"", status=401, method=method).check(response)
-                    assert response.json()["error"]["code"] == "invalid_api_key"
+                    if path.startswith("/v1/messages"):
+                        assert response.status_code == 401
+                        assert response.json()["error"]["type"] == "authentication_error"
+                    else:
+                        Bad(path, b"", status=401, method=method).check(response)
+                        assert response.json()["error"]["code"] == "invalid_api_key"
                     assert response.headers["www-authenticate"] == "Bearer"
                 response = await api.client.request(method, path, headers=KEY)
                 assert response.status_code != 401
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Authorization": "Bearer sk-a"}, 200),
+        ({"Authorization": "bearer  sk-a "}, 200),
+        ({"X-Api-Key": "sk-a"}, 200),
+        ({"Authorization": "Basic sk-x", "X-Api-Key": "sk-a"}, 200),
+        ({"Authorization": "Bearer sk-x", "X-Api-Key": "sk-a"}, 401),
+        ({"Authorization": "Bearer"}, 401),
+        ({"Authorization": "Bearer "}, 401),
+        ({"Authorization": "sk-a"}, 401),
+        ({"Authorization": "Basic sk-a"}, 401),
+        ({"X-Api-Key": "Bearer sk-a"}, 401),
+    ],
+)
+def test_key_comes_as_openais_clients_send_it_or_as_anthropics_do(auth, headers, status):
+    async def scenario() -> None:
+        async with fake_api(auth=auth) as api:
+            assert (await api.client.get("/v1/models", headers=headers)).status_code == status
 
     run(scenario())
 

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its requests as chats, and their output as its messages."""

@@ -1,0 +1,141 @@
+"""Turns of Anthropic's conversations, whose content is blocks, as messages of a chat."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from deployments.openai.conversation import MAX_PARTS, FunctionCall, Message, TextPart, ToolCall
+
+BLOCKS = {  # that a turn may have, by its role
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
+BILLING = "x-anthropic-billing-header:"
+"""The beginning of a text that Claude Code puts before the system prompt. It differs between requests, so with it no
+prefix would be found in a cache."""
+
+
+class Block(BaseModel):
+    """A JSON object of which only these fields are read: others, such as `cache_control`, do not change the prompt."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Block):
+    """Reasoning of an earlier response. Its signature is not checked."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(Block):
+    """Reasoning that only Anthropic's servers can read; left out of the prompt."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, JsonValue]
+
+
+Text = str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class ToolResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Text | None = None
+    is_error: bool | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _is_text(cls, content: object) -> object:
+        return check_blocks(content, ("text",), "a tool's result")
+
+    def message(self) -> Message:
+        parts = text_parts(self.content or "")
+        if self.is_error:
+            parts.insert(0, TextPart(type="text", text="Error:"))
+        return Message.model_validate({"role": "tool", "content": parts, "tool_call_id": self.tool_use_id})
+
+
+ContentBlock = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
+
+
+class Turn(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[ContentBlock], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _is_read(cls, content: object, info: ValidationInfo) -> object:
+        role = info.data.get("role")
+        return content if role is None else check_blocks(content, BLOCKS[role], f"a turn of the role {role}")
+
+    def blocks(self) -> list[ContentBlock]:
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+
+def check_blocks(content: object, allowed: tuple[str, ...], where: str) -> object:
+    """Name blocks that are not read: in an error for each branch of a union that would be lost."""
+    for block in content if isinstance(content, list) else ():
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind not in allowed:
+            limit = (
+                f"text or blocks of the types {', '.join(allowed)} in {where}: {kind[:64]} blocks are not read there"
+            )
+            raise PydanticCustomError("not_read", "{limit}", {"limit": limit})
+    return content
+
+
+def text_parts(content: Text) -> list[TextPart]:
+    texts = [content] if isinstance(content, str) else [block.text for block in content]
+    return [TextPart(type="text", text=text) for text in texts]
+
+
+def chat_messages(system: Text, turns: list[Turn]) -> list[Message]:
+    """Return the conversation with one message per tool result, and one for all turns of a role that follow each other:
+    Anthropic's API takes them as one, and some templates refuse two."""
+    messages = []
+    parts = [part for part in text_parts(system) if part.text and not part.text.startswith(BILLING)]
+    if parts:
+        messages.append(Message(role="system", content=parts))
+    for turn in turns:
+        for block in turn.blocks():
+            if isinstance(block, ToolResultBlock):
+                messages.append(block.message())
+                continue
+            if not messages or messages[-1].role != turn.role:
+                messages.append(Message(role=turn.role, content=[]))
+            _extend(messages[-1], block)
+    return messages
+
+
+def _extend(message: Message, block: TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock) -> None:
+    match block:
+        case TextBlock():
+            assert isinstance(message.content, list)
+            message.content += text_parts([block])
+        case ThinkingBlock():
+            message.reasoning = (
+                block.thinking if message.reasoning is None else f"{message.reasoning}\n{block.thinking}"
+            )
+        case ToolUseBlock():
+            call = ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=block.input))
+            message.tool_calls = [*(message.tool_calls or []), call]

@@ -1,0 +1,226 @@
+"""Request bodies, with Anthropic's field names."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
+
+from deployments.anthropic.conversation import Block, Text, Turn, chat_messages
+from deployments.http.body import RequestBody, StrictModel
+from deployments.http.validation import ForeignFields, validation_error
+from deployments.openai.conversation import (
+    FUNCTION_NAME,
+    FunctionDefinition,
+    FunctionName,
+    NamedToolChoice,
+    Tool,
+    ToolChoice,
+)
+from deployments.openai.request_bodies import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatBody,
+    JsonSchema,
+    ResponseFormat,
+    TokenizeBody,
+)
+from engine.errors import InvalidParameter
+from engine.wire.sampling_params import MAX_STOP_STRINGS
+
+FOREIGN_FIELDS = ForeignFields(
+    unused={
+        "cache_control": "prefixes are cached by content, whatever is marked",
+        "fallback_credit_token": "nothing is billed",
+        "service_tier": "all requests are served alike",
+    },
+    ignored={
+        "billing_policy": "nothing is billed",
+        "context_management": "the conversation is taken as it is sent",
+        "diagnostics": "a response does not say why its prompt was not cached",
+        "fallbacks": "no request is declined, so no other model takes it over",
+        "speed": "all requests run as fast as they can",
+    },
+    refused={
+        "compaction": "ask for a summary in a message",
+        "container": "no code is run here",
+        "inference_geo": "a request is computed where this server is",
+        "mcp_servers": "no MCP server is called; the client has to call its tools",
+        "output_format": "use output_config.format",
+        "thread": "nothing is stored; send the whole conversation",
+    },
+    neutral={"speed": ["standard"]},
+)
+
+
+class CustomTool(Block):
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    description: str | None = None
+    input_schema: dict[str, JsonValue]
+    strict: bool | None = None
+    """Enforces the schema."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_custom(cls, tool: object) -> object:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind not in (None, "custom"):
+            limit = f"a tool with an input_schema: what {str(kind)[:64]} is, only Anthropic's models know"
+            raise PydanticCustomError("not_custom", "{limit}", {"limit": limit})
+        return tool
+
+    def for_chat(self) -> Tool:
+        function = FunctionDefinition(name=self.name, parameters=self.input_schema)
+        if self.description is not None:
+            function.description = self.description
+        if self.strict is not None:
+            function.strict = self.strict
+        return Tool(type="function", function=function)
+
+
+class ToolChoiceBody(StrictModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """The tool that must be called; given with the type `tool`, and only then."""
+    disable_parallel_tool_use: bool | None = None
+
+    def for_chat(self) -> ToolChoice:
+        match self.type:
+            case "tool":
+                return NamedToolChoice(type="function", function=FunctionName(name=self.name or ""))
+            case "any":
+                return "required"
+            case kind:
+                return kind
+
+
+class Thinking(StrictModel):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    """Given with the type `enabled`, and only then."""
+    display: Literal["summarized", "omitted"] | None = None
+    """`omitted` drops the reasoning from the response; the model reasons all the same."""
+
+
+class JsonOutputFormat(StrictModel):
+    type: Literal["json_schema"]
+    content: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(StrictModel):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """Variable `reasoning_effort` of the chat template."""
+    format: JsonOutputFormat | None = None
+
+
+class Metadata(Block):
+    user_id: str | None = Field(default=None, max_length=1024)
+    """Whose fair share of the server the request counts to, where there are no API keys."""
+
+
+class CountTokensBody(RequestBody):
+    """POST /v1/messages/count_tokens"""
+
+    foreign_fields = FOREIGN_FIELDS
+
+    messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    """An answer goes on where a last turn of the assistant ends."""
+    system: Text = ""
+    tools: list[CustomTool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: ToolChoiceBody | None = None
+    """With the type `none` the model is not shown the tools either."""
+    thinking: Thinking | None = None
+    """Sets the variable `enable_thinking` of the chat template; if not given, the template decides."""
+    output_config: OutputConfig | None = None
+
+    def check(self) -> None:
+        choice, thinking = self.tool_choice, self.thinking
+        if choice is not None and (choice.name is not None) != (choice.type == "tool"):
+            raise InvalidParameter("tool_choice.name", choice.name, "given with the type tool, and only then")
+        if thinking is not None and (thinking.budget_tokens is not None) != (thinking.type == "enabled"):
+            limit = "given with the type enabled, and only then"
+            raise InvalidParameter("thinking.budget_tokens", thinking.budget_tokens, limit)
+
+    def for_chat(self) -> ChatBody:
+        """Return the chat that asks for the same. Raises RequestError."""
+        return self._chat({})
+
+    def for_tokenize(self) -> TokenizeBody:
+        """Return the body that counts the tokens of the prompt. Raises RequestError."""
+        chat = self.for_chat()
+        return TokenizeBody(
+            messages=chat.messages,
+            tools=chat.offered_tools or None,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            chat_template_kwargs=chat.template_variables,
+        )
+
+    def _chat(self, more: dict[str, Any]) -> ChatBody:
+        messages = chat_messages(self.system, self.messages)
+        continued = messages[-1].role == "assistant"
+        if continued and messages[-1].tool_calls:
+            raise InvalidParameter("messages", "tool_use at the end", "a conversation with a tool_result per tool_use")
+        choice, output = self.tool_choice, self.output_config or OutputConfig()
+        thinking, answer_format = self.thinking, None
+        disabled = thinking is not None and thinking.type == "disabled"
+        if output.format is not None:
+            schema = JsonSchema(name="output", schema=output.format.content)
+            answer_format = ResponseFormat(type="json_schema", json_schema=schema)
+        try:
+            chat = ChatBody(
+                model=self.model,
+                messages=messages,
+                tools=[tool.for_chat() for tool in self.tools] or None,
+                tool_choice=None if choice is None else choice.for_chat(),
+                parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+                reasoning_effort="none" if disabled else output.effort,
+                include_reasoning=thinking is None or thinking.display != "omitted",
+                chat_template_kwargs={} if thinking is None or disabled else {"enable_thinking": True},
+                response_format=answer_format,
+                add_generation_prompt=not continued,
+                continue_final_message=continued,
+                **more,
+            )
+        except pydantic.ValidationError as error:
+            raise validation_error(error, self.foreign_fields) from None
+        chat.check()
+        return chat
+
+
+class MessagesBody(CountTokensBody):
+    """POST /v1/messages"""
+
+    max_tokens: int = Field(ge=1)
+    """May be larger than the model's context, whose end is then the limit."""
+    stream: bool = False
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[], max_length=MAX_STOP_STRINGS, fail_fast=True
+    )
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: Metadata | None = None
+
+    def for_chat(self, max_model_len: int | None = None) -> ChatBody:
+        limit = self.max_tokens if max_model_len is None else min(self.max_tokens, max_model_len)
+        return self._chat(
+            {
+                "max_tokens": limit,
+                "stream": self.stream,
+                "stop": self.stop_sequences,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "top_k": self.top_k,
+                "user": self.metadata.user_id if self.metadata else None,
+            }
+        )
+
+    def add_ignored(self, chat: ChatBody) -> None:
+        """Warn of what had no effect in the chat, by the names that it has here."""
+        effort = "thinking" if chat.reasoning_effort == "none" else "output_config.effort"
+        self._ignored += [effort if name == "reasoning_effort" else name for name in chat.ignored]
+        if self.thinking is not None and self.thinking.budget_tokens is not None:
+            self._ignored.append("thinking.budget_tokens")

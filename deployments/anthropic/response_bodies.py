@@ -1,0 +1,125 @@
+"""Response bodies and the events of streams, with Anthropic's field names. Each has its name as `type`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from deployments.openai.chat_output import ChatOutput
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class OutputTokensDetails(msgspec.Struct):
+    thinking_tokens: int
+
+
+class Usage(msgspec.Struct):
+    input_tokens: int
+    """Tokens of the prompt that were not cached."""
+    cache_read_input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    output_tokens_details: OutputTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    """UNSET for a model that is not known to reason."""
+
+    @classmethod
+    def of(cls, output: ChatOutput) -> Usage:
+        usage, thinking = output.usage, output.reasoning_tokens
+        return cls(
+            input_tokens=usage.prompt_tokens - usage.cached_tokens,
+            cache_read_input_tokens=usage.cached_tokens,
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=msgspec.UNSET if thinking is None else OutputTokensDetails(thinking),
+        )
+
+
+class TextContent(msgspec.Struct, tag_field="type", tag="text"):
+    text: str = ""
+
+
+class ThinkingContent(msgspec.Struct, tag_field="type", tag="thinking"):
+    thinking: str = ""
+    signature: str = ""
+
+
+class ToolUseContent(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+
+
+Content = TextContent | ThinkingContent | ToolUseContent
+
+
+class AnthropicMessage(msgspec.Struct, tag_field="type", tag="message"):
+    id: str
+    model: str
+    content: list[Content]
+    usage: Usage
+    role: str = "assistant"
+    stop_reason: StopReason | None = None
+    """None in the first event of a stream."""
+    stop_sequence: str | None = None
+
+
+class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
+    signature: str
+
+
+class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
+class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
+    message: AnthropicMessage
+
+
+class Ping(msgspec.Struct, tag_field="type", tag="ping"):
+    pass
+
+
+class ContentBlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
+    index: int
+    content_block: Content
+
+
+class ContentBlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+
+
+class ContentBlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class Stop(msgspec.Struct):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
+    delta: Stop
+    usage: Usage
+
+
+class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
+    pass
+
+
+Event = MessageStart | Ping | ContentBlockStart | ContentBlockDelta | ContentBlockStop | MessageDelta | MessageStop
+
+
+class TokenCount(msgspec.Struct):
+    """The response of /v1/messages/count_tokens."""
+
+    input_tokens: int
