@@ -6,7 +6,8 @@
 The model has the shape of all-MiniLM-L6 and random weights; a text has 128 tokens, two of them special. Each engine has
 a process of its own and makes all embeddings once in every round, in turn, so that what else the machine does hits all
 alike. Tokenizing is part of it. With one thread, time of the CPU says most on a busy machine: several threads also spin
-while they wait for each other. Ratios are of medians. Without `--peer` only this engine is measured.
+while they wait for each other. Ratios are of medians. Without `--peer` only this engine is measured; `--http` adds a
+server of its own, which is asked for all embeddings of a round at once. Its CPU time is that of all its processes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +34,8 @@ VOCABULARY, MAX_TOKENS = 30522, 256
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 SHAPE = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 Embed = Callable[[list[str]], Any]
+Engine = tuple[Embed, Callable[[], float]]
+"""What makes embeddings, and the seconds of CPU time that it has taken."""
 
 
 def main(
@@ -41,13 +45,15 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens of a text.")] = 128,
     rounds: Annotated[int, typer.Option(help="Rounds after the one that warms up.")] = 7,
     threads: Annotated[int, typer.Option(help="Threads of each engine.")] = 2,
+    http: Annotated[bool, typer.Option("--http", help="Also measure the server, over HTTP.")] = False,
     worker: Annotated[str, typer.Option(hidden=True)] = "",
     folder: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     if worker:
-        serve(ENGINES[worker](Path(folder), dtype, threads), make_texts(texts, tokens))
+        with ENGINES[worker](Path(folder), dtype, threads) as (embed, cpu_seconds):
+            serve(embed, cpu_seconds, make_texts(texts, tokens))
         return
-    names = ["manta", "sentence-transformers", "fastembed"] if peer else ["manta"]
+    names = ["manta", *(["manta-http"] if http else []), *(["sentence-transformers", "fastembed"] if peer else [])]
     with tempfile.TemporaryDirectory() as made:
         make_model(Path(made))
         workers = {}
@@ -55,7 +61,7 @@ def main(
             f"--{k}={v}" for k, v in (("dtype", dtype), ("texts", texts), ("tokens", tokens), ("threads", threads))
         ]
         for name in names:
-            python = sys.executable if name == "manta" else str(peer)
+            python = sys.executable if name.startswith("manta") else str(peer)
             command = [python, "-m", "benchmarks.embeddings", f"--worker={name}", f"--folder={made}", *options]
             environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
             workers[name] = subprocess.Popen(
@@ -95,35 +101,58 @@ def answer(process: subprocess.Popen[str], what: str = "round") -> dict[str, Any
     return json.loads(line)
 
 
-def serve(embed: Embed, texts: list[str]) -> None:
+def serve(embed: Embed, cpu_seconds: Callable[[], float], texts: list[str]) -> None:
     """A worker: make all embeddings whenever the parent asks."""
     for line in sys.stdin:
         if line == "vectors\n":
             print(json.dumps({"vectors": np.array(embed(texts[:8])).tolist()}), flush=True)
             continue
-        started, cpu_started = time.perf_counter(), time.process_time()
+        started, cpu_started = time.perf_counter(), cpu_seconds()
         embed(texts)
-        taken = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
+        taken = {"seconds": time.perf_counter() - started, "cpu_seconds": cpu_seconds() - cpu_started}
         print(json.dumps(taken), flush=True)
 
 
-def open_manta(folder: Path, dtype: str, threads: int) -> Embed:
+@contextmanager
+def open_manta(folder: Path, dtype: str, threads: int) -> Iterator[Engine]:
     from engine import LLM
 
-    llm = LLM(str(folder), dtype=dtype, num_threads=threads, device="cpu")
-    return lambda texts: [output.outputs.embedding for output in llm.embed(texts, progress=False)]
+    with LLM(str(folder), dtype=dtype, num_threads=threads, device="cpu") as llm:
+        yield lambda texts: [output.outputs.embedding for output in llm.embed(texts, progress=False)], time.process_time
 
 
-def open_sentence_transformers(folder: Path, dtype: str, threads: int) -> Embed:
+@contextmanager
+def open_manta_http(folder: Path, dtype: str, threads: int) -> Iterator[Engine]:
+    import openai
+
+    from tests.serve.serve_run import ServeRun
+
+    engine = {"dtype": dtype, "device": "cpu", "num_threads": threads}
+    model = {"name": "random", "model": str(folder), "engine": engine, "decode": {"num_cpus": 1}}
+    server = ServeRun(folder, {"models": [model]})
+    try:
+        server.wait_until_healthy()
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
+        yield (
+            lambda texts: [e.embedding for e in client.embeddings.create(model="random", input=texts).data],
+            lambda: time.process_time() + sum(sum(p.cpu_times()[:2]) for p in server.processes()),
+        )
+    finally:
+        server.stop()
+
+
+@contextmanager
+def open_sentence_transformers(folder: Path, dtype: str, threads: int) -> Iterator[Engine]:
     import torch
     from sentence_transformers import SentenceTransformer
 
     torch.set_num_threads(threads)
     model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": getattr(torch, dtype)})
-    return lambda texts: model.encode(texts, show_progress_bar=False).astype(np.float32)
+    yield lambda texts: model.encode(texts, show_progress_bar=False).astype(np.float32), time.process_time
 
 
-def open_fastembed(folder: Path, dtype: str, threads: int) -> Embed:
+@contextmanager
+def open_fastembed(folder: Path, dtype: str, threads: int) -> Iterator[Engine]:
     from fastembed import TextEmbedding
     from fastembed.common.model_description import ModelSource, PoolingType
 
@@ -137,7 +166,7 @@ def open_fastembed(folder: Path, dtype: str, threads: int) -> Embed:
         model_file="model.onnx",
     )
     model = TextEmbedding("random", specific_model_path=str(folder), threads=threads)
-    return lambda texts: list(model.embed(texts, batch_size=32))  # larger batches are slower on a CPU
+    yield lambda texts: list(model.embed(texts, batch_size=32)), time.process_time  # larger ones are slower on a CPU
 
 
 def export_onnx(folder: Path) -> None:
@@ -160,8 +189,9 @@ def export_onnx(folder: Path) -> None:
     )  # fmt: skip
 
 
-ENGINES: dict[str, Callable[[Path, str, int], Embed]] = {
+ENGINES: dict[str, Callable[[Path, str, int], AbstractContextManager[Engine]]] = {
     "manta": open_manta,
+    "manta-http": open_manta_http,
     "sentence-transformers": open_sentence_transformers,
     "fastembed": open_fastembed,
 }
