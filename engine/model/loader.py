@@ -62,7 +62,7 @@ def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
         model.lm_head.untie()
     for path, layer in model.named_modules():
         if isinstance(layer, Experts):
-            layer.stacked = model.checkpoint_name(f"{path}.down_proj") in canonical.values()
+            layer.stacked |= model.checkpoint_name(f"{path}.down_proj") in canonical.values()
     shards = checkpoint_shards(model)
     unused = zero_biases(files, canonical, set(shards)) | unused_heads(canonical, model, set(shards))
     found = [name for names in files.values() for name in names if name not in unused]

@@ -81,6 +81,9 @@ class Experts(Sharded):
     format: how quantized weights are stored. `pack` dequantizes them, since there is no kernel for them yet.
     """
 
+    stacked = False
+    """Whether the checkpoint holds the weights of all experts in one tensor."""
+
     def __init__(
         self, hidden_size: int, moe: MoEConfig, activation: str, tp: TPGroup, format: WeightFormat | None = None
     ):
@@ -95,8 +98,6 @@ class Experts(Sharded):
         self.gate_up: nn.Parameter | None = None
         self.down: nn.Parameter | None = None
         self.biases: tuple[Tensor, Tensor] | None = None
-        self.stacked = False
-        """Whether the checkpoint holds the weights of all experts in one tensor, without quantization."""
         if format is not None:
             merged = [{"gate_up_proj.gate": rows, "gate_up_proj.up": rows}, {"down_proj": columns}]
             self.stored = [[StoredWeight(group, format) for group in merged] for _ in range(moe.num_experts)]

@@ -114,11 +114,11 @@ class Head(LMHead):
 class LayerMaker:
     """Makes our layer for a module of transformers, if there is one."""
 
-    def __init__(self, cfg: ModelConfig, tp: TPGroup, plan: Mapping[str, str], merged: Any):
+    def __init__(self, cfg: ModelConfig, tp: TPGroup, plan: Mapping[str, str], merged: Any, experts_per_token: int):
         """plan: transformers' style of parallelism by the path of a layer, with * for its number.
         merged: whether the checkpoint holds the experts of a path one by one.
         """
-        self.cfg, self.tp, self.plan, self.merged = cfg, tp, plan, merged
+        self.cfg, self.tp, self.plan, self.merged, self.experts_per_token = cfg, tp, plan, merged, experts_per_token
 
     def make(self, path: str, module: nn.Module) -> nn.Module | None:
         """path: as in the whole model, `model.layers.0.mlp.up_proj`. Raises ConfigError where it cannot be split."""
@@ -132,8 +132,12 @@ class LayerMaker:
             sizes = {"hidden_size": gate.in_features, "intermediate_size": gate.out_features}
             cfg = replace(self.cfg, **sizes, mlp_bias=gate.bias is not None)
             return MLP(cfg, self.tp, path.removeprefix("model."))
-        if self.merged(f"{path}.gate_up_proj") and has_plain_experts(module, self.cfg.activation):
-            return self._experts(path, module)
+        experts: Any = module
+        if has_plain_experts(experts, self.cfg.activation):
+            return self._experts(path, OurExperts, *experts.gate_up_proj.shape)
+        if type(experts).__name__ == "Llama4TextExperts" and self.cfg.activation in activation.PLAIN:
+            num_experts, hidden_size, twice = experts.gate_up_proj.shape
+            return self._experts(path, Llama4Experts, num_experts, twice, hidden_size)
         return None
 
     def _linear(self, path: str, module: nn.Linear) -> nn.Module:
@@ -156,15 +160,19 @@ class LayerMaker:
             return Column(Shard((outputs,), 0, first * self.cfg.head_dim, size), inputs, bias, format, None)
         return Column(Shard.of_rank((outputs,), 0, self.tp, f"{name} outputs"), inputs, bias, format, gather)
 
-    def _experts(self, path: str, module: Any) -> nn.Module:
-        num_experts, twice, hidden_size = module.gate_up_proj.shape
+    def _experts(self, path: str, cls: type[OurExperts], num_experts: int, twice: int, hidden_size: int) -> nn.Module:
+        """twice: size of an expert's gate and up together."""
         moe = MoEConfig(
-            num_experts=num_experts, experts_per_token=0, intermediate_size=twice // 2, norm_topk_prob=False,
-            layers=frozenset(),
+            num_experts=num_experts, experts_per_token=self.experts_per_token, intermediate_size=twice // 2,
+            norm_topk_prob=False, layers=frozenset(),
         )  # fmt: skip
-        prefix = path.removeprefix("model.")
+        if not self.merged(f"{path}.gate_up_proj"):
+            made = cls(hidden_size, moe, self.cfg.activation, self.tp)
+            made.stacked = True
+            return made
         names = [f"{i}.{name}" for i in range(num_experts) for name in ("gate_proj", "up_proj", "down_proj")]
-        return OurExperts(hidden_size, moe, self.cfg.activation, self.tp, self.cfg.weight_format(prefix, *names))
+        format = self.cfg.weight_format(path.removeprefix("model."), *names)
+        return cls(hidden_size, moe, self.cfg.activation, self.tp, format)
 
 
 class OurExperts(Experts):
@@ -172,6 +180,32 @@ class OurExperts(Experts):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return super().forward(hidden_states, top_k_index, top_k_weights.to(hidden_states.dtype))
+
+
+class Llama4Experts(OurExperts):
+    """routed_in [experts * tokens, hidden], which is 0 where a token is not routed to an expert -> a tensor of the same
+    shape whose sum over the experts is the result. transformers' code computes every expert for every token."""
+
+    def __init__(self, hidden_size: int, moe: MoEConfig, activation: str, tp: TPGroup):
+        super().__init__(hidden_size, moe, activation, tp)
+        self.num_experts, self.k = moe.num_experts, moe.experts_per_token
+
+    def forward(self, routed_in: Tensor) -> Tensor:  # type: ignore[override]
+        rows = routed_in.unflatten(0, (self.num_experts, -1)).transpose(0, 1)  # [tokens, experts, hidden]
+        experts = rows.abs().amax(-1).topk(self.k, dim=1).indices
+        chosen = rows.gather(1, experts[..., None].expand(-1, -1, rows.shape[2])).flatten(0, 1)
+        pairs = experts.view(-1, 1)
+        out = torch.zeros_like(routed_in).unflatten(0, (self.num_experts, -1))
+        mixed = super().forward(chosen, pairs, torch.ones_like(pairs, dtype=chosen.dtype))
+        out[: self.k] = mixed.unflatten(0, (-1, self.k)).transpose(0, 1)
+        return out.flatten(0, 1)
+
+    def shards(self) -> Shards:
+        """The checkpoint's tensors are transposed."""
+        return {
+            name: (replace(shard, shape=(shard.shape[0], *shard.shape[:0:-1]), dim=3 - shard.dim), target.mT)
+            for name, (shard, target) in super().shards().items()
+        }
 
 
 def is_gated_mlp(module: nn.Module, name: str) -> bool:

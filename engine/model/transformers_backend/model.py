@@ -213,7 +213,8 @@ def replace_layers(causal: Any, cfg: ModelConfig, tp: TPGroup, names: Checkpoint
     head_path = next(path for path, module in causal.named_modules() if module is output)
     if tp.size > 1 and not causal.tp_plan:
         raise ConfigError("tensor_parallel", tp.size, f"1: transformers has no plan to split {cfg.architecture}")
-    maker = LayerMaker(cfg, tp, causal.tp_plan or {}, names.is_merged)
+    k = getattr(causal.config, "num_experts_per_tok", 0)
+    maker = LayerMaker(cfg, tp, causal.tp_plan or {}, names.is_merged, k)
     done: tuple[str, ...] = ()
     for path, module in list(causal.named_modules()):
         if module is output or module is embedding or path.startswith(done):

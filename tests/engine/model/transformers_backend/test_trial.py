@@ -6,10 +6,11 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.fallback import without_native_code
 from engine.distributed.tp_group import TPGroup
 from engine.errors import UnsupportedArchitecture
 from engine.model.config import ModelConfig
-from engine.model.families import FAMILIES
+from engine.model.loader import fill_with_noise
 from engine.model.models.registry import build_model
 from engine.model.transformers_backend.attention import Mask
 from engine.model.transformers_backend.layers import Column, Norm, OurExperts, Row
@@ -76,6 +77,18 @@ def test_what_our_layers_compute_takes_the_place_of_transformers_own(tmp_path):
     assert isinstance(layer.input_layernorm, Norm) and isinstance(layer.mlp.experts, OurExperts)
 
 
+@pytest.mark.parametrize("name", ["Dots1ForCausalLM", "GraniteMoeForCausalLM", "Llama4ForCausalLM"])
+def test_a_rank_holds_a_slice_of_every_expert_however_the_checkpoint_stores_them(tmp_path, name):
+    cfg = ModelConfig.from_folder(make_transformers_model(tmp_path, name))
+    whole, half = (build_model(cfg, TPGroup(0, size), torch.float32, "cpu") for size in (1, 2))
+    found = [[m for m in model.modules() if isinstance(m, OurExperts)] for model in (whole, half)]
+    assert all(found)
+    for one, other in zip(*found, strict=True):
+        assert one.gate_up.shape[1] == 2 * other.gate_up.shape[1] and one.down.shape[2] == 2 * other.down.shape[2]
+    fill_with_noise(half)
+    assert all(parameter.isfinite().all() for parameter in half.parameters())
+
+
 def test_a_native_model_imports_no_transformers(tmp_path):
     import subprocess
     import sys
@@ -90,8 +103,7 @@ def test_a_native_model_imports_no_transformers(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_longrope_keeps_the_frequencies_of_the_longest_sequence_that_may_come(tmp_path, monkeypatch):
-    monkeypatch.delitem(FAMILIES, "Phi3ForCausalLM")  # which is native
+def test_longrope_keeps_the_frequencies_of_the_longest_sequence_that_may_come(tmp_path):
     rope = {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [4.0] * 6,
         "original_max_position_embeddings": 128,
@@ -99,9 +111,10 @@ def test_longrope_keeps_the_frequencies_of_the_longest_sequence_that_may_come(tm
     make_transformers_model(tmp_path, "Phi3ForCausalLM", rope_parameters=rope, original_max_position_embeddings=128)
     assert COMMON["max_position_embeddings"] == 512
     frequencies = []
-    for longest in (128, 512):
-        cfg = ModelConfig.from_folder(tmp_path, max_model_len=longest)
-        model = build_model(cfg, TPGroup.single(), torch.float32, "cpu")
-        frequencies.append(model.base.rotary_emb.inv_freq)
-        assert model.base.rotary_emb.rope_type == "default"
+    with without_native_code("Phi3ForCausalLM"):
+        for longest in (128, 512):
+            cfg = ModelConfig.from_folder(tmp_path, max_model_len=longest)
+            model = build_model(cfg, TPGroup.single(), torch.float32, "cpu")
+            frequencies.append(model.base.rotary_emb.inv_freq)
+            assert model.base.rotary_emb.rope_type == "default"
     torch.testing.assert_close(frequencies[0], frequencies[1] * 4)
