@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from benchmarks.command import DtypeOption, JsonOption, print_json, run
@@ -30,7 +31,7 @@ from engine.model.folder import resolve
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
-ROUNDS = 5  # turns of each engine
+PROMPTS = 5
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
     "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
@@ -47,6 +48,7 @@ class BatchReport:
     native_ms: float
     transformers_ms: float
     cost: float  #: transformers_ms / native_ms - 1
+    cpu_cost: float  #: the same of the CPU's time: with one thread it does not count what other processes do
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class FallbackReport:
     model: str
     dtype: str
     context_len: int
+    threads: int
     steps: int  #: of each engine and batch size
     batches: list[BatchReport]
     prompt: BatchReport  #: a step that computes `batch_size` tokens of one prompt
@@ -71,7 +74,9 @@ def without_native_code(architecture: str) -> Iterator[None]:
         families.FAMILIES.update(before)  # in the order that it had, which others read
 
 
-def measure(model: str, batch_sizes: list[int], context_len: int, steps: int, dtype: str) -> FallbackReport:
+def measure(
+    model: str, batch_sizes: list[int], context_len: int, steps: int, dtype: str, threads: int
+) -> FallbackReport:
     """model: `qwen3-0.6b` for random weights of that shape. Raises StartupError, or InvalidParameter."""
     with tempfile.TemporaryDirectory() as made:
         random_weights = model == "qwen3-0.6b"
@@ -81,8 +86,8 @@ def measure(model: str, batch_sizes: list[int], context_len: int, steps: int, dt
         shape = ModelConfig.from_folder(folder)
         if shape.architecture not in families.FAMILIES:
             raise InvalidParameter("model", model, "of a native family")
-        options = {"dtype": dtype, "load_format": load_format}
-        config = config_for(str(folder), shape, max(batch_sizes), context_len, ROUNDS * steps, options)
+        options = {"dtype": dtype, "load_format": load_format, "num_threads": threads or None}
+        config = config_for(str(folder), shape, max(batch_sizes), context_len, steps, options)
         cores = {"native": EngineCore.build(config)}
         with without_native_code(shape.architecture):
             cores["transformers"] = EngineCore.build(config)
@@ -91,7 +96,8 @@ def measure(model: str, batch_sizes: list[int], context_len: int, steps: int, dt
         model=model,
         dtype=str(cores["native"].runner.dtype).removeprefix("torch."),
         context_len=context_len,
-        steps=ROUNDS * steps,
+        threads=torch.get_num_threads(),
+        steps=steps,
         batches=[decode(decoders, size, steps) for size in batch_sizes],
         prompt=prefill(cores, context_len, shape.vocab_size),
     )
@@ -101,45 +107,61 @@ def measure(model: str, batch_sizes: list[int], context_len: int, steps: int, dt
 
 
 def decode(decoders: dict[str, Decoder], batch_size: int, steps: int) -> BatchReport:
-    spent: dict[str, list[float]] = {name: [] for name in decoders}
+    watches = {name: Stopwatch() for name in decoders}
     for decoder in decoders.values():
         decoder.start(batch_size)
-    for _ in range(ROUNDS):
+    for _ in range(steps):
         for name, decoder in decoders.items():
-            for _ in range(steps):
-                started = time.perf_counter()
+            with watches[name]:
                 decoder.step()
-                spent[name].append(1e3 * (time.perf_counter() - started))
     for decoder in decoders.values():
         decoder.stop()
-    return summarise(batch_size, spent)
+    return summarise(batch_size, watches)
 
 
 def prefill(cores: dict[str, EngineCore], tokens: int, vocab_size: int) -> BatchReport:
     """Compute prompts that differ, each in one step."""
-    spent: dict[str, list[float]] = {name: [] for name in cores}
-    for number in range(ROUNDS):
+    watches = {name: Stopwatch() for name in cores}
+    for number in range(PROMPTS):
         for name, core in cores.items():
             prompt = random_ids(random.Random(number), tokens, vocab_size)
             params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
             core.add(GenerateRequest(request_id="prompt", prompt=prompt, params=params))
-            started = time.perf_counter()
-            while core.has_work:
-                core.step()
-            spent[name].append(1e3 * (time.perf_counter() - started))
-    return summarise(tokens, spent)
+            with watches[name]:
+                while core.has_work:
+                    core.step()
+    return summarise(tokens, watches)
 
 
-def summarise(batch_size: int, spent: dict[str, list[float]]) -> BatchReport:
-    native, other = (statistics.median(spent[name]) for name in ("native", "transformers"))
-    return BatchReport(batch_size, native, other, other / native - 1)
+class Stopwatch:
+    """Milliseconds of each of its `with` blocks."""
+
+    def __init__(self) -> None:
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter(), time.process_time()
+
+    def __exit__(self, *_: object) -> None:
+        wall, cpu = self._started
+        self.wall.append(1e3 * (time.perf_counter() - wall))
+        self.cpu.append(1e3 * (time.process_time() - cpu))
+
+
+def summarise(batch_size: int, watches: dict[str, Stopwatch]) -> BatchReport:
+    native, other = watches["native"], watches["transformers"]
+    native_ms, other_ms = statistics.median(native.wall), statistics.median(other.wall)
+    cpu_cost = statistics.median(other.cpu) / statistics.median(native.cpu) - 1
+    return BatchReport(batch_size, native_ms, other_ms, other_ms / native_ms - 1, cpu_cost)
 
 
 def show_report(report: FallbackReport) -> None:
-    table = make_table("step of", "native ms", "transformers ms", "cost")
+    table = make_table("step of", "native ms", "transformers ms", "cost", "cost in CPU time")
     rows = [(f"{batch.batch_size} sequences", batch) for batch in report.batches]
     for name, batch in [*rows, (f"{report.prompt.batch_size} tokens of a prompt", report.prompt)]:
-        table.add_row(name, figure(batch.native_ms), figure(batch.transformers_ms), f"{100 * batch.cost:.0f} %")
+        costs = (f"{100 * cost:.1f} %" for cost in (batch.cost, batch.cpu_cost))
+        table.add_row(name, figure(batch.native_ms), figure(batch.transformers_ms), *costs)
     show(table)
 
 
@@ -149,15 +171,16 @@ def main(
     ] = "qwen3-0.6b",
     batch_sizes: Annotated[str, typer.Option(help="Sequences that decode together; one or more numbers.")] = "1,16",
     context_len: Annotated[int, typer.Option(min=1, help="Tokens that each of them has before.")] = 256,
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps in a turn; there are five turns.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps of each engine, in turns.")] = 50,
     dtype: DtypeOption = "auto",
+    threads: Annotated[int, typer.Option(min=0, help="Threads of both; 0 for one on each core.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Compare steps of a native family with those of transformers' own code for the same model.
 
     Example: python -m benchmarks.fallback --model pocket
     """
-    report = measure(model, parse_numbers(batch_sizes), context_len, steps, dtype)
+    report = measure(model, parse_numbers(batch_sizes), context_len, steps, dtype, threads)
     if as_json:
         print_json(asdict(report))
     else:

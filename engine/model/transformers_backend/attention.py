@@ -1,7 +1,8 @@
 """Attention of transformers' models over the paged KV cache, and what a trial forward pass finds out about it.
 
-transformers calls the attention function of the name `_attn_implementation` with rotated queries and keys. In a trial,
-on the meta device, that function is `record`, and masks are a `Mask`, which says what a layer may see.
+transformers calls the attention function of the name `_attn_implementation` with rotated queries and keys, or with
+those that are still to be rotated (rope.py). In a trial, on the meta device, that function is `record`, and masks are a
+`Mask`, which says what a layer may see.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.ops import attention
+from engine.model.transformers_backend.rope import Rotate, is_plain
 
 NAME, TRIAL = "manta", "manta_trial"
 USED = ("scaling", "sliding_window", "softcap", "s_aux")
@@ -50,6 +52,8 @@ class Call:
     kv_heads: int
     head_dim: int
     mask: Mask
+    rotated: bool
+    """Whether queries and keys come as `apply_rotary_pos_emb` gives them, which does what our kernel does."""
 
 
 class Step:
@@ -57,14 +61,35 @@ class Step:
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self._symmetric: bool | None = None
 
     def begin(self, batch: Batch) -> None:
-        # position 0 has no rotation: what comes is rotated, and is only to be written
-        self.batch = replace(batch, positions=torch.zeros_like(batch.positions))
+        rows = torch.arange(len(batch.positions), device=batch.positions.device)
+        self.batch = replace(batch, positions=rows)  # tables have the angles of each row of the step
+        self._tables.clear()
+
+    def table(self, cos: Tensor, sin: Tensor) -> Tensor | None:
+        """[tokens, rotary_dim] of cosines and sines, as our kernels read them, of transformers' two [1, tokens,
+        rotary_dim]; None if these are not the same in both halves."""
+        if id(cos) not in self._tables:  # layers of one kind are given the same tensors
+            if self._symmetric is None:  # in the first step, before any graph is captured
+                self._symmetric = all(torch.equal(*x.chunk(2, dim=-1)) for x in (cos, sin))
+            half = cos.shape[-1] // 2
+            self._tables[id(cos)] = cos, torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
+        return self._tables[id(cos)][1] if self._symmetric else None
+
+    def no_rotation(self, q: Tensor) -> Tensor:
+        """A table by which q stays as it is."""
+        if 0 not in self._tables:
+            table = q.new_zeros(q.shape[2], q.shape[3])
+            table[:, : q.shape[3] // 2] = 1
+            self._tables[0] = table, table
+        return self._tables[0][1]
 
 
 class PagedAttention:
-    """q [1, heads, tokens, head_dim] and k, v [1, kv_heads, tokens, head_dim], rotated -> [1, tokens, heads, head_dim].
+    """q [1, heads, tokens, head_dim] and k, v [1, kv_heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
 
     Where the model computes all heads on each rank, every rank attends with its own, and gets those of the others.
     """
@@ -72,8 +97,8 @@ class PagedAttention:
     def __init__(self, call: Call, cfg: ModelConfig, tp: TPGroup, step: Step, dtype: torch.dtype, device: torch.device):
         self.layer, self.mask, self.tp, self.step = call.layer, call.mask, tp, step
         self.ops = attention.select(dtype, device)
-        self.unrotated = torch.zeros(1, cfg.head_dim, dtype=dtype, device=device)
-        self.unrotated[:, : cfg.head_dim // 2] = 1
+        self.table: Tensor | None = None
+        """For the call that follows: q and k are not rotated yet."""
         self.heads, self.kv_heads = cfg.num_heads // tp.size, cfg.kv_heads_per_rank(tp.size)
         self.first_head, self.first_kv_head = tp.rank * self.heads, tp.rank * cfg.num_kv_heads // tp.size
         self.scale = cfg.attention_scale
@@ -84,9 +109,10 @@ class PagedAttention:
         batch = self.step.batch
         assert batch is not None, "attention outside of a step"
         gather, first = q.shape[1] > self.heads, self.first_head
+        table, self.table = self.step.no_rotation(q) if self.table is None else self.table, None
         q = self._rows(q, first, self.heads)
         k, v = (self._rows(x, self.first_kv_head, self.kv_heads) for x in (k, v))
-        q = self.ops.rotate_and_write(q, k, v, self.unrotated, batch, self.layer)
+        q = self.ops.rotate_and_write(q, k, v, table, batch, self.layer)
         sinks = None if sinks is None else sinks[first : first + self.heads]
         given = {"softcap": softcap, "sinks": sinks, "chunk": self.mask.chunk}
         more = {name: value for name, value in given.items() if value is not None}
@@ -95,6 +121,14 @@ class PagedAttention:
         if gather:
             out = self.tp.all_gather(out.flatten(1)).unflatten(1, (-1, out.shape[2]))
         return out[None]
+
+    def rotate_later(self, theirs: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """In place of `theirs`, of which the results come to this attention and nowhere else."""
+        table = self.step.table(cos, sin) if cos.dtype == q.dtype else None
+        if table is None:
+            return theirs(q, k, cos, sin)
+        self.table = table
+        return q, k
 
     @staticmethod
     def _rows(x: Tensor, first: int, count: int) -> Tensor:
@@ -118,9 +152,21 @@ class Trial:
     """Records what each module asks of attention. One trial at a time in a process."""
 
     calls: dict[nn.Module, Call]
+    rotated: tuple[Tensor, Tensor] | None = None
+    """Queries and keys that were last rotated, as our kernel would."""
 
 
 _trial = Trial()
+
+
+def record_rotation(
+    theirs: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any
+) -> tuple[Tensor, Tensor]:
+    """The rotation of queries and keys in a trial."""
+    rotated = theirs(q, k, cos, sin, *more)
+    plain = not more and cos.dim() == 3 and is_plain(theirs, q.shape[-1], cos.shape[-1])
+    _trial.rotated = rotated if plain else None
+    return rotated
 
 
 def record(
@@ -144,7 +190,8 @@ def record(
     mask = attention_mask
     if (window := kwargs.get("sliding_window")) is not None and mask.window is None and mask.chunk is None:
         mask = Mask(window=int(window))
-    _trial.calls[module] = Call(layer, query.shape[1], key.shape[1], query.shape[3], mask)
+    rotated = _trial.rotated is not None and query is _trial.rotated[0] and key is _trial.rotated[1]
+    _trial.calls[module] = Call(layer, query.shape[1], key.shape[1], query.shape[3], mask, rotated)
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
 
 
@@ -179,7 +226,7 @@ def run_trial(forward: Callable[[], object]) -> dict[nn.Module, Call]:
         forward()
         return _trial.calls
     finally:
-        _trial.calls = {}
+        _trial.calls, _trial.rotated = {}, None
 
 
 AttentionInterface.register(NAME, attend)

@@ -33,6 +33,7 @@ from engine.model.shard import Shard, Shards, replicated
 GATED = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"  # a gated MLP, as transformers writes it
 COLUMNS, ROWS = ("colwise",), ("rowwise", "rowwise_rep", "rowwise_split_input")
 GATHERED = ("colwise_gather_output", "colwise_rep")
+QKV = ("q", "k", "v")
 
 
 class Column(ColumnParallelLinear):
@@ -50,6 +51,37 @@ class Column(ColumnParallelLinear):
 
     def shards(self) -> Shards:
         return {name.removeprefix("."): shard for name, shard in super().shards().items()}
+
+
+class Part(nn.Module):
+    """One of several linear layers that transformers' code calls one by one with the same input; the first call
+    computes all. [..., inputs] -> [..., this rank's outputs of this layer]"""
+
+    def __init__(self, merged: MergedProduct, index: int):
+        super().__init__()
+        self.merged, self.index = merged, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.merged.part(x, self.index)
+
+
+class MergedProduct:
+    """Outputs of a merged layer, kept until the last of its parts is asked for. No module, since the parts share it."""
+
+    def __init__(self, linear: ColumnParallelLinear):
+        self.linear = linear
+        self.sizes = [shard.size for shard in linear.biases.values()]
+        self.input: Tensor | None = None
+        self.parts: tuple[Tensor, ...] = ()
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        if x is not self.input:
+            out = self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+            self.input, self.parts = x, out.split(self.sizes, -1)
+        part = self.parts[index]
+        if index == len(self.sizes) - 1:
+            self.input, self.parts = None, ()
+        return part
 
 
 class Row(RowParallelLinear):
@@ -77,8 +109,11 @@ class Norm(RMSNorm):
         self.offset = shift
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        return self.rms_norm(rows, self.weight, self.eps, self.offset).view(x.shape)
+        shape = x.shape
+        # heads of a merged projection are no rows of one distance: from token to token there is more than one head
+        heads = len(shape) == 4 and shape[0] == 1 and x.stride()[2:] == (shape[3], 1)
+        rows = x[0] if heads else x.reshape(-1, shape[-1])
+        return self.rms_norm(rows, self.weight, self.eps, self.offset).view(shape)
 
 
 class Embedding(VocabEmbedding):
@@ -140,25 +175,55 @@ class LayerMaker:
             return self._experts(path, Llama4Experts, num_experts, twice, hidden_size)
         return None
 
+    def merge(self, path: str, module: nn.Module) -> ColumnParallelLinear | None:
+        """The projections of a module to queries, keys and values as one layer, if they can be one."""
+        linears = {name: getattr(module, f"{name}_proj", None) for name in QKV}
+        some: list[Any] = [linear for linear in linears.values() if type(linear) is nn.Linear]
+        if len(some) < len(QKV) or len({(linear.in_features, linear.bias is None) for linear in some}) > 1:
+            return None
+        outputs = {}
+        for name, linear in zip(QKV, some, strict=True):
+            style = self._style(f"{path}.{name}_proj")
+            if style in ROWS + GATHERED:
+                return None
+            outputs[name] = self._outputs(f"{path}.{name}_proj", linear, style)
+        try:
+            format = self.cfg.weight_format(path.removeprefix("model."), *(f"{name}_proj" for name in QKV))
+        except ConfigError:  # they differ
+            return None
+        return ColumnParallelLinear(some[0].in_features, outputs, some[0].bias is not None, format)
+
     def _linear(self, path: str, module: nn.Linear) -> nn.Module:
-        style = self.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path)) if self.tp.size > 1 else None
+        style = self._style(path)
         prefix, _, name = path.removeprefix("model.").rpartition(".")
         # routers are not quantized, whether a checkpoint's rules leave them out or not
         format = None if name.endswith("gate") else self.cfg.weight_format(prefix, name)
-        inputs, outputs, bias = module.in_features, module.out_features, module.bias is not None
+        bias = module.bias is not None
         if style in ROWS:
-            return Row(inputs, outputs, self.tp, bias, format)
-        if style is None or style.startswith("replicated"):
-            return Column(Shard((outputs,), 0, 0, outputs), inputs, bias, format, None)
-        if style not in COLUMNS + GATHERED:
-            raise ConfigError("tensor_parallel", self.tp.size, f"1: {path} is split by {style!r}, which is not known")
+            return Row(module.in_features, module.out_features, self.tp, bias, format)
         gather = self.tp if style in GATHERED else None
+        return Column(self._outputs(path, module, style), module.in_features, bias, format, gather)
+
+    def _style(self, path: str) -> str | None:
+        """How transformers' plan splits a layer, None for not at all."""
+        style = self.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path)) if self.tp.size > 1 else None
+        if style is None or style.startswith("replicated"):
+            return None
+        if style not in COLUMNS + GATHERED + ROWS:
+            raise ConfigError("tensor_parallel", self.tp.size, f"1: {path} is split by {style!r}, which is not known")
+        return style
+
+    def _outputs(self, path: str, module: nn.Linear, style: str | None) -> Shard:
+        """This rank's outputs of a layer; all of them without a style."""
+        outputs, name = module.out_features, path.rpartition(".")[2]
+        if style is None:
+            return Shard((outputs,), 0, 0, outputs)
         kv_size = self.cfg.num_kv_heads * self.cfg.head_dim
-        if name in ("k_proj", "v_proj") and outputs == kv_size and gather is None:
+        if name in ("k_proj", "v_proj") and outputs == kv_size and style in COLUMNS:
             first = self.tp.rank * self.cfg.num_kv_heads // self.tp.size
             size = self.cfg.kv_heads_per_rank(self.tp.size) * self.cfg.head_dim
-            return Column(Shard((outputs,), 0, first * self.cfg.head_dim, size), inputs, bias, format, None)
-        return Column(Shard.of_rank((outputs,), 0, self.tp, f"{name} outputs"), inputs, bias, format, gather)
+            return Shard((outputs,), 0, first * self.cfg.head_dim, size)
+        return Shard.of_rank((outputs,), 0, self.tp, f"{name} outputs")
 
     def _experts(self, path: str, cls: type[OurExperts], num_experts: int, twice: int, hidden_size: int) -> nn.Module:
         """twice: size of an expert's gate and up together."""

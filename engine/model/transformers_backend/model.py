@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -24,13 +25,24 @@ from engine.model.config import ModelConfig
 from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
 from engine.model.shard import Shard, Sharded, Shards
 from engine.model.tensor_names import is_of_text
-from engine.model.transformers_backend.attention import NAME, TRIAL, Call, PagedAttention, Step, Unsupported, run_trial
-from engine.model.transformers_backend.layers import Embedding, Head, LayerMaker, OurExperts
+from engine.model.transformers_backend.attention import (
+    NAME,
+    TRIAL,
+    Call,
+    PagedAttention,
+    Step,
+    Unsupported,
+    record_rotation,
+    run_trial,
+)
+from engine.model.transformers_backend.layers import Embedding, Head, LayerMaker, MergedProduct, OurExperts, Part
 from engine.model.transformers_backend.names import PIECES, CheckpointNames
+from engine.model.transformers_backend.rope import replace_rotation
 
 logger = logging.getLogger(__name__)
 
 TRIAL_TOKENS = 3
+MERGED = re.compile(r"\.(?:qkv|gate_up)_proj\.(q|k|v|gate|up)\.")
 FAILURES = (
     RuntimeError, TypeError, ValueError, AttributeError, LookupError, NotImplementedError, AssertionError,
 )  # fmt: skip
@@ -101,7 +113,10 @@ class TransformersModel(Sharded):
         self._step = Step()
         for path, call in calls.items():
             attention: Any = causal.get_submodule(path)
-            attention.paged_attention = PagedAttention(call, cfg, tp, self._step, self.dtype, self.device)
+            paged = PagedAttention(call, cfg, tp, self._step, self.dtype, self.device)
+            attention.paged_attention = paged
+            if call.rotated:
+                replace_rotation(attention, paged.rotate_later)
         self._materialize(causal)
         self._prefix = self._names.prefix
         self.base = getattr(causal, self._prefix)
@@ -112,8 +127,7 @@ class TransformersModel(Sharded):
         fixed_rope(self.base)
         self._plain_head: bool | None = None
         logger.info(
-            "model: %s is computed by the code of transformers %s over our attention, without merged projections and "
-            "fused kernels of a native model", cfg.architecture, transformers.__version__,
+            "model: %s is computed by the code of transformers %s over our attention and linear layers", cfg.architecture, transformers.__version__,
         )  # fmt: skip
 
     def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
@@ -152,9 +166,7 @@ class TransformersModel(Sharded):
         own, _, rest = path.lstrip(".").partition(".")
         if own == "lm_head":
             return f"{self._head_path}.{rest}"
-        return f"{self._prefix}.{rest}".replace(".gate_up_proj.gate.", ".gate_proj.").replace(
-            ".gate_up_proj.up.", ".up_proj."
-        ) if own == "base" else rest  # fmt: skip
+        return MERGED.sub(r".\1_proj.", f"{self._prefix}.{rest}") if own == "base" else rest
 
     def canonical_name(self, name: str) -> str | None:
         return self._names(name) if is_of_text(name) else None
@@ -222,6 +234,12 @@ def replace_layers(causal: Any, cfg: ModelConfig, tp: TPGroup, names: Checkpoint
         if (made := maker.make(path, module)) is not None:
             causal.set_submodule(path, made)
             done = (*done, f"{path}.")
+        elif (merged := maker.merge(path, module)) is not None:
+            module.add_module("qkv_proj", merged)
+            product = MergedProduct(merged)
+            for i, name in enumerate(merged.weights):
+                module.add_module(f"{name}_proj", Part(product, i))
+                done = (*done, f"{path}.{name}_proj")
     own = ours_for_embedding(embedding, tp)
     if own is not None:
         causal.set_input_embeddings(own)
@@ -273,6 +291,7 @@ def try_out(cfg: ModelConfig, tp: TPGroup) -> dict[str, Call]:
             names = CheckpointNames(causal, set(causal.state_dict()))
             replace_layers(causal, replace(cfg, quantization=None), tp, names)
             for module in causal.modules():
+                replace_rotation(module, record_rotation)
                 if isinstance(module, OurExperts) or hasattr(module, "_apply_gate"):
                     module.forward = lambda hidden_states, *_, **__: torch.empty_like(hidden_states)
             ids = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64)

@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.ops import dispatch
 from tests.batches import load_by_hand
-from tests.engine.model.quantization.checkpoints import quantize_folder
+from tests.engine.model.quantization.checkpoints import is_linear, quantize_folder
 from tests.engine.model.quantization.test_checkpoints import FORMATS
 from tests.engine.model.transformers_backend.test_parity import random_prompt, run
 from tests.late_device import LateDevice
@@ -48,6 +48,17 @@ def test_quantized_weights_give_the_logits_of_the_weights_that_are_meant(tmp_pat
     shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "moe_intermediate_size": 32}
     source = make_transformers_model(tmp_path / "source", "Dots1ForCausalLM", **shape)
     quantize_folder(source, tmp_path / "model", tmp_path / "twin", *FORMATS[name])
+    found, expected = (logits(tmp_path / folder) for folder in ("model", "twin"))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_projections_that_are_not_quantized_alike_are_computed_apart(tmp_path):
+    config, quantize = FORMATS["fp8_blocks"]
+    source = make_transformers_model(tmp_path / "source", "SmolLM3ForCausalLM")
+    quantize_folder(
+        source, tmp_path / "model", tmp_path / "twin", config | {"modules_to_not_convert": ["k_proj"]}, quantize,
+        lambda name: is_linear(name) and "k_proj" not in name,
+    )  # fmt: skip
     found, expected = (logits(tmp_path / folder) for folder in ("model", "twin"))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
