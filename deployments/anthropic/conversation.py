@@ -111,18 +111,26 @@ def text_parts(content: Text) -> list[TextPart]:
 
 def chat_messages(system: Text, turns: list[Turn]) -> list[Message]:
     """Return the conversation with one message per tool result, and one for all turns of a role that follow each other:
-    Anthropic's API takes them as one, and some templates refuse two."""
+    Anthropic's API takes them as one, and some templates refuse two.
+
+    Many templates also refuse system messages behind others, which Claude Code sends, so those become text of the user
+    in the tags that it writes itself where a model knows no such messages.
+    """
     messages = []
     parts = [part for part in text_parts(system) if part.text and not part.text.startswith(BILLING)]
     if parts:
         messages.append(Message(role="system", content=parts))
     for turn in turns:
+        late = turn.role == "system" and bool(messages) and messages[-1].role != "system"
+        role = "user" if late else turn.role
         for block in turn.blocks():
             if isinstance(block, ToolResultBlock):
                 messages.append(block.message())
                 continue
-            if not messages or messages[-1].role != turn.role:
-                messages.append(Message(role=turn.role, content=[]))
+            if not messages or messages[-1].role != role:
+                messages.append(Message(role=role, content=[]))
+            if late and isinstance(block, TextBlock):
+                block = TextBlock(type="text", text=f"<system-reminder>\n{block.text}\n</system-reminder>")
             _extend(messages[-1], block)
     return messages
 

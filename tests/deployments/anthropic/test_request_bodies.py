@@ -100,6 +100,15 @@ def test_turns_of_one_role_become_one_and_blocks_that_no_model_reads_are_left_ou
     ]
 
 
+def test_system_turn_behind_others_becomes_text_of_the_user():
+    turns = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}, {"role": "system", "content": "c"}]
+    assert [(m.role, m.for_template()["content"]) for m in read(messages=turns).for_chat(512).messages] == [
+        ("system", "a"),
+        ("user", "b\n<system-reminder>\nc\n</system-reminder>"),
+    ]
+    assert [m.role for m in read(system="s", messages=turns).for_chat(512).messages] == ["system", "user"]
+
+
 def test_user_id_is_the_client_whose_fair_share_the_request_counts_to():
     assert read(metadata={"user_id": "u1", "account": 5}).for_chat(512).user == "u1"
     assert read().for_chat(512).user is None
