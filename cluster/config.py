@@ -120,6 +120,7 @@ class IngressSection(Section):
     unknown_fields: UnknownFields = "refuse"  #: of requests, that neither OpenAI nor vLLM has
     batch_dir: str | None = Field(default="~/.local/state/manta/batches", min_length=1)
     """Folder of files and batches, shared by all ingresses; null for none (docs/batches.md)."""
+    batch_max_in_flight: int = Field(default=16, ge=1)  #: requests of one batch at a time, while no request has to wait
 
     def auth(self) -> AuthConfig:
         """Return the limits of the HTTP edge. Raises ConfigError for bad keys."""
@@ -137,7 +138,7 @@ class IngressSection(Section):
         return auth
 
     def batches(self) -> BatchConfig:
-        return BatchConfig(folder=self.batch_dir)
+        return BatchConfig(folder=self.batch_dir, max_in_flight=self.batch_max_in_flight)
 
 
 class SloSection(Section):

@@ -42,7 +42,7 @@ def http_app(
     served = ServedModels(models)
     add_openai_routes(app, served, auth.unknown_fields)
     add_anthropic_routes(app, served, auth.unknown_fields)
-    add_batch_routes(app, batches, auth.cors_origins)
+    add_batch_routes(app, served, batches, auth.cors_origins, auth.unknown_fields)
     add_pooling_routes(app, served, auth.unknown_fields)
     add_operator_routes(app, served, telemetry)
 

@@ -15,7 +15,16 @@ from deployments.http.errors import AnthropicErrorBody, ErrorBody, is_anthropic
 from deployments.http.middleware import OPEN_PATH
 from deployments.observability.timeline import RequestTimeline
 from deployments.openai.batches.files import File
-from deployments.openai.batches.objects import DeletedFile, FileList, FileQuery, UploadForm
+from deployments.openai.batches.objects import (
+    Batch,
+    BatchBody,
+    BatchList,
+    BatchQuery,
+    DeletedFile,
+    FileList,
+    FileQuery,
+    UploadForm,
+)
 from deployments.openai.batches.routes import FORM
 from deployments.openai.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from deployments.openai.response_bodies import (
@@ -51,6 +60,10 @@ ROUTES: dict[tuple[str, str], tuple[str, type[BaseModel] | None, type[msgspec.St
     ("get", "/v1/files/{name}"): ("One of them.", None, File),
     ("delete", "/v1/files/{name}"): ("Delete it.", None, DeletedFile),
     ("get", "/v1/files/{name}/content"): ("Its content.", None, "application/octet-stream"),
+    ("post", "/v1/batches"): ("Answer the requests of a file.", BatchBody, Batch),
+    ("get", "/v1/batches"): ("The batches, newest first.", BatchQuery, BatchList),
+    ("get", "/v1/batches/{name}"): ("One of them.", None, Batch),
+    ("post", "/v1/batches/{name}/cancel"): ("Give it up.", None, Batch),
     ("get", "/health"): ("200 if every model has an engine that makes progress.", None, None),
     ("get", "/ping"): ("The same.", None, None),
     ("get", "/version"): ("The version of this server.", None, Version),

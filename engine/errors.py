@@ -7,16 +7,11 @@ ServingError
 │   ├── PromptTooLong         400  prompt does not fit the model's context (code: context_length_exceeded)
 │   ├── ModelNotFound         404  no model of that name is served
 │   ├── RequestNotFound       404  the request that was asked about is not known, or no longer
-│   ├── ObjectNotFound        404  no file or batch has this id, or no longer
-│   ├── NotConfigured         404  the configuration turns off what is asked for
-│   ├── Conflict              409  an object's state does not allow what is asked, as a batch that has ended
-│   ├── ForbiddenOrigin       403  a web page that is not among the ones allowed sends a form
 │   ├── InvalidApiKey         401  no key, or one that is not known
 │   ├── BodyTooLarge          413  the HTTP body exceeds this server's limit
 │   ├── BodyTimeout           408  the HTTP body does not come to its end
 │   └── UnsupportedMediaType  415  the Content-Type is not JSON, or for an upload no form
 ├── Overloaded                429  queues are full; nothing was started
-├── StorageError              507  a file cannot be stored or read; the disk may be full
 ├── RequestTimeout            408  the request's own deadline passed
 ├── EngineError               500  computing this request failed; the engine goes on
 ├── EngineUnavailable         503  the replica died or makes no progress; retry elsewhere can help
@@ -141,42 +136,6 @@ class RequestNotFound(RequestError):
         self.message, self.param = f"nothing is known of a request {request_id!r}; only the newest are remembered", None
 
 
-class ObjectNotFound(RequestError):
-    """No file or batch has this id; it may have expired, or belong to another API key."""
-
-    status, type = 404, "not_found_error"
-
-    def __init__(self, object_id: str):
-        Exception.__init__(self, object_id)
-        self.message, self.param = f"there is no {object_id[:100]!r}", "id"
-
-
-class NotConfigured(RequestError):
-    """The configuration turns off what is asked for."""
-
-    status, type = 404, "not_found_error"
-
-    def __init__(self, what: str, key: str):
-        Exception.__init__(self, what, key)
-        self.message, self.param = f"this server has no {what}; {key} in its configuration turns them on", None
-
-
-class Conflict(RequestError):
-    """The state of an object does not allow what is asked."""
-
-    status = 409
-
-
-class ForbiddenOrigin(RequestError):
-    """A web page of another origin sends a form, which browsers let it do without asking first."""
-
-    status, type = 403, "permission_error"
-
-    def __init__(self, origin: str):
-        Exception.__init__(self, origin)
-        self.message, self.param = f"pages of {origin[:100]!r} may not upload files; see ingress.cors_origins", None
-
-
 class InvalidApiKey(RequestError):
     """The request has no API key, or one that this server does not know."""
 
@@ -224,18 +183,6 @@ class Overloaded(ServingError):
 
     def __str__(self) -> str:
         return self.message
-
-
-class StorageError(ServingError):
-    """A file cannot be stored or read here. The server's log has its path."""
-
-    status, type = 507, "service_unavailable_error"
-
-    def __init__(self, reason: str):
-        super().__init__(reason)
-
-    def __str__(self) -> str:
-        return f"files cannot be stored or read here: {self.args[0]}"
 
 
 class RequestTimeout(ServingError):

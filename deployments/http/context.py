@@ -15,6 +15,8 @@ TIMEOUT_HEADER = "x-request-timeout-ms"
 SESSION_HEADER = "x-session-id"  # the header of Serve's HAProxy, which then also chooses the same ingress
 MAX_SESSION_ID = 256
 MAX_REQUEST_ID = 128
+BACKGROUND_CLIENT = "background_client"
+"""In the state of a request that this server sends to itself, and whose API key was checked before: its client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class RequestContext:
     """Time limit that the client asks for; None leaves it to the server."""
     session_id: str = ""
     """Requests with the same id should meet in one engine, which caches what they share; empty for none."""
+    background: bool = False
+    """The request can wait for all others."""
 
     @classmethod
     def of(cls, request: Request, body: EngineBody, id_prefix: str) -> RequestContext:
@@ -48,6 +52,7 @@ class RequestContext:
             client=_client(request, body),
             timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
             session_id=session_id,
+            background=hasattr(request.state, BACKGROUND_CLIENT),
         )
 
 
@@ -56,6 +61,8 @@ def _client(request: Request, body: EngineBody) -> str:
 
     With keys the body is not trusted, or one client could take the shares of many.
     """
+    if (background := getattr(request.state, BACKGROUND_CLIENT, None)) is not None:
+        return str(background)
     name: str | None = getattr(request.state, "api_key_name", None)
     if name is not None:
         return f"key:{name}"

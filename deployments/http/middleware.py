@@ -11,6 +11,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.frontend.api_keys import ApiKeys
+from deployments.http.context import BACKGROUND_CLIENT
 from deployments.http.errors import error_response, get_path
 from deployments.http.validation import UnknownFields
 from engine.errors import BodyTimeout, BodyTooLarge, InvalidParameter, ServingError
@@ -102,9 +103,9 @@ class AuthMiddleware:
 
     def _check(self, scope: Scope) -> None:
         """Raises InvalidApiKey or BodyTooLarge."""
-        headers = Headers(scope=scope)
-        if self._api_keys is not None and get_path(scope) != OPEN_PATH:
-            scope.setdefault("state", {})["api_key_name"] = self._api_keys.name_of(_key(headers))
+        headers, state = Headers(scope=scope), scope.setdefault("state", {})
+        if self._api_keys is not None and get_path(scope) != OPEN_PATH and BACKGROUND_CLIENT not in state:
+            state["api_key_name"] = self._api_keys.name_of(_key(headers))
         length = headers.get("content-length", "")
         limit = self._max_bytes(scope)
         if length.isdecimal() and len(length) < 20 and int(length) > limit:

@@ -24,6 +24,7 @@ from deployments.openai.conversation import Message, Tool
 from deployments.openai.parsers import ReasoningParserName, ToolCallParserName
 from deployments.openai.parsers.choice_parser import OutputFormat
 from deployments.openai.request_bodies import (
+    INT32,
     MAX_SEQUENCES,
     ChatBody,
     CompletionBody,
@@ -113,6 +114,12 @@ class ServedModel:
         """Raise InvalidParameter for a priority that the engines would not heed."""
         if priority and not self.info.has_priorities:
             raise InvalidParameter("priority", priority, "0, since this server runs requests as they come")
+
+    def priority(self, asked: int, context: RequestContext) -> int:
+        """Return the priority for the engines: after all others for a request that nobody waits for."""
+        if not self.info.has_priorities:
+            return 0
+        return INT32 if context.background else asked
 
     async def check_health(self) -> None:
         """Raise EngineUnavailable if no replica is healthy, unless the model is scaled to zero."""
@@ -241,7 +248,7 @@ class ServedModel:
             raise InvalidParameter("n", body.n, f"at most {MAX_SEQUENCES // len(prompts)} with {len(prompts)} prompts")
         if body.tier_priority and not self.info.has_priorities:
             body.ignored.append("service_tier")
-        priority = body.priority or (body.tier_priority if self.info.has_priorities else 0)
+        priority = self.priority(body.priority or body.tier_priority, context)
         timeout_s = min(context.timeout_s or self.info.request_timeout_s, self.info.request_timeout_s)
         # a client may use one id twice; engines must never see two live requests of one id
         request_id = f"{context.response_id}-{secrets.token_hex(4)}"

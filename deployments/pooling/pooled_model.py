@@ -150,7 +150,7 @@ class PooledModel:
             prompt=[],
             reply_to=self._model.frontend.channel.address,
             timeout_s=min(context.timeout_s or info.request_timeout_s, info.request_timeout_s),
-            priority=body.priority,
+            priority=self._model.priority(body.priority, context),
             cache_salt=body.cache_salt,
             session_id=context.session_id,
             model=info.identity,

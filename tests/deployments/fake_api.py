@@ -126,9 +126,13 @@ async def fake_api(
         model_info = ModelInfo(name=name, root=name, folder="", admission=admission, **{**fields, **info})
         models[name] = ServedModel(model_info, text_model or tokenizer(), LocalPool(replica), channel, telemetry)
     model = models[names[0]]
-    transport = httpx.ASGITransport(http_app(models, telemetry, auth, batches), raise_app_exceptions=False)
+    app = http_app(models, telemetry, auth, batches)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://fake") as client:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://fake") as client,
+        ):
             yield FakeApi(client, model, engine, replica, channel, telemetry)
     finally:
         engine.stop()

@@ -6,18 +6,19 @@ import errno
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 import msgspec
 
+from deployments.openai.batches.errors import ObjectNotFound
 from deployments.openai.batches.records import Record, Records, age_s, new_id
-from engine.errors import ObjectNotFound
 
 PREFIX = "file-"
 DAY_S = 24 * 3600
 MAX_AGE_S = 30 * DAY_S
-MIN_FREE_BYTES = 2**30  # that an upload leaves on the disk
+MIN_FREE_BYTES = 2**30  # that uploads and batches leave on the disk
 COPY_BYTES = 2**20
 Purpose = Literal["batch", "batch_output"]
 
@@ -49,8 +50,7 @@ class Files:
         size = content.seek(0, os.SEEK_END)
         content.seek(0)
         self._folder.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(self._folder).free < size + MIN_FREE_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
+        check_space(self._folder, size)
         path = self._path(file_id)
         try:
             with path.open("xb") as file:
@@ -61,6 +61,15 @@ class Files:
         except OSError:
             path.unlink(missing_ok=True)
             raise
+
+    def adopt(self, content: Path, file_id: str, owner: str | None, filename: str, expires_after_s: int) -> None:
+        """Make a file of what a batch has written. It may be done twice, if the first time did not come to its end."""
+        with content.open("rb") as file:
+            os.fsync(file.fileno())
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            os.link(content, self._path(file_id))
+        self._put(file_id, owner, filename, "batch_output", expires_after_s)
 
     def get(self, file_id: str, owner: str | None) -> File:
         """Raises ObjectNotFound, also for a file that has expired."""
@@ -119,3 +128,9 @@ class Files:
 
     def _path(self, file_id: str) -> Path:
         return self._folder / f"{file_id}.data"
+
+
+def check_space(folder: Path, size: int = 0) -> None:
+    """Raise OSError if the disk has no room for so many bytes, and some for others."""
+    if shutil.disk_usage(folder).free < size + MIN_FREE_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from engine.errors import ObjectNotFound
+from deployments.openai.batches.errors import ObjectNotFound
 
 DIGITS = 16  # of an id: when it was made; as many random ones follow
 

@@ -7,19 +7,33 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import pydantic
 from fastapi import Depends, FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from starlette.datastructures import UploadFile
 from starlette.responses import FileResponse
 
-from deployments.http.json_body import json_response
-from deployments.http.validation import ForeignFields, validation_error
+from deployments.http.json_body import json_response, read_body, with_warning
+from deployments.http.validation import ForeignFields, UnknownFields, validation_error
 from deployments.openai.batches.config import BatchConfig
+from deployments.openai.batches.errors import ForbiddenOrigin, NotConfigured, ObjectNotFound, StorageError
 from deployments.openai.batches.files import Files
-from deployments.openai.batches.objects import DeletedFile, FileList, FileQuery, UploadForm
-from engine.errors import ForbiddenOrigin, InvalidParameter, NotConfigured, StorageError, UnsupportedMediaType
+from deployments.openai.batches.objects import (
+    BatchBody,
+    BatchList,
+    BatchQuery,
+    DeletedFile,
+    Endpoint,
+    FileList,
+    FileQuery,
+    UploadForm,
+)
+from deployments.openai.batches.store import BatchStore
+from deployments.openai.batches.worker import BatchWorker
+from deployments.openai.served_models import ServedModels
+from engine.errors import InvalidParameter, UnsupportedMediaType
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +44,24 @@ R = TypeVar("R")
 Fields = TypeVar("Fields", bound=pydantic.BaseModel)
 
 
-def add_batch_routes(app: FastAPI, config: BatchConfig, cors_origins: tuple[str, ...]) -> None:
+def add_batch_routes(
+    app: FastAPI,
+    models: ServedModels,
+    config: BatchConfig,
+    cors_origins: tuple[str, ...],
+    unknown_fields: UnknownFields,
+) -> None:
     async def check_configured() -> None:
         if config.folder is None:
             raise NotConfigured("files and batches", "ingress.batch_dir")
 
-    folder = Path(config.folder or "").expanduser()
-    _add_file_routes(app, [Depends(check_configured)], Files(folder / "files"), cors_origins)
+    needs = [Depends(check_configured)]
+    store = BatchStore(Path(config.folder or "").expanduser())
+    _add_file_routes(app, needs, store.files, cors_origins)
+    worker = BatchWorker(app, store, models, config)
+    _add_batch_routes(app, needs, store, worker, models, unknown_fields)
+    if config.folder is not None:
+        app.router.lifespan_context = lambda _: worker.running()
 
 
 def _add_file_routes(app: FastAPI, needs: list[Any], files: Files, cors_origins: tuple[str, ...]) -> None:
@@ -78,6 +103,44 @@ def _add_file_routes(app: FastAPI, needs: list[Any], files: Files, cors_origins:
     async def delete_file(request: Request, name: str) -> Response:
         await in_thread(files.delete, name, owner(request))
         return json_response(DeletedFile(name))
+
+
+def _add_batch_routes(
+    app: FastAPI,
+    needs: list[Any],
+    store: BatchStore,
+    worker: BatchWorker,
+    models: ServedModels,
+    unknown_fields: UnknownFields,
+) -> None:
+    @app.post("/v1/batches", dependencies=needs)
+    async def create(request: Request) -> Response:
+        body = await read_body(request, BatchBody, unknown_fields)
+        endpoints = {route.path for route in app.routes if isinstance(route, APIRoute)}
+        if body.endpoint not in endpoints:
+            served = ", ".join(sorted(endpoints.intersection(get_args(Endpoint))))
+            raise InvalidParameter("endpoint", body.endpoint, f"one of those that are served here: {served}")
+        try:
+            batch = await in_thread(store.create, body, owner(request), models)
+        except ObjectNotFound as error:
+            error.param = "input_file_id"
+            raise
+        worker.wake()
+        return with_warning(body, json_response(batch))
+
+    @app.get("/v1/batches", dependencies=needs)
+    async def list_batches(request: Request) -> Response:
+        query = parse(BatchQuery, dict(request.query_params))
+        found, has_more = await in_thread(store.page, owner(request), query.limit, query.after)
+        return json_response(BatchList.of(found, has_more))
+
+    @app.get("/v1/batches/{name}", dependencies=needs)
+    async def retrieve(request: Request, name: str) -> Response:
+        return json_response(await in_thread(store.get, name, owner(request)))
+
+    @app.post("/v1/batches/{name}/cancel", dependencies=needs)
+    async def cancel(request: Request, name: str) -> Response:
+        return json_response(await in_thread(store.cancel, name, owner(request)))
 
 
 def owner(request: Request) -> str | None:

@@ -1,0 +1,53 @@
+"""Errors of files and batches, beside those of engine/errors.py."""
+
+from __future__ import annotations
+
+from engine.errors import RequestError, ServingError
+
+
+class ObjectNotFound(RequestError):
+    """No file or batch has this id; it may have expired, or belong to another API key."""
+
+    status, type = 404, "not_found_error"
+
+    def __init__(self, object_id: str):
+        Exception.__init__(self, object_id)
+        self.message, self.param = f"there is no {object_id[:100]!r}", "id"
+
+
+class NotConfigured(RequestError):
+    """The configuration turns off what is asked for."""
+
+    status, type = 404, "not_found_error"
+
+    def __init__(self, what: str, key: str):
+        Exception.__init__(self, what, key)
+        self.message, self.param = f"this server has no {what}; {key} in its configuration turns them on", None
+
+
+class Conflict(RequestError):
+    """The state of an object does not allow what is asked."""
+
+    status = 409
+
+
+class ForbiddenOrigin(RequestError):
+    """A web page of another origin sends a form, which browsers let it do without asking first."""
+
+    status, type = 403, "permission_error"
+
+    def __init__(self, origin: str):
+        Exception.__init__(self, origin)
+        self.message, self.param = f"pages of {origin[:100]!r} may not upload files; see ingress.cors_origins", None
+
+
+class StorageError(ServingError):
+    """A file cannot be stored or read here. The server's log has its path."""
+
+    status, type = 507, "service_unavailable_error"
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        return f"files cannot be stored or read here: {self.args[0]}"

@@ -1,0 +1,168 @@
+"""Batches, and what is kept of them while they are worked on."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from deployments.openai.batches.errors import Conflict
+from deployments.openai.batches.files import DAY_S, MAX_AGE_S, Files
+from deployments.openai.batches.input_file import first_model
+from deployments.openai.batches.objects import ENDED, HOUR_S, Batch, BatchBody, RequestCounts
+from deployments.openai.batches.records import Record, Records, age_s, new_id
+
+PREFIX = "batch_"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkFolder:
+    """What a batch needs until it has ended; the folder is removed then."""
+
+    path: Path
+
+    @property
+    def input(self) -> Path:
+        """The uploaded file, under a name of its own: the upload may be deleted meanwhile."""
+        return self.path / "input.jsonl"
+
+    @property
+    def output(self) -> Path:
+        return self.path / "output.jsonl"
+
+    @property
+    def errors(self) -> Path:
+        return self.path / "errors.jsonl"
+
+    @property
+    def cancel(self) -> Path:
+        """Exists if the batch is to be cancelled."""
+        return self.path / "cancel"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+
+class BatchStore:
+    """A folder of files and batches that any number of processes may share.
+
+    Only who holds the claim on a batch writes it; the kernel releases the claim of a process that dies. All methods are
+    for threads; they raise OSError.
+    """
+
+    def __init__(self, folder: Path):
+        self.files = Files(folder / "files")
+        self._records: Records[Batch] = Records(folder / "batches", PREFIX, Record[Batch])
+        self._work = folder / "work"
+
+    def create(self, body: BatchBody, owner: str | None, models: Container[str]) -> Batch:
+        """Raises ObjectNotFound if there is no such input file.
+
+        models: that are served here. The batch waits for a server with its model; if none is known to have it, any
+        server may say so.
+        """
+        _, content = self.files.content(body.input_file_id, owner)
+        model, now = first_model(content), int(time.time())
+        batch = Batch(
+            id=new_id(PREFIX),
+            endpoint=body.endpoint,
+            model=model if model in models else None,
+            input_file_id=body.input_file_id,
+            completion_window=body.completion_window,
+            created_at=now,
+            expires_at=now + int(body.completion_window.removesuffix("h")) * HOUR_S,
+            output_expires_after=body.output_expires_after.model_dump(),
+            request_counts=RequestCounts(),
+            metadata=body.metadata,
+        )
+        work = self.work(batch.id)
+        work.path.mkdir(parents=True)
+        try:
+            os.link(content, work.input)
+            self._records.put(owner, batch)
+        except OSError:
+            shutil.rmtree(work.path)
+            raise
+        return batch
+
+    def get(self, batch_id: str, owner: str | None) -> Batch:
+        """Raises ObjectNotFound."""
+        return self._with_cancel(self._records.get(batch_id, owner))
+
+    def page(self, owner: str | None, limit: int, after: str | None) -> tuple[list[Batch], bool]:
+        """Return up to `limit` batches that follow `after`, the newest first, and whether there are more."""
+        found, has_more = self._records.page(owner, limit, after)
+        return [self._with_cancel(batch) for batch in found], has_more
+
+    def cancel(self, batch_id: str, owner: str | None) -> Batch:
+        """Raises ObjectNotFound, or Conflict for a batch that has ended."""
+        with suppress(FileNotFoundError):  # it has ended just now
+            if self.get(batch_id, owner).status not in (*ENDED, "finalizing"):
+                self.work(batch_id).cancel.touch()
+        batch = self.get(batch_id, owner)
+        if batch.status in (*ENDED, "finalizing") and batch.status != "cancelled":
+            raise Conflict(f"Cannot cancel a batch with status '{batch.status}'.")
+        return batch
+
+    def save(self, record: Record[Batch], *, lasting: bool = True) -> None:
+        """lasting: see Records.put."""
+        self._records.put(record.owner, record.object, lasting=lasting)
+
+    def work(self, batch_id: str) -> WorkFolder:
+        return WorkFolder(self._work / batch_id)
+
+    def unfinished(self) -> list[str]:
+        """Return the ids of batches that have not ended, the oldest first."""
+        return sorted(os.listdir(self._work)) if self._work.exists() else []
+
+    @contextmanager
+    def claim(self, batch_id: str) -> Iterator[Record[Batch] | None]:
+        """Yield a batch for the time that nobody else works on it; None if somebody does, or if it has ended."""
+        work = self.work(batch_id)
+        try:
+            lock = work.lock.open("ab")
+        except FileNotFoundError:
+            yield None
+            return
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield None
+                return
+            record = self._records.find(batch_id)  # None: it is just being created
+            if record is not None and record.object.status in ENDED:
+                shutil.rmtree(work.path, ignore_errors=True)
+                record = None
+            yield record
+
+    def remove_expired(self) -> None:
+        """Remove files that have expired, batches that ended long ago, and what was left while one was created."""
+        self.files.remove_expired()
+        for record in self._records.all():
+            batch = record.object
+            if batch.status in ENDED and age_s(batch.id, PREFIX) > 2 * MAX_AGE_S:
+                self._records.remove(batch.id)
+        for batch_id in self.unfinished():
+            if age_s(batch_id, PREFIX) > DAY_S and self._records.find(batch_id) is None:
+                shutil.rmtree(self.work(batch_id).path, ignore_errors=True)
+
+    def cancelled_at(self, batch_id: str) -> int | None:
+        """Return when somebody asked to cancel the batch."""
+        try:
+            return int(self.work(batch_id).cancel.stat().st_mtime)
+        except FileNotFoundError:
+            return None
+
+    def _with_cancel(self, batch: Batch) -> Batch:
+        """Return the batch as it is with a wish to cancel it that nobody has seen yet."""
+        if batch.status in ("validating", "in_progress"):
+            batch.cancelling_at = self.cancelled_at(batch.id)
+            batch.status = batch.status if batch.cancelling_at is None else "cancelling"
+        return batch
