@@ -92,8 +92,8 @@ def _extend(message: ChatMessage, events: Iterable[OutputEvent]) -> None:
                 message.content = (message.content or "") + text
             case Reasoning(text):
                 message.reasoning = (message.reasoning or "") + text
-            case CallStart(name):
-                call = ToolCallBody(_tool_call_id(), CalledFunction(name, ""))
+            case CallStart(name, call_id):
+                call = ToolCallBody(call_id or _tool_call_id(), CalledFunction(name, ""))
                 message.tool_calls = [*(message.tool_calls or []), call]
             case CallArguments(text):
                 assert message.tool_calls
@@ -109,8 +109,9 @@ def _delta(events: Iterable[OutputEvent], num_tool_calls: int) -> ChatDelta:
                 delta.content = (delta.content or "") + text
             case Reasoning(text):
                 delta.reasoning = (delta.reasoning or "") + text
-            case CallStart(name):
-                calls.append(ToolCallDelta(num_tool_calls, CalledFunctionDelta("", name), _tool_call_id(), "function"))
+            case CallStart(name, call_id):
+                function = CalledFunctionDelta("", name)
+                calls.append(ToolCallDelta(num_tool_calls, function, call_id or _tool_call_id(), "function"))
                 num_tool_calls += 1
             case CallArguments(text):
                 if not calls:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from deployments.openai.conversation import NamedToolChoice
-from deployments.openai.parsers import ReasoningParserName, ToolCallParserName, hermes, reasoning
+from deployments.openai.conversation import Message, NamedToolChoice
+from deployments.openai.parsers import ReasoningParserName, ToolCallParserName, harmony
 from deployments.openai.parsers.choice_parser import OutputFormat
+from deployments.openai.parsers.reasoning.think import TAGS, ReasoningTags
+from deployments.openai.parsers.tools.families import FAMILIES
 from deployments.openai.request_bodies import ChatBody
 from deployments.openai.tool_grammar import Thinking, ToolGrammar
 from engine.errors import RequestError
@@ -25,26 +28,41 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
     },
 }
+_ARGUMENTS = {"key": "value"}
 _CALL = {
     "role": "assistant",
     "content": "",
     "tool_calls": [
-        {"id": "call00001", "type": "function", "function": {"name": "example_function", "arguments": {"key": "value"}}}
+        {"id": "call00001", "type": "function", "function": {"name": "example_function", "arguments": _ARGUMENTS}}
     ],
 }
-# _CALL as the templates of each parser write it
-_HERMES_CALL = re.compile(r'<tool_call>\s*\{"name": ?"example_function", ?"arguments": ?\{"key": ?"value"}}')
-_LLAMA3_CALL = re.compile(r'\s\{"name": ?"example_function", ?"parameters": ?\{"key": ?"value"}')
+# _CALL as the templates of other families than FAMILIES write it
+_OTHER_EXAMPLES = {
+    "openai": harmony.EXAMPLE,
+    "pythonic": r"""\[example_function\(key=["']value["']\)]""",
+    "llama3_json": r'\s\{"name": ?"example_function", ?"parameters": ?\{"key": ?"value"}',
+}
+# what a template of a model that reasons in some way has in it
+_REASONING_MARKERS: dict[str, ReasoningParserName] = {
+    "<|channel|>analysis": "openai_gptoss",
+    "</seed:think>": "seed_oss",
+    "[/THINK]": "mistral",
+    "<|channel>thought": "gemma4",
+    "</think>": "think",
+    "my thought process:": "granite",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
     tool_call_parser: ToolCallParserName
     """Format of tool calls; `none` if it is not known."""
-    reasons: bool
-    """The model may write its reasoning between tags."""
+    reasoning_parser: ReasoningParserName
+    """Format of reasoning; `none` if the model does not write it."""
     shows_tools: bool
     """The chat template puts tools into the prompt."""
+    arguments_as_text: bool = False
+    """The chat template expects the arguments of earlier calls as the text of a JSON object."""
 
     @classmethod
     def of(
@@ -53,21 +71,38 @@ class ChatFormat:
         tool_call_parser: ToolCallParserName = "auto",
         reasoning_parser: ReasoningParserName = "auto",
     ) -> ChatFormat:
+        example, as_text = _render(tokenizer, [_QUESTION, _CALL]), False
+        if not example or str(_ARGUMENTS) in example:  # refused, or written as Python does
+            text = _render(tokenizer, [_QUESTION, _with_text_arguments(_CALL)])
+            example, as_text = text or example, text != ""
+        template = tokenizer.chat_template or ""
+        if tool_call_parser == "auto":
+            tool_call_parser = _detect_tool_call_parser(example)
         if reasoning_parser == "auto":
-            reasons = reasoning.CLOSE in (tokenizer.chat_template or "")
-        else:
-            reasons = reasoning_parser != "none"
-        return cls(
-            _detect_tool_call_parser(tokenizer) if tool_call_parser == "auto" else tool_call_parser,
-            reasons,
-            "example_function" in _render(tokenizer, [_QUESTION]),
-        )
+            found = [name for marker, name in _REASONING_MARKERS.items() if marker in template]
+            reasoning_parser = found[0] if found else "none"
+        if "openai" in (tool_call_parser, reasoning_parser.removesuffix("_gptoss")):
+            tool_call_parser, reasoning_parser = "openai", "openai_gptoss"  # one format for both
+        shows_tools = "example_function" in _render(tokenizer, [_QUESTION])
+        return cls(tool_call_parser, reasoning_parser, shows_tools, as_text)
 
     @property
     def markers(self) -> list[str]:
         """Tags that the parsers look for in the text."""
-        markers = [reasoning.OPEN, reasoning.CLOSE] if self.reasons else []
-        return markers + ([hermes.OPEN, hermes.CLOSE] if self.tool_call_parser == "hermes" else [])
+        if self.reasoning_parser == "openai_gptoss":
+            return harmony.MARKERS
+        markers = [] if self.reasoning_tags is None else self.reasoning_tags.markers
+        family = FAMILIES.get(self.tool_call_parser)
+        return markers + ([] if family is None else family.markers)
+
+    @property
+    def reasoning_tags(self) -> ReasoningTags | None:
+        return TAGS.get(self.reasoning_parser)
+
+    def for_template(self, messages: list[Message]) -> list[dict[str, Any]]:
+        """Return the messages as the chat template expects them."""
+        found = [message.for_template() for message in messages]
+        return [_with_text_arguments(message) for message in found] if self.arguments_as_text else found
 
     def check(self, body: ChatBody) -> None:
         """Raise RequestError for tools that this model cannot be given."""
@@ -84,30 +119,36 @@ class ChatFormat:
 
     def thinking(self, body: ChatBody, prompt: str) -> Thinking:
         """Return whether the output begins with reasoning. prompt: the body as the chat template rendered it."""
-        if not self.reasons:
+        tags = self.reasoning_tags
+        if tags is None:
             return "never"
         if body.continue_final_message:
             text = str(body.messages[-1].for_template()["content"])
-            return "begun" if text.rfind(reasoning.OPEN) > text.rfind(reasoning.CLOSE) else "never"
+            return "begun" if max(map(text.rfind, tags.opens)) > max(map(text.rfind, tags.closes)) else "never"
         end = prompt.rstrip()
-        if end.endswith(reasoning.OPEN):
+        if end.endswith(tags.opens):
             return "begun"
-        return "never" if end.endswith(reasoning.CLOSE) else "maybe"
+        return "never" if end.endswith(tags.closes) else "maybe"
 
     def output_format(self, body: ChatBody, thinking: Thinking) -> OutputFormat:
-        names = [tool.function.name for tool in body.offered_tools]
-        calls: str = self.tool_call_parser if names else "none"
+        tools = {tool.function.name: tool.arguments_schema for tool in body.offered_tools}
+        calls: str = self.tool_call_parser if tools else "none"
+        named = isinstance(body.tool_choice, NamedToolChoice)
         if isinstance(body.tool_choice, NamedToolChoice):
-            calls, names = "named", [body.tool_choice.function.name]
+            name = body.tool_choice.function.name
+            calls, tools = "arguments", {name: tools[name]}
         elif body.tool_choice == "required":
             calls = "json"
+        family = FAMILIES.get(self.tool_call_parser)
         return OutputFormat(
             tool_calls=calls,
-            tools=frozenset(names),
+            tools=tools,
+            named=named,
             parallel=body.parallel_tool_calls,
-            reasoning=self.reasons,
+            reasoning=self.reasoning_parser,
             reasoning_begun=thinking == "begun",
             include_reasoning=body.include_reasoning,
+            id_length=None if family is None else family.id_length,
         )
 
     def structured_outputs(
@@ -118,6 +159,7 @@ class ChatFormat:
             body=body,
             content=content,
             tool_call_parser=self.tool_call_parser,
+            tags=self.reasoning_tags,
             thinking=thinking,
             token_of=tokens.ids.get,
         )
@@ -141,12 +183,22 @@ class VisibleMarkers:
         return token_id not in self._visible and self._is_special(token_id)
 
 
-def _detect_tool_call_parser(tokenizer: Tokenizer) -> ToolCallParserName:
+def _detect_tool_call_parser(example: str) -> ToolCallParserName:
     """Detect it from how the template writes a call of an earlier turn: the model will write its own alike."""
-    text = _render(tokenizer, [_QUESTION, _CALL])
-    if _HERMES_CALL.search(text):
-        return "hermes"
-    return "llama3_json" if _LLAMA3_CALL.search(text) else "none"
+    examples = [(name, family.example) for name, family in FAMILIES.items()] + list(_OTHER_EXAMPLES.items())
+    return cast(ToolCallParserName, next((name for name, pattern in examples if re.search(pattern, example)), "none"))
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message for the template with the arguments of its calls as text."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls}
 
 
 def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:

@@ -43,7 +43,7 @@ class ChatOutput:
     output_format: OutputFormat
     num_choices: int
     streaming: bool
-    """See PartialToolCall."""
+    """See CallReader."""
     parsers: list[ChoiceParser] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,7 +57,9 @@ class ChatOutput:
     @property
     def reasoning_tokens(self) -> int | None:
         """Tokens of reasoning so far; None for a model that is not known to reason."""
-        return sum(parser.reasoning_tokens for parser in self.parsers) if self.output_format.reasoning else None
+        if self.output_format.reasoning == "none":
+            return None
+        return sum(parser.reasoning_tokens for parser in self.parsers)
 
     async def chunks(self) -> AsyncGenerator[ChatOutputChunk]:
         """Yield the output of all choices as it comes. Raises what Generation.chunks raises."""

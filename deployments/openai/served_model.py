@@ -93,10 +93,10 @@ class ServedModel:
         self._tokens = VisibleMarkers(tokenizer, self._format.markers)
         _ = tokenizer.max_token_bytes  # computed now, not beside the first requests
         logger.info(
-            "chat format model=%s tool_call_parser=%s reasons=%s shows_tools=%s",
+            "chat format model=%s tool_call_parser=%s reasoning_parser=%s shows_tools=%s",
             info.name,
             self._format.tool_call_parser,
-            self._format.reasons,
+            self._format.reasoning_parser,
             self._format.shows_tools,
         )
         self.frontend = Frontend(
@@ -202,7 +202,7 @@ class ServedModel:
     def _render_chat(self, messages: list[Message], tools: list[Tool], body: TemplateBody) -> str:
         """Return the prompt."""
         return self.tokenizer.render_chat_template(
-            [message.for_template() for message in messages],
+            self._format.for_template(messages),
             [tool.for_template() for tool in tools] or None,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,

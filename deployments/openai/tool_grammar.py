@@ -15,7 +15,9 @@ import msgspec
 from llguidance import LLMatcher
 
 from deployments.openai.conversation import NamedToolChoice, Tool
-from deployments.openai.parsers import ToolCallParserName, hermes, reasoning
+from deployments.openai.parsers import ToolCallParserName
+from deployments.openai.parsers.reasoning.think import ReasoningTags
+from deployments.openai.parsers.tools.families import FAMILIES, HERMES
 from deployments.openai.request_bodies import ChatBody
 from engine.errors import InvalidParameter
 from engine.text.grammar import WHITESPACE, limits, one_line
@@ -35,6 +37,8 @@ class ToolGrammar:
     """Structure that the request asks of the content; None for any text."""
     tool_call_parser: ToolCallParserName
     """Format of calls that are not forced."""
+    tags: ReasoningTags | None
+    """Tags around reasoning."""
     thinking: Thinking
     token_of: Callable[[str], int | None]
     """Id of the token that stands for a marker, or None if the marker is plain text."""
@@ -46,6 +50,11 @@ class ToolGrammar:
         for i, tool in enumerate(tools):
             if forced or tool.function.strict:
                 check_schema(tool.arguments_schema, f"tools[{i}].function.parameters")
+        if self.tool_call_parser == "openai":
+            if forced or self.content is not None or any(tool.function.strict for tool in tools):
+                field, given = ("tool_choice", choice) if forced else ("response_format", self.content)
+                raise InvalidParameter(field, str(given), "left out: answers of this model cannot be enforced yet")
+            return None
         if forced:
             schema = self._forced_schema()
             if self.thinking == "never":
@@ -68,32 +77,38 @@ class ToolGrammar:
     def _content_or_calls(self) -> str:
         """Return the rule for calls that the model may write of its own accord."""
         tools, parallel = self.body.offered_tools, self.body.parallel_tool_calls
-        if self.tool_call_parser == "hermes":
+        family = FAMILIES.get(self.tool_call_parser)
+        if family is HERMES:
             schema = calls_schema(tools, "arguments", "#", strict_only=True)
-            call = f"GAP {_json_rule(schema)} GAP {self._marker(hermes.CLOSE)}"
+            call = f"GAP {_json_rule(schema)} GAP {self._marker(HERMES.closes[0])}"
             if self.content is None:
                 return f"(until_call {call})* TEXT" if parallel else f"TEXT | until_call {call}"
-            call = f"{self._marker(hermes.OPEN)} {call}"
+            call = f"{self._marker(HERMES.opens[0])} {call}"
             calls = f"{call} (GAP {call})*" if parallel else call
         else:
+            if family is not None:
+                limit = f"left out or not strict: calls that {self.tool_call_parser} parses cannot be enforced"
+                raise InvalidParameter("tools", [tool.function.name for tool in tools], limit)
             call = _json_rule(calls_schema(tools, "parameters", "#", strict_only=True))
             calls = f'{call} (";" GAP {call})*' if parallel else call
         return f"{'OTHER_TEXT?' if self.content is None else _content_rule(self.content)} | {calls}"
 
     def _lark(self, answer: str, field: str) -> StructuredOutputsParams:
+        tags = self.tags or ReasoningTags()
         match self.thinking:
             case "never":
                 start = "answer"
             case "maybe":
-                start = f"({self._marker(reasoning.OPEN)} until_answer GAP)? answer"
+                opening = " | ".join(map(self._marker, tags.opens))
+                start = f"(({opening}) until_answer GAP)? answer"
             case "begun":
                 start = "until_answer GAP answer"
         lines = [
             "%llguidance {}",
             f"start: {start}",
             f"answer: {answer}",
-            self._until("until_answer", reasoning.CLOSE),
-            self._until("until_call", hermes.OPEN),
+            self._until("until_answer", tags.closes),
+            self._until("until_call", HERMES.opens),
             r"TEXT: /(?s:.*)/",
             r"OTHER_TEXT: /[^{\[\s](?s:.*)/",
             r"GAP: /[ \n]{0,4}/",
@@ -104,11 +119,12 @@ class ToolGrammar:
         token = self.token_of(marker)
         return json.dumps(marker) if token is None else f"<[{token}]>"
 
-    def _until(self, rule: str, marker: str) -> str:
-        """Return a rule for any text up to and including the first `marker`."""
-        if self.token_of(marker) is None:
-            return f"{rule}[lazy]: {_regex_rule(f'(?s:.*){marker}')}"
-        return f"{rule}: TEXT {self._marker(marker)}"
+    def _until(self, rule: str, markers: tuple[str, ...]) -> str:
+        """Return a rule for any text up to and including the first of `markers`."""
+        if any(self.token_of(marker) is None for marker in markers):
+            escaped = "|".join(re.sub(r"[\\.^$*+?{}\[\]|()]", r"\\\g<0>", marker) for marker in markers)
+            return f"{rule}[lazy]: {_regex_rule(f'(?s:.*)({escaped})')}"
+        return f"{rule}: TEXT ({' | '.join(map(self._marker, markers))})"
 
 
 def _content_rule(content: StructuredOutputsParams) -> str:

@@ -52,8 +52,8 @@ def test_parsers_of_answers_are_chosen_per_model():
     automatic, chosen = AppConfig.parse(args).models
     assert (automatic.tool_call_parser, automatic.reasoning_parser) == ("auto", "auto")
     assert (chosen.tool_call_parser, chosen.reasoning_parser) == ("hermes", "qwen3")
-    with pytest.raises(ConfigError, match=r"models\[0\].tool_call_parser must be 'auto', 'none', 'hermes'"):
-        AppConfig.parse({"models": [{**MODEL, "tool_call_parser": "pythonic"}]})
+    with pytest.raises(ConfigError, match=r"models\[0\].tool_call_parser must be 'auto', 'none', 'deepseek_v3'"):
+        AppConfig.parse({"models": [{**MODEL, "tool_call_parser": "python"}]})
 
 
 def test_pools_share_the_engine_section_but_for_keys_of_their_own():

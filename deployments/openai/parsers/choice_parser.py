@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from deployments.openai.parsers.hermes import HermesParser
-from deployments.openai.parsers.json_calls import JsonCallsParser, NamedCallParser
+from deployments.openai.parsers.harmony import HarmonyParser
 from deployments.openai.parsers.output_parser import (
     CallArguments,
     CallStart,
@@ -15,7 +16,10 @@ from deployments.openai.parsers.output_parser import (
     OutputParser,
     Reasoning,
 )
-from deployments.openai.parsers.reasoning import ThinkParser
+from deployments.openai.parsers.reasoning.think import TAGS, ThinkParser
+from deployments.openai.parsers.tools.families import FAMILIES
+from deployments.openai.parsers.tools.marked_calls import MarkedCallsParser
+from deployments.openai.parsers.tools.whole_calls import JsonCallsParser, NamedCallParser, PythonicCallsParser
 from deployments.openai.response_bodies import FinishReason
 from engine.text.text_stream import TextChunk
 
@@ -25,36 +29,51 @@ class OutputFormat:
     """The format of the output that answers one request."""
 
     tool_calls: str = "none"
-    """A ToolCallParserName but auto; `json` for an array of calls; `named` for the arguments of the only tool."""
-    tools: Collection[str] = field(default_factory=frozenset)
-    """Names of the tools that may be called."""
+    """A ToolCallParserName but auto; `json` for an array of calls; `arguments` for those of the only tool."""
+    tools: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """JSON schemas of the arguments of the tools that may be called, by name."""
+    named: bool = False
+    """The request named the tool that is called."""
     parallel: bool = True
     """Keep all calls, not only the first."""
-    reasoning: bool = False
-    """Look for reasoning."""
+    reasoning: str = "none"
+    """A ReasoningParserName but auto."""
     reasoning_begun: bool = False
     """The prompt ends inside the reasoning."""
     include_reasoning: bool = True
     """Hand out the reasoning."""
+    id_length: int | None = None
+    """Length of the ids of tool calls, if the model's chat template asks for one."""
+
+    def reasoning_parser(self, *, streaming: bool) -> ThinkParser | HarmonyParser | None:
+        if self.reasoning == "openai_gptoss":
+            return HarmonyParser(self.tools, streaming=streaming)
+        if self.reasoning == "none":
+            return None
+        family = FAMILIES.get(self.tool_calls)
+        calls = family.opens if family is not None and family.ends_reasoning else ()
+        return ThinkParser(TAGS[self.reasoning], opened=self.reasoning_begun, calls=calls)
 
     def call_parser(self, *, streaming: bool) -> OutputParser | None:
         match self.tool_calls:
-            case "none":
-                return None
-            case "named":
+            case "none" | "openai":
+                return None  # the parser of gpt-oss's reasoning finds the calls, too
+            case "arguments":
                 return NamedCallParser(next(iter(self.tools)))
-            case "hermes":
-                return HermesParser(streaming=streaming)
-            case _:
+            case "json" | "llama3_json" | "llama4_json":
                 return JsonCallsParser(self.tools, streaming=streaming, forced=self.tool_calls == "json")
+            case "pythonic" | "llama4_pythonic":
+                return PythonicCallsParser(self.tools, streaming=streaming)
+            case _:
+                return MarkedCallsParser(FAMILIES[self.tool_calls], self.tools, streaming=streaming)
 
 
 class ChoiceParser:
-    """Chains the parsers of one choice. streaming: see PartialToolCall."""
+    """Chains the parsers of one choice. streaming: see CallReader."""
 
     def __init__(self, output_format: OutputFormat, *, streaming: bool):
         self._output_format = output_format
-        self._reasoning_parser = ThinkParser(opened=output_format.reasoning_begun) if output_format.reasoning else None
+        self._reasoning_parser = output_format.reasoning_parser(streaming=streaming)
         self._call_parser = output_format.call_parser(streaming=streaming)
         self.num_tool_calls = 0
 
@@ -70,12 +89,18 @@ class ChoiceParser:
         for parser in (self._reasoning_parser, self._call_parser):
             if parser is not None:
                 events = _parse_content(parser, events, final=final)
-        return [event for event in events if self._keep(event)]
+        return [self._with_id(event) for event in events if self._keep(event)]
 
     def finish_reason(self, chunk: TextChunk) -> FinishReason | None:
         """Return the reason as OpenAI reports it: `stop` also after a call of the function that the request named."""
-        called = self.num_tool_calls > 0 and self._output_format.tool_calls != "named"
+        called = self.num_tool_calls > 0 and not self._output_format.named
         return "tool_calls" if called and chunk.finish_reason == "stop" else chunk.finish_reason
+
+    def _with_id(self, event: OutputEvent) -> OutputEvent:
+        length = self._output_format.id_length
+        if isinstance(event, CallStart) and length is not None:
+            return CallStart(event.name, uuid.uuid4().hex[:length])
+        return event
 
     def _keep(self, event: OutputEvent) -> bool:
         """Count the tool calls, and return whether the client gets the event."""

@@ -22,6 +22,8 @@ class CallStart:
     """The start of a tool call; all arguments up to the next start belong to it."""
 
     name: str
+    id: str | None = None
+    """The id that it must have for the model; None if any will do."""
 
 
 @dataclass(slots=True, frozen=True)

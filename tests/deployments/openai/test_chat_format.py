@@ -16,14 +16,14 @@ REFUSES = "{{ raise_exception('no') }}"
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (QWEN, ChatFormat("hermes", True, shows_tools=True)),
-        (HERMES_WITHOUT_REASONING, ChatFormat("hermes", False, shows_tools=True)),
-        (QWEN_CODER, ChatFormat("none", True, shows_tools=True)),
-        (LLAMA, ChatFormat("llama3_json", False, shows_tools=True)),
-        (GRANITE, ChatFormat("none", False, shows_tools=True)),
-        (DEEPSEEK, ChatFormat("none", True, shows_tools=False)),
-        (CHAT_TEMPLATE, ChatFormat("none", False, shows_tools=False)),
-        (REFUSES, ChatFormat("none", False, shows_tools=False)),
+        (QWEN, ChatFormat("hermes", "think", shows_tools=True)),
+        (HERMES_WITHOUT_REASONING, ChatFormat("hermes", "none", shows_tools=True)),
+        (QWEN_CODER, ChatFormat("none", "think", shows_tools=True)),
+        (LLAMA, ChatFormat("llama3_json", "none", shows_tools=True)),
+        (GRANITE, ChatFormat("none", "none", shows_tools=True)),
+        (DEEPSEEK, ChatFormat("none", "think", shows_tools=False)),
+        (CHAT_TEMPLATE, ChatFormat("none", "none", shows_tools=False)),
+        (REFUSES, ChatFormat("none", "none", shows_tools=False)),
     ],
 )
 def test_format_is_taken_from_what_the_chat_template_writes(template, expected):
@@ -32,8 +32,8 @@ def test_format_is_taken_from_what_the_chat_template_writes(template, expected):
 
 @pytest.mark.parametrize("name", ["think", "qwen3", "deepseek_r1"])
 def test_configuration_goes_before_the_chat_template(name):
-    assert ChatFormat.of(chat_tokenizer(QWEN), "none", "none") == ChatFormat("none", False, shows_tools=True)
-    assert ChatFormat.of(chat_tokenizer(LLAMA), "hermes", name) == ChatFormat("hermes", True, shows_tools=True)
+    assert ChatFormat.of(chat_tokenizer(QWEN), "none", "none") == ChatFormat("none", "none", shows_tools=True)
+    assert ChatFormat.of(chat_tokenizer(LLAMA), "hermes", name) == ChatFormat("hermes", name, shows_tools=True)
 
 
 @pytest.mark.parametrize(

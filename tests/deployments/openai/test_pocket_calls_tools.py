@@ -49,7 +49,7 @@ def test_forced_call_has_the_arguments_that_its_schema_asks_for(llm, fields: dic
     tokenizer = Tokenizer.from_folder(resolve("pocket"))
     chat_format = ChatFormat.of(tokenizer)
     body = ChatBody.model_validate({"messages": QUESTION, "tools": TOOLS, **fields})
-    assert chat_format == ChatFormat("hermes", False, shows_tools=True)
+    assert chat_format == ChatFormat("hermes", "none", shows_tools=True)
     tools = [tool.for_template() for tool in body.offered_tools]
     prompt = tokenizer.apply_chat_template(QUESTION, tools)
     grammar = chat_format.structured_outputs(body, "never", None, VisibleMarkers(tokenizer, chat_format.markers))

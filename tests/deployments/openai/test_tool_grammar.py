@@ -10,6 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from deployments.openai.chat_format import VisibleMarkers
 from deployments.openai.conversation import NamedToolChoice, Tool
+from deployments.openai.parsers.reasoning.think import ReasoningTags
 from deployments.openai.request_bodies import ChatBody
 from deployments.openai.tool_grammar import ToolGrammar
 from engine.errors import InvalidParameter
@@ -48,7 +49,13 @@ def grammar(markers: str = "tokens", **fields: Any) -> StructuredOutputsParams |
         tool_choice=fields.pop("choice", None),
         parallel_tool_calls=fields.pop("parallel", True),
     )
-    defaults = {"content": None, "tool_call_parser": "hermes", "thinking": "never", "token_of": tokens.ids.get}
+    defaults = {
+        "content": None,
+        "tool_call_parser": "hermes",
+        "tags": ReasoningTags(),
+        "thinking": "never",
+        "token_of": tokens.ids.get,
+    }
     return ToolGrammar(body=body, **{**defaults, **fields}).params()
 
 

@@ -1,51 +1,25 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.openai.parsers.choice_parser import ChoiceParser, OutputFormat
-from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, OutputEvent, Reasoning
+from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, Reasoning
 from engine.text.text_stream import TextChunk
+from tests.deployments.openai.parsers.reading import call, cut, joined, read, whole
 
-HERMES = OutputFormat(tool_calls="hermes", tools={"f", "g"}, reasoning=True)
-LLAMA = OutputFormat(tool_calls="llama3_json", tools={"f", "g"})
-REQUIRED = OutputFormat(tool_calls="json", tools={"f", "g"}, reasoning=True, reasoning_begun=True)
-NAMED = OutputFormat(tool_calls="named", tools={"f"}, reasoning=True)
+TOOLS: dict[str, dict[str, Any]] = {"f": {}, "g": {}}
+F: dict[str, dict[str, Any]] = {"f": {}}
+HERMES = OutputFormat(tool_calls="hermes", tools=TOOLS, reasoning="think")
+LLAMA = OutputFormat(tool_calls="llama3_json", tools=TOOLS)
+REQUIRED = OutputFormat(tool_calls="json", tools=TOOLS, reasoning="think", reasoning_begun=True)
+NAMED = OutputFormat(tool_calls="arguments", tools=F, named=True, reasoning="think")
 FORMATS = [HERMES, LLAMA, REQUIRED, NAMED]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-
-
-def read(
-    output_format: OutputFormat, parts: list[str], *, streaming: bool = True, reason: str = "stop"
-) -> list[OutputEvent]:
-    """Return all events, with neighbours of one kind joined."""
-    parser, events, length = ChoiceParser(output_format, streaming=streaming), [], 0
-    for i, text in enumerate(parts):
-        last = reason if i == len(parts) - 1 else None
-        events += parser.add(TextChunk(text, [0], [length], None, None, last))
-        length += len(text)
-    return joined(events)
-
-
-def joined(events: list[OutputEvent]) -> list[OutputEvent]:
-    out: list[OutputEvent] = []
-    for event in events:
-        if out and type(event) is type(out[-1]) and not isinstance(event, CallStart):
-            event = type(event)(out.pop().text + event.text)
-        out.append(event)
-    return out
-
-
-def whole(output_format: OutputFormat, text: str) -> list[OutputEvent]:
-    return read(output_format, [text], streaming=False)
-
-
-def call(name: str, arguments: str) -> list[OutputEvent]:
-    return [CallStart(name), CallArguments(arguments)]
 
 
 # what models write, whole and in pieces, so that examples come near to all that the parsers decide on
@@ -71,8 +45,7 @@ TEXTS = st.lists(FRAGMENTS, max_size=8).map("".join)
     streaming=st.booleans(),
 )
 def test_how_a_text_is_cut_into_chunks_does_not_matter(text, cuts, output_format, streaming):
-    edges = [0, *sorted(cut for cut in cuts if cut <= len(text)), len(text)]
-    parts = [text[start:end] for start, end in pairwise(edges)]
+    parts = cut(text, cuts)
     assert read(output_format, parts, streaming=streaming) == read(output_format, [text], streaming=streaming)
     assert read(output_format, [*text, ""], streaming=streaming) == read(output_format, [text], streaming=streaming)
 
@@ -203,7 +176,7 @@ def test_call_without_arguments_is_a_call():
 
 
 def test_only_the_first_call_counts_if_calls_must_not_be_parallel():
-    output_format = OutputFormat(tool_calls="hermes", tools={"f"}, parallel=False)
+    output_format = OutputFormat(tool_calls="hermes", tools=F, parallel=False)
     text = f"{CALL}\n{CALL} and more"
     assert whole(output_format, text) == read(output_format, [*text]) == [*call("f", '{"a": 1}'), Content(" and more")]
 
@@ -223,7 +196,7 @@ def test_only_the_first_call_counts_if_calls_must_not_be_parallel():
     ],
 )
 def test_reasoning_is_what_stands_between_the_tags(text, begun, expected):
-    output_format = OutputFormat(tool_calls="hermes", tools={"f"}, reasoning=True, reasoning_begun=begun)
+    output_format = OutputFormat(tool_calls="hermes", tools=F, reasoning="think", reasoning_begun=begun)
     assert whole(output_format, text) == read(output_format, [*text]) == expected
 
 
@@ -238,13 +211,13 @@ def test_tags_are_not_counted_as_tokens_of_reasoning():
 
 
 def test_reasoning_can_be_left_out():
-    output_format = OutputFormat(reasoning=True, include_reasoning=False)
+    output_format = OutputFormat(reasoning="think", include_reasoning=False)
     assert whole(output_format, "<think>a</think>b") == read(output_format, [*"<think>a</think>b"]) == [Content("b")]
 
 
 @pytest.mark.parametrize("text", ["[", '[{"na', '[{"name": "f", "argum', '[{"name": "f", "arguments": {"a": 1'])
 def test_forced_call_that_max_tokens_cuts_off_is_no_content(text):
     for streaming in (False, True):
-        events = read(OutputFormat(tool_calls="json", tools={"f"}), [text], streaming=streaming, reason="length")
+        events = read(OutputFormat(tool_calls="json", tools=F), [text], streaming=streaming, reason="length")
         assert not any(isinstance(event, Content) for event in events)
-    assert whole(OutputFormat(tool_calls="llama3_json", tools={"f"}), text) == [Content(text)]
+    assert whole(OutputFormat(tool_calls="llama3_json", tools=F), text) == [Content(text)]

@@ -1,4 +1,4 @@
-"""Outputs that are tool calls and nothing else: JSON objects, a JSON array of them, or the arguments of one call."""
+"""Outputs that are tool calls and nothing else: JSON objects, a list of calls, or the arguments of one call."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from deployments.openai.parsers.output_parser import (
     OutputParser,
     State,
 )
-from deployments.openai.parsers.partial_tool_call import PartialToolCall
+from deployments.openai.parsers.tools.call_reader import CallReader
+from deployments.openai.parsers.tools.json_call import JsonCall
+from deployments.openai.parsers.tools.pythonic_call import PythonicCall
 
-_BEFORE = string.whitespace + "["
-_BETWEEN = string.whitespace + ",;]"  # Llama 3 separates calls by semicolons
+MAX_SPACE = 64  # characters before a call
 
 
 class JsonCallsParser(OutputParser):
@@ -26,6 +27,8 @@ class JsonCallsParser(OutputParser):
     distinguishes a call from an answer in JSON.
     """
 
+    opening = ""  # has to stand before the first call
+
     def __init__(self, names: Container[str], *, streaming: bool, forced: bool = False):
         """forced: the output can be nothing but calls, so what is no call is one that max_tokens cut off: dropped."""
         super().__init__()
@@ -33,23 +36,34 @@ class JsonCallsParser(OutputParser):
         self._names, self._streaming = names, streaming
         self._skipped = ""  # before the current call
         self._called = False
-        self._call = PartialToolCall(names, streaming=streaming)
+        self._call: CallReader
+
+    def _new_call(self) -> CallReader:
+        return JsonCall(self._names, streaming=self._streaming)
+
+    def _begins_call(self, char: str) -> bool:
+        return char == "{"
 
     def _start(self, out: list[OutputEvent], final: bool) -> State | None:
-        rest = self._buffer.lstrip(_BETWEEN if self._called else _BEFORE)
-        if rest.startswith("{"):
-            self._skipped, self._buffer = self._buffer[: -len(rest)], rest
-            self._call = PartialToolCall(self._names, streaming=self._streaming)
+        # Llama 3 separates calls by semicolons
+        rest = self._buffer.lstrip(string.whitespace + (",;]" if self._called else "["))
+        space = self._buffer[: len(self._buffer) - len(rest)]
+        if len(space) > MAX_SPACE:
+            return self._content
+        if rest and self._begins_call(rest[0]) and (self._called or self.opening in space):
+            self._skipped, self._buffer = space, rest
+            self._call = self._new_call()
             return self._in_call
         if rest or (final and not self._called):
             return self._content
         return None
 
     def _in_call(self, out: list[OutputEvent], final: bool) -> State | None:
-        events, self._buffer = self._call.add(self._buffer, final)
-        out += events
+        out += self._call.read(self._buffer, final=final)
+        self._buffer = ""
         if not self._call.ended:
             return None
+        self._buffer = self._call.rest
         if self._call.failed:
             self._buffer = self._skipped + self._call.raw + self._buffer
             return self._content
@@ -62,6 +76,18 @@ class JsonCallsParser(OutputParser):
                 out.append(Content(self._buffer))
             self._buffer = ""
         return None
+
+
+class PythonicCallsParser(JsonCallsParser):
+    """Parses a list of Python calls: `[f(a=1), g(b="x")]`."""
+
+    opening = "["
+
+    def _new_call(self) -> CallReader:
+        return PythonicCall(self._names, streaming=self._streaming)
+
+    def _begins_call(self, char: str) -> bool:
+        return char.isidentifier()
 
 
 class NamedCallParser(OutputParser):

@@ -1,25 +1,53 @@
-"""Reasoning that a model like DeepSeek-R1 or Qwen 3 writes before its answer: `<think>...</think>`."""
+"""Reasoning that a model writes before its answer, between tags: `<think>...</think>`."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from dataclasses import dataclass
 
 from deployments.openai.parsers.output_parser import Content, OutputEvent, OutputParser, Reasoning, State
 from engine.text.detokenizer import start_of_possible
 
-OPEN, CLOSE = "<think>", "</think>"
+MAX_SPACE = 64  # characters of white space before the reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningTags:
+    opens: tuple[str, ...] = ("<think>",)
+    closes: tuple[str, ...] = ("</think>",)
+
+    @property
+    def markers(self) -> list[str]:
+        return [*self.opens, *self.closes]
+
+
+_THINK = ReasoningTags()
+TAGS: dict[str, ReasoningTags] = {
+    **dict.fromkeys(["think", "qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v4"], _THINK),
+    **dict.fromkeys(["glm45", "glm47", "kimi_k2", "minimax_m2"], _THINK),
+    "mistral": ReasoningTags(("[THINK]",), ("[/THINK]",)),
+    "seed_oss": ReasoningTags(("<seed:think>",), ("</seed:think>",)),
+    "gemma4": ReasoningTags(("<|channel>thought",), ("<channel|>",)),
+    "granite": ReasoningTags(
+        ("Here is my thought process:", "Here's my thought process:"),
+        ("Here is my response:", "Here's my response:"),
+    ),
+}
+"""Tags by the names of the parsers."""
 
 
 class ThinkParser(OutputParser):
-    """Text up to `</think>` is reasoning if it begins with `<think>`, or if the prompt ended with it.
+    """Text up to a closing tag is reasoning if it begins with an opening tag, or if the prompt ended with one.
 
     Line breaks around both tags are dropped: templates write them, and would add them once more.
     """
 
-    def __init__(self, *, opened: bool):
-        """opened: the prompt ends inside the reasoning."""
+    def __init__(self, tags: ReasoningTags = _THINK, *, opened: bool, calls: tuple[str, ...] = ()):
+        """opened: the prompt ends inside the reasoning. calls: markers of tool calls, which end it too."""
         super().__init__()
+        self._tags = tags
+        self._ends = [*tags.closes, *calls]
         self._opened = opened
         self._consumed = 0  # characters before those in the buffer
         self._start_offset: float = math.inf  # where the reasoning starts, in characters
@@ -48,10 +76,13 @@ class ThinkParser(OutputParser):
 
     def _start(self, out: list[OutputEvent], final: bool) -> State | None:
         rest = self._buffer.lstrip()
-        if OPEN.startswith(rest) and rest != OPEN and not final:
+        space = len(self._buffer) - len(rest)
+        opening = next((tag for tag in self._tags.opens if rest.startswith(tag)), "")
+        possible = space <= MAX_SPACE and any(tag.startswith(rest) for tag in self._tags.opens)
+        if possible and not opening and not final:
             return None
-        if rest.startswith(OPEN):
-            self._consume(len(self._buffer) - len(rest) + len(OPEN))
+        if opening and space <= MAX_SPACE:
+            self._consume(space + len(opening))
         elif not self._opened:
             self._start_offset = self._end_offset = 0
             return self._content
@@ -63,15 +94,20 @@ class ThinkParser(OutputParser):
         return self._reasoning if self._buffer else None
 
     def _reasoning(self, out: list[OutputEvent], final: bool) -> State | None:
-        end = self._buffer.find(CLOSE)
-        if end >= 0:
+        found = [(end, marker) for marker in self._ends if (end := self._buffer.find(marker)) >= 0]
+        if found:
+            end, marker = min(found)
             self._end_offset = self._consumed + end
-            self._emit(out, self._consume(end).rstrip("\n"))
-            self._consume(len(CLOSE))
+            self._emit(out, self._without_line_breaks(self._consume(end)))
+            self._consume(len(marker) if marker in self._tags.closes else 0)
             return self._first_content
-        possible = len(self._buffer) if final else start_of_possible([CLOSE], self._buffer)
-        self._emit(out, self._consume(len(self._buffer[:possible].rstrip("\n"))))
+        possible = len(self._buffer) if final else start_of_possible(self._ends, self._buffer)
+        self._emit(out, self._consume(len(self._without_line_breaks(self._buffer[:possible]))))
         return None
+
+    @staticmethod
+    def _without_line_breaks(text: str) -> str:
+        return text[: max(len(text.rstrip("\n")), len(text) - MAX_SPACE)]
 
     def _first_content(self, out: list[OutputEvent], final: bool) -> State | None:
         self._skip_line_breaks()

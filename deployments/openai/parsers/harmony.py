@@ -1,0 +1,130 @@
+"""Outputs of gpt-oss, in the Harmony format: messages in channels, with reasoning, content and tool calls.
+
+`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+<|message|>{...}<|call|>`; see https://developers.openai.com/cookbook/articles/openai-harmony.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Container
+
+from deployments.openai.parsers.output_parser import (
+    CallArguments,
+    CallStart,
+    Content,
+    OutputEvent,
+    OutputParser,
+    Reasoning,
+    State,
+)
+from deployments.openai.parsers.tools.json_call import json_object
+from engine.text.detokenizer import start_of_possible
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MARKERS = [START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS]
+EXAMPLE = r"to=functions\.example_function"  # a call of it as the chat template writes it
+MAX_HEADER = 400  # characters
+
+
+class HarmonyParser(OutputParser):
+    """The channel `analysis`, and calls of tools that the server does not have, are reasoning; the rest is content.
+
+    A line break joins messages of one kind. Text that is no message is content.
+    """
+
+    def __init__(self, names: Container[str], *, streaming: bool):
+        """names: functions that may be called without the prefix `functions.`, too."""
+        super().__init__()
+        self._names, self._streaming = names, streaming
+        self._kind: type[Reasoning] | type[Content] | str = Content  # of the message; of a call, the function
+        self._is_new = True  # the message has no text yet
+        self._seen: set[object] = set()  # kinds of the messages so far
+        self._arguments: list[str] = []
+        self._consumed = 0
+        self._reasoning_spans: list[tuple[int, int]] = []  # in characters
+        self._token_offsets: list[int] = []
+
+    def count_tokens(self, offsets: list[int]) -> None:
+        """Note the tokens of a chunk, before `add` gets its text. offsets: see TextChunk."""
+        self._token_offsets += offsets
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the reasoning, without the markers."""
+        offsets = self._token_offsets
+        return sum(bisect_left(offsets, end) - bisect_left(offsets, start) for start, end in self._reasoning_spans)
+
+    def _consume(self, length: int) -> str:
+        text, self._buffer = self._buffer[:length], self._buffer[length:]
+        self._consumed += length
+        return text
+
+    def _start(self, out: list[OutputEvent], final: bool) -> State | None:
+        rest = self._buffer.lstrip()
+        if not rest and (final or len(self._buffer) < MAX_HEADER):
+            return None
+        beginnings = (START, CHANNEL, "to=")
+        is_header = any(rest.startswith(beginning) for beginning in beginnings)
+        may_be_header = is_header or any(beginning.startswith(rest) for beginning in beginnings)
+        end = self._buffer.find(MESSAGE, 0, MAX_HEADER + len(MESSAGE)) if is_header else -1
+        if end < 0 and may_be_header and not final and len(self._buffer) < MAX_HEADER + len(MESSAGE):
+            return None
+        self._kind, self._is_new, self._arguments = Content, True, []
+        if end >= 0:
+            self._kind = self._kind_of(self._consume(end + len(MESSAGE)))
+            if isinstance(self._kind, str) and self._streaming:
+                out.append(CallStart(self._kind))
+        elif is_header:  # but for its end
+            marker = next(beginning for beginning in beginnings if rest.startswith(beginning))
+            self._add(out, self._consume(len(self._buffer) - len(rest) + len(marker)), self._consumed)
+        return self._message
+
+    def _kind_of(self, header: str) -> type[Reasoning] | type[Content] | str:
+        recipient = re.search(r"to=([^\s<]+)", header)
+        if recipient is not None:
+            name = recipient[1].removeprefix("functions.")
+            return name if name != recipient[1] or name in self._names else Reasoning
+        return Reasoning if re.search(r"<\|channel\|>\s*analysis", header) else Content
+
+    def _message(self, out: list[OutputEvent], final: bool) -> State | None:
+        markers = [*ENDS, START, CHANNEL]
+        found = [(end, marker) for marker in markers if (end := self._buffer.find(marker)) >= 0]
+        possible = len(self._buffer) if final else start_of_possible(markers, self._buffer)
+        end, marker = min(found, default=(possible, ""))
+        start = self._consumed
+        if text := self._consume(end):
+            self._add(out, text, start)
+        if (found or final) and isinstance(self._kind, str):
+            self._end_call(out, self._kind, "{}" if found else "")
+        self._consume(len(marker) if marker in ENDS else 0)
+        return self._start if found else None
+
+    def _add(self, out: list[OutputEvent], text: str, start: int) -> None:
+        if isinstance(self._kind, str):
+            self._arguments.append(text)
+            if self._streaming:
+                out.append(CallArguments(text))
+            return
+        if self._kind is Reasoning:
+            if self._reasoning_spans and self._reasoning_spans[-1][1] == start:
+                start, _ = self._reasoning_spans.pop()
+            self._reasoning_spans.append((start, self._consumed))
+        if self._is_new and self._kind in self._seen:
+            text = "\n" + text
+        self._seen.add(self._kind)
+        self._is_new = False
+        out.append(self._kind(text))
+
+    def _end_call(self, out: list[OutputEvent], name: str, default: str) -> None:
+        """default: the arguments, if there is no text."""
+        given = "".join(self._arguments)
+        arguments = given if given.strip() else default
+        if self._streaming:
+            out += [CallArguments(arguments)] if arguments != given else []
+        elif json_object(arguments) is not None:
+            out += [CallStart(name), CallArguments(arguments)]
+        elif given:
+            out.append(Content(given))

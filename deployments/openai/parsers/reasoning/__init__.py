@@ -1,0 +1,1 @@
+"""Parsers of the reasoning of each family of models."""

@@ -1,0 +1,1 @@
+"""Parsers of the tool calls of each family of models."""

@@ -1,0 +1,66 @@
+"""Arguments that a model writes as plain text, converted to JSON by the types that their schema allows."""
+
+from __future__ import annotations
+
+import ast
+import json
+from typing import Any
+
+import msgspec
+
+_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+
+
+def argument_types(schema: dict[str, Any], key: str) -> frozenset[str]:
+    """Return the JSON types that the schema of the arguments allows for one of them; `string` if it does not say."""
+    properties = schema.get("properties")
+    found = _types(properties.get(key) if isinstance(properties, dict) else None, schema, depth=0)
+    return frozenset(found or {"string"})
+
+
+def json_value(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a value of the first of these types that `text` can be; if of none, of a string.
+
+    types: nothing for any type.
+    """
+    lowered = text.strip().lower()
+    if (lowered in ("true", "false") and "boolean" in types) or (lowered == "null" and "null" in types):
+        return lowered  # Python's True, too
+    for candidate in (text.strip(), _python_literal(text) if types & {"array", "object"} else ""):
+        try:
+            kind = _kind(msgspec.json.decode(candidate))
+        except (msgspec.DecodeError, RecursionError):
+            continue
+        if not types or "string" not in types or kind in types or (kind == "integer" and "number" in types):
+            return candidate
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _python_literal(text: str) -> str:
+    """Return the JSON of a list or dictionary as Python writes it, or nothing: some chat templates show models such."""
+    try:
+        return json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return ""
+
+
+def _kind(value: object) -> str:
+    return _NAMES.get(type(value), "null")
+
+
+def _types(schema: Any, root: dict[str, Any], depth: int) -> set[str]:
+    if not isinstance(schema, dict) or depth > 8:
+        return set()
+    found = schema.get("type", [])
+    types = {found} if isinstance(found, str) else {name for name in found if isinstance(name, str)}
+    values = schema.get("enum", []) if isinstance(schema.get("enum", []), list) else []
+    types |= {_kind(value) for value in [*values, *([schema["const"]] if "const" in schema else [])]}
+    for word in ("anyOf", "oneOf", "allOf"):
+        for branch in schema.get(word) or []:
+            types |= _types(branch, root, depth + 1)
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
+        target: Any = root
+        for part in reference[2:].split("/"):
+            target = target.get(part) if isinstance(target, dict) else None
+        types |= _types(target, root, depth + 1)
+    return types

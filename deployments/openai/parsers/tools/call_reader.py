@@ -1,0 +1,89 @@
+"""The base of what reads one tool call while it arrives."""
+
+from __future__ import annotations
+
+from deployments.openai.parsers.output_parser import CallArguments, CallStart, OutputEvent, OutputParser, State
+from engine.text.detokenizer import start_of_possible
+
+MAX_HEAD = 300  # characters of a name and the markup around it
+NAME = r"""[^\s<>"'(){}\[\]|,:;=]{1,128}"""
+
+
+class CallReader(OutputParser):
+    """Reads one call, up to where it has `ended`; `rest` is the text after it.
+
+    A call that is cut off, or not written as it should be, has `failed`: it has no events, and `raw` is its text.
+    Only where a stream has its name already it does not fail: what follows is passed on as the model wrote it.
+    """
+
+    end_marker = "\0"  # up to which it is passed on
+
+    def __init__(self, *, streaming: bool):
+        """streaming: hand out the name and the arguments while they arrive."""
+        super().__init__()
+        self.ended = False
+        self.failed = False
+        self._begun = False
+        self._streaming = streaming
+        self._pieces: list[str] = []
+        self._held: list[OutputEvent] = []
+
+    @property
+    def rest(self) -> str:
+        return self._buffer
+
+    @property
+    def raw(self) -> str:
+        text = "".join(self._pieces)
+        return text[: len(text) - len(self._buffer)]
+
+    def read(self, text: str, *, final: bool) -> list[OutputEvent]:
+        """Return the events that are certain now. final: the text is complete."""
+        self._pieces.append(text)
+        self._buffer += text
+        self._held += self._run(final=final)
+        if final and not self.ended:
+            self._buffer = ""
+            self.ended, self.failed = True, not (self._streaming and self._begun)
+        if self.failed or not (self._streaming or self.ended):
+            return []
+        events, self._held = self._held, []
+        return events
+
+    def _begin(self, out: list[OutputEvent], name: str, call_id: str | None = None) -> None:
+        out.append(CallStart(name, call_id))
+        self._begun = True
+
+    def _fail(self) -> State | None:
+        if self._streaming and self._begun:
+            return self._pass_on
+        self.ended = self.failed = True
+        return None
+
+    def _pass_on(self, out: list[OutputEvent], final: bool) -> State | None:
+        text, self.ended = self._take_until(self.end_marker)
+        if text:
+            out.append(CallArguments(text))
+        return None
+
+    def _take_until(self, marker: str) -> tuple[str, bool]:
+        """Take the text before `marker` from the buffer, and the marker too if it is there, which the flag tells."""
+        end = self._buffer.find(marker)
+        if end >= 0:
+            text, self._buffer = self._buffer[:end], self._buffer[end + len(marker) :]
+            return text, True
+        ready = start_of_possible([marker], self._buffer)
+        text, self._buffer = self._buffer[:ready], self._buffer[ready:]
+        return text, False
+
+    def _take_head(self, marker: str) -> str | None:
+        """Take a text and the marker after it; None if the buffer has no such head yet, see _lacks_head."""
+        end = self._buffer.find(marker, 0, MAX_HEAD + len(marker))
+        if end < 0:
+            return None
+        head, self._buffer = self._buffer[:end], self._buffer[end + len(marker) :]
+        return head
+
+    def _lacks_head(self, marker: str) -> State | None:
+        """Wait for the head, unless it is too late for one."""
+        return self._fail() if len(self._buffer) >= MAX_HEAD + len(marker) else None

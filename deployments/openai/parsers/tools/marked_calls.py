@@ -1,0 +1,138 @@
+"""Outputs whose calls stand between markers, with text around them."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.openai.parsers.output_parser import Content, OutputEvent, OutputParser, State
+from deployments.openai.parsers.tools.call_reader import MAX_HEAD, CallReader
+from engine.text.detokenizer import start_of_possible
+
+MAX_SPACE = 64  # characters of white space that may belong to the markup
+
+ToolSchemas = Mapping[str, dict[str, Any]]
+"""JSON schemas of the arguments, by the functions' names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallMarkup:
+    """How a family of models writes calls."""
+
+    opens: tuple[str, ...]
+    """Markers; each comes before a call, or before several of them if there is `call`, or `separator`."""
+    call: str = ""
+    """Comes before each call."""
+    closes: tuple[str, ...]
+    """Markers that may come after a call, in any number."""
+    separator: str = ""
+    """A character between two calls."""
+    skipped: str = ""
+    """Characters that may stand before a call, beside white space."""
+    reader: Callable[[str, ToolSchemas, bool], CallReader]
+    """Makes the reader of a call, from what its text begins with, the tools, and whether it is streamed."""
+    example: str
+    """Regular expression of a call of `example_function` as chat templates write it."""
+    inner: tuple[str, ...] = ()
+    """Markers inside of a call that may be special tokens."""
+    ends_reasoning: bool = False
+    """The markers are tokens of their own, so that they also end reasoning that has no end."""
+    id_length: int | None = None
+    """Length of the ids of calls, if the chat template asks for one."""
+
+    @property
+    def markers(self) -> list[str]:
+        return [marker for marker in (*self.opens, self.call, *self.inner, *self.closes) if marker]
+
+
+class MarkedCallsParser(OutputParser):
+    """Text before, between and after calls is content; white space around calls is dropped.
+
+    A call of a function that was not offered is still a call: the client can tell the model so.
+    """
+
+    def __init__(self, markup: CallMarkup, tools: ToolSchemas, *, streaming: bool):
+        super().__init__()
+        self._markup, self._tools, self._streaming = markup, tools, streaming
+        self._openers = [*markup.opens, *((markup.call,) if markup.call else ())]
+        self._skipped = ""  # before the current call
+        self._called = False
+        self._call: CallReader
+
+    def _start(self, out: list[OutputEvent], final: bool) -> State | None:
+        found = [(start, opener) for opener in self._openers if (start := self._buffer.find(opener)) >= 0]
+        if found:
+            start, opener = min(found)
+            before = _without_last_space(self._buffer[:start])
+            self._skipped = self._buffer[len(before) : start + len(opener)]
+            self._buffer = self._buffer[start + len(opener) :]
+            if before:
+                out.append(Content(before))
+            return self._before_call if opener != self._markup.call else self._begin_call
+        if final:
+            ready = len(_without_last_space(self._buffer) if self._called else self._buffer)
+        else:
+            ready = len(_without_last_space(self._buffer[: start_of_possible(self._openers, self._buffer)]))
+        if ready:
+            out.append(Content(self._buffer[:ready]))
+            self._buffer = self._buffer[ready:]
+        return None
+
+    def _before_call(self, out: list[OutputEvent], final: bool) -> State | None:
+        rest = self._buffer.lstrip(string.whitespace + self._markup.skipped)
+        space = len(self._buffer) - len(rest)
+        is_call = bool(rest) and rest.startswith(self._markup.call)
+        if not final and space <= MAX_SPACE and not is_call and self._markup.call.startswith(rest):
+            return None
+        if not is_call or space > MAX_SPACE:
+            return self._no_call(out)
+        taken = space + len(self._markup.call)
+        self._skipped += self._buffer[:taken]
+        self._buffer = self._buffer[taken:]
+        return self._begin_call
+
+    def _begin_call(self, out: list[OutputEvent], final: bool) -> State | None:
+        if not self._buffer and not final:
+            return None
+        self._call = self._markup.reader(self._buffer, self._tools, self._streaming)
+        return self._in_call
+
+    def _in_call(self, out: list[OutputEvent], final: bool) -> State | None:
+        out += self._call.read(self._buffer, final=final)
+        self._buffer = ""
+        if not self._call.ended:
+            return None
+        self._buffer = self._call.rest
+        if not self._call.failed:
+            self._called = True
+            return self._after_call
+        if len(self._call.raw) <= MAX_HEAD:  # another call may begin in it
+            self._buffer = self._call.raw + self._buffer
+        else:
+            self._skipped += self._call.raw
+        return self._no_call(out)
+
+    def _no_call(self, out: list[OutputEvent]) -> State:
+        out.append(Content(self._skipped))
+        return self._start
+
+    def _after_call(self, out: list[OutputEvent], final: bool) -> State | None:
+        rest, separator = self._buffer.lstrip(), self._markup.separator
+        if len(self._buffer) - len(rest) > MAX_SPACE:
+            return self._start
+        for close in self._markup.closes:
+            if rest.startswith(close):
+                self._buffer = rest[len(close) :]
+                return self._after_call
+        if separator and rest.startswith(separator):
+            self._skipped, self._buffer = separator, rest[len(separator) :]
+            return self._before_call
+        if not final and any(marker.startswith(rest) for marker in self._markup.closes):
+            return None
+        return self._start
+
+
+def _without_last_space(text: str) -> str:
+    return text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
