@@ -107,9 +107,9 @@ class MessageResponse:
                 if not isinstance(self._block, ThinkingContent):
                     yield from self._open(ThinkingContent())
                 yield ContentBlockDelta(self._index, ThinkingDelta(text))
-            case CallStart(name):
+            case CallStart(name, call_id):
                 self._called = True
-                yield from self._open(ToolUseContent(f"toolu_{uuid.uuid4().hex[:24]}", name))
+                yield from self._open(ToolUseContent(call_id or f"toolu_{uuid.uuid4().hex[:24]}", name))
             case CallArguments(text):
                 yield ContentBlockDelta(self._index, InputJsonDelta(text))
 

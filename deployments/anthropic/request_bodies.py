@@ -20,6 +20,7 @@ from deployments.openai.conversation import (
     ToolChoice,
 )
 from deployments.openai.request_bodies import (
+    INT32,
     MAX_MESSAGES,
     MAX_TOOLS,
     ChatBody,
@@ -98,8 +99,8 @@ class ToolChoiceBody(StrictModel):
 
 class Thinking(StrictModel):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-    """Given with the type `enabled`, and only then."""
+    budget_tokens: int | None = Field(default=None, ge=1, le=INT32)
+    """Tokens of reasoning after which its end is forced; given with the type `enabled`, and only then."""
     display: Literal["summarized", "omitted"] | None = None
     """`omitted` drops the reasoning from the response; the model reasons all the same."""
 
@@ -177,6 +178,7 @@ class CountTokensBody(RequestBody):
                 tool_choice=None if choice is None else choice.for_chat(),
                 parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
                 reasoning_effort="none" if disabled else output.effort,
+                thinking_token_budget=None if thinking is None else thinking.budget_tokens,
                 include_reasoning=thinking is None or thinking.display != "omitted",
                 chat_template_kwargs={} if thinking is None or disabled else {"enable_thinking": True},
                 response_format=answer_format,
@@ -221,6 +223,5 @@ class MessagesBody(CountTokensBody):
     def add_ignored(self, chat: ChatBody) -> None:
         """Warn of what had no effect in the chat, by the names that it has here."""
         effort = "thinking" if chat.reasoning_effort == "none" else "output_config.effort"
-        self._ignored += [effort if name == "reasoning_effort" else name for name in chat.ignored]
-        if self.thinking is not None and self.thinking.budget_tokens is not None:
-            self._ignored.append("thinking.budget_tokens")
+        names = {"reasoning_effort": effort, "thinking_token_budget": "thinking.budget_tokens"}
+        self._ignored += [names.get(name, name) for name in chat.ignored]

@@ -17,6 +17,7 @@ from deployments.openai.request_bodies import ChatBody
 from deployments.openai.tool_grammar import Thinking, ToolGrammar
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
+from engine.wire.sampling_params import ThinkingBudget
 from engine.wire.structured_outputs import StructuredOutputsParams
 
 _QUESTION = {"role": "user", "content": "?"}
@@ -164,6 +165,18 @@ class ChatFormat:
             token_of=tokens.ids.get,
         )
         return grammar.params()
+
+    def thinking_budget(self, body: ChatBody, thinking: Thinking, tokens: VisibleMarkers) -> ThinkingBudget | None:
+        """Return the budget for the engine, or None if it cannot be held: the tags are not one token each, or the
+        reasoning may end without one."""
+        tags, family = self.reasoning_tags, FAMILIES.get(self.tool_call_parser)
+        if body.thinking_token_budget is None or tags is None:
+            return None
+        opening, closing = tokens.ids.get(tags.opens[0]), tokens.ids.get(tags.closes[0])
+        ends_at_calls = bool(body.offered_tools) and family is not None and family.ends_reasoning
+        if opening is None or closing is None or ends_at_calls:
+            return None
+        return ThinkingBudget(body.thinking_token_budget, closing, None if thinking == "begun" else opening)
 
 
 class VisibleMarkers:

@@ -21,7 +21,7 @@ FOREIGN_FIELDS = ForeignFields(
         "repetition_detection": "an answer ends at its end or at `max_tokens`",
         "spaces_between_special_tokens": "tokens are joined as they are",
         "store": "nothing is stored",
-        "thinking_token_budget": "`max_tokens` limits reasoning and answer together",
+        "thinking_token_budget": "only chats know where reasoning ends",
         "verbosity": "the model is not told",
         "vllm_xargs": "they are for plugins of vLLM's",
         "watermarking": "answers have no watermark",

@@ -238,6 +238,8 @@ class ChatBody(GenerationBody, TemplateBody):
     """Variable of the chat template; `none` also sets `enable_thinking` to false."""
     include_reasoning: bool = True
     """False drops the reasoning from the response; the model reasons all the same."""
+    thinking_token_budget: int | None = Field(default=None, ge=0, le=INT32)
+    """vLLM's; tokens of reasoning after which the tag that ends it is forced."""
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None

@@ -195,8 +195,11 @@ class ServedModel:
             body.ignored.append("reasoning_effort")
         prompt = self.tokenizer.encode_prompt(text, self.info.max_model_len, add_special_tokens=False)
         thinking = self._format.thinking(body, text)
+        budget = self._format.thinking_budget(body, thinking, self._tokens)
+        if body.thinking_token_budget is not None and budget is None:
+            body.ignored.append("thinking_token_budget")
         grammar = self._format.structured_outputs(body, thinking, params.structured_outputs, self._tokens)
-        params = msgspec.structs.replace(params, structured_outputs=grammar)
+        params = msgspec.structs.replace(params, structured_outputs=grammar, thinking_budget=budget)
         return self._requests([prompt], params, body, context), self._format.output_format(body, thinking)
 
     def _render_chat(self, messages: list[Message], tools: list[Tool], body: TemplateBody) -> str:

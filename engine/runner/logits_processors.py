@@ -1,4 +1,4 @@
-"""Changes to logits before sampling, in vLLM's order: bans, minimum length, bias, penalties.
+"""Changes to logits before sampling, in vLLM's order: bans, minimum length, bias, penalties, end of reasoning.
 
 All rows of a step are changed together, by operations whose sizes the host knows without reading from the device, so
 nothing here waits for the newest token, which only the device has. Only those entries of [rows, vocab] that change are
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.wire.sampling_params import SamplingParams
+from engine.wire.sampling_params import SamplingParams, ThinkingBudget
 
 BANNED = float("-inf")
 # Tokens counted at a time, in float32: 16 MiB. Above 32 MiB a CPU's allocator gets memory from the system at every
@@ -24,6 +24,9 @@ BANNED = float("-inf")
 COUNTERS = 2**22
 NEVER = -1  # no token
 NO_PENALTIES = (1.0, 0.0, 0.0)
+# Positions at which the end of a reasoning is forced, if not at the first: inside a character, which has up to 4 bytes,
+# a grammar does not allow it.
+MAX_CHARACTER = 4
 
 Array = NDArray[np.int64]
 ToDevice = Callable[[NDArray[Any]], Tensor]
@@ -64,6 +67,7 @@ class LogitsEdits:
     biased: Array  #: [n], tokens to which `bias` is added
     bias: NDArray[np.float32]  #: [n]
     penalties: tuple[float, float, float] | None  #: repetition, frequency, presence
+    thinking: ThinkingBudget | None
 
     @classmethod
     def of(cls, params: SamplingParams, eos: frozenset[int]) -> LogitsEdits | None:
@@ -73,7 +77,8 @@ class LogitsEdits:
         bias = params.logit_bias or {}
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         ends = sorted(eos | set(params.stop_token_ids)) if params.min_tokens else []
-        if not (words or bias or ends or params.allowed_token_ids or penalties != NO_PENALTIES):
+        thinking = params.thinking_budget
+        if not (words or bias or ends or params.allowed_token_ids or penalties != NO_PENALTIES or thinking):
             return None
         return cls(
             allowed=ids(params.allowed_token_ids) if params.allowed_token_ids else None,
@@ -84,6 +89,7 @@ class LogitsEdits:
             biased=ids(bias),
             bias=np.array(list(bias.values()), dtype=np.float32),
             penalties=penalties if penalties != NO_PENALTIES else None,
+            thinking=thinking,
         )
 
 
@@ -116,6 +122,14 @@ class Penalties:
     total: int  #: positions of all rows
 
 
+@dataclass(frozen=True, slots=True)
+class ThinkingEnds:
+    """Rows whose reasoning must end now, if it has not."""
+
+    where: Tensor  #: [6, rows] int64: row, slot, start of the output, its length, tags that begin and end the reasoning
+    total: int  #: tokens of all outputs
+
+
 @dataclass(slots=True)
 class BatchEdits:
     """The edits of one step to logits [rows, vocab]. Entries of the logits are [2, n] int64: row and token."""
@@ -125,6 +139,7 @@ class BatchEdits:
     words: BannedWords | None
     bias: tuple[Tensor, Tensor] | None  #: entries, and the numbers added to them
     penalties: list[Penalties]
+    thinking: ThinkingEnds | None
 
 
 # -- on the host ---------------------------------------------------------------------------------------------------
@@ -147,10 +162,11 @@ def prepare(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDevice) -> B
     banned += [entries(row.row, row.edits.ends) for row in early]
     biased = [row for row in rows if len(row.edits.biased)]
     words, penalties = prepare_words(rows, to_device), prepare_penalties(rows, vocab_size, to_device)
-    if not (allowed or banned or words or biased or penalties):
+    thinking = prepare_thinking(rows, to_device)
+    if not (allowed or banned or words or biased or penalties or thinking):
         return None
 
-    edits = BatchEdits(None, None, words, None, penalties)
+    edits = BatchEdits(None, None, words, None, penalties, thinking)
     if allowed:
         kept = [entries(row, tokens) for row, tokens in allowed]
         edits.allowed = to_device(ids(row for row, _ in allowed)), to_device(np.concatenate(kept, axis=1))
@@ -206,6 +222,18 @@ def prepare_penalties(rows: Sequence[RowEdits], vocab_size: int, to_device: ToDe
     ]
 
 
+def prepare_thinking(rows: Sequence[RowEdits], to_device: ToDevice) -> ThinkingEnds | None:
+    where = []
+    for row in rows:
+        budget, length = row.edits.thinking, row.length - row.num_prompt
+        if budget is not None and 0 <= length - budget.ends_at < MAX_CHARACTER:
+            opening = NEVER if budget.open is None else budget.open
+            where.append((row.row, row.slot, row.num_prompt, length, opening, budget.close))
+    if not where:
+        return None
+    return ThinkingEnds(to_device(np.array(where, dtype=np.int64).T), sum(length for _, _, _, length, _, _ in where))
+
+
 # -- on the device of the logits -----------------------------------------------------------------------------------
 
 
@@ -226,6 +254,8 @@ def apply(logits: Tensor, edits: BatchEdits, history: Tensor) -> None:
         logits[row, token] += bias
     for penalties in edits.penalties:
         penalise(logits, penalties, history)
+    if edits.thinking is not None:
+        end_thinking(logits, edits.thinking, history)
 
 
 def ban_words(logits: Tensor, words: BannedWords, history: Tensor) -> None:
@@ -255,6 +285,20 @@ def penalise(logits: Tensor, penalties: Penalties, history: Tensor) -> None:
     score = logits[row, token]
     score = torch.where(score > 0, score / repetition, score * repetition)
     logits[row, token] = score - torch.where(count > 0, frequency * count + presence, 0.0)
+
+
+def end_thinking(logits: Tensor, ends: ThinkingEnds, history: Tensor) -> None:
+    """Leave only the tag that ends the reasoning, where it has begun and not ended. Where the tag may not come, nothing
+    changes."""
+    row, slot, start, length, opening, closing = ends.where.unbind()
+    sequence = torch.repeat_interleave(length, output_size=ends.total)
+    position = torch.arange(ends.total, device=logits.device) + (start - length.cumsum(0) + length)[sequence]
+    is_close = history[slot[sequence], position] == closing[sequence]
+    num_closed = logits.new_zeros(len(row)).index_add_(0, sequence, is_close.float())
+    tag = logits[row, closing]
+    open_now = ((opening == NEVER) | (history[slot, start] == opening)) & (num_closed == 0) & tag.isfinite()
+    logits[row] = torch.where(open_now.unsqueeze(1), BANNED, logits[row])
+    logits[row, closing] = tag
 
 
 def totals(index: Tensor, values: Tensor, size: int) -> Tensor:

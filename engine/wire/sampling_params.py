@@ -16,6 +16,25 @@ MAX_BAD_WORDS = 1000
 MAX_BAD_WORD_CHARS = 1000
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True):
+    """Limit of the reasoning at the beginning of an output, by the tokens of the model's tags."""
+
+    tokens: int
+    """Tokens of reasoning, tags not counted, after which its end is forced."""
+    close: int
+    """The token that ends the reasoning."""
+    open: int | None = None
+    """The first token of an output that reasons; None if the prompt ends inside the reasoning."""
+
+    def __post_init__(self) -> None:
+        check(self.tokens >= 0, "thinking_token_budget", self.tokens, "at least 0")
+
+    @property
+    def ends_at(self) -> int:
+        """Position in the output of the token that ends the reasoning at the latest."""
+        return self.tokens if self.open is None else self.tokens + 1
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of a request. Raises InvalidParameter for a value out of its range."""
 
@@ -49,6 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_budget: ThinkingBudget | None = None
+    """Made of vLLM's `thinking_token_budget` by the process that has the tokenizer."""
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -98,7 +119,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidParameter for a token id that the model does not have."""
+        thinking = self.thinking_budget
+        tags = [] if thinking is None else [tag for tag in (thinking.open, thinking.close) if tag is not None]
         lists = {
+            "thinking_budget": tags,
             "logit_bias": list(self.logit_bias or {}),
             "allowed_token_ids": self.allowed_token_ids or [],
             "stop_token_ids": self.stop_token_ids,

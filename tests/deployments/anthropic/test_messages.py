@@ -25,7 +25,7 @@ from deployments.http.streaming import stream
 from engine.errors import Overloaded
 from engine.wire.messages import ErrorInfo
 from tests.deployments.fake_api import FakeApi, fake_api, says
-from tests.deployments.openai.chat_models import DEEPSEEK, QWEN, VOCAB_SIZE, answers, chat_tokenizer
+from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, VOCAB_SIZE, answers, chat_tokenizer
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -226,12 +226,25 @@ def test_thinking_is_a_variable_of_the_template(fields, variables, warning):
     run(scenario())
 
 
+def test_thinking_budget_is_that_of_a_chat():
+    async def scenario() -> None:
+        thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+        async with serving("hi") as (client, api):
+            await client.messages.create(model="fake", max_tokens=20, messages=HELLO, thinking=thinking)
+            budget = api.engine.added[0].params.thinking_budget
+            assert budget is not None and budget.tokens == 1024
+        async with serving("hi", LLAMA) as (_, api):
+            response = await api.post("messages", max_tokens=20, messages=HELLO, thinking=thinking)
+            assert response.headers["warning"] == '299 manta "ignored: thinking.budget_tokens"'
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("fields", "warning"),
     [
         ({"thinking": {"type": "disabled"}}, "thinking"),
         ({"output_config": {"effort": "low"}}, "output_config.effort"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
         ({"context_management": {"edits": []}}, "context_management"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from engine.text.tokenizer import Tokenizer
+from engine.wire.sampling_params import ThinkingBudget
 from tests.deployments.fake_api import FakeApi, fake_api
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, QWEN, VOCAB_SIZE, answers, chat_tokenizer
 from tests.models import CHAT_TEMPLATE
@@ -252,6 +253,35 @@ def test_reasoning_stays_in_the_content_where_no_parser_is_configured():
             response = (await api.post("chat/completions", messages=HELLO)).json()
             assert response["choices"][0]["message"] == message("<think>a</think>b")
             assert "completion_tokens_details" not in response["usage"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "begins"),
+    [(QWEN, {}, True), (QWEN, {"chat_template_kwargs": {"enable_thinking": False}}, True), (DEEPSEEK, {}, False)],
+)
+def test_budget_of_reasoning_goes_to_the_engine_with_the_tokens_of_the_tags(template, fields, begins):
+    async def scenario() -> None:
+        async with serving("</think>hi", template) as api:
+            body = {"messages": HELLO, "thinking_token_budget": 9, **fields}
+            response = await api.post("chat/completions", **body)
+            assert "warning" not in response.headers
+            tokenizer = chat_tokenizer(template)
+            opening, closing = (tokenizer.encode(tag, False)[0] for tag in ("<think>", "</think>"))
+            expected = ThinkingBudget(9, closing, opening if begins else None)
+            assert api.engine.added[0].params.thinking_budget == expected
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("template", "markers"), [(LLAMA, "tokens"), (QWEN, "text")])
+def test_budget_of_reasoning_is_ignored_with_a_warning_where_its_end_is_no_token(template, markers):
+    async def scenario() -> None:
+        async with serving("hi", template, markers=markers) as api:
+            response = await api.post("chat/completions", messages=HELLO, thinking_token_budget=9)
+            assert response.headers["warning"] == '299 manta "ignored: thinking_token_budget"'
+            assert api.engine.added[0].params.thinking_budget is None
 
     run(scenario())
 

@@ -5,6 +5,7 @@ import pytest
 from engine import LLM, SamplingParams
 from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, RequestError
 from engine.offline.outputs import RequestOutput
+from engine.wire.sampling_params import ThinkingBudget
 from tests.models import EOS, make_model
 
 GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
@@ -207,6 +208,7 @@ MIXED = [
     SamplingParams(seed=4, max_tokens=18, ignore_eos=True, min_p=0.05, presence_penalty=0.5, logit_bias={30: 3.0}),
     SamplingParams(seed=5, max_tokens=9, min_tokens=4, logprobs=2, frequency_penalty=0.4),
     SamplingParams(**{**GREEDY, "max_tokens": 22}, bad_words=["the"], prompt_logprobs=1),
+    SamplingParams(seed=6, max_tokens=20, ignore_eos=True, thinking_budget=ThinkingBudget(9, close=77)),
 ]
 
 
@@ -225,6 +227,22 @@ def test_tokens_repeat_whatever_the_batch_with_and_without_overlap_and_after_pre
     backwards = [TEXTS[i % len(TEXTS)] for i in reversed(range(len(MIXED)))]
     assert tokens_of(generate(engine, backwards, MIXED[::-1])) == mixed_alone[::-1]
     assert (engine.stats().preemptions > before) == (name == "small_llm")
+
+
+def test_reasoning_ends_after_its_budget_and_what_is_before_and_short_reasoning_are_as_without(llm):
+    free = only(generate(llm, TEXTS[0], SamplingParams(**GREEDY))).token_ids
+    close = next(token for token in range(100, 500) if token not in free)
+
+    def tokens(tokens: int, close: int, opening: int | None = None) -> list[int]:
+        params = SamplingParams(**GREEDY, thinking_budget=ThinkingBudget(tokens, close, opening))
+        return only(generate(llm, TEXTS[0], params)).token_ids
+
+    for budget in (0, 1, 7):
+        assert tokens(budget, close)[: budget + 1] == [*free[:budget], close]
+        assert tokens(budget, close, free[0])[: budget + 2] == [*free[: budget + 1], close]
+        assert tokens(budget, close, close) == free
+    assert tokens(8, free[5]) == free
+    assert tokens(16, close) == free
 
 
 # -- ends ------------------------------------------------------------------------------------------------------

@@ -23,6 +23,18 @@ def process(logits: Tensor, params: SamplingParams, prompt: Tensor, output: Tens
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += bias
     apply_penalties(logits, params, prompt, output)
+    if must_close(params, output.tolist()) and logits[params.thinking_budget.close].isfinite():
+        kept = logits[params.thinking_budget.close].clone()
+        logits.fill_(BANNED)
+        logits[params.thinking_budget.close] = kept
+
+
+def must_close(params: SamplingParams, output: list[int]) -> bool:
+    """Whether the budget for reasoning is spent, and the reasoning goes on."""
+    budget = params.thinking_budget
+    if budget is None or not 0 <= len(output) - budget.ends_at < 4 or budget.close in output:
+        return False
+    return budget.open is None or output[0] == budget.open
 
 
 def banned_by_words(words: list[list[int]], output: Tensor) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.runner.logits_processors import LogitsEdits
 from engine.runner.sampler import SampledRow
-from engine.wire.sampling_params import SamplingParams
+from engine.wire.sampling_params import SamplingParams, ThinkingBudget
 
 VOCAB = 12
 EOS = frozenset({2})
@@ -68,6 +68,7 @@ edits = st.fixed_dictionaries(
         "bad_words_token_ids": st.lists(st.lists(token_ids, min_size=1, max_size=3), max_size=4),
         "min_tokens": st.integers(0, 8),
         "stop_token_ids": st.lists(token_ids, max_size=3),
+        "thinking_budget": st.builds(ThinkingBudget, st.integers(0, 6), token_ids, st.none() | token_ids),
     },
 )
 filters = st.sampled_from([{"temperature": 0.0}, {"temperature": 0.0, "top_k": 3}, *FILTERS.values()])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.runner import logits_processors
 from engine.runner.sampler import UniformSource, prepare_sampling, process_rows
-from engine.wire.sampling_params import SamplingParams
+from engine.wire.sampling_params import SamplingParams, ThinkingBudget
 from tests.engine.runner import plain_logits_processors
 from tests.engine.runner.sampling_cases import EOS, LOGITS, VOCAB, Sequence, edits, history_of, sequences, token_ids
 from tests.late_device import LateDevice
@@ -38,6 +38,8 @@ def reference_process(logits: list[float], p: SamplingParams, prompt: list[int],
         count = output.count(token)
         x -= p.frequency_penalty * count + p.presence_penalty * (count > 0)
         result.append(x)
+    if plain_logits_processors.must_close(p, output) and math.isfinite(result[p.thinking_budget.close]):
+        return [x if token == p.thinking_budget.close else -math.inf for token, x in enumerate(result)]
     return result
 
 
@@ -107,6 +109,8 @@ def test_logits_are_changed_as_the_reference_does(fields, prompt, output):
         {"allowed_token_ids": [1, 4, 4]},
         {"bad_words_token_ids": [[5], [3, 7], [3, 3, 8], [9, 3, 1], [2, 2, 2, 2, 2, 2]]},
         {"min_tokens": 4, "stop_token_ids": [6, 7]},
+        {"thinking_budget": ThinkingBudget(3, close=7)},
+        {"thinking_budget": ThinkingBudget(2, close=7, open=3)},
     ],
     ids=str,
 )
@@ -152,6 +156,31 @@ def test_ends_are_banned_until_the_minimum_length():
     params = SamplingParams(min_tokens=2, stop_token_ids=[6])
     assert banned(process(params, [0, 0, 0], [1])) == {2, 6}
     assert banned(process(params, [0, 0, 0], [1, 1])) == set()
+
+
+@pytest.mark.parametrize(
+    ("budget", "output", "forced"),
+    [
+        (ThinkingBudget(3, close=7), [1, 2], False),
+        (ThinkingBudget(3, close=7), [1, 2, 3], True),
+        (ThinkingBudget(0, close=7), [], True),
+        (ThinkingBudget(3, close=7), [1, 7, 3], False),
+        (ThinkingBudget(3, close=7, open=6), [6, 1, 2], False),
+        (ThinkingBudget(3, close=7, open=6), [6, 1, 2, 3], True),
+        (ThinkingBudget(3, close=7, open=6), [1, 6, 2, 3], False),
+        (ThinkingBudget(3, close=7, open=6), [6, 1, 7, 3], False),
+    ],
+)
+def test_reasoning_that_has_spent_its_budget_can_only_end(budget, output, forced):
+    found = process(SamplingParams(thinking_budget=budget), [0, 7, 6], output)
+    assert banned(found) == (set(range(VOCAB)) - {7} if forced else set())
+    assert found[7] == LOGITS[7]
+
+
+def test_end_of_the_reasoning_waits_where_a_grammar_does_not_allow_it():
+    params = SamplingParams(thinking_budget=ThinkingBudget(2, close=7), bad_words_token_ids=[[3, 7]])
+    assert banned(process(params, [0], [1, 3])) == {7}
+    assert banned(process(params, [0], [1, 3, 1])) == set(range(VOCAB)) - {7}
 
 
 def test_a_ban_holds_against_any_bias():
