@@ -98,7 +98,7 @@ def error_response(error: Exception, scope: Scope) -> Response:
     if status in (429, 503):
         retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
         headers["Retry-After"] = str(math.ceil(retry_after_s))
-    if status == 408:  # OpenAI's clients would send it again by themselves, to wait as long as before
+    if status in (408, 409):  # OpenAI's clients would send it again by themselves, for the same answer
         headers["X-Should-Retry"] = "false"
     if isinstance(error, BodyTimeout):
         headers["Connection"] = "close"

@@ -63,9 +63,7 @@ class Files:
             raise
 
     def adopt(self, content: Path, file_id: str, owner: str | None, filename: str, expires_after_s: int) -> None:
-        """Make a file of what a batch has written. It may be done twice, if the first time did not come to its end."""
-        with content.open("rb") as file:
-            os.fsync(file.fileno())
+        """Make a file of what a batch has written and synced. It may be done again if it did not come to its end."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             os.link(content, self._path(file_id))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -51,6 +52,10 @@ class OutputFile:
         while rest:
             rest = rest[self._file.write(rest) :]
         self.custom_ids.add(line.custom_id)
+
+    def sync(self) -> None:
+        """Let all lines outlive a power cut too."""
+        os.fsync(self._file.fileno())
 
     def __enter__(self) -> Self:
         return self

@@ -109,6 +109,8 @@ class BatchRun:
         else:
             batch.status, batch.finalizing_at = "finalizing", now
             batch.expired_at = now if reason == "batch_expired" else None
+        output.sync()
+        errors.sync()
         self._save(batch, output, errors, lasting=True)
 
     def _reason_to_end(self, batch: Batch) -> str | None:

@@ -15,7 +15,7 @@ from deployments.openai.batches.errors import Conflict
 from deployments.openai.batches.files import DAY_S, MAX_AGE_S, Files
 from deployments.openai.batches.input_file import first_model
 from deployments.openai.batches.objects import ENDED, HOUR_S, Batch, BatchBody, RequestCounts
-from deployments.openai.batches.records import Record, Records, age_s, new_id
+from deployments.openai.batches.records import Record, Records, age_s, new_id, sync_folder
 
 PREFIX = "batch_"
 
@@ -85,6 +85,8 @@ class BatchStore:
         work.path.mkdir(parents=True)
         try:
             os.link(content, work.input)
+            sync_folder(work.path)
+            sync_folder(self._work)
             self._records.put(owner, batch)
         except OSError:
             shutil.rmtree(work.path)

@@ -1,0 +1,179 @@
+"""Whatever kills the process that works on a batch, and wherever: each line is answered once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from io import BytesIO
+from pathlib import Path
+from unittest import mock
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from deployments.http.in_process import InProcessResponse
+from deployments.openai.batches.errors import Conflict
+from deployments.openai.batches.files import MAX_AGE_S
+from deployments.openai.batches.input_file import BatchRequest
+from deployments.openai.batches.objects import ENDED, Batch, BatchBody
+from deployments.openai.batches.output_file import OutputFile, OutputLine
+from deployments.openai.batches.records import Record
+from deployments.openai.batches.run import BatchRun
+from deployments.openai.batches.store import BatchStore
+from tests.deployments.openai.batches.batches import jsonl, line
+
+MAX_OPERATIONS = 60  # of the file system, more than a batch of MAX_LINES needs
+MAX_LINES = 6
+STATUSES = [200, 400, 408, 500]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of errors sees it."""
+
+
+@contextmanager
+def killed_after(operations: int, torn: int) -> Iterator[None]:
+    """Let the process die in place of the file system's next operation but so many. torn: bytes of a line that are
+    written then."""
+    left = operations
+
+    def dying(work: Callable[..., object]) -> Callable[..., object]:
+        def operate(*args: object, **kwargs: object) -> object:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return work(*args, **kwargs)
+
+        return operate
+
+    def append(self: OutputFile, line: OutputLine) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            text = msgspec.json.encode(line)
+            self._file.write(text[: torn % (len(text) + 1)])
+            raise Killed
+        real_append(self, line)
+
+    def remove_one_by_one(folder: Path, **_: object) -> None:
+        for path in sorted(folder.iterdir()):
+            dying(path.unlink)()
+        folder.rmdir()
+
+    real_append = OutputFile.append
+    with (
+        mock.patch.object(OutputFile, "append", append),
+        mock.patch.object(os, "fsync", dying(os.fsync)),
+        mock.patch.object(os, "link", dying(os.link)),
+        mock.patch.object(Path, "replace", dying(Path.replace)),
+        mock.patch.object(shutil, "rmtree", remove_one_by_one),
+        suppress(Killed),
+    ):
+        yield
+
+
+class BatchMachine(RuleBasedStateMachine):
+    """A batch, processes that work on it and die, and a client that may cancel it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.store = BatchStore(self.folder)
+        self.now = time.time()
+        self.clock = mock.patch.object(time, "time", side_effect=lambda: self.now)
+        self.clock.start()
+
+    @initialize(statuses=st.lists(st.sampled_from(STATUSES), min_size=1, max_size=MAX_LINES))
+    def create(self, statuses: list[int]) -> None:
+        self.statuses = {f"line {i}": status for i, status in enumerate(statuses)}
+        content = BytesIO(jsonl(*map(line, self.statuses)))
+        file = self.store.files.upload(content, None, "in.jsonl", MAX_AGE_S)
+        body = BatchBody(input_file_id=file.id, endpoint="/v1/completions", completion_window="1h")
+        self.batch_id = self.store.create(body, None, ()).id
+
+    def send(self, _: Record[Batch], request: BatchRequest) -> Future[InProcessResponse]:
+        future: Future[InProcessResponse] = Future()
+        future.set_result(InProcessResponse(self.statuses[request.custom_id], body=b"{}"))
+        return future
+
+    def work(self) -> None:
+        with self.store.claim(self.batch_id) as record:
+            with BatchStore(self.folder).claim(self.batch_id) as second:
+                assert second is None
+            if record is not None:
+                BatchRun(self.store, record, ("fake",), self.send, lambda: 2, lambda: False).run()
+
+    @rule(operations=st.integers(0, MAX_OPERATIONS), torn=st.integers(0, 1000))
+    def work_and_die(self, operations: int, torn: int) -> None:
+        with killed_after(operations, torn):
+            self.work()
+
+    @rule(garbage=st.binary(max_size=40), kept=st.integers(0, 2000))
+    @precondition(lambda self: self.batch.status == "in_progress")
+    def lose_power(self, garbage: bytes, kept: int) -> None:
+        """What was not synced may be lost, and what never was written may take its place."""
+        with suppress(FileNotFoundError), self.store.work(self.batch_id).output.open("r+b") as file:
+            file.truncate(kept)
+            file.seek(0, os.SEEK_END)
+            file.write(b"\0" + garbage)
+
+    @rule()
+    def cancel(self) -> None:
+        with suppress(Conflict):
+            assert self.store.cancel(self.batch_id, None).status in ("cancelling", "cancelled")
+
+    @rule()
+    def let_time_pass(self) -> None:
+        self.now += 1000
+
+    @property
+    def batch(self) -> Batch:
+        return self.store.get(self.batch_id, None)
+
+    @invariant()
+    def counts_never_exceed_the_lines(self) -> None:
+        if hasattr(self, "batch_id"):
+            counts = self.batch.request_counts
+            assert counts.completed + counts.failed <= len(self.statuses)
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "batch_id"):
+                self.work()
+                self.check_the_end()
+        finally:
+            self.clock.stop()
+            shutil.rmtree(self.folder)
+
+    def check_the_end(self) -> None:
+        batch, files = self.batch, self.store.files
+        assert batch.status in ENDED and batch.status != "failed"
+        assert not self.store.work(self.batch_id).path.exists()
+        found: dict[str, OutputLine] = {}
+        for file_id in (batch.output_file_id, batch.error_file_id):
+            for text in files.content(file_id, None)[1].read_bytes().splitlines() if file_id else ():
+                answer = msgspec.json.decode(text, type=OutputLine)
+                assert answer.custom_id not in found
+                found[answer.custom_id] = answer
+                unanswered = answer.error is not None and answer.error.code in ("batch_cancelled", "batch_expired")
+                assert (file_id == batch.output_file_id) == (
+                    answer.response is not None and not unanswered and answer.response.status_code == 200
+                )
+        assert found.keys() == self.statuses.keys()
+        assert batch.request_counts.completed + batch.request_counts.failed == batch.request_counts.total
+        if batch.status == "completed":
+            for custom_id, answer in found.items():
+                status = 408 if answer.response is None else answer.response.status_code
+                assert status == self.statuses[custom_id]
+
+
+TestBatchMachine = BatchMachine.TestCase
+TestBatchMachine.settings = settings(max_examples=25, stateful_step_count=8, deadline=None)
