@@ -99,29 +99,14 @@ def load_tensor(parts: list[tuple[Shard, Tensor]], source: TensorSlice, name: st
     shape, first = tuple(source.get_shape()) or (1,), parts[0][0]
     sizes = [shard.shape[first.dim] for shard, _ in parts]
     whole = (*first.shape[: first.dim], sum(sizes), *first.shape[first.dim + 1 :])
-    if len(shape) == 3 and shape != whole and (shape[0], shape[2], shape[1]) == whole:
-        shape, source = whole, TransposedExperts(source)
+    if len(shape) == 3 and shape != whole == (shape[0], shape[2], shape[1]):
+        return load_tensor([(shard.transposed(), target.mT) for shard, target in parts], source, name, folder)
     if shape != whole and any(shard.shape != shape for shard, _ in parts):
         problem = f"{name} has shape {source.get_shape()}, config.json asks for {list(whole)}"
         raise ModelFolderError(str(folder), problem)
     starts = itertools.accumulate(sizes[:-1], initial=0) if shape == whole else itertools.repeat(0)
     for (shard, target), start in zip(parts, starts, strict=False):
         replace(shard, shape=shape, start=start + shard.start).load(source, target)
-
-
-class TransposedExperts:
-    """The weights of experts, [experts, inputs, outputs] on disk, as [experts, outputs, inputs]."""
-
-    def __init__(self, source: TensorSlice):
-        self.source = source
-
-    def get_shape(self) -> list[int]:
-        experts, inputs, outputs = self.source.get_shape()
-        return [experts, outputs, inputs]
-
-    def __getitem__(self, index: tuple[slice, slice, slice]) -> Tensor:
-        experts, outputs, inputs = index
-        return self.source[experts, inputs, outputs].mT
 
 
 def fill_with_noise(model: Model) -> None:

@@ -44,6 +44,11 @@ class Shard:
         """The same slice of each of `count` tensors that are stored as one."""
         return Shard((count, *self.shape), self.dim + 1, self.start, self.size)
 
+    def transposed(self) -> Shard:
+        """The same slice of stacked tensors that are stored with their two dimensions exchanged."""
+        count, outputs, inputs = self.shape
+        return Shard((count, inputs, outputs), {1: 2, 2: 1}.get(self.dim, self.dim), self.start, self.size)
+
     @property
     def local_shape(self) -> tuple[int, ...]:
         return (*self.shape[: self.dim], self.size, *self.shape[self.dim + 1 :])

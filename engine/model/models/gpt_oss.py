@@ -7,7 +7,7 @@ import logging
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
@@ -40,8 +40,9 @@ class GptOssExperts(Experts):
 
     gate_up: [experts, 2 * slice, hidden], down: [experts, hidden, slice]
 
-    A checkpoint that is not quantized holds both transposed; one in MXFP4 is dequantized by `pack`, one expert at a
-    time. The bias of `down` counts once, so it is 0 on ranks above 0.
+    A checkpoint that is not quantized holds both transposed. One in MXFP4 stays as it is where there is a kernel for
+    that, except a slice that cuts groups of inputs; elsewhere `pack` dequantizes it, one expert at a time. The bias of
+    `down` counts once, so it is 0 on ranks above 0.
     """
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup, format: WeightFormat | None):
@@ -62,6 +63,8 @@ class GptOssExperts(Experts):
         self.biases = self.gate_up_bias.data, self.down_bias.data
         self.gate_up = self.down = None
         self.packed: list[StoredWeight] = []
+        self.kept: tuple[moe.MixPacked, moe.Packed, moe.Packed] | None = None
+        """What multiplies weights in MXFP4 as they are, and those of `gate_up` and `down`."""
         if format is None:
             self.gate_up = nn.Parameter(torch.empty(self.rows.local_shape), requires_grad=False)
             self.down = nn.Parameter(torch.empty(self.columns.local_shape), requires_grad=False)
@@ -78,21 +81,31 @@ class GptOssExperts(Experts):
             "down_proj_bias": (Shard((num, hidden), 0, 0, own), self.down_bias.data[:own]),
         }
         if self.gate_up is not None and self.down is not None:
-            rows, columns = self.rows, self.columns
-            transposed = Shard((num, hidden, outputs), 2, rows.start, rows.size)
-            shards["gate_up_proj"] = transposed, self.gate_up.data.mT
-            shards["down_proj"] = Shard((num, outputs // 2, hidden), 1, columns.start, columns.size), self.down.data.mT
+            shards["gate_up_proj"] = self.rows.transposed(), self.gate_up.data.mT
+            shards["down_proj"] = self.columns.transposed(), self.down.data.mT
         for stored in self.packed:
             shards |= {name.replace(".", "_"): shard for name, shard in stored.shards.items()}
         return shards
 
+    def partial(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        if self.kept is None:
+            return super().partial(x, experts, weights)
+        mix, gate_up, down = self.kept
+        return mix(x, gate_up, down, self.activation, experts, weights, self.biases)
+
     def pack(self) -> None:
-        if self.packed:
+        if not self.packed:
+            return
+        if (mix := moe.select_packed(self.dtype, self.device)) is not None:
+            logger.info("experts in mxfp4: multiplied as they are")
+            gate_up, down = (MXFP4.packed(w) or MXFP4.dequantize(w, self.dtype) for w in self.packed)
+            self.kept = mix, gate_up, down
+        else:
             logger.info("experts in mxfp4: dequantized to %s at load", str(self.dtype).removeprefix("torch."))
             self.gate_up, self.down = (
-                nn.Parameter(MXFP4.dequantize(stored, self.dtype), requires_grad=False) for stored in self.packed
+                nn.Parameter(MXFP4.dequantize(w, self.dtype), requires_grad=False) for w in self.packed
             )
-            self.packed = []
+        self.packed = []
 
 
 class GptOssMoE(MixtureOfExperts):

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from engine.model.ops import dispatch
 from engine.model.ops.linear import linear
+from engine.model.quantization.mxfp4 import PackedExperts
 
 Activation = Callable[[Tensor], Tensor]
 Biases = tuple[Tensor, Tensor] | None
+Packed = Tensor | PackedExperts
+MixPacked = Callable[[Tensor, Packed, Packed, Activation, Tensor, Tensor, Biases], Tensor]
 MixExperts = Callable[[Tensor, Tensor, Tensor, Activation, Tensor, Tensor, Biases], Tensor]
 
 
@@ -34,6 +37,15 @@ def select(hidden_size: int, slice_size: int, dtype: torch.dtype, device: torch.
 
         return moe.mix_experts
     return mix_experts_plain
+
+
+def select_packed(dtype: torch.dtype, device: torch.device) -> MixPacked | None:
+    """The version for weights in MXFP4, or None if there is none: they are dequantized then."""
+    if not dispatch.gpu_kernels(dtype, device):
+        return None
+    from engine.model.ops.gpu import moe
+
+    return moe.mix_experts
 
 
 def mix_experts_plain(

@@ -18,6 +18,21 @@ EXPERTS, OUTPUTS, INPUTS = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """A weight [experts, outputs, inputs] in MXFP4."""
+
+    blocks: Tensor
+    """[experts, outputs, inputs / 32, 16] uint8"""
+    scales: Tensor
+    """[experts, outputs, inputs / 32] uint8"""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        experts, outputs, groups = self.scales.shape
+        return experts, outputs, groups * GROUP
+
+
+@dataclass(frozen=True, slots=True)
 class MXFP4:
     """A weight [experts, outputs, inputs]: `blocks` with two numbers to a byte, the first in the low bits, and `scales`
     with the exponent of a power of two for every 32 inputs."""
@@ -37,6 +52,14 @@ class MXFP4:
             values = values[:, start : start + weight.size]
             scale = scale.repeat_interleave(GROUP, dim=1)[:, start : start + weight.size]
         return QuantizedWeight(values, scale, None, 8, None)
+
+    @staticmethod
+    def packed(stored: StoredWeight) -> PackedExperts | None:
+        """The shard of a weight as it is stored, or None if it cuts a group."""
+        ((name, weight),) = stored.weights.items()
+        if weight.dim == INPUTS and (weight.start % GROUP or weight.size % GROUP):
+            return None
+        return PackedExperts(**stored.tensors[name])
 
     @staticmethod
     def dequantize(stored: StoredWeight, dtype: torch.dtype) -> Tensor:

@@ -267,10 +267,7 @@ class Llama4Experts(OurExperts):
 
     def shards(self) -> Shards:
         """The checkpoint's tensors are transposed."""
-        return {
-            name: (replace(shard, shape=(shard.shape[0], *shard.shape[:0:-1]), dim=3 - shard.dim), target.mT)
-            for name, (shard, target) in super().shards().items()
-        }
+        return {name: (shard.transposed(), target.mT) for name, (shard, target) in super().shards().items()}
 
 
 def is_gated_mlp(module: nn.Module, name: str) -> bool:

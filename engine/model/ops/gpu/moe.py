@@ -2,8 +2,8 @@
 
 As in vLLM's fused_moe, pairs of a token and one of its experts are sorted by expert and divided into tiles of one
 expert's pairs each. Only the device knows the number of tiles; the grid is for as many as there can be, and programs
-without a tile end at once. So nothing here waits for the device, and a CUDA graph can hold it. Biases have run under
-Triton's interpreter only, not on a GPU yet.
+without a tile end at once. So nothing here waits for the device, and a CUDA graph can hold it. Biases and weights in
+MXFP4 have run under Triton's interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
@@ -16,18 +16,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.model.ops.gpu.mxfp4 import load_tile
+from engine.model.quantization.mxfp4 import PackedExperts
+
 FEW, MANY = 16, 64  # rows of a tile
 BLOCK_K_BYTES = 128
 
 
 @triton.jit(do_not_specialize=["num_tiles", "pairs_per_row"])  # both follow the number of tokens
 def grouped_kernel(
-    x, weight, bias, out, order, tiles, num_tiles, size_n, size_k, stride_x, pairs_per_row,
-    BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, scales, bias, out, order, tiles, num_tiles, size_n, size_k, stride_x, pairs_per_row,
+    MXFP4: tl.constexpr, BIASED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, size_n / BLOCK_N): for the pairs of a tile, out[pair] =
     x[pair // pairs_per_row] @ weight[expert].T + bias
 
+    scales: of a weight in MXFP4, which `weight` then holds in blocks.
     Tiles of one expert are neighbours, so that what they read of its weight is read from memory once.
     """
     tile = tl.program_id(0)
@@ -44,7 +49,10 @@ def grouped_kernel(
     for start in range(0, size_k, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         a = tl.load(rows + k[None, :], mask=(m < end)[:, None] & (k < size_k)[None, :], other=0.0)
-        b = tl.load(columns + k[:, None], mask=(n < size_n)[None, :] & (k < size_k)[:, None], other=0.0)
+        if MXFP4:
+            b = load_tile(weight, scales, expert, n, start, size_n, size_k, BLOCK_N, BLOCK_K, a.dtype).trans()
+        else:
+            b = tl.load(columns + k[:, None], mask=(n < size_n)[None, :] & (k < size_k)[:, None], other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     if BIASED:
         acc += tl.load(bias + expert * size_n + n, mask=n < size_n, other=0.0).to(tl.float32)[None, :]
@@ -53,22 +61,25 @@ def grouped_kernel(
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, tiles: Tensor, tile_rows: int
+    x: Tensor, weight: Tensor | PackedExperts, bias: Tensor | None, order: Tensor, tiles: Tensor, tile_rows: int
 ) -> Tensor:
     """[pairs, outputs], each pair's row of `x` times its expert's weight.
 
     x: [rows, inputs], with contiguous columns; with fewer rows than pairs, neighbouring pairs share one
-    weight: [experts, outputs, inputs]; bias: [experts, outputs] or None; order, tiles: see `tile_pairs`
+    weight: [experts, outputs, inputs], packed or not; bias: [experts, outputs] or None; order, tiles: see `tile_pairs`
     """
     pairs, (_, size_n, size_k) = len(order), weight.shape
+    values, scales = (weight.blocks, weight.scales) if isinstance(weight, PackedExperts) else (weight, weight)
     out = torch.empty(pairs, size_n, dtype=x.dtype, device=x.device)
     wide = x.dtype == torch.float32
+    packed = isinstance(weight, PackedExperts)
     block_n = 128 if tile_rows == MANY and not wide else 64
+    num_warps = 8 if tile_rows == MANY and packed else 4  # unpacking takes registers
     grouped_kernel[tiles.shape[1], triton.cdiv(size_n, block_n)](
-        x, weight, weight if bias is None else bias, out, order, tiles, tiles.shape[1], size_n, size_k, x.stride(0),
-        pairs // len(x), BIASED=bias is not None,
+        x, values, scales, values if bias is None else bias, out, order, tiles, tiles.shape[1], size_n, size_k,
+        x.stride(0), pairs // len(x), MXFP4=packed, BIASED=bias is not None,
         BLOCK_M=tile_rows, BLOCK_N=block_n, BLOCK_K=BLOCK_K_BYTES // x.element_size(),
-        PRECISION="ieee" if wide else "tf32", num_warps=4, num_stages=3,
+        PRECISION="ieee" if wide else "tf32", num_warps=num_warps, num_stages=3,
     )  # fmt: skip
     return out
 
@@ -95,16 +106,16 @@ def tile_pairs(experts: Tensor, num_experts: int, tile_rows: int) -> tuple[Tenso
 
 def mix_experts(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | PackedExperts,
+    down: Tensor | PackedExperts,
     activation: Callable[[Tensor], Tensor],
     experts: Tensor,
     weights: Tensor,
     biases: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Sum a token's experts in the order of `experts`, whatever else is in the batch."""
-    tile_rows = FEW if experts.numel() <= FEW * len(gate_up) else MANY
-    order, tiles = tile_pairs(experts, len(gate_up), tile_rows)
+    tile_rows = FEW if experts.numel() <= FEW * gate_up.shape[0] else MANY
+    order, tiles = tile_pairs(experts, gate_up.shape[0], tile_rows)
     first, second = biases or (None, None)
     hidden = activation(grouped_linear(x, gate_up, first, order, tiles, tile_rows))
     mixed = grouped_linear(hidden, down, second, order, tiles, tile_rows).view(*experts.shape, -1)

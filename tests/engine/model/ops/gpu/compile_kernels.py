@@ -23,6 +23,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from engine.model.ops.gpu import activation, attention, moe, norm, quantize, rope, sampling
+from engine.model.quantization.mxfp4 import PackedExperts
 from tests.engine.model.ops.gpu.paged import FLOAT8, Case
 
 DECODE, CHUNK = Case([(4000, 1)] * 3, heads=8, head_dim=128, block_size=64), Case([(0, 200)], heads=8, head_dim=128)
@@ -117,6 +118,18 @@ def compile_elementwise() -> None:
     quantize.quantize_rows(x, torch.int8)
 
 
+def compile_packed_experts() -> None:
+    """As in gpt-oss 20b, with a few experts."""
+    for tokens in (4, 400):
+        x, experts = torch.zeros(tokens, 2880, dtype=torch.bfloat16), torch.zeros(tokens, 4, dtype=torch.int64)
+        gate_up, down = (
+            PackedExperts(*(torch.zeros(4, outputs, 90, *size, dtype=torch.uint8) for size in ((16,), ())))
+            for outputs in (5760, 2880)
+        )
+        biases = x.new_zeros(4, 5760), x.new_zeros(4, 2880)
+        moe.mix_experts(x, gate_up, down, activation.swigluoai_mul, experts, experts.to(x.dtype), biases)
+
+
 def compile_experts(dtype: torch.dtype) -> None:
     """For the few tokens of a decode step, and for the many of a prompt."""
     for tokens in (4, 400):
@@ -135,6 +148,8 @@ if __name__ == "__main__":
             driver.set_active(Driver(int(chosen.removeprefix("sm_"))))
         elif chosen == "elementwise":
             compile_elementwise()
+        elif chosen == "experts, mxfp4":
+            compile_packed_experts()
         elif chosen in EXPERTS:
             compile_experts(EXPERTS[chosen])
         else:

@@ -61,7 +61,7 @@ def test_kernels_of_common_models_compile_for_hopper_and_the_experts_kernel_for_
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_the_experts_kernel_compiles_in_every_dtype(target):
-    kernels = compiled(target, *EXPERTS)
+    kernels = compiled(target, *EXPERTS, "experts, mxfp4")
     assert all(kernel["shared"] <= SMALL_SHARED_BYTES for kernel in kernels)
     assert kinds(kernels) == {"grouped_kernel", "gated_kernel", "swigluoai_kernel"}
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import MoEConfig, RopeConfig
+from engine.model.models.gpt_oss import GptOssExperts
 from engine.model.models.registry import build_model
 from engine.model.ops import dispatch
 from engine.model.ops.gpu import flash
+from engine.model.quantization.mxfp4 import MXFP4, PackedExperts
 from tests.batches import ByHand
 from tests.engine.model.model_configs import tiny_config
 
@@ -75,3 +79,25 @@ def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(config, monkeypa
     for step in ({0: [5, 6, 7, 8, 9]}, {0: [1], 1: [2, 3]}, {0: [4], 1: [5]}):
         expected, found = (run.step(step) for run in runs)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [0, 1, None], ids=["rank 0", "rank 1", "one rank"])
+def test_experts_in_mxfp4_stay_as_they_are_but_for_a_slice_that_cuts_a_group(rank, monkeypatch):
+    moe = MoEConfig(num_experts=4, experts_per_token=2, intermediate_size=96, norm_topk_prob=True, layers=frozenset())
+    config = replace(FAMILIES["gpt-oss"], hidden_size=64, moe=moe)
+    tp = TPGroup.single() if rank is None else TPGroup(rank, 2)
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
+    x, weights = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)), torch.full((5, 2), 0.5)
+    results = []
+    for kernels in (False, True):
+        monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device, found=kernels: found)
+        experts, generator = GptOssExperts(config, tp, MXFP4()), torch.Generator().manual_seed(1)
+        for _, target in experts.shards().values():
+            packed = target.dtype == torch.uint8
+            values = torch.randint(116, 128, target.shape, generator=generator) if packed else torch.ones(target.shape)
+            target.copy_(values)
+        experts.pack()
+        results.append(experts.partial(x, torch.tensor([[0, 1], [3, 1], [2, 3], [1, 0], [1, 2]]), weights))
+    assert isinstance(experts.kept[1], PackedExperts)
+    assert isinstance(experts.kept[2], PackedExperts if rank is None else torch.Tensor)  # 48 inputs
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,9 @@ from torch import Tensor
 from engine.model.ops import activation, dispatch
 from engine.model.ops import moe as ops
 from engine.model.ops.gpu import grouped_mm, moe
+from engine.model.quantization.format import StoredWeight
+from engine.model.quantization.mxfp4 import MXFP4
+from engine.model.shard import Shard
 from tests.engine.model.ops.gpu.paged import DEVICE
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -64,6 +69,27 @@ def test_each_expert_adds_its_own_biases(mix):
     x, gate_up, down, experts, weights = inputs(20, 4, 3, 32, 24, torch.bfloat16)
     biases = gate_up[..., 0].contiguous() * 9, down[..., 0].contiguous() * 9
     check(mix, x, gate_up, down, experts, weights, biases)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8, 2, 32, 32), (50, 4, 3, 96, 64), (120, 3, 2, 64, 160)])
+def test_weights_in_mxfp4_multiply_as_what_they_are_dequantized_to(shape, dtype):
+    """With every code, scales from 2**-11 to 2**-3, and sizes that no tile divides."""
+    x, gate_up, down, experts, weights = inputs(*shape, dtype)
+    packed, meant = [], []
+    for weight in (gate_up, down):
+        whole = Shard(tuple(weight.shape), 1, 0, weight.shape[1])
+        with torch.device(DEVICE):
+            stored = StoredWeight({"w": whole}, MXFP4())
+        for _, target in stored.shards.values():
+            target.copy_(torch.randint(256, target.shape, generator=torch.Generator().manual_seed(target.numel())))
+        stored.tensors["w"]["scales"].remainder_(9).add_(116)
+        packed.append(MXFP4.packed(stored))
+        meant.append(MXFP4.dequantize(stored, dtype))
+    mix = functools.partial(moe.mix_experts, activation=activation.swigluoai_mul, experts=experts, weights=weights)
+    found, expected = mix(x, *packed), mix(x, *meant)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert packed[0].blocks.nbytes + packed[0].scales.nbytes == meant[0].numel() * 17 // 32
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 2, 32, 24), (50, 4, 3, 32, 24), (3, 16, 1, 40, 48)])
