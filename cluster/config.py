@@ -117,7 +117,7 @@ class IngressSection(Section):
     max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: of a file, which has accordingly more time to come
     body_timeout_s: float = Field(default=60.0, gt=0)  #: for a request's body to come; else 408
     cors_origins: list[str] = Field(default=[])  #: web pages that may send requests from browsers; `*` for all
-    unknown_fields: UnknownFields = "refuse"  #: of requests, that neither OpenAI nor vLLM has
+    unknown_fields: UnknownFields = "ignore"  #: of requests, that no API here has; both are told to the client
     batch_dir: str | None = Field(default="~/.local/state/manta/batches", min_length=1)
     """Folder of files and batches, shared by all ingresses; null for none (docs/batches.md)."""
     batch_max_in_flight: int = Field(default=16, ge=1)  #: requests of one batch at a time, while no request has to wait

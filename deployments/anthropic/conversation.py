@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from deployments.openai.conversation import MAX_PARTS, FunctionCall, Message, TextPart, ToolCall
+from deployments.openai.conversation import MAX_PARTS, ContentPart, FunctionCall, Message, TextPart, ToolCall
 
 BLOCKS = {  # that a turn may have, by its role
     "user": ("text", "tool_result"),
@@ -104,7 +104,7 @@ def check_blocks(content: object, allowed: tuple[str, ...], where: str) -> objec
     return content
 
 
-def text_parts(content: Text) -> list[TextPart]:
+def text_parts(content: Text) -> list[ContentPart]:
     texts = [content] if isinstance(content, str) else [block.text for block in content]
     return [TextPart(type="text", text=text) for text in texts]
 

@@ -26,6 +26,7 @@ class Generation:
 
     def __init__(self, frontend: Frontend, prompts: list[list[GenerateRequest]], client: str):
         """prompts: for each prompt the requests of its sequences. client: whose turn it takes in the admission."""
+        self.prompts = [requests[0].prompt for requests in prompts]
         self.usage = Usage(prompt_tokens=sum(len(requests[0].prompt) for requests in prompts))
         http, self._sequences = current_request(), dict[str, Sequence]()  # by request id of the present attempt
         for requests in prompts:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import pydantic
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -20,6 +21,29 @@ from engine.errors import RequestError
 
 UNKNOWN_FIELDS = "unknown_fields"  # of pydantic's validation context
 MAX_FIELDS = 200
+MAX_NUMBER_CHARS = 32
+
+
+def _number(value: Any) -> Any:
+    """Read a number that is written as a text, as some clients do."""
+    if isinstance(value, str) and len(value) <= MAX_NUMBER_CHARS:
+        for kind in (int, float):
+            try:
+                return kind(value)
+            except ValueError:
+                pass
+    return value
+
+
+def _whole(value: Any) -> Any:
+    number = _number(value)
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+"""A float of a request; "0.5" is one too."""
+Whole = Annotated[int, BeforeValidator(_whole)]
+"""An int of a request; 1.0 and "1" are too."""
 
 
 class StrictModel(BaseModel):
@@ -70,6 +94,8 @@ class EngineBody(RequestBody):
     """Used like `user`, if that is not given."""
     request_id: str | None = None
     """Part of the response's id, in place of the header X-Request-Id, which Serve gives every request."""
+    session_id: str | None = None
+    """Used like the header X-Session-Id, if that is not given."""
 
 
 Body = TypeVar("Body", bound=RequestBody)

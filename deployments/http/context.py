@@ -44,8 +44,9 @@ class RequestContext:
         # Serve makes an id up if the client sends none, and sends it back as X-Request-Id
         request_id = body.request_id or headers.get("x-request-id", "")
         _check_id(id_field, request_id, MAX_REQUEST_ID)
-        session_id = headers.get(SESSION_HEADER, "")
-        _check_id(SESSION_HEADER, session_id, MAX_SESSION_ID)
+        in_header = headers.get(SESSION_HEADER)
+        session_id = in_header or body.session_id or ""
+        _check_id(SESSION_HEADER if in_header else "session_id", session_id, MAX_SESSION_ID)
         return cls(
             response_id=f"{id_prefix}-{request_id or uuid.uuid4().hex}",
             created=int(time.time()),

@@ -35,8 +35,8 @@ class AuthConfig:
     """Limit for bodies of UPLOAD_PATH, which have accordingly more time than others."""
     cors_origins: tuple[str, ...] = ()
     """Web pages that may send requests from a browser; `*` for all."""
-    unknown_fields: UnknownFields = "refuse"
-    """What becomes of fields that neither OpenAI nor vLLM has."""
+    unknown_fields: UnknownFields = "ignore"
+    """What becomes of fields that no API here has."""
 
     def keys(self) -> ApiKeys | None:
         """Return the keys that may come in; None for everybody. Raises ConfigError."""

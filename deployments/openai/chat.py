@@ -11,6 +11,7 @@ from msgspec import UNSET
 
 from deployments.http.context import RequestContext
 from deployments.openai.chat_output import ChatOutput
+from deployments.openai.logprobs import prompt_logprobs
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, OutputEvent, Reasoning
 from deployments.openai.request_bodies import ChatBody
 from deployments.openai.response_bodies import (
@@ -27,6 +28,7 @@ from deployments.openai.response_bodies import (
     ToolCallDelta,
     UsageBody,
 )
+from engine.wire.messages import TokenLogprob
 
 
 @dataclass(slots=True)
@@ -38,37 +40,54 @@ class ChatResponse:
     output: ChatOutput
 
     async def full(self) -> ChatCompletion:
-        choices = [ChatChoice(i, ChatMessage(), None, None, None) for i in range(self.body.n)]
+        body = self.body
+        choices = [ChatChoice(i, ChatMessage(body.echoed or None), None, None, None) for i in range(body.n)]
+        prompt_entries: list[TokenLogprob | None] = []
         async with aclosing(self.output.chunks()) as chunks:
             async for chunk in chunks:
                 choice = choices[chunk.index]
                 _extend(choice.message, chunk.events)
                 choice.finish_reason, choice.stop_reason = chunk.finish_reason, chunk.stop_reason
+                if body.return_token_ids:
+                    choice.token_ids = (choice.token_ids or []) + chunk.token_ids
+                prompt_entries = prompt_entries or chunk.prompt_logprobs or []
                 if chunk.logprobs:
                     choice.logprobs = choice.logprobs or ChatLogprobs([])
                     choice.logprobs.content += chunk.logprobs
         for choice in choices:
             if choice.message.content is None and not choice.message.tool_calls and not choice.message.reasoning:
                 choice.message.content = ""
-        context, tier = self.context, self.body.served_tier
+        context, tier = self.context, body.served_tier
         answer = ChatCompletion(context.response_id, context.created, self.output.model, choices, self._usage())
         answer.system_fingerprint, answer.service_tier = self.output.fingerprint, UNSET if tier is None else tier
+        if body.prompt_logprobs is not None:
+            answer.prompt_logprobs = prompt_logprobs(self.output.tokenizer, prompt_entries, body.prompt_logprobs)
+        if body.return_token_ids:
+            answer.prompt_token_ids = self.output.prompt
         return answer
 
     async def chunks(self) -> AsyncGenerator[ChatChunk]:
         """Yield chunks of all choices; the first of each carries the role."""
-        options = self.body.stream_options
+        options, with_ids = self.body.stream_options, self.body.return_token_ids
         started: set[int] = set()
         async with aclosing(self.output.chunks()) as chunks:
             async for chunk in chunks:
                 index = chunk.index
                 if index not in started:
                     started.add(index)
-                    yield self._chunk([ChatChunkChoice(index, ChatDelta(role="assistant", content=""))])
-                if chunk.events or chunk.logprobs or chunk.finish_reason:
+                    first = self._chunk([ChatChunkChoice(index, ChatDelta(role="assistant", content=""))])
+                    if with_ids and len(started) == 1:
+                        first.prompt_token_ids = self.output.prompt
+                    yield first
+                    if echoed := self.body.echoed:
+                        yield self._chunk([ChatChunkChoice(index, ChatDelta(content=echoed))])
+                if chunk.events or chunk.logprobs or chunk.finish_reason or with_ids:
                     delta = _delta(chunk.events, chunk.num_tool_calls)
                     logprobs = ChatLogprobs(chunk.logprobs) if chunk.logprobs else None
-                    yield self._chunk([ChatChunkChoice(index, delta, logprobs, chunk.finish_reason, chunk.stop_reason)])
+                    choice = ChatChunkChoice(index, delta, logprobs, chunk.finish_reason, chunk.stop_reason)
+                    if with_ids:
+                        choice.token_ids = chunk.token_ids
+                    yield self._chunk([choice])
         if options and options.include_usage:
             yield self._chunk([], with_usage=True)
 

@@ -10,11 +10,13 @@ import msgspec
 
 from deployments.frontend.generation import Generation
 from deployments.frontend.sequence import Usage
+from deployments.openai.logprobs import token_name
 from deployments.openai.parsers.choice_parser import ChoiceParser, OutputFormat
 from deployments.openai.parsers.output_parser import OutputEvent
 from deployments.openai.response_bodies import ChatTokenLogprob, FinishReason, TopLogprob
 from engine.text.text_stream import TextChunk
 from engine.text.tokenizer import Tokenizer
+from engine.wire.messages import TokenLogprob
 
 
 class ChatOutputChunk(msgspec.Struct, frozen=True):
@@ -29,6 +31,9 @@ class ChatOutputChunk(msgspec.Struct, frozen=True):
     """Of all its tokens, those of tags too; empty if the request does not ask for any."""
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    token_ids: list[int]
+    prompt_logprobs: list[TokenLogprob | None] | None
+    """In the first chunk of a choice, if the request asks for them."""
 
 
 @dataclass(slots=True)
@@ -44,10 +49,16 @@ class ChatOutput:
     num_choices: int
     streaming: bool
     """See CallReader."""
+    tokens_as_ids: bool = False
+    """Log-probabilities name tokens by their ids."""
     parsers: list[ChoiceParser] = field(init=False)
 
     def __post_init__(self) -> None:
         self.parsers = [ChoiceParser(self.output_format, streaming=self.streaming) for _ in range(self.num_choices)]
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.generation.prompts[0]
 
     @property
     def usage(self) -> Usage:
@@ -69,7 +80,14 @@ class ChatOutput:
                 num_tool_calls, events = parser.num_tool_calls, parser.add(chunk)
                 finish_reason = parser.finish_reason(chunk)
                 yield ChatOutputChunk(
-                    chunk.index, events, num_tool_calls, self._logprobs(chunk), finish_reason, chunk.stop_reason
+                    chunk.index,
+                    events,
+                    num_tool_calls,
+                    self._logprobs(chunk),
+                    finish_reason,
+                    chunk.stop_reason,
+                    chunk.token_ids,
+                    chunk.prompt_logprobs,
                 )
 
     def _logprobs(self, chunk: TextChunk) -> list[ChatTokenLogprob]:
@@ -81,4 +99,5 @@ class ChatOutput:
         return logprobs
 
     def _top_logprob(self, token_id: int, logprob: float) -> TopLogprob:
-        return TopLogprob(self.tokenizer.token_text(token_id), logprob, list(self.tokenizer.token_bytes(token_id)))
+        name = token_name(self.tokenizer, token_id, self.tokens_as_ids)
+        return TopLogprob(name, logprob, list(self.tokenizer.token_bytes(token_id)))

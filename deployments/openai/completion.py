@@ -10,13 +10,12 @@ from msgspec import UNSET
 
 from deployments.frontend.generation import Generation
 from deployments.http.context import RequestContext
+from deployments.openai.logprobs import prompt_logprobs, token_name
 from deployments.openai.request_bodies import CompletionBody
 from deployments.openai.response_bodies import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    PromptLogprob,
-    PromptLogprobs,
     UsageBody,
 )
 from engine.text.detokenizer import Detokenizer
@@ -90,40 +89,34 @@ class CompletionResponse:
                 logprobs = _extend(self._echoed_logprobs(prompt, chunk.prompt_logprobs or []), logprobs)
         choice = CompletionChoice(index, text, logprobs, chunk.finish_reason, chunk.stop_reason)
         if self.body.prompt_logprobs is not None and first:
-            choice.prompt_logprobs = self._prompt_logprobs(chunk.prompt_logprobs or [], self.body.prompt_logprobs)
+            choice.prompt_logprobs = prompt_logprobs(
+                self.tokenizer, chunk.prompt_logprobs or [], self.body.prompt_logprobs
+            )
         if self.body.return_token_ids:
             choice.token_ids = [] if self.body.echo_only else chunk.token_ids
             choice.prompt_token_ids = prompt if first else UNSET
         return choice
 
-    def _prompt_logprobs(self, entries: Sequence[TokenLogprob | None], count: int) -> PromptLogprobs:
-        """Return the `count` most likely tokens at each position of the prompt, and the prompt's own token."""
-        text, result = self.tokenizer.token_text, PromptLogprobs()
-        for entry in entries:
-            if entry is None:
-                result.append(None)
-                continue
-            top = {i: PromptLogprob(p, rank, text(i)) for rank, (i, p) in enumerate(entry.top[:count], 1)}
-            result.append({entry.token_id: PromptLogprob(entry.logprob, entry.rank, text(entry.token_id)), **top})
-        return result
-
     def _echoed_logprobs(self, prompt: list[int], entries: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
         offsets = Detokenizer(self.tokenizer).add(prompt).offsets
-        first = CompletionLogprobs([self.tokenizer.token_text(prompt[0])], [None], [None], offsets[:1])
+        first = CompletionLogprobs([self._name(prompt[0])], [None], [None], offsets[:1])
         return _extend(first, self._logprobs(entries[1:], offsets[1:]))
 
     def _logprobs(self, entries: Sequence[TokenLogprob | None], offsets: list[int]) -> CompletionLogprobs:
         known = [entry for entry in entries if entry is not None]
-        text, count = self.tokenizer.token_text, self.body.logprobs
+        name, count = self._name, self.body.logprobs
         return CompletionLogprobs(
-            tokens=[text(entry.token_id) for entry in known],
+            tokens=[name(entry.token_id) for entry in known],
             token_logprobs=[entry.logprob for entry in known],
             top_logprobs=[
-                {text(i): logprob for i, logprob in [*entry.top[:count], (entry.token_id, entry.logprob)]}
+                {name(i): logprob for i, logprob in [*entry.top[:count], (entry.token_id, entry.logprob)]}
                 for entry in known
             ],
             text_offset=offsets,
         )
+
+    def _name(self, token_id: int) -> str:
+        return token_name(self.tokenizer, token_id, self.body.return_tokens_as_token_ids)
 
     def _completion(self, choices: list[CompletionChoice], *, with_usage: bool) -> Completion:
         context = self.context

@@ -84,16 +84,33 @@ class ToolCall(TemplateModel):
         return call
 
 
-class TextPart(StrictModel):
-    type: Literal["text"]
+class Part(BaseModel):
+    """A text of a message. Other keys, such as `cache_control`, say nothing to a model."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
+
+
+class TextPart(Part):
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class RefusalPart(Part):
+    """Text by which the model has refused in an earlier turn."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+ContentPart = TextPart | RefusalPart
 
 
 class Message(TemplateModel):
     """One turn. The chat template gets all fields, also those that are not listed here."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    """`function` is the old name of `tool`."""
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_PARTS, fail_fast=True)
     reasoning: str | None = None
     """Reasoning of an earlier assistant message."""
@@ -101,8 +118,8 @@ class Message(TemplateModel):
     """The name other servers use for `reasoning`."""
     audio: None = None
     """Not supported; clients that send back a response have it as null."""
-    function_call: None = None
-    """Not supported; clients that send back a response have it as null."""
+    function_call: FunctionCall | None = None
+    """The old form of `tool_calls`."""
 
     @field_validator("content", mode="before")
     @classmethod
@@ -120,9 +137,10 @@ class Message(TemplateModel):
         content = self.content or ""
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
         extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        message = {**extra, "role": self.role, "content": text}
-        if self.tool_calls:  # some templates only check whether the key exists
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        message = {**extra, "role": "tool" if self.role == "function" else self.role, "content": text}
+        calls = self.tool_calls or ([ToolCall(function=self.function_call)] if self.function_call else [])
+        if calls:  # some templates only check whether the key exists
+            message["tool_calls"] = [call.for_template() for call in calls]
         if reasoning := self.reasoning or self.reasoning_content:
             message["reasoning"] = message["reasoning_content"] = reasoning
         return message

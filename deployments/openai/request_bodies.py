@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from deployments.http.body import EngineBody, RequestBody, StrictModel
-from deployments.openai.conversation import Message, Tool, ToolChoice, check_tools
+from deployments.http.body import EngineBody, Number, RequestBody, StrictModel, Whole
+from deployments.openai.conversation import MAX_PARTS, Message, Tool, ToolChoice, check_tools
 from deployments.openai.foreign_fields import FOREIGN_FIELDS
 from engine.errors import InvalidParameter, RequestError
 from engine.wire.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
@@ -75,19 +75,19 @@ class GenerationBody(EngineBody):
 
     foreign_fields = FOREIGN_FIELDS
 
-    n: int = 1
+    n: Whole = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    min_tokens: int = Field(default=0, le=INT32)
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = Field(default=None, le=INT32)
-    min_p: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float | None = None
-    seed: int | None = None
+    max_tokens: Whole | None = None
+    min_tokens: Whole = Field(default=0, le=INT32)
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Whole | None = Field(default=None, le=INT32)
+    min_p: Number | None = None
+    presence_penalty: Number = 0.0
+    frequency_penalty: Number = 0.0
+    repetition_penalty: Number | None = None
+    seed: Whole | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(default=[])
     stop_token_ids: list[int] = Field(default=[], max_length=1024, fail_fast=True)
     include_stop_str_in_output: bool = False
@@ -97,6 +97,19 @@ class GenerationBody(EngineBody):
     allowed_token_ids: list[int] | None = Field(default=None, max_length=2**18, fail_fast=True)
     bad_words: list[str] = Field(default=[], max_length=MAX_BAD_WORDS, fail_fast=True)
     cache_salt: str = Field(default="", max_length=1024)
+    echo: bool = False
+    """Begins the response with what it continues: the prompt of a completion, the last message of a chat if that is the
+    assistant's."""
+    truncate_prompt_tokens: Whole | None = Field(default=None, ge=-1, le=INT32)
+    """Tokens that are kept of a longer prompt; -1 for as many as leave room for `max_tokens`."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Where a prompt that is too long is cut off: `left` keeps its end."""
+    prompt_logprobs: Whole | None = None
+    """Alternatives to report per token of the prompt; only without `stream`."""
+    return_token_ids: bool = False
+    """Adds the token ids of the prompt and of the output to the response."""
+    return_tokens_as_token_ids: bool = False
+    """Names tokens in log-probabilities `token_id:7` in place of their text, which several may share."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -104,7 +117,7 @@ class GenerationBody(EngineBody):
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(default=None, fail_fast=True)
     guided_grammar: str | None = None
-    priority: int = Field(default=0, ge=-INT32, le=INT32)
+    priority: Whole = Field(default=0, ge=-INT32, le=INT32)
     """Smaller runs first, if the engine's `scheduling_policy` is `priority`."""
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] = "auto"
     """`priority` runs before all others and `flex` after them, if the engine's `scheduling_policy` is `priority`."""
@@ -137,10 +150,14 @@ class GenerationBody(EngineBody):
 
     def num_prompt_logprobs(self) -> int | None:
         """Return the same for the tokens of the prompt."""
-        return None
+        return self.prompt_logprobs
 
     def check(self) -> None:
         super().check()
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs is only allowed without stream", "prompt_logprobs")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidParameter("truncate_prompt_tokens", 0, "-1 or at least 1")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream=true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
@@ -225,6 +242,12 @@ class TemplateBody(RequestBody):
                 raise InvalidParameter("chat_template_kwargs", name, "variables that have no field of their own")
 
 
+class ThinkingSwitch(StrictModel):
+    model_config = ConfigDict(extra="ignore")  # such as a budget
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
 class ChatBody(GenerationBody, TemplateBody):
     """POST /v1/chat/completions"""
 
@@ -236,13 +259,19 @@ class ChatBody(GenerationBody, TemplateBody):
     """False keeps only the first call of a response."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """Variable of the chat template; `none` also sets `enable_thinking` to false."""
+    thinking: ThinkingSwitch | None = None
+    """DeepSeek's name for the variables `thinking` and `enable_thinking` of the chat template."""
     include_reasoning: bool = True
     """False drops the reasoning from the response; the model reasons all the same."""
-    thinking_token_budget: int | None = Field(default=None, ge=0, le=INT32)
+    thinking_token_budget: Whole | None = Field(default=None, ge=0, le=INT32)
     """vLLM's; tokens of reasoning after which the tag that ends it is forced."""
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
+    documents: list[dict[str, str]] | None = Field(default=None, max_length=MAX_PARTS)
+    """Variable of the chat template, which may show them to the model."""
+    add_special_tokens: bool = False
+    """Adds them to those that the chat template brings."""
 
     def check(self) -> None:
         super().check()
@@ -257,16 +286,29 @@ class ChatBody(GenerationBody, TemplateBody):
         check_tools(self.tools, self.tool_choice)
 
     @property
-    def effort_variables(self) -> dict[str, Any]:
-        """Variables by which chat templates know `reasoning_effort`."""
-        if self.reasoning_effort is None:
-            return {}
-        switch = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
-        return {"reasoning_effort": self.reasoning_effort, **switch}
+    def field_variables(self) -> dict[str, dict[str, Any]]:
+        """Variables of the chat template that fields of the request stand for, by the field."""
+        fields: dict[str, dict[str, Any]] = {}
+        if self.reasoning_effort is not None:
+            switch = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+            fields["reasoning_effort"] = {"reasoning_effort": self.reasoning_effort, **switch}
+        if self.thinking is not None:
+            on = self.thinking.type != "disabled"
+            fields["thinking"] = {"thinking": on, "enable_thinking": on}
+        if self.documents:
+            fields["documents"] = {"documents": self.documents}
+        return fields
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        return {**self.effort_variables, **self.chat_template_kwargs}
+        variables = [*self.field_variables.values(), self.chat_template_kwargs]
+        return {name: value for some in variables for name, value in some.items()}
+
+    @property
+    def echoed(self) -> str:
+        """The text that the response begins with."""
+        last = self.messages[-1].for_template()
+        return str(last["content"]) if self.echo and last["role"] == "assistant" else ""
 
     @property
     def offered_tools(self) -> list[Tool]:
@@ -285,20 +327,10 @@ class CompletionBody(GenerationBody):
 
     prompt: str | TokenIds | Prompts[str] | Prompts[TokenIds]
     """A text, token ids, or a list of either."""
-    max_tokens: int = 16
+    max_tokens: Whole = 16
     """May be 0 with `echo`, for the log-probabilities of the prompt alone."""
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    """Alternatives to report per token of the prompt; only without `stream`."""
-    echo: bool = False
+    logprobs: Whole | None = None
     add_special_tokens: bool = True
-    return_token_ids: bool = False
-    """Adds the token ids of the prompt and of the output to the response."""
-
-    def check(self) -> None:
-        super().check()
-        if self.prompt_logprobs is not None and self.stream:
-            raise RequestError("prompt_logprobs is only allowed without stream", "prompt_logprobs")
 
     @property
     def echo_only(self) -> bool:

@@ -54,6 +54,16 @@ class ChatLogprobs(msgspec.Struct):
     content: list[ChatTokenLogprob]
 
 
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""Alternatives by token id, for each token of the prompt; the first token has none."""
+
+
 class CalledFunction(msgspec.Struct):
     name: str
     arguments: str
@@ -81,6 +91,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -92,6 +103,8 @@ class ChatCompletion(msgspec.Struct):
     object: str = "chat.completion"
     system_fingerprint: str | None = None
     service_tier: str | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CalledFunctionDelta(msgspec.Struct, omit_defaults=True):
@@ -121,6 +134,7 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct, omit_defaults=True):
@@ -134,6 +148,8 @@ class ChatChunk(msgspec.Struct, omit_defaults=True):
     usage: UsageBody | None = None
     system_fingerprint: str | None = None
     service_tier: str | None = None
+    prompt_token_ids: list[int] | None = None
+    """In the first chunk."""
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -143,16 +159,6 @@ class CompletionLogprobs(msgspec.Struct):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-
-
-class PromptLogprob(msgspec.Struct):
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""Alternatives by token id, for each token of the prompt; the first token has none."""
 
 
 class CompletionChoice(msgspec.Struct):

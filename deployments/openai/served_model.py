@@ -138,7 +138,14 @@ class ServedModel:
         generation = Generation(self.frontend, requests, context.client)
         info = self.info
         return ChatOutput(
-            info.name, info.fingerprint, generation, self.tokenizer, output_format, body.n, streaming=body.stream
+            info.name,
+            info.fingerprint,
+            generation,
+            self.tokenizer,
+            output_format,
+            body.n,
+            streaming=body.stream,
+            tokens_as_ids=body.return_tokens_as_token_ids,
         )
 
     async def completion(self, body: CompletionBody, context: RequestContext) -> CompletionResponse:
@@ -191,9 +198,9 @@ class ServedModel:
         """Return the requests, with the grammar of the output, and the format to parse it by. For a thread."""
         params = self._params(body)
         text = self._render_chat(body.messages, body.offered_tools, body)
-        if body.effort_variables and not self.tokenizer.template_names(body.effort_variables):
-            body.ignored.append("reasoning_effort")
-        prompt = self.tokenizer.encode_prompt(text, self.info.max_model_len, add_special_tokens=False)
+        fields = body.field_variables.items()
+        body.ignored.extend(field for field, names in fields if not self.tokenizer.template_names(names))
+        prompt = self._encode(text, body)
         thinking = self._format.thinking(body, text)
         budget = self._format.thinking_budget(body, thinking, self._tokens)
         if body.thinking_token_budget is not None and budget is None:
@@ -218,14 +225,31 @@ class ServedModel:
         for prompt in body.prompts():
             if isinstance(prompt, str):
                 texts.append(prompt)
-                prompts.append(self.tokenizer.encode_prompt(prompt, self.info.max_model_len, body.add_special_tokens))
+                prompts.append(self._encode(prompt, body))
                 continue
             for token_id in prompt:
                 if not 0 <= token_id < self.info.vocab_size:
                     raise InvalidParameter("prompt", token_id, f"token ids from 0 to {self.info.vocab_size - 1}")
             texts.append(self.tokenizer.decode(prompt) if body.echo else "")
-            prompts.append(prompt)
+            prompts.append(self._truncate(prompt, body))
+        if body.echo and body.truncate_prompt_tokens is not None:
+            texts = [self.tokenizer.decode(prompt) for prompt in prompts]
         return prompts, texts
+
+    def _encode(self, text: str, body: ChatBody | CompletionBody) -> list[int]:
+        """Raises PromptTooLong; also for a text that is to be cut, if it is longer than any that could be needed."""
+        if body.truncate_prompt_tokens is None:
+            return self.tokenizer.encode_prompt(text, self.info.max_model_len, body.add_special_tokens)
+        self.tokenizer.check_length(text, self.info.max_model_len)
+        return self._truncate(self.tokenizer.encode(text, body.add_special_tokens), body)
+
+    def _truncate(self, prompt: list[int], body: GenerationBody) -> list[int]:
+        kept = body.truncate_prompt_tokens
+        if kept is None:
+            return prompt
+        if kept == -1:
+            kept = max(1, self.info.max_model_len - (body.token_limit() or 1))
+        return prompt[:kept] if body.truncation_side == "right" else prompt[-kept:]
 
     def _params(self, body: GenerationBody) -> SamplingParams:
         self.info.supported_tasks.check("generate", model=f"model {self.info.name!r}")

@@ -14,7 +14,6 @@ from anthropic.types.message_create_params import MessageCreateParamsStreaming a
 from deployments.anthropic.request_bodies import FOREIGN_FIELDS as FOREIGN
 from deployments.anthropic.request_bodies import CountTokensBody, MessagesBody
 from deployments.http.body import parse
-from deployments.http.middleware import AuthConfig
 from engine.errors import RequestError
 from tests.deployments.fake_api import fake_api, says
 
@@ -34,7 +33,7 @@ def test_every_field_of_anthropics_is_obeyed_or_ignored_or_refused_for_a_reason_
 
 def test_field_is_ignored_with_a_warning_or_refused_with_the_reason():
     async def scenario() -> None:
-        async with fake_api(says("ok"), auth=AuthConfig(unknown_fields="ignore")) as api:
+        async with fake_api(says("ok")) as api:
             for name in FOREIGN.ignored | FOREIGN.unused:
                 response = await api.post("messages", **BODY, **{name: {"a": "b"}})
                 assert response.status_code == 200, response.text

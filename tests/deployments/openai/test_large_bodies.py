@@ -7,11 +7,11 @@ import json
 import threading
 import time
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 
-from deployments.http.body import RequestBody, parse
+from deployments.http.body import Number, RequestBody, Whole, parse
 from deployments.http.validation import check_json_size
 from deployments.openai.request_bodies import (
     ChatBody,
@@ -146,6 +146,9 @@ LARGEST: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
         {"prompt": ["a"] * 2, "n": 128, "logit_bias": {str(i): 1 for i in range(10_000)}},
     ),
     "short texts": (CompletionBody, {"prompt": "a", **dict.fromkeys(SHORT, "a" * 1024), "request_id": "a" * 10**7}),
+    "session_id": (CompletionBody, {"prompt": "a", "session_id": "a" * 10**7}),
+    "documents of a chat": (ChatBody, {"messages": [HELLO], "documents": [{"text": "a" * 10_000}] * 1024}),
+    "thinking": (ChatBody, {"messages": [HELLO], "thinking": {"type": "enabled"}}),
     "stream_options": (CompletionBody, {"prompt": "a", "stream": True, "stream_options": {"include_usage": True}}),
     "text to tokenize": (TokenizeBody, {"prompt": "a, b: " * 2_500_000}),
     "messages to tokenize": (TokenizeBody, {"messages": [HELLO] * 4096}),
@@ -230,6 +233,8 @@ def test_every_field_whose_size_the_client_chooses_is_among_the_largest_bodies(k
 def has_any_size(annotation: Any) -> bool:
     """Whether values of a type can be large: all but numbers, and texts that are listed one by one."""
     if get_origin(annotation) is Literal:
+        return False
+    if get_origin(annotation) is Annotated and annotation in (Whole, Number):
         return False
     parts = [part for part in get_args(annotation) if part is not type(None)]
     if get_origin(annotation) in (Union, UnionType):

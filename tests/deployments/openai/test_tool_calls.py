@@ -327,12 +327,7 @@ BAD = [
     (QWEN, {"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     (QWEN, {"functions": [{"name": "f"}]}, "functions"),
     (QWEN, {"function_call": {"name": "f"}}, "function_call"),
-    (QWEN, {"messages": [{"role": "function", "name": "f", "content": "a"}]}, "messages"),
-    (
-        QWEN,
-        {"messages": [*HELLO, {"role": "assistant", "function_call": {"name": "f", "arguments": ""}}]},
-        "messages[1].function_call",
-    ),
+    (QWEN, {"messages": [*HELLO, {"role": "assistant", "function_call": {"arguments": ""}}]}, "messages"),
     (QWEN, {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages"),
     (QWEN, {"chat_template_kwargs": {"tools": TOOLS}}, "chat_template_kwargs"),
     (LLAMA, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 2}]}, "messages"),

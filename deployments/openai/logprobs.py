@@ -1,0 +1,26 @@
+"""How responses name tokens, and the log-probabilities of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deployments.openai.response_bodies import PromptLogprob, PromptLogprobs
+from engine.text.tokenizer import Tokenizer
+from engine.wire.messages import TokenLogprob
+
+
+def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
+    """Return a token's text, or with `as_id` the name that vLLM gives it then."""
+    return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
+
+
+def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], count: int) -> PromptLogprobs:
+    """Return the `count` most likely tokens at each position of the prompt, and the prompt's own token."""
+    text, result = tokenizer.token_text, PromptLogprobs()
+    for entry in entries:
+        if entry is None:
+            result.append(None)
+            continue
+        top = {i: PromptLogprob(p, rank, text(i)) for rank, (i, p) in enumerate(entry.top[:count], 1)}
+        result.append({entry.token_id: PromptLogprob(entry.logprob, entry.rank, text(entry.token_id)), **top})
+    return result

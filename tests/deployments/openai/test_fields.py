@@ -1,0 +1,187 @@
+"""Fields and forms that clients of OpenAI's and vLLM's send beside the usual ones, and what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from deployments.http.body import parse
+from deployments.openai.request_bodies import ChatBody, CompletionBody
+from tests.deployments.fake_api import MAX_MODEL_LEN, FakeApi, fake_api, says, tokenizer
+
+HELLO = [{"role": "user", "content": "hello"}]
+BOTH: dict[str, dict[str, Any]] = {"chat/completions": {"messages": HELLO}, "completions": {"prompt": "hello"}}
+
+
+def sent(api: FakeApi) -> str:
+    """The last prompt, as text."""
+    return tokenizer().decode(api.engine.added[-1].prompt)
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+def test_numbers_may_be_texts_and_whole_ones_may_have_a_point(kind):
+    body = {"messages": HELLO} if kind is ChatBody else {"prompt": "a"}
+    given = {"max_tokens": 1.0, "n": "2", "top_k": "3.0", "temperature": "0.5", "seed": str(2**62 + 1), "min_p": 1}
+    parsed = parse(kind, json.dumps({**body, **given}).encode())
+    found = {name: getattr(parsed, name) for name in given}
+    assert found == {"max_tokens": 1, "n": 2, "top_k": 3, "temperature": 0.5, "seed": 2**62 + 1, "min_p": 1.0}
+    assert type(parsed.max_tokens) is int
+
+
+def test_chat_has_the_log_probabilities_of_its_prompt_and_the_ids_of_all_tokens_if_it_asks():
+    async def scenario() -> None:
+        async with fake_api(says("ok")) as api:
+            ask = {"messages": HELLO, "max_tokens": 2}
+            answer = (await api.post("chat/completions", **ask, prompt_logprobs=0, return_token_ids=True)).json()
+            prompt = api.engine.added[-1].prompt
+            assert answer["prompt_token_ids"] == prompt
+            assert answer["choices"][0]["token_ids"] == tokenizer().encode("ok")
+            first, second, *_ = answer["prompt_logprobs"]
+            assert first is None and set(second[str(prompt[1])]) == {"logprob", "rank", "decoded_token"}
+            assert len(answer["prompt_logprobs"]) == len(prompt)
+            first, *chunks = await api.stream("chat/completions", **ask, return_token_ids=True)
+            assert first["prompt_token_ids"] == prompt
+            ids = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+            assert ids == tokenizer().encode("ok")
+            plain = (await api.post("chat/completions", **ask)).json()
+            assert not {"prompt_logprobs", "prompt_token_ids"} & set(plain)
+            assert "token_ids" not in plain["choices"][0]
+
+    asyncio.run(scenario())
+
+
+def test_log_probabilities_name_tokens_by_their_ids_if_the_request_says_so():
+    async def scenario() -> None:
+        async with fake_api(says("xy")) as api:
+            x, y = (f"token_id:{token}" for token in tokenizer().encode("xy"))
+            ask = {"max_tokens": 2, "return_tokens_as_token_ids": True}
+            chat = await api.post("chat/completions", messages=HELLO, logprobs=True, top_logprobs=1, **ask)
+            assert [entry["token"] for entry in chat.json()["choices"][0]["logprobs"]["content"]] == [x, y]
+            choice = (await api.post("completions", prompt="xy", echo=True, logprobs=1, **ask)).json()["choices"][0]
+            assert choice["logprobs"]["tokens"] == [x, y, x, y]
+            assert x in choice["logprobs"]["top_logprobs"][2]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("route", BOTH)
+def test_prompt_that_is_too_long_is_cut_if_the_request_says_so(route):
+    async def scenario() -> None:
+        async with fake_api(says("ok")) as api:
+            await api.post(route, **BOTH[route], max_tokens=1)
+            whole = api.engine.added[-1].prompt
+            for side, kept in (("left", whole[-3:]), ("right", whole[:3])):
+                cut = {"truncate_prompt_tokens": 3, "truncation_side": side}
+                answer = await api.post(route, **BOTH[route], max_tokens=1, **cut)
+                assert api.engine.added[-1].prompt == kept
+                assert answer.json()["usage"]["prompt_tokens"] == 3
+            long = "a b " * MAX_MODEL_LEN
+            body = {"messages": [{"role": "user", "content": long}]} if "chat" in route else {"prompt": long}
+            assert (await api.post(route, **body, max_tokens=9)).status_code == 400
+            assert (await api.post(route, **body, max_tokens=9, truncate_prompt_tokens=-1)).status_code == 200
+            assert len(api.engine.added[-1].prompt) == MAX_MODEL_LEN - 9
+
+    asyncio.run(scenario())
+
+
+def test_echo_of_a_cut_prompt_is_what_is_left_of_it():
+    async def scenario() -> None:
+        async with fake_api(says("!")) as api:
+            for prompt in ("abcd", tokenizer().encode("abcd")):
+                answer = await api.post("completions", prompt=prompt, echo=True, max_tokens=1, truncate_prompt_tokens=2)
+                assert answer.json()["choices"][0]["text"] == "cd!"
+
+    asyncio.run(scenario())
+
+
+def test_echo_of_a_chat_is_the_message_of_the_assistant_that_it_continues():
+    ask = {"echo": True, "continue_final_message": True, "add_generation_prompt": False, "max_tokens": 3}
+    messages = [*HELLO, {"role": "assistant", "content": "Well, "}]
+
+    async def scenario() -> None:
+        async with fake_api(says("hi!")) as api:
+            answer = await api.post("chat/completions", messages=messages, **ask)
+            assert answer.json()["choices"][0]["message"]["content"] == "Well, hi!"
+            chunks = await api.stream("chat/completions", messages=messages, **ask)
+            assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Well, hi!"
+            answer = await api.post("chat/completions", messages=HELLO, echo=True, max_tokens=3)
+            assert answer.json()["choices"][0]["message"]["content"] == "hi!"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt"),
+    [
+        ({"thinking": {"type": "disabled", "budget_tokens": 5}}, "False False "),
+        ({"thinking": {"type": "enabled"}}, "True True "),
+        ({"documents": [{"title": "t", "text": "a"}]}, "  a"),
+    ],
+)
+def test_field_that_is_a_variable_of_the_template_is_seen_there_or_ignored_with_a_warning(monkeypatch, given, prompt):
+    template = "{{ thinking }} {{ enable_thinking }} {% for d in documents or [] %}{{ d.text }}{% endfor %}"
+
+    async def scenario() -> None:
+        async with fake_api(says("ok")) as api:
+            ask = {"messages": HELLO, "max_tokens": 1, **given}
+            (name,) = given
+            ignored = await api.post("chat/completions", **ask)
+            assert ignored.headers["warning"] == f'299 manta "ignored: {name}"'
+            monkeypatch.setattr(tokenizer(), "chat_template", template)
+            assert "warning" not in (await api.post("chat/completions", **ask)).headers
+            assert sent(api) == prompt
+
+    asyncio.run(scenario())
+
+
+def test_special_tokens_are_added_to_a_chat_only_if_it_asks():
+    async def scenario() -> None:
+        async with fake_api(says("ok")) as api:
+            for special in (False, True):
+                await api.post("chat/completions", messages=HELLO, max_tokens=1, add_special_tokens=special)
+            plain, more = (request.prompt for request in api.engine.added)
+            assert more == tokenizer().encode(tokenizer().decode(plain, skip_special_tokens=False))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_text", "text": "no"},
+        {"type": "output_text", "text": "no", "annotations": []},
+        {"type": "refusal", "refusal": "no"},
+        {"type": "text", "text": "no", "cache_control": {"type": "ephemeral"}},
+    ],
+)
+def test_every_kind_of_text_part_is_text(part):
+    async def scenario() -> None:
+        async with fake_api(says("ok")) as api:
+            for content in ("no", [part]):
+                body = {"messages": [{"role": "assistant", "content": content}, *HELLO], "max_tokens": 1}
+                assert (await api.post("chat/completions", **body)).status_code == 200
+            assert api.engine.added[0].prompt == api.engine.added[1].prompt
+
+    asyncio.run(scenario())
+
+
+def test_function_calls_of_old_clients_are_tool_calls_for_the_template():
+    call = {"name": "f", "arguments": '{"a": 1}'}
+    asks = {"role": "assistant", "content": None, "function_call": call}
+    answers = {"role": "function", "name": "f", "content": "1"}
+    old = parse(ChatBody, json.dumps({"messages": [asks, answers]}).encode())
+    asked, answered = (message.for_template() for message in old.messages)
+    assert asked["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    assert answered == {"name": "f", "role": "tool", "content": "1"}
+
+
+def test_session_may_be_named_in_the_body():
+    async def scenario() -> None:
+        async with fake_api(says("ok")) as api:
+            await api.post("completions", prompt="a", max_tokens=1, session_id="s-1")
+            assert api.engine.added[-1].session_id == "s-1"
+
+    asyncio.run(scenario())
