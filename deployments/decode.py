@@ -29,11 +29,12 @@ class Decode(EngineDeployment):
                 await pair(self._engine, pool, spec.startup_timeout_s)
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
 
-    async def generate(self, request: EncodedRequest, _: RoutingContext) -> None:
-        """Return when the GenerateRequest has ended in the engine. The context is for this deployment's router alone.
+    async def generate(self, requests: list[EncodedRequest], _: RoutingContext) -> None:
+        """Return when the GenerateRequests have ended in the engine. The context is for this deployment's router alone.
 
-        Raises OtherModel, and what EngineReplica.run_request does.
+        Raises OtherModel, and what EngineReplica.run_requests does.
         """
-        if request.model not in (None, self._model):
-            raise OtherModel(request.request_id, self._model.weights, self._model.vocabulary)
-        await self._engine.run_request(request)
+        for request in requests:
+            if request.model not in (None, self._model):
+                raise OtherModel(request.request_id, self._model.weights, self._model.vocabulary)
+        await self._engine.run_requests(requests)

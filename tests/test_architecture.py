@@ -13,7 +13,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ORDER = ["engine", "placement", "deployments", "cluster"]  # each may import those before it
 # the rooms of engine/, in reading order; rooms of one line do not import each other
-ENGINE_ORDER = [{"wire"}, {"text", "distributed"}, {"model"}, {"kv_transfer"}, {"runner"}, {"core"}, {"offline"}]
+ENGINE_ORDER = [
+    {"wire"},
+    {"text", "distributed"},
+    {"pooling"},
+    {"model"},
+    {"kv_transfer"},
+    {"runner"},
+    {"core"},
+    {"offline"},
+]
 MAX_FILES = 16  # side by side in one folder
 FILES = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in ORDER}
 MAY_USE_TORCH_DISTRIBUTED = "engine/distributed/tp_group.py"

@@ -28,7 +28,7 @@ from deployments.pooling.response_bodies import (
     ScoreObject,
 )
 from engine.errors import InvalidParameter, PromptTooLong, RequestError
-from engine.text.pooling_prompts import PoolingPrompt, PoolingPrompts
+from engine.pooling.prompts import PoolingPrompt, PoolingPrompts
 from engine.wire.messages import GenerateRequest
 from engine.wire.pooling_params import PoolingParams, Task
 

@@ -7,12 +7,13 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from deployments.frontend.generation import Generation
 from deployments.frontend.sequence import Frontend
+from deployments.pooling.shared_call import SharedCall
 from engine.errors import RequestTimeout
 from engine.wire.messages import GenerateRequest
 from engine.wire.pooling_params import PoolingParams
@@ -52,7 +53,8 @@ class Pooling:
                 for part in parts([len(prompt.tokens) for prompt in prompts]):
                     await slots.acquire()
                     requests = [[self._request_of(i, prompts[i])] for i in part]
-                    generation = Generation(self._frontend, requests, self._client)
+                    frontend = replace(self._frontend, pool=SharedCall(self._frontend.pool, len(part)))
+                    generation = Generation(frontend, requests, self._client)
                     task = tasks.create_task(_collect(generation, part, results))
                     task.add_done_callback(lambda _: slots.release())
                     await generation.admitted.wait()  # so that no more than one part waits

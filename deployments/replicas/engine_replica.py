@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -100,6 +101,19 @@ class EngineReplica:
             raise RequestTimeout(name, limit_s or 0.0) from None
         finally:
             self._calls.pop(name)
+
+    async def run_requests(self, requests: Sequence[EncodedRequest]) -> None:
+        """Return when all of them have ended in the engine. Raises the first error of `run_request`, and then drops the
+        others."""
+        if len(requests) == 1:
+            await self.run_request(requests[0])
+            return
+        try:
+            async with asyncio.TaskGroup() as calls:
+                for request in requests:
+                    calls.create_task(self.run_request(request))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     def fail(self, reason: str) -> None:
         """End all open calls with EngineUnavailable, and refuse new ones: the engine is gone."""

@@ -26,8 +26,9 @@ class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__
 
 
 class EnginePool(Protocol):
-    async def generate(self, request: GenerateRequest) -> None:
-        """Return when the request has ended in its engine. Cancelling the call aborts the request there.
+    async def generate(self, *requests: GenerateRequest) -> None:
+        """Return when the requests have ended in their engine, which is the same for all. Cancelling the call aborts
+        them there.
 
         Waits for a replica if there is none. Raises ServingError; EngineUnavailable if the replica is lost meanwhile.
         """

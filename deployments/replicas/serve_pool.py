@@ -51,13 +51,21 @@ class ServePool:
         self._handle, self._prefill, self._prompts = handle, prefill, PromptDigester(block_size)
         self._note = note
 
-    async def generate(self, request: GenerateRequest) -> None:
-        prompt = self._prompts.digest(request.request_id, request.prompt, request.cache_salt, request.session_id)
-        if request.params.prompt_logprobs is not None:
+    async def generate(self, *requests: GenerateRequest) -> None:
+        first = requests[0]  # of several, its prefix stands for all
+        prompt = self._prompts.digest(first.request_id, first.prompt, first.cache_salt, first.session_id)
+        if len(requests) > 1:
+            prompt = replace(prompt, num_tokens=sum(len(request.prompt) for request in requests))
+        if first.params.prompt_logprobs is not None:
             prompt = replace(prompt, keys=())  # all of it is computed, whatever is cached
-        note = None if self._note is None else partial(self._note, request.request_id)
-        call = RoutingContext(prompt, self.routing, model=request.model, note=note)
-        await _answer(self._handle.generate.remote(EncodedRequest.of(request), call), call)
+        note = partial(self._note_all, [request.request_id for request in requests])
+        call = RoutingContext(prompt, self.routing, model=first.model, note=note)
+        await _answer(self._handle.generate.remote([EncodedRequest.of(request) for request in requests], call), call)
+
+    def _note_all(self, request_ids: list[str], what: str) -> None:
+        if self._note is not None:
+            for request_id in request_ids:
+                self._note(request_id, what)
 
     async def statuses(self) -> list[ReplicaStatus]:
         statuses = await _statuses(self._handle)

@@ -32,7 +32,7 @@ from engine.offline.outputs import (
     ScoringRequestOutput,
 )
 from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
-from engine.text.pooling_prompts import PoolingPrompt, PoolingPrompts
+from engine.pooling.prompts import PoolingPrompt, PoolingPrompts
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import EngineStats, GenerateRequest, TokenDelta

@@ -53,8 +53,8 @@ class LocalPool:
         self.sleeps = False
         self._replica = replica
 
-    async def generate(self, request: GenerateRequest) -> None:
-        await self._replica.run_request(EncodedRequest.of(request))
+    async def generate(self, *requests: GenerateRequest) -> None:
+        await self._replica.run_requests([EncodedRequest.of(request) for request in requests])
 
     async def statuses(self) -> list[ReplicaStatus]:
         return [self._replica.status()]

@@ -120,6 +120,16 @@ def test_scores_are_of_one_query_with_each_document_or_of_pairs():
     run(scenario())
 
 
+def test_an_empty_document_has_a_score_too():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            response = await api.post("rerank", query="a", documents=["", "b"], truncate_prompt_tokens=8)
+            assert [result["index"] for result in response.json()["results"]] == [0, 1]
+            assert [len(request.prompt) for request in api.engine.added] == [8, 8]
+
+    run(scenario())
+
+
 def test_scores_of_an_embedding_model_are_cosines_of_the_query_with_its_prompt():
     async def scenario() -> None:
         async with fake_api(supported_tasks=EMBEDS) as api:

@@ -109,6 +109,25 @@ def test_cancelled_call_aborts_its_request_only():
     run(scenario())
 
 
+def test_a_call_of_several_requests_ends_with_the_last_and_aborts_all_when_it_is_cancelled():
+    async def scenario() -> None:
+        async with replica_with_engine() as (replica, engine):
+            await replica.run_requests([request("a"), request("b")])
+            assert [added.request_id for added in engine.added] == ["a", "b"]
+            engine.paused.set()
+            call = asyncio.create_task(replica.run_requests([request("c"), request("d")]))
+            await until(lambda: engine.num_live == 2)
+            call.cancel()
+            await until(lambda: sorted(engine.aborted) == ["c", "d"])
+            call = asyncio.create_task(replica.run_requests([request("e"), request("f")]))
+            await until(lambda: engine.num_live == 2)
+            replica.fail("rank 0 died")
+            with pytest.raises(EngineUnavailable, match="rank 0 died"):
+                await call
+
+    run(scenario())
+
+
 def test_loss_of_the_engine_ends_open_calls_and_refuses_new_ones():
     async def scenario() -> None:
         async with replica_with_engine() as (replica, engine):

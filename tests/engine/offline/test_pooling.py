@@ -14,7 +14,7 @@ from engine import LLM, PoolingParams, SamplingParams
 from engine.errors import ConfigError, EngineError, InvalidParameter, PromptTooLong, RequestError, UnsupportedTask
 from engine.model.config import ModelConfig
 from engine.model.models.bert import BertModel
-from engine.text.score_prompt import AFTER, score_prompt
+from engine.pooling.score_prompt import AFTER, score_prompt
 from tests.models import make_model
 from tests.pooling_models import EMBEDDINGS, RERANKERS, TEXTS, Reference, make, write_json
 from tests.transformers_models import make_transformers_model

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.errors import InvalidParameter, RequestError
-from engine.text.score_prompt import score_prompt
+from engine.pooling.score_prompt import score_prompt
 from engine.text.tokenizer import Tokenizer
 from engine.wire.pooling_params import PoolingParams, SupportedTasks
 

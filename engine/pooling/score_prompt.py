@@ -29,4 +29,4 @@ def score_prompt(
     if instruction is not None:
         messages.insert(0, {"role": "system", "content": instruction})
     prompt = tokenizer.render_chat_template(messages)
-    return prompt, prompt.rpartition(document)[2]
+    return prompt, prompt.rpartition(document)[2] if document else ""

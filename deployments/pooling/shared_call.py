@@ -1,0 +1,53 @@
+"""One call to a replica for many prompts: on Ray Serve a call takes more CPU time than a short text."""
+
+from __future__ import annotations
+
+import asyncio
+
+from deployments.replicas.pools import EnginePool, ReplicaStatus
+from engine.wire.messages import GenerateRequest
+
+
+class SharedCall:
+    """An EnginePool for the requests of one Generation. Their first attempts share a call, later ones have their own.
+
+    The call is made when the last of them has come. It ends for all of them alike, and is cancelled when all are.
+    """
+
+    def __init__(self, pool: EnginePool, num_requests: int):
+        self._pool, self._num_missing = pool, num_requests
+        self._requests: list[GenerateRequest] = []
+        self._complete = asyncio.Event()
+        self._num_open = 0
+        self._call: asyncio.Task[None] | None = None
+
+    async def generate(self, *requests: GenerateRequest) -> None:
+        if not self._num_missing:
+            await self._pool.generate(*requests)
+            return
+        self._requests += requests
+        self._num_missing -= len(requests)
+        if not self._num_missing:
+            self._complete.set()
+        if self._call is None:
+            self._call = asyncio.create_task(self._generate())
+        self._num_open += 1
+        try:
+            await asyncio.shield(self._call)
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self._call.cancel()
+
+    async def _generate(self) -> None:
+        await self._complete.wait()
+        await self._pool.generate(*self._requests)
+
+    async def statuses(self) -> list[ReplicaStatus]:
+        return await self._pool.statuses()
+
+    async def asleep(self) -> bool:
+        return await self._pool.asleep()
+
+    async def prefill_statuses(self) -> list[ReplicaStatus]:
+        return await self._pool.prefill_statuses()
