@@ -83,6 +83,7 @@ PART = {"type": "text", "text": "a"}
 CALL = {"id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
+LONG_IDS = {"request_id": "a" * 10**6, "session_id": "a" * 10**7}
 SHORT = ("model", "cache_salt", "user", "safety_identifier")
 
 
@@ -145,8 +146,7 @@ LARGEST: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
         CompletionBody,
         {"prompt": ["a"] * 2, "n": 128, "logit_bias": {str(i): 1 for i in range(10_000)}},
     ),
-    "short texts": (CompletionBody, {"prompt": "a", **dict.fromkeys(SHORT, "a" * 1024), "request_id": "a" * 10**7}),
-    "session_id": (CompletionBody, {"prompt": "a", "session_id": "a" * 10**7}),
+    "short texts": (CompletionBody, {"prompt": "a", **dict.fromkeys(SHORT, "a" * 1024), **LONG_IDS}),
     "documents of a chat": (ChatBody, {"messages": [HELLO], "documents": [{"text": "a" * 10_000}] * 1024}),
     "thinking": (ChatBody, {"messages": [HELLO], "thinking": {"type": "enabled"}}),
     "stream_options": (CompletionBody, {"prompt": "a", "stream": True, "stream_options": {"include_usage": True}}),
@@ -161,15 +161,15 @@ LARGEST: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
     "ids to embed": (EmbeddingBody, {"input": [12345] * 10**6}),
     "lists of ids to embed": (EmbeddingBody, {"input": [[12345] * 500] * 2048}),
     "names to embed": (EmbeddingBody, {"input": "a", **dict.fromkeys([*SHORT, "prompt_name"], "a" * 1024)}),
-    "id to embed": (EmbeddingBody, {"input": "a", "request_id": "a" * 10**7}),
+    "id to embed": (EmbeddingBody, {"input": "a", **LONG_IDS}),
     "pairs": (ScoreBody, {"queries": ["a, b: " * 600] * 2048, "documents": ["a, b: " * 600] * 2048}),
     "older pairs": (ScoreBody, {"text_1": "a " * 10_000, "text_2": ["a, b: " * 1_000] * 2048}),
     "names to score": (ScoreBody, {"queries": "a", "documents": "b", **dict.fromkeys(SHORT, "a" * 1024)}),
-    "id to score": (ScoreBody, {"queries": "a", "documents": "b", "request_id": "a" * 10**7}),
+    "id to score": (ScoreBody, {"queries": "a", "documents": "b", **LONG_IDS}),
     "instruction": (ScoreBody, {"queries": "a", "documents": "b", "instruction": "a " * 10**5}),
     "documents": (RerankBody, {"query": "a " * 10_000, "documents": [{"text": "a, b: " * 1_000}] * 2048}),
     "names to rank": (RerankBody, {"query": "a", "documents": ["b"], **dict.fromkeys(SHORT, "a" * 1024)}),
-    "id to rank": (RerankBody, {"query": "a", "documents": ["b"], "request_id": "a" * 10**7}),
+    "id to rank": (RerankBody, {"query": "a", "documents": ["b"], **LONG_IDS}),
     "instruction to rank": (RerankBody, {"query": "a", "documents": ["b"], "instruction": "a " * 10**5}),
 }  # fmt: skip
 # bodies that are refused, and what the refusal names
