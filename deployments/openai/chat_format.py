@@ -8,13 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
+from deployments.openai.call_grammar import Lark
 from deployments.openai.conversation import Message, NamedToolChoice
 from deployments.openai.parsers import ReasoningParserName, ToolCallParserName, harmony
 from deployments.openai.parsers.choice_parser import OutputFormat
 from deployments.openai.parsers.reasoning.think import TAGS, ReasoningTags
 from deployments.openai.parsers.tools.families import FAMILIES
 from deployments.openai.request_bodies import ChatBody
-from deployments.openai.tool_grammar import Thinking, ToolGrammar
+from deployments.openai.tool_grammar import Thinking, ToolGrammar, forced_natively
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 from engine.wire.sampling_params import ThinkingBudget
@@ -131,15 +132,14 @@ class ChatFormat:
             return "begun"
         return "never" if end.endswith(tags.closes) else "maybe"
 
-    def output_format(self, body: ChatBody, thinking: Thinking) -> OutputFormat:
+    def output_format(self, body: ChatBody, thinking: Thinking, tokens: VisibleMarkers) -> OutputFormat:
         tools = {tool.function.name: tool.arguments_schema for tool in body.offered_tools}
         calls: str = self.tool_call_parser if tools else "none"
         named = isinstance(body.tool_choice, NamedToolChoice)
         if isinstance(body.tool_choice, NamedToolChoice):
-            name = body.tool_choice.function.name
-            calls, tools = "arguments", {name: tools[name]}
-        elif body.tool_choice == "required":
-            calls = "json"
+            tools = {body.tool_choice.function.name: tools[body.tool_choice.function.name]}
+        if (named or body.tool_choice == "required") and not forced_natively(calls, tokens.ids.get):
+            calls = "arguments" if named else "json"
         family = FAMILIES.get(self.tool_call_parser)
         return OutputFormat(
             tool_calls=calls,
@@ -162,7 +162,7 @@ class ChatFormat:
             tool_call_parser=self.tool_call_parser,
             tags=self.reasoning_tags,
             thinking=thinking,
-            token_of=tokens.ids.get,
+            lark=Lark(self.markers, tokens.ids.get),
         )
         return grammar.params()
 

@@ -207,7 +207,7 @@ class ServedModel:
             body.ignored.append("thinking_token_budget")
         grammar = self._format.structured_outputs(body, thinking, params.structured_outputs, self._tokens)
         params = msgspec.structs.replace(params, structured_outputs=grammar, thinking_budget=budget)
-        return self._requests([prompt], params, body, context), self._format.output_format(body, thinking)
+        return self._requests([prompt], params, body, context), self._format.output_format(body, thinking, self._tokens)
 
     def _render_chat(self, messages: list[Message], tools: list[Tool], body: TemplateBody) -> str:
         """Return the prompt."""

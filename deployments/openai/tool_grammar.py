@@ -6,7 +6,6 @@ It is written in llguidance's Lark, see its docs/syntax.md. `<[7]>` is the token
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,13 +13,20 @@ from typing import Any, Literal
 import msgspec
 from llguidance import LLMatcher
 
+from deployments.openai.call_grammar import (
+    CallGrammar,
+    Lark,
+    calls_schema,
+    json_rule,
+    regex_rule,
+    syntax_of,
+)
 from deployments.openai.conversation import NamedToolChoice, Tool
-from deployments.openai.parsers import ToolCallParserName
+from deployments.openai.parsers import ToolCallParserName, harmony
 from deployments.openai.parsers.reasoning.think import ReasoningTags
-from deployments.openai.parsers.tools.families import FAMILIES, HERMES
 from deployments.openai.request_bodies import ChatBody
 from engine.errors import InvalidParameter
-from engine.text.grammar import WHITESPACE, limits, one_line
+from engine.text.grammar import limits, one_line
 from engine.text.json_schema import without_annotations
 from engine.wire.structured_outputs import StructuredOutputsParams
 
@@ -40,115 +46,135 @@ class ToolGrammar:
     tags: ReasoningTags | None
     """Tags around reasoning."""
     thinking: Thinking
-    token_of: Callable[[str], int | None]
-    """Id of the token that stands for a marker, or None if the marker is plain text."""
+    lark: Lark
 
     def params(self) -> StructuredOutputsParams | None:
         """Return the grammar, or None if nothing needs to be enforced. Raises InvalidParameter."""
-        tools, choice = self.body.offered_tools, self.body.tool_choice
-        forced = choice == "required" or isinstance(choice, NamedToolChoice)
+        tools = self.body.offered_tools
         for i, tool in enumerate(tools):
-            if forced or tool.function.strict:
+            if self._forced or tool.function.strict:
                 check_schema(tool.arguments_schema, f"tools[{i}].function.parameters")
+        enforced = self._forced or (tools and any(tool.function.strict for tool in tools))
+        field = "tools" if self._forced or self.content is None else self.content.field
         if self.tool_call_parser == "openai":
-            if forced or self.content is not None or any(tool.function.strict for tool in tools):
-                field, given = ("tool_choice", choice) if forced else ("response_format", self.content)
-                raise InvalidParameter(field, str(given), "left out: answers of this model cannot be enforced yet")
-            return None
-        if forced:
+            if self.body.continue_final_message or not (enforced or self.content):
+                return self.content
+            return self._grammar(self._harmony(), field)
+        if self._forced:
+            if forced_natively(self.tool_call_parser, self.lark.token_of):
+                return self._grammar(self._native(strict_only=False).calls(parallel=self._parallel), field)
             schema = self._forced_schema()
             if self.thinking == "never":
                 return StructuredOutputsParams(json=schema, field="tools")
-            return self._lark(_json_rule(schema), "tools")
-        if tools and (self.content is not None or any(tool.function.strict for tool in tools)):
-            return self._lark(self._content_or_calls(), "tools" if self.content is None else self.content.field)
+            return self._grammar(json_rule(schema), field)
+        if enforced or (tools and self.content is not None):
+            return self._grammar(self._content_or_calls(), field)
         if self.content is None or self.thinking == "never":
             return self.content
-        return self._lark(_content_rule(self.content), self.content.field)
+        return self._grammar(_content_rule(self.content), field)
+
+    @property
+    def _forced(self) -> bool:
+        return self.body.tool_choice == "required" or isinstance(self.body.tool_choice, NamedToolChoice)
+
+    @property
+    def _parallel(self) -> bool:
+        return self.body.parallel_tool_calls and not isinstance(self.body.tool_choice, NamedToolChoice)
+
+    @property
+    def _tools(self) -> list[Tool]:
+        """Tools that may be called."""
+        choice = self.body.tool_choice
+        name = choice.function.name if isinstance(choice, NamedToolChoice) else None
+        return [tool for tool in self.body.offered_tools if name in (None, tool.function.name)]
+
+    def _native(self, *, strict_only: bool) -> CallGrammar:
+        syntax = syntax_of(self.tool_call_parser, self.lark.token_of)
+        if syntax is None:
+            names = [tool.function.name for tool in self._tools]
+            limit = f"neither strict nor beside a response format: calls that {self.tool_call_parser} parses"
+            raise InvalidParameter("tools", names, f"{limit} cannot be enforced")
+        return CallGrammar(syntax, self.lark, self._tools, strict_only)
 
     def _forced_schema(self) -> dict[str, Any]:
-        tools, choice = self.body.offered_tools, self.body.tool_choice
-        if isinstance(choice, NamedToolChoice):
-            return next(tool.arguments_schema for tool in tools if tool.function.name == choice.function.name)
-        calls = calls_schema(tools, "arguments", "#/items", strict_only=False)
-        max_items = {} if self.body.parallel_tool_calls else {"maxItems": 1}
+        if isinstance(self.body.tool_choice, NamedToolChoice):
+            return self._tools[0].arguments_schema
+        calls = calls_schema(self._tools, "arguments", "#/items", strict_only=False)
+        max_items = {} if self._parallel else {"maxItems": 1}
         return {"type": "array", "minItems": 1, **max_items, "items": calls}
 
     def _content_or_calls(self) -> str:
         """Return the rule for calls that the model may write of its own accord."""
-        tools, parallel = self.body.offered_tools, self.body.parallel_tool_calls
-        family = FAMILIES.get(self.tool_call_parser)
-        if family is HERMES:
-            schema = calls_schema(tools, "arguments", "#", strict_only=True)
-            call = f"GAP {_json_rule(schema)} GAP {self._marker(HERMES.closes[0])}"
-            if self.content is None:
-                return f"(until_call {call})* TEXT" if parallel else f"TEXT | until_call {call}"
-            call = f"{self._marker(HERMES.opens[0])} {call}"
-            calls = f"{call} (GAP {call})*" if parallel else call
-        else:
-            if family is not None:
-                limit = f"left out or not strict: calls that {self.tool_call_parser} parses cannot be enforced"
-                raise InvalidParameter("tools", [tool.function.name for tool in tools], limit)
-            call = _json_rule(calls_schema(tools, "parameters", "#", strict_only=True))
-            calls = f'{call} (";" GAP {call})*' if parallel else call
-        return f"{'OTHER_TEXT?' if self.content is None else _content_rule(self.content)} | {calls}"
+        if self.tool_call_parser in ("llama3_json", "llama4_json"):
+            call = json_rule(calls_schema(self._tools, "parameters", "#", strict_only=True))
+            calls = f'{call} (";" GAP {call})*' if self._parallel else call
+            return f"{'OTHER_TEXT?' if self.content is None else _content_rule(self.content)} | {calls}"
+        grammar = self._native(strict_only=True)
+        if self.content is not None:
+            return f"{_content_rule(self.content)} | {grammar.calls(parallel=self._parallel)}"
+        call = f"{self.lark.until(grammar.opener)} {grammar.calls(parallel=self._parallel, opened=True)}"
+        return f"({call})* TEXT" if self._parallel else f"TEXT | {call}"
 
-    def _lark(self, answer: str, field: str) -> StructuredOutputsParams:
+    def _harmony(self) -> str:
+        """Return the rule for messages: reasoning, what the model is about to do, and then a call or an answer."""
+        text, until_end = self.lark.text, self.lark.until("<|end|>")
+        analysis, commentary, final = (
+            text(f"{harmony.CHANNEL}{channel}") for channel in ("analysis", "commentary", "final")
+        )
+        message, next_message = text(harmony.MESSAGE), f"{until_end} {text(harmony.START + 'assistant')}"
+        is_json = f'(" " {text(harmony.CONSTRAIN)}? "json")?'
+        last = []
+        for tool in self._tools:
+            name, free = tool.function.name, not (self._forced or tool.function.strict)
+            arguments = json_rule({"type": "object"} if free else tool.arguments_schema)
+            recipient = json.dumps(f" to=functions.{name}")
+            header = f"({commentary} {recipient} | {recipient} {commentary})"
+            last.append(f"{header} {is_json} {message} {arguments}")
+        if not self._forced:
+            last.append(
+                f"{final} {is_json} {message} {'TEXT' if self.content is None else _content_rule(self.content)}"
+            )
+        return f"({analysis} {message} {next_message})* ({commentary} {message} {next_message})? ({' | '.join(last)})"
+
+    def _grammar(self, answer: str, field: str) -> StructuredOutputsParams:
         tags = self.tags or ReasoningTags()
         match self.thinking:
             case "never":
                 start = "answer"
             case "maybe":
-                opening = " | ".join(map(self._marker, tags.opens))
-                start = f"(({opening}) until_answer GAP)? answer"
+                opening = " | ".join(map(self.lark.text, tags.opens))
+                start = f"(({opening}) {self.lark.until(*tags.closes)} GAP)? answer"
             case "begun":
-                start = "until_answer GAP answer"
+                start = f"{self.lark.until(*tags.closes)} GAP answer"
         lines = [
             "%llguidance {}",
             f"start: {start}",
             f"answer: {answer}",
-            self._until("until_answer", tags.closes),
-            self._until("until_call", HERMES.opens),
+            *self.lark.lines,
             r"TEXT: /(?s:.*)/",
             r"OTHER_TEXT: /[^{\[\s](?s:.*)/",
             r"GAP: /[ \n]{0,4}/",
         ]
         return StructuredOutputsParams(grammar="\n".join(lines), field=field)
 
-    def _marker(self, marker: str) -> str:
-        token = self.token_of(marker)
-        return json.dumps(marker) if token is None else f"<[{token}]>"
 
-    def _until(self, rule: str, markers: tuple[str, ...]) -> str:
-        """Return a rule for any text up to and including the first of `markers`."""
-        if any(self.token_of(marker) is None for marker in markers):
-            escaped = "|".join(re.sub(r"[\\.^$*+?{}\[\]|()]", r"\\\g<0>", marker) for marker in markers)
-            return f"{rule}[lazy]: {_regex_rule(f'(?s:.*)({escaped})')}"
-        return f"{rule}: TEXT ({' | '.join(map(self._marker, markers))})"
+def forced_natively(parser: str, token_of: Callable[[str], int | None]) -> bool:
+    """Return whether forced calls are written as the model writes its own. Others are a JSON array, as in vLLM."""
+    syntax = syntax_of(parser, token_of)
+    return parser == "openai" or (syntax is not None and "{object}" not in syntax.call)
 
 
 def _content_rule(content: StructuredOutputsParams) -> str:
     match content.kind:
         case "json" | "json_object":
-            return _json_rule(msgspec.json.decode(content.text))
+            return json_rule(msgspec.json.decode(content.text))
         case "regex":
-            return _regex_rule(content.text)
+            return regex_rule(content.text)
         case "choice":
             return f"({' | '.join(json.dumps(choice) for choice in content.choice or [])})"
         case "grammar":
             limit = "of another kind where the model may reason or call tools (json, json_object, regex or choice)"
             raise content.invalid(limit)
-
-
-def _json_rule(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**without_annotations(schema), 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
-
-
-def _regex_rule(regex: str) -> str:
-    escaped = re.sub(
-        r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), regex, flags=re.DOTALL
-    )
-    return f"/{escaped}/"
 
 
 def check_schema(schema: dict[str, Any], field: str) -> None:
@@ -161,38 +187,3 @@ def check_schema(schema: dict[str, Any], field: str) -> None:
         problem = str(error) or type(error).__name__
     if problem:
         raise InvalidParameter(field, schema, f"a JSON schema that can be enforced ({one_line(problem)})")
-
-
-def calls_schema(tools: list[Tool], key: str, pointer: str, *, strict_only: bool) -> dict[str, Any]:
-    """Return the JSON schema of a call of one of `tools`.
-
-    key: the model's name for the arguments. pointer: JSON pointer to this schema inside a larger one.
-    strict_only: tools that are not strict take any arguments.
-    """
-    calls = []
-    for i, tool in enumerate(tools):
-        arguments: dict[str, Any] = {"type": "object"}
-        if tool.function.strict or not strict_only:
-            arguments = _rebase_refs(tool.arguments_schema, f"{pointer}/anyOf/{i}/properties/{key}")
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.function.name}, key: arguments},
-                "required": ["name", key],
-                "additionalProperties": False,
-            }
-        )
-    return {"anyOf": calls}
-
-
-def _rebase_refs(schema: Any, pointer: str) -> Any:
-    """Return `schema` with its references to itself changed for its place at `pointer` in a larger schema."""
-    if isinstance(schema, list):
-        return [_rebase_refs(entry, pointer) for entry in schema]
-    if not isinstance(schema, dict):
-        return schema
-    rebased = {key: _rebase_refs(value, pointer) for key, value in schema.items()}
-    reference = rebased.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        rebased["$ref"] = pointer + reference[1:]
-    return rebased

@@ -52,11 +52,12 @@ def test_forced_call_has_the_arguments_that_its_schema_asks_for(llm, fields: dic
     assert chat_format == ChatFormat("hermes", "none", shows_tools=True)
     tools = [tool.for_template() for tool in body.offered_tools]
     prompt = tokenizer.apply_chat_template(QUESTION, tools)
-    grammar = chat_format.structured_outputs(body, "never", None, VisibleMarkers(tokenizer, chat_format.markers))
+    tokens = VisibleMarkers(tokenizer, chat_format.markers)
+    grammar = chat_format.structured_outputs(body, "never", None, tokens)
     params = SamplingParams(temperature=0, max_tokens=200, structured_outputs=grammar)
     (output,) = llm.generate([prompt], params)[0].outputs
     assert output.finish_reason == "stop", output.text
-    events = ChoiceParser(chat_format.output_format(body, "never"), streaming=False).add(
+    events = ChoiceParser(chat_format.output_format(body, "never", tokens), streaming=False).add(
         TextChunk(output.text, [], [], None, None, finish_reason="stop")
     )
     assert events

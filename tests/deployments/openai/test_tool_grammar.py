@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from deployments.openai.call_grammar import Lark
 from deployments.openai.chat_format import VisibleMarkers
 from deployments.openai.conversation import NamedToolChoice, Tool
 from deployments.openai.parsers.reasoning.think import ReasoningTags
@@ -54,7 +55,7 @@ def grammar(markers: str = "tokens", **fields: Any) -> StructuredOutputsParams |
         "tool_call_parser": "hermes",
         "tags": ReasoningTags(),
         "thinking": "never",
-        "token_of": tokens.ids.get,
+        "lark": Lark(MARKERS, tokens.ids.get),
     }
     return ToolGrammar(body=body, **{**defaults, **fields}).params()
 

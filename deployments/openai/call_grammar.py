@@ -1,0 +1,274 @@
+"""Grammars of tool calls as each family of models writes them, in llguidance's Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from deployments.openai.conversation import Tool
+from deployments.openai.parsers.tools.argument_types import argument_types
+from engine.errors import InvalidParameter
+from engine.text.grammar import WHITESPACE
+from engine.text.json_schema import without_annotations
+
+# keywords that values of a property may have where their text stands between tags; of JSON they may have any
+_OF_TEXTS = {"type", "enum", "const", "description", "title", "default", "examples", "anyOf"}
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """The text of calls. In braces: `name`, `arguments` in JSON, `parameters` between tags, the whole call as a JSON
+    `object`, a `number`, a `gap` of white space."""
+
+    begin: str
+    """Before the first of several calls; or nothing, if all calls stand alone."""
+    call: str
+    between: str = ""
+    end: str = ""
+    parameter: str = ""
+    """Before a value between tags: {key} is its name, and {is_text} whether it is a text and not JSON."""
+    value_end: str = ""
+
+
+_HERMES = CallSyntax("", "<tool_call>{gap}{object}{gap}</tool_call>")
+_DEEPSEEK_V32 = CallSyntax(
+    "<｜DSML｜function_calls>\n",
+    '<｜DSML｜invoke name="{name}">\n{parameters}</｜DSML｜invoke>\n',
+    end="</｜DSML｜function_calls>",
+    parameter='<｜DSML｜parameter name="{key}" string="{is_text}">',
+    value_end="</｜DSML｜parameter>\n",
+)
+_GLM = CallSyntax(
+    "",
+    "<tool_call>{name}\n{parameters}</tool_call>",
+    parameter="<arg_key>{key}</arg_key>\n<arg_value>",
+    value_end="</arg_value>\n",
+)
+_QWEN3_CODER = CallSyntax(
+    "",
+    "<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>",
+    parameter="<parameter={key}>\n",
+    value_end="\n</parameter>\n",
+)
+SYNTAX = {
+    "hermes": _HERMES,
+    "qwen3_json": _HERMES,
+    "granite4": _HERMES,
+    "granite": CallSyntax("<|tool_call|>{gap}[", "{object}", ",{gap}", "]"),
+    "phi4_mini_json": CallSyntax("functools[", "{object}", ",{gap}", "]"),
+    "mistral": CallSyntax("", "[TOOL_CALLS]{name}[ARGS]{arguments}"),
+    "deepseek_v3": CallSyntax(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
+        "\n",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": CallSyntax(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+        end="<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v32": _DEEPSEEK_V32,
+    "kimi_k2": CallSyntax(
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
+        end="<|tool_calls_section_end|>",
+    ),
+    "qwen3_coder": _QWEN3_CODER,
+    "qwen3_xml": _QWEN3_CODER,
+    "seed_oss": CallSyntax(
+        "",
+        "<seed:tool_call>\n<function={name}>\n{parameters}</function>\n</seed:tool_call>",
+        parameter="<parameter={key}>",
+        value_end="</parameter>\n",
+    ),
+    "glm45": _GLM,
+    "glm47": _GLM,
+    "minimax_m2": CallSyntax(
+        "<minimax:tool_call>\n",
+        '<invoke name="{name}">\n{parameters}</invoke>\n',
+        end="</minimax:tool_call>",
+        parameter='<parameter name="{key}">',
+        value_end="</parameter>\n",
+    ),
+}
+"""By the name of the parser. The calls of those that are not here cannot be enforced."""
+OLD_MISTRAL = CallSyntax("[TOOL_CALLS]{gap}[", "{object}", ",{gap}", "]")  # without a token [ARGS]
+
+
+def syntax_of(parser: str, token_of: Callable[[str], int | None]) -> CallSyntax | None:
+    return OLD_MISTRAL if parser == "mistral" and token_of("[ARGS]") is None else SYNTAX.get(parser)
+
+
+@dataclass(slots=True)
+class Lark:
+    """Builds rules; `lines` are those that the rules it returned are made of."""
+
+    markers: Iterable[str]
+    """Texts that may be tokens of their own."""
+    token_of: Callable[[str], int | None]
+    """Id of the token that stands for a marker, or None if the marker is plain text."""
+    lines: list[str] = field(default_factory=list)
+
+    def text(self, text: str) -> str:
+        return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in self._parts(text))
+
+    def until(self, *ends: str) -> str:
+        """Return a rule for any text up to and including the first of `ends`."""
+        rule, parts = f"until_{len(self.lines)}", [self._parts(end) for end in ends]
+        if all(any(isinstance(part, int) for part in end) for end in parts):
+            self.lines.append(f"{rule}: {' | '.join(map(self._until_token, parts))}")
+        else:
+            escaped = "|".join(map(_escape, ends))
+            self.lines.append(f"{rule}[lazy]: {regex_rule(f'(?s:.*)({escaped})')}")
+        return rule
+
+    def _parts(self, text: str) -> list[str | int]:
+        """Return the text with the ids of the tokens in it."""
+        tokens = {marker: token for marker in self.markers if (token := self.token_of(marker)) is not None}
+        parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+        return [tokens.get(part, part) for part in parts if part]
+
+    @staticmethod
+    def _until_token(end: list[str | int]) -> str:
+        """No regular expression matches a token; but what comes before it must not be taken for the text."""
+        before = end[0] if isinstance(end[0], str) else ""
+        rest = end[1:] if before else end
+        parts = [f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in rest]
+        return " ".join([regex_rule(f"(?s:.*){_escape(before)}"), *parts])
+
+
+@dataclass(slots=True)
+class CallGrammar:
+    syntax: CallSyntax
+    lark: Lark
+    tools: list[Tool]
+    strict_only: bool
+    """Tools that are not strict take any arguments."""
+
+    @property
+    def opener(self) -> str:
+        """The text that only calls begin with."""
+        return re.split("[{\n]|(?<=>)", self.syntax.begin or self.syntax.call)[0]
+
+    def calls(self, *, parallel: bool, opened: bool = False) -> str:
+        """Return the rule for one or more calls. opened: for what follows the opener."""
+        syntax = self.syntax
+        head = (syntax.begin or syntax.call)[len(self.opener) if opened else 0 :]
+        if not syntax.begin:
+            first = self._call(head)
+            return f"{first} (GAP {self._call(syntax.call)})*" if parallel and not opened else first
+        call = self._call(syntax.call)
+        more = f"({self._text(syntax.between)} {call})*" if parallel else ""
+        return f"{self._text(head)} {call} {more} {self._text(syntax.end)}"
+
+    def _call(self, template: str) -> str:
+        """Return the rule for a call of any of the tools."""
+        if "{object}" in template:
+            schema = calls_schema(self.tools, "arguments", "#", strict_only=self.strict_only)
+            return self._text(template, object=json_rule(schema))
+        rules = []
+        for i, tool in enumerate(self.tools):
+            free = self.strict_only and not tool.function.strict
+            parts = {"name": json.dumps(tool.function.name)}
+            if "{arguments}" in template:
+                parts["arguments"] = json_rule({"type": "object"} if free else tool.arguments_schema)
+                rules.append(self._text(template, **parts))
+                continue
+            before, after = template.split("{parameters}")
+            field = f"tools[{i}].function.parameters" if tool.function.strict else None
+            parameters = self._any_parameters() if free else self._parameters(tool.arguments_schema, field)
+            rules.append(f"{self._text(before, **parts)} {parameters} {self._text(after)}")
+        return f"({' | '.join(rules)})"
+
+    def _parameters(self, schema: dict[str, Any], field: str | None) -> str:
+        """Return the rule for arguments between tags, in the order of the schema.
+
+        field: of the schema, which must be enforced to the letter. Raises InvalidParameter.
+        """
+        rules = []
+        root: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        if field and schema.keys() & {"anyOf", "allOf", "oneOf", "not", "$ref", "patternProperties"}:
+            raise InvalidParameter(field, schema, "an object with plain properties, since this model writes no JSON")
+        for key, value in (schema.get("properties") or {}).items():
+            is_text = "string" in argument_types(schema, key)
+            before = self.syntax.parameter.format(key=key, is_text=str(is_text).lower())
+            rule = f"{self.lark.text(before)} {self._value(value, root, key, field if is_text else None, is_text)}"
+            rules.append(rule if key in (schema.get("required") or []) else f"({rule})?")
+        return " ".join(rules)
+
+    def _any_parameters(self) -> str:
+        templates = dict.fromkeys(self.syntax.parameter.replace("{is_text}", word) for word in ("true", "false"))
+        before = " | ".join(self._text(template, key='/[^<>"]+/') for template in templates)
+        return f"(({before}) {self.lark.until(self.syntax.value_end)})*"
+
+    def _value(self, schema: Any, root: dict[str, Any], key: str, field: str | None, is_text: bool) -> str:
+        end = self.syntax.value_end
+        if not is_text:
+            return f"{json_rule({**schema, **root})} {self.lark.text(end)}"
+        schema = schema if isinstance(schema, dict) else {}
+        choices = [schema["const"]] if "const" in schema else schema.get("enum")
+        if choices and all(isinstance(choice, str) for choice in choices):
+            return f"({' | '.join(self.lark.text(choice + end) for choice in choices)})"
+        if field and (unknown := schema.keys() - _OF_TEXTS):
+            limit = f"without {', '.join(sorted(unknown))}, which cannot be enforced where this model writes plain text"
+            raise InvalidParameter(f"{field}.properties.{key}", schema, limit)
+        return self.lark.until(end)
+
+    def _text(self, template: str, **parts: str) -> str:
+        known = {"gap": "GAP", "number": "/[0-9]{1,4}/", **parts}
+        pieces = re.split(r"\{(\w+)\}", template)
+        return " ".join(known[piece] if i % 2 else self.lark.text(piece) for i, piece in enumerate(pieces) if piece)
+
+
+def json_rule(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({**without_annotations(schema), 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+
+
+def regex_rule(regex: str) -> str:
+    escaped = re.sub(
+        r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), regex, flags=re.DOTALL
+    )
+    return f"/{escaped}/"
+
+
+def _escape(text: str) -> str:
+    return re.sub(r"[\\.^$*+?{}\[\]|()]", r"\\\g<0>", text)
+
+
+def calls_schema(tools: list[Tool], key: str, pointer: str, *, strict_only: bool) -> dict[str, Any]:
+    """Return the JSON schema of a call of one of `tools`.
+
+    key: the model's name for the arguments. pointer: JSON pointer to this schema inside a larger one.
+    strict_only: tools that are not strict take any arguments.
+    """
+    calls = []
+    for i, tool in enumerate(tools):
+        arguments: dict[str, Any] = {"type": "object"}
+        if tool.function.strict or not strict_only:
+            arguments = _rebase_refs(tool.arguments_schema, f"{pointer}/anyOf/{i}/properties/{key}")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.function.name}, key: arguments},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+        )
+    return {"anyOf": calls}
+
+
+def _rebase_refs(schema: Any, pointer: str) -> Any:
+    """Return `schema` with its references to itself changed for its place at `pointer` in a larger schema."""
+    if isinstance(schema, list):
+        return [_rebase_refs(entry, pointer) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    rebased = {key: _rebase_refs(value, pointer) for key, value in schema.items()}
+    reference = rebased.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        rebased["$ref"] = pointer + reference[1:]
+    return rebased

@@ -1,0 +1,182 @@
+"""Calls in each family's own format, as llguidance matches them: what the parsers read, and nothing else."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
+
+from deployments.openai.call_grammar import SYNTAX, Lark, syntax_of
+from deployments.openai.chat_format import ChatFormat, VisibleMarkers
+from deployments.openai.conversation import NamedToolChoice, Tool
+from deployments.openai.request_bodies import ChatBody
+from deployments.openai.tool_grammar import ToolGrammar, forced_natively
+from engine.errors import InvalidParameter
+from engine.text.grammar import source
+from engine.text.tokenizer import Tokenizer
+from engine.wire.structured_outputs import StructuredOutputsParams
+from tests.deployments.openai.parsers.families import ARGS, FAMILIES, TOOLS, Family
+from tests.fake_engine import EOS
+from tests.models import make_tokenizer
+
+SCHEMAS = {**TOOLS, "get_weather": {**TOOLS["get_weather"], "required": ["city"]}}
+CONTENT = StructuredOutputsParams(choice=["yes", "no"])
+NATIVE = [family for family in FAMILIES if family.parser in SYNTAX or family.parser == "openai"]
+by_family = pytest.mark.parametrize("family", NATIVE, ids=lambda family: family.parser)
+kinds = pytest.mark.parametrize("kind", ["special", "text"])
+V11 = "[ARGS]"  # in examples of Mistral's newer format, for which this has to be a token
+
+
+@pytest.fixture(autouse=True)
+def _skip_the_other_format_of_mistral(request: pytest.FixtureRequest) -> None:
+    family, kind = (request.node.callspec.params.get(name) for name in ("family", "kind"))
+    if family is not None and family.parser == "mistral" and (V11 in family.text) != (kind == "special"):
+        pytest.skip("this tokenizer belongs to the other format")
+
+
+@cache
+def tokenizers(parser: str, kind: str) -> tuple[VisibleMarkers, Tokenizer, LLTokenizer]:
+    """kind: the markers are `special` tokens, or plain `text`."""
+    markers = markers_of(parser)
+    tokenizer = make_tokenizer()
+    if kind == "special":
+        tokenizer.add_tokens([AddedToken(marker, special=True, normalized=False) for marker in markers], True)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        ours = Tokenizer.from_folder(Path(folder))
+    return VisibleMarkers(ours, markers), ours, LLTokenizer(tokenizer.backend_tokenizer.to_str(), eos_token=[EOS])
+
+
+def markers_of(parser: str) -> list[str]:
+    return ChatFormat(parser, "openai_gptoss" if parser == "openai" else "none", shows_tools=True).markers
+
+
+def grammar(parser: str, kind: str, *, strict: bool = True, **fields: Any) -> StructuredOutputsParams | None:
+    tokens, _, _ = tokenizers(parser, kind)
+    functions = fields.pop("functions", [{"name": name, "parameters": schema} for name, schema in SCHEMAS.items()])
+    body = ChatBody.model_construct(
+        tools=[Tool.model_validate({"type": "function", "function": {**f, "strict": strict}}) for f in functions],
+        tool_choice=fields.pop("choice", None),
+    )
+    defaults = {"content": None, "tags": None, "thinking": "never", "lark": Lark(markers_of(parser), tokens.ids.get)}
+    return ToolGrammar(body=body, tool_call_parser=parser, **{**defaults, **fields}).params()
+
+
+def matches(params: StructuredOutputsParams | None, parser: str, kind: str, text: str) -> bool:
+    """Return whether the grammar accepts `text` as a complete output."""
+    assert params is not None
+    _, tokenizer, ll_tokenizer = tokenizers(parser, kind)
+    matcher = LLMatcher(ll_tokenizer, source(params), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def calls_of(family: Family) -> str:
+    """Return the example without reasoning and content, as a chat template writes it."""
+    text = family.text.replace("now{}", "now[ARGS]{}").replace("I look.", "").replace("Hm.", "").lstrip()
+    for tag in ("[THINK][/THINK]", "<think></think>", "<think>", "<seed:think></seed:think>"):
+        text = text.removeprefix(tag).lstrip()
+    return text.removeprefix("Here is my thought process:  Here is my response: ")
+
+
+@kinds
+@by_family
+def test_published_calls_are_what_a_forced_or_strict_output_is_made_of(family: Family, kind: str):
+    calls, parser = calls_of(family), family.parser
+    if parser == "openai":  # one call ends the turn
+        calls = calls[: calls.index("<|call|>")]
+    wrong = calls.replace("2", "true")
+    assert wrong != calls
+    auto = grammar(parser, kind)
+    assert matches(auto, parser, kind, calls)
+    assert not matches(auto, parser, kind, wrong)
+    if parser != "openai":
+        assert matches(auto, parser, kind, "just text")
+        assert matches(auto, parser, kind, f"text{calls}")
+    if forced_natively(parser, tokenizers(parser, kind)[0].ids.get):
+        forced = grammar(parser, kind, strict=False, choice="required")
+        assert matches(forced, parser, kind, calls)
+        for bad in (wrong, "", "just text", f"text{calls}", calls.replace("get_weather", "other")):
+            assert not matches(forced, parser, kind, bad), bad
+
+
+@kinds
+@by_family
+def test_answer_of_a_given_form_or_calls(family: Family, kind: str):
+    params = grammar(family.parser, kind, content=CONTENT, strict=False)
+    if family.parser != "openai":
+        assert matches(params, family.parser, kind, "yes")
+        assert matches(params, family.parser, kind, calls_of(family))
+    else:
+        analysis = "<|channel|>analysis<|message|>so yes<|end|><|start|>assistant"
+        assert matches(params, "openai", kind, f"{analysis}<|channel|>final<|message|>yes")
+        assert not matches(params, "openai", kind, f"{analysis}<|channel|>final<|message|>maybe")
+    assert not matches(params, family.parser, kind, "maybe")
+
+
+@kinds
+@by_family
+def test_named_function_is_the_only_one_and_is_called_once(family: Family, kind: str):
+    parser, ids = family.parser, tokenizers(family.parser, kind)[0].ids
+    if parser == "openai" or not forced_natively(parser, ids.get):
+        pytest.skip("the grammar knows no other")
+    choice = NamedToolChoice.model_validate({"type": "function", "function": {"name": "now"}})
+    params = grammar(parser, kind, choice=choice, strict=False)
+    syntax = syntax_of(parser, ids.get)
+    assert syntax is not None
+    call = syntax.call.format(name="now", arguments="{}", parameters="", number=0)
+    assert matches(params, parser, kind, f"{syntax.begin}{call}{syntax.end}")
+    for bad in (f"{syntax.begin}{call}{syntax.between}{call}{syntax.end}", calls_of(family), "text"):
+        assert not matches(params, parser, kind, bad)
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "deepseek_v32"])
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string"}, ["", "<b> \n"], []),
+        ({"enum": ["a", "b"]}, ["a", "b"], ["", "c", "ab"]),
+        ({"type": ["integer", "boolean"]}, ["1", "true"], ["a", '"1"']),
+        ({"type": "array", "items": {"$ref": "#/$defs/n"}}, ["[1, 2]"], ['["a"]']),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["null", "a"], []),
+    ],
+)
+def test_values_between_tags_follow_their_schema(parser, schema, good, bad):
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"n": {"type": "integer"}}}
+    params = grammar(parser, "text", functions=[{"name": "f", "parameters": parameters}], choice="required")
+    syntax = SYNTAX[parser]
+    before = syntax.parameter.format(key="a", is_text=str("string" in str(schema) or "enum" in schema).lower())
+    for value in good + bad:
+        arguments = f"{before}{value}{syntax.value_end}"
+        text = syntax.begin + syntax.call.format(name="f", parameters=arguments) + syntax.end
+        assert matches(params, parser, "text", text) == (value in good), value
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "a+"}}}, "without pattern"),
+        ({"properties": {}, "anyOf": [{"required": ["a"]}]}, "plain properties"),
+    ],
+)
+def test_strict_schema_that_cannot_be_enforced_between_tags_is_refused_by_name(parameters, reason):
+    functions = [{"name": "f", "parameters": {"type": "object", **parameters}}]
+    with pytest.raises(InvalidParameter, match=reason) as raised:
+        grammar("qwen3_coder", "text", functions=functions)
+    assert raised.value.param is not None
+    assert raised.value.param.startswith("tools[0].function.parameters")
+    assert grammar("qwen3_coder", "text", functions=functions, choice="required", strict=False) is not None
+
+
+@pytest.mark.parametrize("parser", ["gemma4", "pythonic"])
+def test_calls_that_no_grammar_describes_cannot_be_strict_and_forced_ones_are_json(parser):
+    with pytest.raises(InvalidParameter, match=f"calls that {parser} parses cannot be enforced"):
+        grammar(parser, "text")
+    forced = grammar(parser, "text", choice="required", strict=False)
+    assert matches(forced, parser, "text", f'[{{"name": "get_weather", "arguments": {ARGS}}}]')
