@@ -127,7 +127,13 @@ class Sequence:
         self.finished = False
         self.retry = RetryState(request, frontend.max_replays, time.monotonic())
         self.metrics = SequenceMetrics(
-            request, http, frontend.model, frontend.stats, frontend.timelines, frontend.admission.availability
+            request,
+            http,
+            frontend.model,
+            frontend.stats,
+            frontend.timelines,
+            frontend.admission.availability,
+            quiet=request.pooling is not None and index > 0,
         )
         self._text = TextStream(request.params, frontend.tokenizer, index)
         self._channel, self._pool, self._stats = frontend.channel, frontend.pool, frontend.stats

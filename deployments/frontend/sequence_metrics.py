@@ -31,10 +31,12 @@ class SequenceMetrics:
         stats: ModelStats,
         timelines: RequestTimelines,
         availability: Availability,
+        quiet: bool = False,
     ):
+        """quiet: another sequence stands for this one in logs, traces and timelines, unless it does not go well."""
         self.answered = False  #: a token of the present attempt has come
         self._http, self._stats, self._timelines = http, stats, timelines
-        self._availability = availability
+        self._availability, self._quiet = availability, quiet
         self._timeline = SequenceTimeline(
             request_id=request.request_id,
             model=model,
@@ -86,13 +88,14 @@ class SequenceMetrics:
     def delta(self, delta: TokenDelta, tokens: int) -> None:
         """A delta has come. tokens: how many of its tokens the client gets."""
         timeline = self._timeline
-        if timeline.first_token_s is None and delta.token_ids:
+        if timeline.first_token_s is None and (delta.token_ids or delta.pooled):
             self._times, timeline.cached_tokens = delta.times, delta.num_cached_tokens
             timeline.first_token_s = time.monotonic() - self._http.started_at
             if delta.times is not None:
                 timeline.queue_s = delta.times.scheduled_s
                 timeline.prefill_s = delta.times.first_token_s - delta.times.scheduled_s
-            self._stats.histograms["time_to_first_token_seconds"].observe(timeline.first_token_s)
+            if delta.token_ids:
+                self._stats.histograms["time_to_first_token_seconds"].observe(timeline.first_token_s)
         timeline.output_tokens += tokens
         timeline.preemptions += delta.num_preemptions
 
@@ -107,7 +110,8 @@ class SequenceMetrics:
         timeline.state, timeline.reason, timeline.error = "ended", reason, None if error is None else str(error)
         timeline.seconds = now - self._http.started_at
         self._note(f"ended: {reason}, {timeline.output_tokens} output tokens", now)
-        self._timelines.end(timeline)
+        quiet = self._quiet and reason == "stop" and not timeline.replays
+        self._timelines.end(timeline, keep=not quiet)
         if reason != "refused":
             self._stats.finished[reason] += 1
         if reason in ("stop", "length"):
@@ -115,7 +119,7 @@ class SequenceMetrics:
         trace = self._http.trace
         starting = timeline.first_token_s is None and not self._availability.was_up
         logger.log(
-            logging.DEBUG if starting else logging.INFO,
+            logging.DEBUG if starting or quiet else logging.INFO,
             "request ended request_id=%s model=%s reason=%s prompt_tokens=%d cached_tokens=%d output_tokens=%d "
             "queue_s=%s prefill_s=%s first_token_s=%s seconds=%.3f trace_id=%s",
             timeline.request_id,
@@ -133,7 +137,7 @@ class SequenceMetrics:
         if error is not None:
             level = logging.DEBUG if starting else logging.WARNING
             logger.log(level, "request failed request_id=%s error=%s", timeline.request_id, error)
-        if trace is not None:
+        if trace is not None and not quiet:
             trace.sequence(timeline, self._times)
 
     def _note(self, what: str, at: float | None = None) -> None:

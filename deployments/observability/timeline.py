@@ -67,8 +67,8 @@ class RequestTimelines:
     def begin(self, timeline: SequenceTimeline) -> None:
         self._live[timeline.request_id] = timeline
 
-    def end(self, timeline: SequenceTimeline) -> None:
-        if self._live.pop(timeline.request_id, None) is not None:
+    def end(self, timeline: SequenceTimeline, *, keep: bool = True) -> None:
+        if self._live.pop(timeline.request_id, None) is not None and keep:
             self._ended.append(timeline)
 
     def note(self, attempt: str, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any
 
@@ -101,5 +102,24 @@ def test_the_deadline_is_that_of_the_whole_request_and_what_runs_is_aborted():
             assert "0.2 s" in response.json()["error"]["message"]
             await until(lambda: len(api.engine.aborted) == PART_PROMPTS)
             assert api.model.admission.num_running == api.model.admission.num_waiting == 0
+
+    run(scenario())
+
+
+def test_one_text_of_each_part_stands_for_all_in_logs_and_timelines(caplog):
+    async def scenario() -> None:
+        caplog.set_level(logging.INFO)
+        async with fake_api() as api:
+            await ask(api, 1, **{"X-Request-Id": "warm"})
+            api.model.admission.availability.report_up()
+            await ask(api, PART_PROMPTS + 1, **{"X-Request-Id": "abc"})
+            timelines = api.telemetry.timelines.of("abc")
+            assert [timeline.reason for timeline in timelines] == ["stop", "stop"]
+            assert (
+                len([record for record in caplog.records if "request ended request_id=embd-abc" in record.message]) == 2
+            )
+            metrics = (await api.client.get("/metrics")).text
+            assert f'finished_reason="stop",ingress="ingress-1",model_name="fake"}} {PART_PROMPTS + 2}.0' in metrics
+            assert 'time_to_first_token_seconds_count{ingress="ingress-1",model_name="fake"} 0.0' in metrics
 
     run(scenario())
