@@ -68,6 +68,7 @@ ROUTES: dict[tuple[str, str], tuple[str, type[BaseModel] | None, type[msgspec.St
     ("get", "/ping"): ("The same.", None, None),
     ("get", "/version"): ("The version of this server.", None, Version),
     ("get", "/load"): ("Requests in work at this ingress.", None, ServerLoad),
+    ("post", "/reset_prefix_cache"): ("Have all engines forget their cached prefixes.", None, None),
     ("get", "/metrics"): ("Prometheus metrics.", None, "text/plain"),
     ("get", "/debug/handoffs"): ("KV on its way between engines.", None, LiveHandoffs),
     ("get", "/debug/requests/{name}"): ("What happened to a request; never its text.", None, RequestTimeline),

@@ -30,6 +30,11 @@ def add_operator_routes(app: FastAPI, models: ServedModels, telemetry: Telemetry
         await asyncio.gather(*(model.check_health() for model in models.values()))
         return Response()
 
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        await asyncio.gather(*(pool.reset_prefix_cache() for pool in models.pools().values()))
+        return Response()
+
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(await render_metrics(models.pools(), telemetry), media_type=CONTENT_TYPE)

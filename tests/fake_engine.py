@@ -26,6 +26,7 @@ from engine.wire.messages import (
     Prefill,
     PrefillReplicas,
     RemotePrefillFailed,
+    ResetPrefixCache,
     TokenBatch,
     TokenDelta,
     TokenLogprob,
@@ -60,6 +61,7 @@ class FakeEngine:
         self.quarantined: list[str] = []
         self.prefill_requests: list[RemotePrefillRequest] = []
         self.cancelled: list[str] = []
+        self.resets = 0
         self.told: list[RemotePrefillFailed | PrefillReplicas] = []
         self._notices: queue.SimpleQueue[DispatchPrefill | CancelDispatch] = queue.SimpleQueue()
         self._script = script or (lambda request: request.prompt * 100)
@@ -120,6 +122,8 @@ class FakeEngine:
                 self.prefill_requests.append(prefill_request)
             case CancelPrefill(handoff_id):
                 self.cancelled.append(handoff_id)
+            case ResetPrefixCache():
+                self.resets += 1
             case RemotePrefillFailed() | PrefillReplicas():
                 self.told.append(command)
 

@@ -49,5 +49,8 @@ class SharedCall:
     async def asleep(self) -> bool:
         return await self._pool.asleep()
 
+    async def reset_prefix_cache(self) -> None:
+        await self._pool.reset_prefix_cache()
+
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return await self._pool.prefill_statuses()

@@ -84,6 +84,9 @@ class EngineDeployment:
         """Return the newest ReplicaStatus, in msgpack. Raises EngineUnavailable if the engine hangs or is gone."""
         return msgspec.msgpack.encode(self._engine.status())
 
+    async def reset_prefix_cache(self) -> None:
+        self._engine.reset_prefix_cache()
+
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the numbers of a ReplicaReport. Called by Serve once a second if the model is autoscaled."""
         try:

@@ -18,7 +18,7 @@ from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable, RequestTimeout
-from engine.wire.messages import Command, DispatchPrefill, EngineStatus, Notice
+from engine.wire.messages import Command, DispatchPrefill, EngineStatus, Notice, ResetPrefixCache
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,11 @@ class EngineReplica:
                     calls.create_task(self.run_request(request))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
+
+    def reset_prefix_cache(self) -> None:
+        """Requests that come later find nothing cached. Raises EngineUnavailable if the engine is unhealthy."""
+        self.check_health()
+        self._send(ResetPrefixCache())
 
     def fail(self, reason: str) -> None:
         """End all open calls with EngineUnavailable, and refuse new ones: the engine is gone."""

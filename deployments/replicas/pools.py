@@ -39,6 +39,9 @@ class EnginePool(Protocol):
     async def asleep(self) -> bool:
         """Return whether there is no replica because nobody needs one: the next request starts one."""
 
+    async def reset_prefix_cache(self) -> None:
+        """Have all replicas forget their cached prefixes, in both pools. Raises EngineUnavailable if one is silent."""
+
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         """Return one status per healthy replica that computes prompts for these; none without such replicas."""
 

@@ -79,6 +79,14 @@ class ServePool:
         deployment = await _deployment_status(self._handle)
         return deployment is not None and deployment.status in AT_REST and not deployment.replica_states.get("RUNNING")
 
+    async def reset_prefix_cache(self) -> None:
+        handles = [self._handle] if self._prefill is None else [self._handle, self._prefill]
+        for handle in handles:
+            answers = await ray_compat.broadcast(handle, "reset_prefix_cache", STATUS_TIMEOUT_S)
+            missing = sum(isinstance(answer, BaseException) for answer in answers)
+            if missing or not (answers or await self.asleep()):
+                raise EngineUnavailable(f"{missing or 'all'} replicas did not answer; send the request again")
+
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return [] if self._prefill is None else await _statuses(self._prefill)
 

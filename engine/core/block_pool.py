@@ -150,12 +150,15 @@ class BlockPool:
         changes, self._changes = self._changes or {}, {}
         return [h for h, there in changes.items() if there], [h for h, there in changes.items() if not there]
 
-    def clear_cache(self) -> int:
-        """Forget all cached content; blocks in use keep theirs. Returns how many were freed."""
-        count = len(self._cached)
+    def clear_cache(self) -> None:
+        """Forget all content: nothing of it can be matched any more. Blocks in use keep theirs for their holders."""
         while self._cached:
             self._evict()
-        return count
+        for block_hash, block in self._by_hash.items():
+            self._hash[block] = None
+            if self._changes is not None:
+                self._changes[block_hash] = False
+        self._by_hash.clear()
 
     def _evict(self) -> None:
         block, _ = self._cached.popitem(last=False)

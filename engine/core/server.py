@@ -31,6 +31,7 @@ from engine.wire.messages import (
     Prefill,
     PrefillReplicas,
     RemotePrefillFailed,
+    ResetPrefixCache,
     Subscribe,
     TokenBatch,
     TokenDelta,
@@ -116,6 +117,8 @@ class EngineServer:
                     self._abort(request_id, reason)
                 case Subscribe():
                     self._subscribe(command)
+                case ResetPrefixCache():
+                    self._core.scheduler.pool.clear_cache()
                 case _:
                     self._hand_over(command)
 

@@ -1,6 +1,7 @@
 """Messages between an engine and the processes that use it (msgspec over ZMQ).
 
-To the engine:      Add, Abort, Subscribe; Prefill, CancelPrefill (to one that computes prompts for others);
+To the engine:      Add, Abort, Subscribe, ResetPrefixCache;
+                    Prefill, CancelPrefill (to one that computes prompts for others);
                     RemotePrefillFailed, PrefillReplicas (to one whose prompts others compute)          (`Command`)
 From the engine:    TokenBatch to each ingress that has requests there, one per step;
                     EngineUpdate to each router that subscribes;
@@ -318,4 +319,8 @@ class PrefillReplicas(msgspec.Struct, frozen=True, tag=True):
     replicas: list[PrefillReplica]
 
 
-Command = Add | Abort | Subscribe | Prefill | CancelPrefill | RemotePrefillFailed | PrefillReplicas
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Compute prompts anew, whatever is cached."""
+
+
+Command = Add | Abort | Subscribe | ResetPrefixCache | Prefill | CancelPrefill | RemotePrefillFailed | PrefillReplicas

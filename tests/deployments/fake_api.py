@@ -62,6 +62,9 @@ class LocalPool:
     async def asleep(self) -> bool:
         return self.sleeps
 
+    async def reset_prefix_cache(self) -> None:
+        self._replica.reset_prefix_cache()
+
     async def prefill_statuses(self) -> list[ReplicaStatus]:
         return []
 

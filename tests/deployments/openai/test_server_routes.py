@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deployments.http.debug import VERSION
-from tests.deployments.fake_api import fake_api
+from tests.deployments.fake_api import fake_api, until
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -78,6 +78,19 @@ def test_health_fails_while_the_engine_makes_no_progress(path):
             async with asyncio.timeout(5):
                 while (await api.client.get(path)).status_code == 503:
                     await asyncio.sleep(0.005)
+
+    run(scenario())
+
+
+def test_reset_of_the_prefix_cache_reaches_the_engine_and_says_so_if_there_is_none():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            await api.until_status()
+            response = await api.client.post("/reset_prefix_cache")
+            assert (response.status_code, response.content) == (200, b"")
+            await until(lambda: api.engine.resets == 1)
+            api.replica.fail("rank 0 died")
+            assert (await api.client.post("/reset_prefix_cache")).status_code == 503
 
     run(scenario())
 

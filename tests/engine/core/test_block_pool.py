@@ -118,14 +118,21 @@ def test_without_prefix_caching_nothing_is_kept():
     assert (pool.num_free, pool.num_cached) == (4, 0)
 
 
-def test_clearing_the_cache_keeps_blocks_in_use():
+def test_clearing_the_cache_leaves_nothing_to_match_and_blocks_in_use_to_their_holders():
     pool = BlockPool(4, 2)
     hashes = chain([1, 2], [3, 4])
     cache(pool, hashes)
+    pool.track(True)
     held = pool.reserve(pool.match(hashes[:1]), 0)
-    assert pool.clear_cache() == 1
+    pool.clear_cache()
     pool.check()
-    assert pool.match(hashes) == held
+    assert (pool.match(hashes), pool.num_used, pool.num_cached) == ([], 1, 0)
+    assert sorted(pool.take_changes()[1]) == sorted(hashes)
+    again = pool.allocate(1)
+    assert pool.cache_block(again[0], hashes[0]) == again[0], "a new copy takes the place of the old one"
+    pool.release(held)
+    pool.check()
+    assert pool.match(hashes) == again
 
 
 def test_releasing_twice_is_our_own_error():

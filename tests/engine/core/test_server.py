@@ -25,6 +25,7 @@ from engine.wire.messages import (
     Prefill,
     PrefillReplicas,
     RemotePrefillFailed,
+    ResetPrefixCache,
     Subscribe,
     TokenBatch,
 )
@@ -98,6 +99,18 @@ def test_a_request_without_a_token_tells_what_happens_to_it_before_it_has_one(in
     assert told[0].startswith("queued behind ")
     assert told[1].startswith("to be computed here; ")
     assert told[2:] == ["first token", "ended: length, 30 output tokens"]
+
+
+def test_after_a_reset_of_the_prefix_cache_a_prompt_is_computed_again_with_the_same_tokens(ingress, server):
+    for name in "abc":
+        if name == "c":
+            ingress.send(ResetPrefixCache())
+        ingress.add(name, prompt=list(range(10, 30)))
+        ingress.last(name)
+    cached = [max(delta.num_cached_tokens for delta in ingress.deltas[name]) for name in "abc"]
+    assert cached == [0, 16, 0]
+    assert ingress.tokens("c") == ingress.tokens("b") == ingress.tokens("a")
+    server._core.scheduler.pool.check()
 
 
 def test_requests_that_run_together_share_one_batch_per_step(ingress):
