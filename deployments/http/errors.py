@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from deployments.frontend.sequence import ReportedError
 from deployments.observability.telemetry import CLIENT_LEFT
-from engine.errors import BodyTimeout, Overloaded, ServingError
+from engine.errors import BodyTimeout, Overloaded, PromptTooLong, ServingError
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,8 @@ def anthropic_error_body(error: Exception, scope: Scope) -> tuple[int, Anthropic
     message = body.error.message
     for ours, theirs in ANTHROPIC_FIELDS.items():
         message = message.replace(ours, theirs)
+    if isinstance(error, PromptTooLong):  # by these words Claude Code knows that it has to shorten the conversation
+        message = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum; {message}"
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return status, AnthropicErrorBody(AnthropicError(kind, message), request_id(scope))
 

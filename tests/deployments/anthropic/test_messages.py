@@ -275,7 +275,7 @@ REFUSED = [
     (anthropic.BadRequestError, "invalid_request_error", {"messages": []}, "messages"),
     (anthropic.BadRequestError, "invalid_request_error", {"max_tokens": 0}, "max_tokens"),
     (anthropic.BadRequestError, "invalid_request_error", {"messages": [{"role": "user", "content": "a b " * 4000}]},
-     "maximum context length"),
+     "prompt is too long: 1234 tokens > 512 maximum"),
     (anthropic.BadRequestError, "invalid_request_error", {"tools": [{"name": "a", "input_schema": {"type": "array"}}]},
      "tools[0].input_schema"),
     (anthropic.BadRequestError, "invalid_request_error", {"tool_choice": {"type": "any"}}, "tool_choice"),
