@@ -218,7 +218,8 @@ def test_ray_pods_of_an_overlay_share_an_image_the_front_and_the_mounts_of_the_c
     for group in service.groups:
         assert haproxy.FRONT.items() <= group.env.items()
         mounts = {Path(mount["mountPath"]) for mount in group.main["volumeMounts"]}
-        for path in [m.model for m in config.models if m.model.startswith("/")] + [config.ingress.api_keys_file or ""]:
+        folders = [m.model for m in config.models if m.model.startswith("/")]
+        for path in [*folders, config.ingress.api_keys_file or "", config.ingress.batch_dir or ""]:
             assert not path or mounts & {Path(path), *Path(path).parents}, (group.where, path)
 
 

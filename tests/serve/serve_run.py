@@ -54,6 +54,7 @@ class ServeRun:
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._ray_folder = tempfile.TemporaryDirectory(prefix="manta", dir="/tmp")  # socket paths must be short
         config = folder / "serve_config.yaml"
+        self._batch_dir = str(folder / "batches")
         self._change = lambda args: self._config(args, deployments or [], policy)
         config.write_text(yaml.safe_dump(self._change(args)))
         self._process = subprocess.Popen(
@@ -114,6 +115,7 @@ class ServeRun:
         self._ray_folder.cleanup()
 
     def _config(self, args: dict[str, Any], deployments: list[dict[str, Any]], policy: str | None) -> dict[str, Any]:
+        args = {**args, "ingress": {"batch_dir": self._batch_dir, **args.get("ingress", {})}}
         app = {
             "name": "manta",
             "route_prefix": "/",

@@ -17,7 +17,7 @@ MAX_CUSTOM_ID = 512
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-class InputUnreadable(Exception):
+class InputUnreadable(OSError):
     """The file cannot be read any more."""
 
 
@@ -132,4 +132,4 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 if line.strip():
                     yield number, line
     except OSError as error:
-        raise InputUnreadable(error.strerror or str(error)) from None
+        raise InputUnreadable(error.errno, error.strerror, error.filename) from None

@@ -55,9 +55,9 @@ class Records(Generic[T]):
         self._id = re.compile(rf"{prefix}[0-9a-f]{{{2 * DIGITS}}}")
 
     def put(self, owner: str | None, value: T, *, lasting: bool = True) -> None:
-        """Write an object. lasting: it must outlive a power cut too."""
+        """Write an object, as the only one who does. lasting: it must outlive a power cut too."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f"{value.id}.{secrets.token_hex(4)}.tmp"
+        temporary = self.folder / f"{value.id}.tmp"
         try:
             with temporary.open("wb") as file:
                 file.write(msgspec.json.encode(Record(owner, value)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -56,7 +57,7 @@ def add_batch_routes(
             raise NotConfigured("files and batches", "ingress.batch_dir")
 
     needs = [Depends(check_configured)]
-    store = BatchStore(Path(config.folder or "").expanduser())
+    store = BatchStore(Path(os.path.expanduser(config.folder or "")))
     _add_file_routes(app, needs, store.files, cors_origins)
     worker = BatchWorker(app, store, models, config)
     _add_batch_routes(app, needs, store, worker, models, unknown_fields)

@@ -65,7 +65,9 @@ class BatchRun:
             if batch.status in ("finalizing", "cancelling"):
                 self._publish(batch)
         except InputUnreadable as error:
-            self._fail(batch, [BatchError("input_file_unreadable", f"The input file cannot be read: {error}.")])
+            self._fail(
+                batch, [BatchError("input_file_unreadable", f"The input file cannot be read: {error.strerror}.")]
+            )
         shutil.rmtree(work.path, ignore_errors=True)
 
     def _validate(self, batch: Batch, file: Path) -> None:
