@@ -3,11 +3,12 @@
     python -m venv peer && peer/bin/pip install torch==2.13.0 sentence-transformers fastembed onnx
     python -m benchmarks.embeddings --peer peer/bin/python
 
-The model has the shape of all-MiniLM-L6 and random weights; a text has 128 tokens, two of them special. Each engine has
-a process of its own and makes all embeddings once in every round, in turn, so that what else the machine does hits all
-alike. Tokenizing is part of it. With one thread, time of the CPU says most on a busy machine: several threads also spin
-while they wait for each other. Ratios are of medians. Without `--peer` only this engine is measured; `--http` adds a
-server of its own, which is asked for all embeddings of a round at once. Its CPU time is that of all its processes.
+The model has the shape of all-MiniLM-L6 and random weights; a text has 128 tokens, two of them special, which is the
+worst case for an engine without padding: `--tokens 16-256` gives texts of mixed lengths. Each engine has a process of
+its own and makes all embeddings once in every round, in turn, so that what else the machine does hits all alike.
+Tokenizing is part of it. With one thread, time of the CPU says most on a busy machine: several threads also spin while
+they wait for each other. Ratios are of medians. Without `--peer` only this engine is measured; `--http` adds a server of
+its own, which is asked for all embeddings of a round at once. Its CPU time is that of all its processes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main(
     peer: Annotated[str | None, typer.Option(help="Python of an environment with the peers.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; fastembed stays with float32.")] = "float32",
     texts: Annotated[int, typer.Option(help="Texts per round.")] = 256,
-    tokens: Annotated[int, typer.Option(help="Tokens of a text.")] = 128,
+    tokens: Annotated[str, typer.Option(help="Tokens of a text: a number, or two as in 16-256.")] = "128",
     rounds: Annotated[int, typer.Option(help="Rounds after the one that warms up.")] = 7,
     threads: Annotated[int, typer.Option(help="Threads of each engine.")] = 2,
     http: Annotated[bool, typer.Option("--http", help="Also measure the server, over HTTP.")] = False,
@@ -197,9 +198,12 @@ ENGINES: dict[str, Callable[[Path, str, int], AbstractContextManager[Engine]]] =
 }
 
 
-def make_texts(count: int, tokens: int) -> list[str]:
-    words = random.Random(0)
-    return [" ".join(f"w{words.randrange(VOCABULARY - 5)}" for _ in range(tokens - 2)) for _ in range(count)]
+def make_texts(count: int, tokens: str) -> list[str]:
+    """tokens: of each text, or the fewest and the most, `16-256`, between which all numbers are equally likely."""
+    numbers = random.Random(0)
+    fewest, _, most = tokens.partition("-")
+    lengths = [numbers.randint(int(fewest), int(most or fewest)) - 2 for _ in range(count)]
+    return [" ".join(f"w{numbers.randrange(VOCABULARY - 5)}" for _ in range(length)) for length in lengths]
 
 
 def make_model(folder: Path) -> None:

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.rope import rope_table
-from engine.model.ops import attention
-from engine.model.ops.encoder_attention import encoder_attention, select_rotation
+from engine.model.ops import attention, encoder_attention
 
 
 class Attention(nn.Module):
@@ -30,13 +29,14 @@ class Attention(nn.Module):
         """[heads], set by a layer that has them."""
         self.table = rope_table(cfg.rope[layer], cfg.head_dim, cfg.max_position_embeddings, dtype, device)
         self.bidirectional = cfg.bidirectional
-        self.rotate = select_rotation(dtype, device)
+        self.rotate = encoder_attention.select_rotation(dtype, device)
+        self.encoder_attention = encoder_attention.select(dtype, device)
         self.ops = attention.select(dtype, device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         if self.bidirectional:
             q, k = (self.rotate(x, self.table, batch.positions) for x in (q, k))
-            return encoder_attention(q, k, v, batch, self.scale, self.window).flatten(1)
+            return self.encoder_attention(q, k, v, batch, self.scale, self.window).flatten(1)
         q = self.ops.rotate_and_write(q, k, v, self.table, batch, self.layer)
         attended = self.ops.paged_attention(
             q, batch, self.layer, self.scale, self.window, softcap=self.softcap, sinks=self.sinks

@@ -14,7 +14,7 @@ from engine.model.config import ModelConfig
 from engine.model.layers.embedding import VocabEmbedding
 from engine.model.layers.linear import ReplicatedLinear
 from engine.model.layers.norm import LayerNorm
-from engine.model.ops.encoder_attention import encoder_attention
+from engine.model.ops import encoder_attention
 from engine.model.ops.linear import linear_gelu
 from engine.model.tensor_names import NativeNames
 
@@ -77,11 +77,12 @@ class BertAttention(nn.Module):
         size = cfg.num_heads * cfg.head_dim
         self.scale, self.head_dim = cfg.attention_scale, cfg.head_dim
         self.qkv = ReplicatedLinear(cfg.hidden_size, dict.fromkeys(("query", "key", "value"), size))
+        self.attend = encoder_attention.select(self.qkv.dtype, self.qkv.device)
         self.output = BertOutput(cfg, size)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
-        return self.output(encoder_attention(q, k, v, batch, self.scale).flatten(1), x)
+        return self.output(self.attend(q, k, v, batch, self.scale, None).flatten(1), x)
 
 
 class BertIntermediate(nn.Module):

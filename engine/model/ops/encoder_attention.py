@@ -1,6 +1,6 @@
 """Attention of whole sequences without a KV cache, in which tokens see each other in both directions.
 
-encoder_attention(q, k, v, batch, scale, window) -> [tokens, heads, head_dim]
+encoder_attention(q, k, v, batch, scale, window) -> [tokens, heads, head_dim]; `encoder_attention_plain` is the oracle.
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], each head's values contiguous; query head h reads
     KV head h // (heads / kv_heads).
     A token sees all tokens of its sequence, or with a window w those less than w positions before or after it.
@@ -18,8 +18,19 @@ from engine.model.batch import Batch
 from engine.model.ops import dispatch
 from engine.model.ops.rope import rotate_plain
 
+EncoderAttentionOp = Callable[[Tensor, Tensor, Tensor, Batch, float, int | None], Tensor]
 
-def encoder_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, window: int | None = None) -> Tensor:
+
+def select(dtype: torch.dtype, device: torch.device) -> EncoderAttentionOp:
+    """The fastest version of `encoder_attention`."""
+    if dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu.encoder_attention import encoder_attention
+
+        return encoder_attention
+    return encoder_attention_plain
+
+
+def encoder_attention_plain(q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     out: Tensor | None = None
     for first, count, length in equal_lengths(batch):

@@ -127,8 +127,10 @@ class TransformersModel(Sharded):
         fixed_rope(self.base)
         self._plain_head: bool | None = None
         logger.info(
-            "model: %s is computed by the code of transformers %s over our attention and linear layers", cfg.architecture, transformers.__version__,
-        )  # fmt: skip
+            "model: %s is computed by the code of transformers %s over our attention and linear layers",
+            cfg.architecture,
+            transformers.__version__,
+        )
 
     def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
         self._step.begin(batch)

@@ -14,6 +14,7 @@ from engine.model.ops.cpu.kernel import I32, I64
 
 LANES = 16
 UNROLL = 4  # vectors in flight, to hide the latency of multiply-and-add
+ROWS, COLUMNS = 8, 2 * LANES  # of a tile of a matrix product, whose sums stay in registers
 CACHE_LINE_BYTES = 64
 F32 = ir.FloatType()
 VF32 = ir.VectorType(F32, LANES)
@@ -130,6 +131,38 @@ def add_weighted(_: Any, out: Any, weights: Any, count: Any, rows: Any, start: A
         return context.get_dummy_value()
 
     return types.void(F32P, F32P, types.int64, rows, types.int64, types.int64, types.float32), generate
+
+
+@intrinsic
+def multiply_tile(_: Any, out: Any, out_size: Any, a: Any, a_size: Any, b: Any, b_size: Any, n: Any, add: Any) -> Any:
+    """out[r, c] = sum over i < n of a[r, i] * b[i, c], added to what is there with `add`, for 8 rows and 32 columns; a
+    row of each matrix has its `size`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        target, target_size, left, left_size, right, right_size, count, keep = args
+        vectors = [ir.Constant(I64, LANES * i) for i in range(COLUMNS // LANES)]
+        places = [
+            builder.add(builder.mul(ir.Constant(I64, row), target_size), vector)
+            for row in range(ROWS) for vector in vectors
+        ]  # fmt: skip
+        totals = []
+        for place in places:
+            before = builder.select(keep, load16(builder, target, place, types.float32), constant(0.0))
+            totals.append(cgutils.alloca_once_value(builder, before))
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            first = builder.mul(loop.index, right_size)
+            some = [load16(builder, right, builder.add(first, vector), types.float32) for vector in vectors]
+            for row in range(ROWS):
+                index = builder.add(builder.mul(ir.Constant(I64, row), left_size), loop.index)
+                x = splat(builder, builder.load(builder.gep(left, [index])))
+                for y, total in zip(some, totals[row * len(some) :], strict=False):
+                    builder.store(fma(builder, x, y, builder.load(total)), total)
+        for place, total in zip(places, totals, strict=True):
+            store16(builder, builder.load(total), target, place)
+        return context.get_dummy_value()
+
+    size = types.int64
+    return types.void(F32P, size, F32P, size, F32P, size, size, types.boolean), generate
 
 
 @intrinsic

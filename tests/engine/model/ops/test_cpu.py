@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model.batch import Batch, split
-from engine.model.ops import activation, attention_plain, linear, norm, rope
+from engine.model.ops import activation, attention_plain, encoder_attention, linear, norm, rope
 from engine.model.ops.cpu import activation as cpu_activation
 from engine.model.ops.cpu import attention as cpu_attention
+from engine.model.ops.cpu import encoder_attention as cpu_encoder_attention
 from engine.model.ops.cpu import norm as cpu_norm
 from engine.model.ops.cpu import rope as cpu_rope
 
@@ -181,3 +182,40 @@ def test_a_row_of_attention_has_the_same_bits_in_a_chunk_and_by_itself(
         assert torch.equal(alone[0], chunk[row]), row
     decoding = attend(q[count - 1 :], table, [1] * (others + 1), [total] * (others + 1))
     assert torch.equal(decoding, chunk[count - 1 :])
+
+
+def whole_sequences(lengths: list[int]) -> Batch:
+    """A step of an encoder, as far as attention looks at it."""
+    none, single_and_chunks = torch.zeros(0, dtype=torch.int64), split(lengths, lengths)
+    start, lens = torch.tensor([0, *lengths]).cumsum(0).int(), torch.tensor(lengths, dtype=torch.int32)
+    return Batch(none, none, start, lens, none, none, *single_and_chunks)
+
+
+@settings(PROFILE, max_examples=30)
+@given(
+    lengths=st.lists(st.sampled_from([1, 2, 7, 33, 128, 129, 300]), min_size=1, max_size=4),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 3)]),
+    head_dim=st.sampled_from([8, 32, 40, 64]),
+    window=st.sampled_from([None, 1, 5, 64, 200]),
+    dtype=DTYPES,
+)
+def test_attention_of_whole_sequences_equals_plain(lengths, heads, head_dim, window, dtype):
+    num_heads, kv_heads = heads
+    merged = randn(sum(lengths), num_heads + 2 * kv_heads, head_dim, dtype=dtype)
+    q, k, v = merged.split((num_heads, kv_heads, kv_heads), dim=1)
+    batch = whole_sequences(lengths)
+    expected = encoder_attention.encoder_attention_plain(q, k, v, batch, head_dim**-0.5, window)
+    found = cpu_encoder_attention.encoder_attention(q, k, v, batch, head_dim**-0.5, window)
+    torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
+    if len(lengths) > 1:  # a sequence has the same bits alone
+        first, alone = slice(0, lengths[0]), whole_sequences(lengths[:1])
+        own = cpu_encoder_attention.encoder_attention(q[first], k[first], v[first], alone, head_dim**-0.5, window)
+        assert torch.equal(own, found[first])
+
+
+def test_what_is_not_a_number_stays_in_its_own_sequence():
+    q, k, v = randn(3, 90, 2, 16, dtype=torch.float32)
+    expected = cpu_encoder_attention.encoder_attention(q, k, v, whole_sequences([30, 20, 40]), 0.25, None)
+    q[:30] = k[:30] = v[:30] = torch.nan
+    found = cpu_encoder_attention.encoder_attention(q, k, v, whole_sequences([30, 20, 40]), 0.25, None)
+    assert torch.equal(found[30:], expected[30:])
