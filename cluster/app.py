@@ -100,7 +100,9 @@ def ingress(
         **scaling,
     )
     edge = config.ingress
-    return deployment.bind(infos, pools, config.log, config.tracing_config(), edge.auth(), edge.batches())
+    return deployment.bind(
+        infos, pools, config.log, config.tracing_config(), edge.auth(), edge.batches(), edge.responses()
+    )
 
 
 def _check_capacity(config: AppConfig) -> None:

@@ -14,6 +14,7 @@ from deployments.http.validation import UnknownFields
 from deployments.observability.tracing import TracingConfig
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.parsers import ReasoningParserName, ToolCallParserName
+from deployments.openai.responses.store import ResponseStoreConfig
 from deployments.routing.config import Role, RoutingConfig
 from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig, HandoffConfig
 from engine.errors import ConfigError
@@ -118,6 +119,10 @@ class IngressSection(Section):
     body_timeout_s: float = Field(default=60.0, gt=0)  #: for a request's body to come; else 408
     cors_origins: list[str] = Field(default=[])  #: web pages that may send requests from browsers; `*` for all
     unknown_fields: UnknownFields = "ignore"  #: of requests, that no API here has; both are told to the client
+    response_store: str | None = Field(default=None, min_length=1)
+    """`redis://host:6379/0` for stored responses that all ingresses find; None keeps them in the memory of each."""
+    response_store_bytes: int = Field(default=256 * 2**20, ge=1024)  #: limit in memory; the oldest are dropped
+    response_ttl_s: float = Field(default=24 * 3600.0, gt=0)  #: how long a response is stored
     batch_dir: str | None = Field(default="~/.local/state/manta/batches", min_length=1)
     """Folder of files and batches, shared by all ingresses; null for none (docs/batches.md)."""
     batch_max_in_flight: int = Field(default=16, ge=1)  #: requests of one batch at a time, while no request has to wait
@@ -136,6 +141,14 @@ class IngressSection(Section):
         )
         auth.keys()
         return auth
+
+    def responses(self) -> ResponseStoreConfig:
+        """Return where responses are stored. Raises ConfigError."""
+        config = ResponseStoreConfig(
+            url=self.response_store, ttl_s=self.response_ttl_s, max_bytes=self.response_store_bytes
+        )
+        config.check()
+        return config
 
     def batches(self) -> BatchConfig:
         return BatchConfig(folder=self.batch_dir, max_in_flight=self.batch_max_in_flight)
@@ -286,6 +299,7 @@ class AppConfig(Section):
                 raise ConfigError(f"models[{i}].name", model.name, "different from all other names")
         if (tracing := config.tracing_config()) is not None:
             tracing.check_installed()
+        config.ingress.responses()
         return config
 
 

@@ -16,6 +16,8 @@ from deployments.http.middleware import AuthConfig, AuthMiddleware, RootPathMidd
 from deployments.observability.telemetry import MetricsMiddleware, Telemetry
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.batches.routes import add_batch_routes
+from deployments.openai.responses.routes import add_responses_routes
+from deployments.openai.responses.store import ResponseStore, ResponseStoreConfig
 from deployments.openai.routes import add_openai_routes
 from deployments.openai.served_model import ServedModel
 from deployments.openai.served_models import ServedModels
@@ -30,6 +32,7 @@ def http_app(
     telemetry: Telemetry,
     auth: AuthConfig = AuthConfig(),  # noqa: B008  frozen
     batches: BatchConfig = BatchConfig(),  # noqa: B008  frozen
+    responses: ResponseStoreConfig = ResponseStoreConfig(),  # noqa: B008  frozen
 ) -> FastAPI:
     """Build the application. Raises ConfigError for a bad file of API keys.
 
@@ -42,6 +45,7 @@ def http_app(
     served = ServedModels(models)
     add_openai_routes(app, served, auth.unknown_fields)
     add_anthropic_routes(app, served, auth.unknown_fields)
+    add_responses_routes(app, served, ResponseStore(responses), auth.unknown_fields)
     add_batch_routes(app, served, batches, auth.cors_origins, auth.unknown_fields)
     add_pooling_routes(app, served, auth.unknown_fields)
     add_operator_routes(app, served, telemetry)

@@ -35,6 +35,8 @@ from deployments.openai.response_bodies import (
     ModelList,
     Tokens,
 )
+from deployments.openai.responses.request_body import InputItemsQuery, ResponsesBody, RetrieveQuery
+from deployments.openai.responses.response_body import DeletedResponse, InputItems, Response
 from deployments.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
 from deployments.pooling.response_bodies import EmbeddingList, Ranking, ScoreList
 
@@ -55,6 +57,11 @@ ROUTES: dict[tuple[str, str], tuple[str, type[BaseModel] | None, type[msgspec.St
     ("post", "/detokenize"): ("Token ids to text.", DetokenizeBody, DetokenizedText),
     ("get", "/v1/models"): ("The models that are served.", None, ModelList),
     ("get", "/v1/models/{name}"): ("One of them.", None, ModelCard),
+    ("post", "/v1/responses"): ("Respond to items of a conversation.", ResponsesBody, Response),
+    ("get", "/v1/responses/{name}"): ("A stored response.", RetrieveQuery, Response),
+    ("delete", "/v1/responses/{name}"): ("Delete it.", None, DeletedResponse),
+    ("get", "/v1/responses/{name}/input_items"): ("What its request brought.", InputItemsQuery, InputItems),
+    ("post", "/v1/responses/{name}/cancel"): ("End it, if it runs in the background.", None, Response),
     ("post", "/v1/files"): ("Store the requests of a batch.", UploadForm, File),
     ("get", "/v1/files"): ("The files, newest first.", FileQuery, FileList),
     ("get", "/v1/files/{name}"): ("One of them.", None, File),
@@ -73,7 +80,9 @@ ROUTES: dict[tuple[str, str], tuple[str, type[BaseModel] | None, type[msgspec.St
     ("get", "/debug/handoffs"): ("KV on its way between engines.", None, LiveHandoffs),
     ("get", "/debug/requests/{name}"): ("What happened to a request; never its text.", None, RequestTimeline),
 }
-STREAMING = {"/v1/chat/completions", "/v1/completions", "/v1/messages"}
+STREAMING = {
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/{name}", "/v1/messages"
+}  # fmt: skip
 FORMS = {"/v1/files"}
 SECURITY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from deployments.http.context import RequestContext
-from deployments.openai.chat_output import ChatOutput
+from deployments.openai.chat_output import ChatOutput, tool_call_id
 from deployments.openai.logprobs import prompt_logprobs
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, OutputEvent, Reasoning
 from deployments.openai.request_bodies import ChatBody
@@ -112,7 +111,7 @@ def _extend(message: ChatMessage, events: Iterable[OutputEvent]) -> None:
             case Reasoning(text):
                 message.reasoning = (message.reasoning or "") + text
             case CallStart(name, call_id):
-                call = ToolCallBody(call_id or _tool_call_id(), CalledFunction(name, ""))
+                call = ToolCallBody(call_id or tool_call_id(), CalledFunction(name, ""))
                 message.tool_calls = [*(message.tool_calls or []), call]
             case CallArguments(text):
                 assert message.tool_calls
@@ -130,7 +129,7 @@ def _delta(events: Iterable[OutputEvent], num_tool_calls: int) -> ChatDelta:
                 delta.reasoning = (delta.reasoning or "") + text
             case CallStart(name, call_id):
                 function = CalledFunctionDelta("", name)
-                calls.append(ToolCallDelta(num_tool_calls, function, call_id or _tool_call_id(), "function"))
+                calls.append(ToolCallDelta(num_tool_calls, function, call_id or tool_call_id(), "function"))
                 num_tool_calls += 1
             case CallArguments(text):
                 if not calls:
@@ -138,7 +137,3 @@ def _delta(events: Iterable[OutputEvent], num_tool_calls: int) -> ChatDelta:
                 calls[-1].function.arguments += text
     delta.tool_calls = calls or None
     return delta
-
-
-def _tool_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"

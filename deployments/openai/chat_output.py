@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -101,3 +102,7 @@ class ChatOutput:
     def _top_logprob(self, token_id: int, logprob: float) -> TopLogprob:
         name = token_name(self.tokenizer, token_id, self.tokens_as_ids)
         return TopLogprob(name, logprob, list(self.tokenizer.token_bytes(token_id)))
+
+
+def tool_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"

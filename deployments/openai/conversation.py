@@ -12,7 +12,9 @@ from deployments.http.body import StrictModel
 from engine.errors import InvalidParameter
 
 MAX_PARTS = 1024  # of one message
-OTHER_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "video", "file")
+OTHER_PARTS = (
+    "image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "video", "file", "input_file"
+)  # fmt: skip
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -105,6 +107,16 @@ class RefusalPart(Part):
 ContentPart = TextPart | RefusalPart
 
 
+def only_text(content: object) -> object:
+    """Name parts that are no text: in an error for each branch of the union that would be lost."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in OTHER_PARTS:
+            limit = f"text: {kind} parts are not read, since of a model only the part that reads text is served"
+            raise PydanticCustomError("not_text", limit)
+    return content
+
+
 class Message(TemplateModel):
     """One turn. The chat template gets all fields, also those that are not listed here."""
 
@@ -121,16 +133,7 @@ class Message(TemplateModel):
     function_call: FunctionCall | None = None
     """The old form of `tool_calls`."""
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _is_text(cls, content: object) -> object:
-        """Name parts that are no text: in an error for each branch of the union that would be lost."""
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind in OTHER_PARTS:
-                limit = f"text: {kind} parts are not read, since of a model only the part that reads text is served"
-                raise PydanticCustomError("not_text", limit)
-        return content
+    _is_text = field_validator("content", mode="before")(only_text)
 
     def for_template(self) -> dict[str, Any]:
         """Return the message with its content as one text, which is what templates of text models expect."""

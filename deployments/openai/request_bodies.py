@@ -70,15 +70,11 @@ class StructuredOutputs(StrictModel):
     json_object: bool | None = None
 
 
-class GenerationBody(EngineBody):
-    """Fields that chat and text completions have in common."""
+class SamplingBody(EngineBody):
+    """Fields of every request for text, whichever its route."""
 
-    foreign_fields = FOREIGN_FIELDS
-
-    n: Whole = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: Whole | None = None
     min_tokens: Whole = Field(default=0, le=INT32)
     temperature: Number | None = None
     top_p: Number | None = None
@@ -97,13 +93,36 @@ class GenerationBody(EngineBody):
     allowed_token_ids: list[int] | None = Field(default=None, max_length=2**18, fail_fast=True)
     bad_words: list[str] = Field(default=[], max_length=MAX_BAD_WORDS, fail_fast=True)
     cache_salt: str = Field(default="", max_length=1024)
-    echo: bool = False
-    """Begins the response with what it continues: the prompt of a completion, the last message of a chat if that is the
-    assistant's."""
     truncate_prompt_tokens: Whole | None = Field(default=None, ge=-1, le=INT32)
     """Tokens that are kept of a longer prompt; -1 for as many as leave room for `max_tokens`."""
     truncation_side: Literal["left", "right"] = "left"
     """Where a prompt that is too long is cut off: `left` keeps its end."""
+    structured_outputs: StructuredOutputs | None = None
+    priority: Whole = Field(default=0, ge=-INT32, le=INT32)
+    """Smaller runs first, if the engine's `scheduling_policy` is `priority`."""
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] = "auto"
+    """`priority` runs before all others and `flex` after them, if the engine's `scheduling_policy` is `priority`."""
+
+    def check(self) -> None:
+        super().check()
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidParameter("truncate_prompt_tokens", 0, "-1 or at least 1")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed with stream=true", "stream_options")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            self.ignored.append("stream_options.include_obfuscation")
+
+
+class GenerationBody(SamplingBody):
+    """Fields that chat and text completions have in common."""
+
+    foreign_fields = FOREIGN_FIELDS
+
+    n: Whole = 1
+    max_tokens: Whole | None = None
+    echo: bool = False
+    """Begins the response with what it continues: the prompt of a completion, the last message of a chat if that is the
+    assistant's."""
     prompt_logprobs: Whole | None = None
     """Alternatives to report per token of the prompt; only without `stream`."""
     return_token_ids: bool = False
@@ -111,16 +130,11 @@ class GenerationBody(EngineBody):
     return_tokens_as_token_ids: bool = False
     """Names tokens in log-probabilities `token_id:7` in place of their text, which several may share."""
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     """vLLM's older name for `structured_outputs.json`."""
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(default=None, fail_fast=True)
     guided_grammar: str | None = None
-    priority: Whole = Field(default=0, ge=-INT32, le=INT32)
-    """Smaller runs first, if the engine's `scheduling_policy` is `priority`."""
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] = "auto"
-    """`priority` runs before all others and `flex` after them, if the engine's `scheduling_policy` is `priority`."""
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Return the parameters for the engine. Raises InvalidParameter.
@@ -156,12 +170,6 @@ class GenerationBody(EngineBody):
         super().check()
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is only allowed without stream", "prompt_logprobs")
-        if self.truncate_prompt_tokens == 0:
-            raise InvalidParameter("truncate_prompt_tokens", 0, "-1 or at least 1")
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options is only allowed with stream=true", "stream_options")
-        if self.stream_options is not None and self.stream_options.include_obfuscation:
-            self.ignored.append("stream_options.include_obfuscation")
 
     @property
     def served_tier(self) -> str | None:

@@ -1,0 +1,144 @@
+"""Items of a conversation as clients send them, and the chat messages that they stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import BaseModel, Field, field_validator
+
+from deployments.http.validation import ForeignFields, validation_error
+from deployments.openai.conversation import MAX_PARTS, ContentPart, TemplateModel, only_text
+from engine.errors import InvalidParameter, RequestError
+
+Item = dict[str, Any]
+Model = TypeVar("Model", bound=BaseModel)
+ITEM_TYPES = "message, reasoning, function_call, function_call_output or item_reference"
+SENT_REASONING = "manta:"
+"""Begins `encrypted_content`, which is no secret here: the client has the same text in `content`."""
+
+
+class ReasoningPart(TemplateModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+Parts = Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class MessageItem(TemplateModel):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Parts
+
+    _is_text = field_validator("content", mode="before")(only_text)
+
+
+class FunctionCallItem(TemplateModel):
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | None = None
+
+
+class FunctionCallOutputItem(TemplateModel):
+    call_id: str
+    output: str | Parts
+
+    _is_text = field_validator("output", mode="before")(only_text)
+
+
+class ReasoningItem(TemplateModel):
+    content: list[ReasoningPart] | None = Field(default=None, max_length=MAX_PARTS, fail_fast=True)
+    encrypted_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning; empty for an item of another server, whose reasoning cannot be read."""
+        sent = self.encrypted_content or ""
+        if not self.content and sent.startswith(SENT_REASONING):
+            return sent.removeprefix(SENT_REASONING)
+        return _text(self.content or [])
+
+
+class ItemReference(TemplateModel):
+    id: str
+
+
+def parsed(kind: type[Model], value: object, path: str) -> Model:
+    """Raises RequestError that names the field inside `path`, which is empty for the query of a URL."""
+    try:
+        return kind.model_validate(value)
+    except pydantic.ValidationError as failure:
+        error = validation_error(failure, ForeignFields())
+    if not path:
+        raise error
+    param = path.partition("[")[0]
+    if not isinstance(error, InvalidParameter):
+        raise RequestError(f"{path}.{error.message}", param)
+    raise invalid(f"{path}.{error.field}", error.value, error.limit)
+
+
+def invalid(field: str, value: object, limit: str) -> InvalidParameter:
+    """Return an error whose `param` is the top-level field, without the path inside it."""
+    error = InvalidParameter(field, value, limit)
+    error.param = re.split(r"[.\[]", field, maxsplit=1)[0]
+    return error
+
+
+def function_name(name: str, namespace: str | None) -> str:
+    """Return the name by which the model knows a function."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def to_messages(items: list[Item], instructions: str | None, first: int) -> list[dict[str, Any]]:
+    """Return the messages of a chat request. Raises RequestError.
+
+    System and developer messages at the beginning become one: most templates know a single system message and no
+    developers. first: index of the first item that the request itself brings, by which errors count.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    for i, item in enumerate(items):
+        path = f"input[{i - first}]"
+        match item.get("type") or "message":
+            case "message":
+                message = parsed(MessageItem, item, path)
+                content = _text(message.content)
+                if message.role == "assistant":
+                    _turn(messages, "content", "tool_calls")["content"] = content
+                elif message.role == "user":
+                    messages.append({"role": "user", "content": content})
+                elif len(messages) == 1 and messages[0]["role"] == "system":
+                    messages[0]["content"] += f"\n\n{content}"
+                else:
+                    messages.append({"role": "system", "content": content})
+            case "reasoning":
+                _turn(messages, "reasoning", "content", "tool_calls")["reasoning"] = parsed(
+                    ReasoningItem, item, path
+                ).text
+            case "function_call":
+                call = parsed(FunctionCallItem, item, path)
+                function = {"name": function_name(call.name, call.namespace), "arguments": call.arguments}
+                _turn(messages).setdefault("tool_calls", []).append({"id": call.call_id, "function": function})
+            case "function_call_output":
+                output = parsed(FunctionCallOutputItem, item, path)
+                messages.append({"role": "tool", "tool_call_id": output.call_id, "content": _text(output.output)})
+            case other:
+                raise invalid(f"{path}.type", other, f"{ITEM_TYPES}: this server has no other tools")
+    return messages
+
+
+def _turn(messages: list[dict[str, Any]], *closed_by: str) -> dict[str, Any]:
+    """Return the assistant's message that goes on: the last one, unless it has one of the keys `closed_by`."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(key in last for key in closed_by):
+        last = {"role": "assistant"}
+        messages.append(last)
+    return last
+
+
+def _text(content: str | Sequence[ContentPart | ReasoningPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

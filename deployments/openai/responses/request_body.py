@@ -1,0 +1,291 @@
+"""The body of POST /v1/responses, and the chat request that it stands for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import BaseModel, Field, PrivateAttr, StringConstraints
+
+from deployments.http.body import StrictModel, Whole
+from deployments.http.validation import ForeignFields, validation_error
+from deployments.openai.conversation import FunctionDefinition, TemplateModel
+from deployments.openai.foreign_fields import FOREIGN_FIELDS
+from deployments.openai.request_bodies import MAX_MESSAGES, MAX_TOOLS, ChatBody, SamplingBody
+from deployments.openai.responses.items import Item, function_name, invalid, parsed, to_messages
+from engine.errors import InvalidParameter, RequestError
+from engine.wire.sampling_params import MAX_LOGPROBS
+
+SEARCH = re.compile(r"web_search(_preview)?(_\d{4}_\d{2}_\d{2})?")
+Include = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+# fields of a chat request, as errors name them, and what they are called here
+RENAMED = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+}
+SHARED_FOREIGN_FIELDS = (
+    "kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "moderation", "prompt_cache_options",
+    "prompt_cache_retention", "vllm_xargs",
+)  # fmt: skip
+RESPONSES_FOREIGN_FIELDS = ForeignFields(
+    unused={
+        "client_metadata": "Codex sends it for its own records",
+        "max_tool_calls": "it limits tools that a server runs",
+        "prompt_cache_key": FOREIGN_FIELDS.unused["prompt_cache_key"],
+    },
+    ignored={
+        "access_programs": "there are none",
+        "context_management": "nothing is compacted",
+        "enable_response_messages": "`GET /v1/responses/{id}/input_items` returns what was sent",
+        "image": "only text is read",
+        **{name: FOREIGN_FIELDS.ignored[name] for name in SHARED_FOREIGN_FIELDS},
+    },
+    refused={
+        "chat_template": FOREIGN_FIELDS.refused["chat_template"],
+        "conversation": "use previous_response_id, or send the items of the conversation",
+        "previous_input_messages": "send the items of the conversation as input",
+        "prompt": "no templates are kept; send the text as input or instructions",
+    },
+    neutral={"prompt_cache_retention": ["in_memory"]},
+)
+
+
+class TextFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    content: dict[str, Any] | None = Field(default=None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+    """Makes no difference: a response always follows its schema."""
+
+
+class TextConfig(StrictModel):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """The model is not told."""
+
+
+class ReasoningConfig(TemplateModel):
+    effort: Effort | None = None
+    """A variable of the chat template; `none` also sets `enable_thinking` to false."""
+
+
+class NamespaceTool(TemplateModel):
+    name: str
+    tools: list[Item] = Field(max_length=MAX_TOOLS)
+
+
+class FunctionChoice(TemplateModel):
+    name: str
+    namespace: str | None = None
+
+
+class AllowedTools(TemplateModel):
+    mode: Literal["auto", "required"]
+    tools: list[FunctionChoice]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedFunction:
+    path: str
+    """Its place in the request, for errors."""
+    name: str
+    namespace: str | None
+    definition: FunctionDefinition
+
+    @property
+    def full_name(self) -> str:
+        """The name by which the model knows it."""
+        return function_name(self.name, self.namespace)
+
+    def for_chat(self) -> dict[str, Any]:
+        function = {key: value for key, value in self.definition.for_template().items() if key != "type"}
+        return {"type": "function", "function": {**function, "name": self.full_name}}
+
+
+class ResponsesBody(SamplingBody):
+    """POST /v1/responses"""
+
+    foreign_fields = RESPONSES_FOREIGN_FIELDS
+
+    input: str | list[Item]
+    """A text of the user's, or items of a conversation."""
+    instructions: str | None = None
+    """A system message before all others; those of earlier responses do not apply any more."""
+    previous_response_id: str | None = Field(default=None, max_length=256)
+    """The stored response that the conversation goes on from."""
+    store: bool = True
+    background: bool = False
+    """Answer at once, and compute the response whether the client stays or not. Needs `store`."""
+    max_output_tokens: Whole | None = None
+    tools: list[Item] = Field(default=[], max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    """False keeps only the first call of a response."""
+    text: TextConfig = TextConfig()
+    reasoning: ReasoningConfig = ReasoningConfig()
+    include: list[Include] = Field(default=[], max_length=32)
+    top_logprobs: Whole | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """Only with `message.output_text.logprobs` in `include`."""
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """`auto` cuts off the beginning of a prompt that does not fit, as `truncate_prompt_tokens: -1` does."""
+    metadata: dict[
+        Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]
+    ] = Field(default={}, max_length=16)
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Variables of the chat template, for instance `enable_thinking`."""
+    _functions: list[OfferedFunction] = PrivateAttr(default_factory=list)
+
+    @property
+    def items(self) -> list[Item]:
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": self.input}]}]
+        return self.input
+
+    @property
+    def with_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in self.include
+
+    @property
+    def with_sent_reasoning(self) -> bool:
+        return "reasoning.encrypted_content" in self.include
+
+    @property
+    def functions(self) -> dict[str, OfferedFunction]:
+        """By the names by which the model knows them."""
+        return {function.full_name: function for function in self._functions}
+
+    def check(self) -> None:
+        super().check()
+        if not self.input:
+            raise InvalidParameter("input", self.input, "a text or a list of items that is not empty")
+        if len(self.items) > MAX_MESSAGES:
+            raise InvalidParameter("input", f"{len(self.items)} items", f"at most {MAX_MESSAGES} items")
+        if self.background and not self.store:
+            raise InvalidParameter("background", True, "false with store=false: it could never be retrieved")
+        self._functions = list(self._find_functions(self.tools, "tools"))
+        settings = {
+            "request_id": self.request_id is not None,
+            "text.verbosity": self.text.verbosity in ("low", "high"),
+            "top_logprobs": bool(self.top_logprobs) and not self.with_logprobs,
+            **{f"reasoning.{name}": value is not None for name, value in (self.reasoning.model_extra or {}).items()},
+        }
+        self.ignored.extend(name for name, given in settings.items() if given)
+
+    def to_chat(self, items: list[Item], num_earlier: int) -> ChatBody:
+        """Return the chat request. Raises RequestError.
+
+        items: the whole conversation, without references. num_earlier: how many of them are from earlier responses.
+        """
+        choice, functions = self._tool_choice()
+        fields = {name: getattr(self, name) for name in SamplingBody.model_fields if name in self.model_fields_set}
+        fields |= {
+            "messages": to_messages(items, self.instructions, num_earlier),
+            "tools": [function.for_chat() for function in functions] or None,
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": self._response_format(),
+            "reasoning_effort": self.reasoning.effort,
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": self.with_logprobs,
+            "top_logprobs": self.top_logprobs if self.with_logprobs else None,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "truncate_prompt_tokens": -1 if self.truncation == "auto" else self.truncate_prompt_tokens,
+        }
+        try:
+            chat = ChatBody.model_validate(fields)
+        except pydantic.ValidationError as error:
+            raise validation_error(error, ForeignFields()) from None
+        chat.check()
+        return chat
+
+    def ignore(self, fields: list[str]) -> None:
+        """Warn of fields of the chat request that had no effect."""
+        self.ignored.extend(name for name in (RENAMED.get(name, name) for name in fields) if name not in self.ignored)
+
+    def renamed(self, error: RequestError) -> RequestError:
+        """Return an error of the chat request with the names that fields have here."""
+        if not isinstance(error, InvalidParameter):
+            error.param = RENAMED.get(error.param or "", error.param)
+            return error
+        field = RENAMED.get(error.field, error.field)
+        if place := re.match(r"tools\[(\d+)\](\.function)?", field):
+            field = self._tool_choice()[1][int(place[1])].path + field[place.end() :]
+        return invalid(field, error.value, error.limit)
+
+    def _find_functions(self, tools: list[Item], path: str, namespace: str | None = None) -> list[OfferedFunction]:
+        found = []
+        for i, tool in enumerate(tools):
+            place, kind = f"{path}[{i}]", tool.get("type")
+            if kind == "function":
+                definition = parsed(FunctionDefinition, tool, place)
+                found.append(OfferedFunction(place, definition.name, namespace, definition))
+            elif kind == "namespace" and namespace is None:
+                inner = parsed(NamespaceTool, tool, place)
+                found += self._find_functions(inner.tools, f"{place}.tools", inner.name)
+            elif isinstance(kind, str) and SEARCH.fullmatch(kind):
+                self.ignored.append(f"{path}.{kind}")
+            else:
+                raise invalid(f"{place}.type", kind, "function: this server runs no tools itself")
+        return found
+
+    def _tool_choice(self) -> tuple[str | dict[str, Any] | None, list[OfferedFunction]]:
+        """Return the choice as chat requests have it, and the functions that the model may call."""
+        choice, functions = self.tool_choice, self._functions
+        if not isinstance(choice, dict):
+            return choice, functions
+        match choice.get("type"):
+            case "function":
+                named = parsed(FunctionChoice, choice, "tool_choice")
+                name = function_name(named.name, named.namespace)
+                return {"type": "function", "function": {"name": name}}, functions
+            case "allowed_tools":
+                allowed = parsed(AllowedTools, choice, "tool_choice")
+                names = {function_name(tool.name, tool.namespace) for tool in allowed.tools}
+                return allowed.mode, [function for function in functions if function.full_name in names]
+            case other:
+                raise invalid("tool_choice.type", other, "function or allowed_tools")
+
+    def _response_format(self) -> dict[str, Any] | None:
+        wanted = self.text.format
+        if wanted is None or wanted.type != "json_schema":
+            return None if wanted is None else {"type": wanted.type}
+        if wanted.content is None:
+            raise RequestError("text.format.schema is required", "text")
+        return {"type": "json_schema", "json_schema": {"name": wanted.name, "schema": wanted.content}}
+
+
+class RetrieveQuery(BaseModel):
+    """GET /v1/responses/{name}"""
+
+    stream: bool = False
+    """Only for a background response that was created as a stream."""
+    starting_after: int = Field(default=-1, ge=0)
+    """Sequence number of the last event that the client has."""
+    include: list[str] | None = None
+    include_obfuscation: bool | None = None
+
+
+class InputItemsQuery(BaseModel):
+    """GET /v1/responses/{name}/input_items"""
+
+    after: str | None = None
+    """The last id of the page before."""
+    limit: int = Field(default=20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
