@@ -144,13 +144,9 @@ class CountTokensBody(RequestBody):
             limit = "given with the type enabled, and only then"
             raise InvalidParameter("thinking.budget_tokens", thinking.budget_tokens, limit)
 
-    def for_chat(self) -> ChatBody:
-        """Return the chat that asks for the same. Raises RequestError."""
-        return self._chat({})
-
     def for_tokenize(self) -> TokenizeBody:
         """Return the body that counts the tokens of the prompt. Raises RequestError."""
-        chat = self.for_chat()
+        chat = self._chat()
         return TokenizeBody(
             messages=chat.messages,
             tools=chat.offered_tools or None,
@@ -159,7 +155,8 @@ class CountTokensBody(RequestBody):
             chat_template_kwargs=chat.template_variables,
         )
 
-    def _chat(self, more: dict[str, Any]) -> ChatBody:
+    def _chat(self, **more: Any) -> ChatBody:
+        """more: fields of the chat that do not change its prompt."""
         messages = chat_messages(self.system, self.messages)
         continued = messages[-1].role == "assistant"
         if continued and messages[-1].tool_calls:
@@ -206,18 +203,16 @@ class MessagesBody(CountTokensBody):
     top_k: int | None = None
     metadata: Metadata | None = None
 
-    def for_chat(self, max_model_len: int | None = None) -> ChatBody:
-        limit = self.max_tokens if max_model_len is None else min(self.max_tokens, max_model_len)
+    def for_chat(self, max_model_len: int) -> ChatBody:
+        """Return the chat that asks for the same. Raises RequestError."""
         return self._chat(
-            {
-                "max_tokens": limit,
-                "stream": self.stream,
-                "stop": self.stop_sequences,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                "top_k": self.top_k,
-                "user": self.metadata.user_id if self.metadata else None,
-            }
+            max_tokens=min(self.max_tokens, max_model_len),
+            stream=self.stream,
+            stop=self.stop_sequences,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            user=self.metadata.user_id if self.metadata else None,
         )
 
     def add_ignored(self, chat: ChatBody) -> None:

@@ -28,8 +28,9 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-# fields of the chat that a message becomes, and of the message
-ANTHROPIC_FIELDS = {
+# what errors of a chat say, and the same in the words of the message that the chat was made of
+ANTHROPIC_WORDS = {
+    "tool_choice must be required or the name of a tool": "tool_choice must be of the type any or tool",
     ".function.parameters": ".input_schema",
     ".function.name": ".name",
     "response_format.json_schema.schema": "output_config.format.schema",
@@ -80,7 +81,7 @@ def anthropic_error_body(error: Exception, scope: Scope) -> tuple[int, Anthropic
     """Return the same in Anthropic's shape."""
     status, body = error_body(error)
     message = body.error.message
-    for ours, theirs in ANTHROPIC_FIELDS.items():
+    for ours, theirs in ANTHROPIC_WORDS.items():
         message = message.replace(ours, theirs)
     if isinstance(error, PromptTooLong):  # by these words Claude Code knows that it has to shorten the conversation
         message = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum; {message}"

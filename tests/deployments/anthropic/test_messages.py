@@ -332,6 +332,20 @@ def test_loss_of_the_replica_ends_a_stream_with_an_error_event():
     run(scenario())
 
 
+def test_error_of_a_chat_is_told_in_the_words_of_the_message():
+    async def scenario() -> None:
+        async with serving("hi", tool_call_parser="none") as (_, api):
+            response = await api.post("messages", max_tokens=5, messages=HELLO, tools=TOOLS)
+            assert "tool_choice must be of the type any or tool" in response.json()["error"]["message"]
+            choice = {"type": "any"}
+            schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}
+            tools = [{"name": "f", "input_schema": schema}]
+            response = await api.post("messages", max_tokens=5, messages=HELLO, tools=tools, tool_choice=choice)
+            assert "tools[0].input_schema must be" in response.json()["error"]["message"]
+
+    run(scenario())
+
+
 def test_errors_of_the_middleware_have_the_same_shape_and_both_kinds_of_keys_are_taken(tmp_path):
     async def scenario() -> None:
         file = tmp_path / "keys"
