@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.errors import UnsupportedArchitecture
+from engine.model.folder import as_token_ids
 
 Fields = dict[str, Any]
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -70,6 +71,7 @@ def _read(raw: Fields, architecture: str, max_model_len: int | None) -> Fields:
         "max_position_embeddings": context,
         "window": tuple(window if kind == "sliding_attention" else None for kind in sliding),
         "tie_word_embeddings": tied,
+        "eos_token_ids": as_token_ids(getattr(config, "eos_token_id", None)),
         "transformers": json.dumps(_fixed_rope(raw, config, max_model_len or context), sort_keys=True),
     }
 

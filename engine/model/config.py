@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from engine.errors import ConfigError, ModelFolderError
 from engine.model.families import Family, Head, find_family, head_of, text_part
-from engine.model.folder import eos_token_ids, read_json, stored_dtype
+from engine.model.folder import as_token_ids, eos_token_ids, read_json, stored_dtype
 from engine.model.pooling_config import PoolingConfig, PoolingType
 from engine.model.quantization.unsupported import UnsupportedScheme
 from engine.wire.pooling_params import SupportedTasks, Task
@@ -154,12 +154,14 @@ class ModelConfig:
         architecture, raw = text_part(read_json(folder, "config.json"))
         family = find_family(architecture)
         try:
-            dtype, eos = _dtype(raw, folder), eos_token_ids(folder)
+            dtype = _dtype(raw, folder)
             if family is not None:
-                cfg = _parse(architecture, family, family.fields(raw), dtype, eos, max_model_len)
+                cfg = _parse(architecture, family, family.fields(raw), dtype, max_model_len)
             else:
-                cfg = _from_transformers(raw, dtype, eos, max_model_len)
-            cfg = replace(cfg, pooling=PoolingConfig.from_folder(folder, _default_pooling(cfg, raw)))
+                cfg = _from_transformers(raw, dtype, max_model_len)
+            eos = eos_token_ids(folder) or cfg.eos_token_ids
+            pooling = PoolingConfig.from_folder(folder, _default_pooling(cfg, raw))
+            cfg = replace(cfg, eos_token_ids=eos, pooling=pooling)
         except KeyError as e:
             raise ModelFolderError(str(folder), f"config.json has no {e.args[0]!r}") from e
         except _Unsupported as e:
@@ -257,7 +259,7 @@ def _dtype(raw: Fields, folder: Path) -> str:
     return _one_of("dtype", (stored_dtype(folder) or "float32") if named == "auto" else named, tuple(DTYPES))
 
 
-def _from_transformers(raw: Fields, dtype: str, eos: frozenset[int], max_model_len: int | None) -> ModelConfig:
+def _from_transformers(raw: Fields, dtype: str, max_model_len: int | None) -> ModelConfig:
     """The second way, for an architecture that is not in families.py."""
     from engine.model.auto_config import read
 
@@ -271,15 +273,12 @@ def _from_transformers(raw: Fields, dtype: str, eos: frozenset[int], max_model_l
         qkv_bias=False,
         output_bias=False,
         mlp_bias=False,
-        eos_token_ids=eos,
         moe=None,
         quantization=_quantization(raw | {"tie_word_embeddings": fields["tie_word_embeddings"]}),
     )
 
 
-def _parse(
-    architecture: str, family: Family, raw: Fields, dtype: str, eos: frozenset[int], max_model_len: int | None
-) -> ModelConfig:
+def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model_len: int | None) -> ModelConfig:
     for key in RARE:
         if raw.get(key) and key not in family.keys:
             raise _Unsupported(key, raw[key])
@@ -328,7 +327,7 @@ def _parse(
         output_bias=raw.get("output_bias", attention_bias),
         mlp_bias=bool(raw.get("mlp_bias")),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
-        eos_token_ids=eos,
+        eos_token_ids=as_token_ids(raw.get("eos_token_id")),
         moe=_moe(raw, num_layers),
         attn_logit_softcapping=raw.get("attn_logit_softcapping"),
         final_logit_softcapping=raw.get("final_logit_softcapping"),

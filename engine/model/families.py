@@ -57,9 +57,9 @@ TEXT_PARTS: dict[str, tuple[str, str, dict[str, bool]]] = {
 LLAMA, QWEN3 = "llama.LlamaForCausalLM", "qwen3.Qwen3ForCausalLM"
 QWEN_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(LLAMA, ("attention_bias", "mlp_bias")),
+    "LlamaForCausalLM": Family(LLAMA, ("attention_bias", "mlp_bias"), {"eos_token_id": 2}),
     # Mistral, arXiv:2310.06825: Llama with a sliding attention window in all layers
-    "MistralForCausalLM": Family(LLAMA, ("sliding_window",), {"sliding_window": 4096}),
+    "MistralForCausalLM": Family(LLAMA, ("sliding_window",), {"sliding_window": 4096, "eos_token_id": 2}),
     # Qwen 2 and 2.5, arXiv:2407.10671: Llama with biases on Q, K and V
     "Qwen2ForCausalLM": Family(
         LLAMA,
@@ -88,7 +88,7 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 131_072, "tie_word_embeddings": True, "head_dim": 256,
             "query_pre_attn_scalar": 256, "sliding_window": 4096,
             "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh", "eos_token_id": 1,
         },
     ),
     # Gemma 2: every second layer has a window; attention scores and logits are capped
@@ -101,16 +101,20 @@ FAMILIES: dict[str, Family] = {
         {
             "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
             "sliding_window_pattern": 2, "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
+            "final_logit_softcapping": 30.0, "eos_token_id": 1,
         },
     ),
     # Phi 3 and 4: Llama with merged projections, parts of heads rotated, and `longrope`
     "Phi3ForCausalLM": Family(
-        "phi3.Phi3ForCausalLM", ("sliding_window", "partial_rotary_factor"), {"partial_rotary_factor": 1.0}
+        "phi3.Phi3ForCausalLM",
+        ("sliding_window", "partial_rotary_factor"),
+        {"partial_rotary_factor": 1.0, "eos_token_id": 32_000},
     ),
     # Mixtral, arXiv:2401.04088: Mistral with a mixture of experts in all layers
     "MixtralForCausalLM": Family(
-        LLAMA, ("sliding_window", "num_local_experts", "num_experts"), {"norm_topk_prob": True, "rope_theta": 1e6}
+        LLAMA,
+        ("sliding_window", "num_local_experts", "num_experts"),
+        {"norm_topk_prob": True, "rope_theta": 1e6, "eos_token_id": 2},
     ),
     # Qwen 1.5 MoE and Qwen 2 MoE, arXiv:2407.10671, section 2.2.2: one more expert for all tokens, behind a gate
     "Qwen2MoeForCausalLM": Family(

@@ -89,13 +89,13 @@ def stored_dtype(folder: Path) -> str | None:
 
 def eos_token_ids(folder: Path) -> frozenset[int]:
     """Tokens that end a generation, from generation_config.json if it names any, since chat models end turns with a
-    token of their own; otherwise from config.json, where multimodal models may name them in `text_config` only."""
-    config = read_json(folder, "config.json")
-    for fields in (_generation_config(folder), config, config.get("text_config") or {}):
-        ids = fields.get("eos_token_id")
-        if ids is not None:
-            return frozenset(ids if isinstance(ids, list) else [ids])
-    return frozenset()
+    token of their own; otherwise from config.json."""
+    named = _generation_config(folder).get("eos_token_id")
+    return as_token_ids(read_json(folder, "config.json").get("eos_token_id") if named is None else named)
+
+
+def as_token_ids(named: int | list[int] | None) -> frozenset[int]:
+    return frozenset(named if isinstance(named, list) else [] if named is None else [named])
 
 
 def default_sampling(folder: Path) -> dict[str, float]:

@@ -81,11 +81,6 @@ def test_end_tokens_may_be_one_or_many_or_none(folder):
     assert eos_token_ids(folder) == frozenset()
 
 
-def test_end_tokens_that_only_the_text_part_names_count(folder):
-    (folder / "config.json").write_text('{"text_config": {"eos_token_id": [1, 106]}}')
-    assert eos_token_ids(folder) == {1, 106}
-
-
 def test_default_sampling_holds_only_what_the_model_names(folder):
     assert default_sampling(folder) == {}
     fields = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "transformers_version": "4.51.0"}

@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.errors import InvalidParameter, StartupError
+from engine.model.config import ModelConfig
 from engine.model.folder import INDEX
 from engine.offline.llm import LLM
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder
-from tests.models import CHAT_TEMPLATE, EOS, make_model, make_tokenizer
+from tests.models import CHAT_TEMPLATE, EOS, FAMILIES, make_model, make_tokenizer
 from tests.transformers_models import make_transformers_model
 
 MESSAGES = [{"role": "user", "content": "What is the meaning of this word?"}]
@@ -186,6 +187,17 @@ def set_end_tokens(folder: Path, place: str, token_ids: list[int] | None) -> Non
                 fields["eos_token_id"] = token_ids
 
     rewrite(folder, "config.json", change)
+
+
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family not in ("llama_tied", "llama_rope_scaled")] + [BY_TRANSFORMERS]
+)
+def test_end_tokens_that_no_file_names_are_those_of_transformers_class(tmp_path, family):
+    folder = make_model(tmp_path, family) if family in FAMILIES else make_transformers_model(tmp_path, family)
+    (folder / "generation_config.json").unlink()
+    rewrite(folder, "config.json", lambda config: config.pop("eos_token_id"))
+    expected = transformers.AutoConfig.from_pretrained(folder).eos_token_id
+    assert ModelConfig.from_folder(folder).eos_token_ids == ({expected} if expected is not None else set())
 
 
 @pytest.mark.parametrize("kind", ["gptq", "fp8_tensor", "ct_int4"])
