@@ -165,7 +165,14 @@ class ModelSection(Section):
     """One model that is served."""
 
     name: str = Field(min_length=1)  #: what clients send as `model`
-    model: str  #: `pocket`, a folder, or a Hub id
+    aliases: list[str] = Field(default=[])  #: what they may send as well
+    model: str  #: `pocket`, a folder, or a Hub id, which may end with @ and a revision
+    chat_template: str | None = None  #: a file of Jinja, where an ingress is built; or its text
+    default_chat_template_kwargs: dict[str, Any] = Field(default={})  #: variables that requests may change
+    generation_config: str = "auto"
+    """Where defaults of sampling come from: `auto` for the model's generation_config.json, `vllm` for none, or another
+    folder with such a file."""
+    override_generation_config: dict[str, Any] = Field(default={})  #: defaults of sampling: `{"temperature": 0.6}`
     tool_call_parser: ToolCallParserName = "auto"  #: `auto` reads it off the chat template (docs/tool_calls.md)
     reasoning_parser: ReasoningParserName = "auto"
     engine: EngineSection = EngineSection()  # type: ignore[valid-type]
@@ -293,10 +300,13 @@ class AppConfig(Section):
             config = cls.model_validate(args)
         except pydantic.ValidationError as error:
             raise _first_problem(error) from None
+        names: list[str] = []
         for i, model in enumerate(config.models):
             model.check(f"models[{i}]")
-            if model.name in [other.name for other in config.models[:i]]:
-                raise ConfigError(f"models[{i}].name", model.name, "different from all other names")
+            for name in (model.name, *model.aliases):
+                if name in names:
+                    raise ConfigError(f"models[{i}].name", name, "different from all other names")
+                names.append(name)
         if (tracing := config.tracing_config()) is not None:
             tracing.check_installed()
         config.ingress.responses()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
 
 from cluster.config import IngressSection, ModelSection
 from deployments.frontend.admission import AdmissionLimits
 from deployments.openai.served_model import ModelInfo
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, InvalidParameter
 from engine.model import folder as model_folder
 from engine.model.config import ModelConfig
 from engine.text.tokenizer import Tokenizer
 from engine.wire.model_identity import ModelIdentity, short
+from engine.wire.sampling_params import SamplingParams
 
 NUMERICS = ("dtype", "quantization", "kv_cache_dtype", "device", "load_format", "torch_compile", "tensor_parallel")
 
@@ -33,16 +37,21 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         config.longest_sequence(engine.max_model_len)
     Tokenizer.from_folder(folder, decodes=generates)
     identity = ModelIdentity.of(folder)
+    template, sampling = _chat_template(model.chat_template), _default_sampling(model, folder)
+    numerics = fingerprint(identity, model.engine_config(), template, model.default_chat_template_kwargs, sampling)
     shares_prefixes = not config.bidirectional and config.pooling.type == "last"  # a mean needs every token
     return ModelInfo(
         name=model.name,
         root=model.model,
         folder=str(folder),
         identity=identity,
-        fingerprint=fingerprint(identity, model.engine_config()),
+        fingerprint=numerics,
         max_model_len=config.longest_sequence(model.engine_config().max_model_len),
         vocab_size=config.vocab_size,
-        default_sampling=model_folder.default_sampling(folder),
+        default_sampling=sampling,
+        aliases=tuple(model.aliases),
+        chat_template=template,
+        chat_template_kwargs=model.default_chat_template_kwargs,
         request_timeout_s=ingress.request_timeout_s,
         admission=AdmissionLimits(
             max_num_seqs=model.engine_config().max_num_seqs,
@@ -61,7 +70,40 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     )
 
 
-def fingerprint(identity: ModelIdentity, engine: EngineConfig) -> str:
+def _chat_template(given: str | None) -> str | None:
+    """Return the text of a template. Raises ConfigError for a file that cannot be read."""
+    if given is None or any(char in given for char in "{}\n"):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        limit = f"a text file that can be read, or a template in Jinja ({type(error).__name__})"
+        raise ConfigError("chat_template", given, limit) from None
+
+
+def _default_sampling(model: ModelSection, folder: Path) -> dict[str, float]:
+    """Return the sampling parameters of requests that bring none. Raises StartupError."""
+    match model.generation_config:
+        case "auto":
+            own = model_folder.default_sampling(folder)
+        case "vllm":
+            own = {}
+        case other:
+            model_folder.read_json(Path(other), "generation_config.json")
+            own = model_folder.default_sampling(Path(other))
+    for name in model.override_generation_config:
+        if name not in model_folder.SAMPLING_FIELDS:
+            limit = f"one of {', '.join(model_folder.SAMPLING_FIELDS)}"
+            raise ConfigError("override_generation_config", name, limit)
+    sampling = own | model.override_generation_config
+    try:
+        msgspec.convert(sampling, SamplingParams)
+    except (InvalidParameter, msgspec.ValidationError) as error:
+        raise ConfigError("override_generation_config", sampling, f"valid ({error})") from None
+    return sampling
+
+
+def fingerprint(identity: ModelIdentity, engine: EngineConfig, *more: object) -> str:
     """Return what responses name as `system_fingerprint`: a digest of whatever may change the answer to a request."""
-    numerics = [getattr(engine, name) for name in NUMERICS]
+    numerics = [*(getattr(engine, name) for name in NUMERICS), *(one for one in more if one)]
     return f"fp_{short(hashlib.sha256(repr((identity.weights, numerics, version('manta-serve'))).encode()))}"

@@ -142,7 +142,7 @@ class Ingress:
 
 
 def _tokenizer(info: ModelInfo) -> Tokenizer:
-    return Tokenizer.from_folder(Path(info.folder), decodes="generate" in info.supported_tasks)
+    return Tokenizer.from_folder(Path(info.folder), "generate" in info.supported_tasks, info.chat_template)
 
 
 def _get_health(url: str) -> None:

@@ -33,7 +33,10 @@ ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiFlags:
     PANEL: ClassVar = "API"
-    served_model_name: str | None = flag(None, "What clients send as `model`. Default: MODEL's last part.")
+    served_model_name: list[str] | None = flag(  # noqa: RUF009  the default is None
+        None, "What clients send as `model`; may be given more than once. Default: MODEL's last part."
+    )
+    revision: str | None = flag(None, "Branch, tag or commit of a Hub id.")
     host: str | None = flag(None, "0.0.0.0 listens on all interfaces.", show_default=HOST)
     port: int | None = flag(None, "", min=1, max=65535, show_default=str(PORT))
     api_keys_file: str | None = flag(None, "Who may come in; see `manta hash-key`. Default: everybody.")
@@ -46,6 +49,10 @@ class ApiFlags:
         None, "Web pages that may send requests from browsers: '[\"https://a.example\"]'."
     )
     root_path: str | None = flag(None, "Prefix of all paths at a proxy in front, such as /llm.")
+    chat_template: str | None = flag(None, "A file of Jinja. Default: the model's own.")
+    default_chat_template_kwargs: str | None = flag(None, "Variables of it: '{\"enable_thinking\": false}'.")
+    generation_config: str | None = flag(None, "Defaults of sampling: auto, vllm (none), or a folder.")
+    override_generation_config: str | None = flag(None, "Single ones: '{\"temperature\": 0.6}'.")
     tool_call_parser: str | None = flag(None, "Default: read off the chat template.")
     reasoning_parser: str | None = flag(None, "Default: read off the chat template.")
     log_level: Literal["debug", "info", "warning", "error"] | None = flag(None, "", show_default="info")
@@ -112,13 +119,15 @@ def serve(
             raise InvalidParameter(
                 "--api-key", "a key", "left out, also MANTA_API_KEY, where a file says all by itself"
             )
-        if given or print_config or http_options(api):
+        if given or print_config or http_options(api) or api.revision:
             raise InvalidParameter("MODEL", model, "a model where flags are given; a file says all by itself")
         from cluster.cli.check.serve_config import load  # `manta --help` does without
 
         serve_config = load(Path(model))
         check(serve_config, address)
         run(Path(model), serve_config, address)
+    if api.revision is not None:
+        model = f"{model}@{api.revision}"
     serve_config = configuration(model, given, {"host": HOST, "port": PORT, **http_options(api)})
     text = yaml.safe_dump(serve_config, sort_keys=False)
     if print_config:
@@ -140,8 +149,14 @@ def http_options(api: ApiFlags) -> dict[str, Any]:
 
 def given_keys(api: ApiFlags, replicas: ReplicaFlags, engine: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a configuration that the flags set, by their paths."""
+    names, template = api.served_model_name or [], api.chat_template
     keys: dict[str, Any] = {
-        "name": api.served_model_name,
+        "name": names[0] if names else None,
+        "aliases": names[1:] or None,
+        "chat_template": template and str(Path(template).absolute()) if Path(template or "").is_file() else template,
+        "default_chat_template_kwargs": _json(api, "default_chat_template_kwargs", dict),
+        "generation_config": api.generation_config,
+        "override_generation_config": _json(api, "override_generation_config", dict),
         "tool_call_parser": api.tool_call_parser,
         "reasoning_parser": api.reasoning_parser,
         "engine": engine or None,
@@ -151,7 +166,7 @@ def given_keys(api: ApiFlags, replicas: ReplicaFlags, engine: dict[str, Any]) ->
         "prefill.num_replicas": replicas.prefill_replicas,
         "ingress.api_keys_file": api.api_keys_file,
         "ingress.api_keys": [key_line(f"key-{i}", key) for i, key in enumerate(api.api_key or (), 1)] or None,
-        "ingress.cors_origins": api.allowed_origins and _json("--allowed-origins", api.allowed_origins, list),
+        "ingress.cors_origins": _json(api, "allowed_origins", list),
         "ingress.root_path": api.root_path,
         "log_level": api.log_level,
     }
@@ -167,7 +182,7 @@ def configuration(model: str, given: dict[str, Any], http: dict[str, Any]) -> di
     given: keys of the model's section, or of the sections above all models, by their paths (`decode.num_cpus`).
     http: host and port.
     """
-    section: dict[str, Any] = {"name": Path(model).name, "model": model}
+    section: dict[str, Any] = {"name": Path(model).name.partition("@")[0], "model": model}
     args: dict[str, Any] = {"models": [section]}
     for path, value in given.items():
         *parents, key = path.split(".")
@@ -241,13 +256,19 @@ def unnamed_file(text: str) -> Iterator[Path]:
         yield Path(f"/dev/fd/{file.fileno()}")
 
 
-def _json(flag: str, text: str, kind: type) -> Any:
+def _json(api: ApiFlags, name: str, kind: type) -> Any:
+    """Return the value of a flag in JSON; None if it is not given. Raises InvalidParameter."""
+    text = getattr(api, name)
+    if text is None:
+        return None
     try:
         value = json.loads(text)
     except ValueError:
         value = None
     if not isinstance(value, kind):
-        raise InvalidParameter(flag, text, f"JSON, {'an object' if kind is dict else 'a list'}")
+        raise InvalidParameter(
+            f"--{name.replace('_', '-')}", text, f"JSON, {'an object' if kind is dict else 'a list'}"
+        )
     return value
 
 

@@ -80,11 +80,6 @@ GROUPS = {
     "--pooler-config --override-pooler-config": LEAVE_OUT + "how a model pools is read from its folder",
     "--hf-config-path": LEAVE_OUT + "it is read from the model's folder",
     "--hf-overrides --rope-scaling --rope-theta": "change config.json in a copy of the model's folder",
-    "--chat-template": "put the template into the model's folder, as chat_template.jinja",
-    "--default-chat-template-kwargs": "requests may bring chat_template_kwargs",
-    "--generation-config --override-generation-config": "defaults of sampling stand in generation_config.json of the "
-    "model's folder",
-    "--revision": "download that revision (hf download REPO --revision ...), and serve its folder",
     "--tokenizer": LEAVE_OUT + "it is read from the model's folder",
     "--config-format --tokenizer-mode --quantization-config --allow-deprecated-quantization "
     "--kv-cache-dtype-skip-layers --calculate-kv-scales": LEAVE_OUT + "it is read from the model's folder",
@@ -174,6 +169,9 @@ class TakesVllmFlags(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Raises RequestError for a flag of vLLM's that needs another word here."""
         given = [translated(arg) if arg.startswith("-") else arg for arg in args]
+        for i in range(len(given) - 1, 0, -1):
+            if given[i - 1] == "--max-model-len" and given[i] in ("auto", "-1"):  # what fits, as without the flag
+                del given[i - 1 : i + 1]
         return super().parse_args(ctx, repeated(given))
 
 

@@ -46,16 +46,17 @@ def add_openai_routes(app: FastAPI, models: ServedModels, unknown_fields: Unknow
 
     @app.get("/v1/models")
     async def list_models() -> Response:
-        return json_response(ModelList([card(model) for model in models.values()]))
+        named = [(name, model) for model in models.values() for name in (model.info.name, *model.info.aliases)]
+        return json_response(ModelList([card(name, model) for name, model in named]))
 
     @app.get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> Response:
         if not name:
             return await list_models()
-        return json_response(card(models.find(name)))
+        return json_response(card(name, models.find(name)))
 
-    def card(model: ServedModel) -> ModelCard:
-        return ModelCard(model.info.name, started, model.info.root, model.info.max_model_len)
+    def card(name: str, model: ServedModel) -> ModelCard:
+        return ModelCard(name, started, model.info.root, model.info.max_model_len)
 
 
 async def _respond(request: Request, body: GenerationBody, response: ChatResponse | CompletionResponse) -> Response:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -58,7 +59,7 @@ class ModelInfo:
     max_model_len: int
     vocab_size: int
     default_sampling: dict[str, Any]
-    """Recommended values, by field of SamplingParams."""
+    """Values for what a request leaves open, by field of SamplingParams."""
     request_timeout_s: float
     """Time limit of a request in the whole cluster; a request may ask for less."""
     admission: AdmissionLimits
@@ -76,6 +77,12 @@ class ModelInfo:
     """The engines schedule by priority."""
     fingerprint: str | None = None
     """Differs where the same request may have another answer: weights, numerics or version."""
+    aliases: tuple[str, ...] = ()
+    """Further names that requests may have."""
+    chat_template: str | None = None
+    """Its text; None for the one in the folder."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, where a request has none of their names."""
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
 
@@ -216,7 +223,7 @@ class ServedModel:
             [tool.for_template() for tool in tools] or None,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            **body.template_variables,
+            **{**self.info.chat_template_kwargs, **body.template_variables},
         )
 
     def _tokenize_prompts(self, body: CompletionBody) -> tuple[list[list[int]], list[str]]:
@@ -255,10 +262,10 @@ class ServedModel:
         self.info.supported_tasks.check("generate", model=f"model {self.info.name!r}")
         params = body.sampling_params(self.info.default_sampling)
         params.check_vocabulary(self.info.vocab_size)
-        for field in ("max_tokens", "min_tokens"):
-            if (getattr(params, field) or 0) > self.info.max_model_len:
+        for name in ("max_tokens", "min_tokens"):
+            if (getattr(params, name) or 0) > self.info.max_model_len:
                 limit = f"at most the model's context of {self.info.max_model_len} tokens"
-                raise InvalidParameter(field, getattr(params, field), limit)
+                raise InvalidParameter(name, getattr(params, name), limit)
         self.check_priority(body.priority)
         bad_words = self.tokenizer.bad_words_token_ids(params.bad_words)
         return msgspec.structs.replace(params, bad_words_token_ids=bad_words)

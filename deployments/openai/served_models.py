@@ -14,6 +14,7 @@ class ServedModels(Mapping[str, ServedModel]):
 
     def __init__(self, models: Mapping[str, ServedModel]):
         self._models = models
+        self._aliases = {alias: model for model in models.values() for alias in model.info.aliases}
 
     def __getitem__(self, name: str) -> ServedModel:
         return self._models[name]
@@ -30,9 +31,10 @@ class ServedModels(Mapping[str, ServedModel]):
             if len(self) > 1:
                 raise RequestError(f"model is required; served here: {', '.join(self)}", "model")
             return next(iter(self.values()))
-        if name not in self:
-            raise ModelNotFound(name, list(self))
-        return self[name]
+        model = self._models.get(name) or self._aliases.get(name)
+        if model is None:
+            raise ModelNotFound(name, [*self, *self._aliases])
+        return model
 
     def pools(self) -> dict[str, EnginePool]:
         return {name: model.pool for name, model in self.items()}

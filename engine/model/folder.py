@@ -12,7 +12,7 @@ from typing import Any
 from engine import pocket
 from engine.errors import ModelFolderError
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 CONFIG_FILES = ["config.json", "generation_config.json", "modules.json", "config_sentence_transformers.json"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # copies of the weights in other layouts
@@ -22,7 +22,8 @@ SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 
 
 def resolve(model: str, weights: bool = True) -> Path:
-    """Return the folder of `pocket` (bundled), of a local path, or of a Hub id "org/name", downloading it if needed.
+    """Return the folder of `pocket` (bundled), of a local path, or of a Hub id "org/name" or "org/name@revision",
+    downloading it if needed.
 
     weights: False if none are needed. Raises ModelFolderError if there is no such folder, or if it lacks config.json or
     safetensors weights.
@@ -44,8 +45,8 @@ def _find(model: str, files: list[str]) -> Path:
         return pocket.PATH
     if (folder := Path(model).expanduser()).is_dir():
         return folder
-    if HUB_ID.fullmatch(model) and not model.startswith("."):
-        return _download(model, files)
+    if (hub := HUB_ID.fullmatch(model)) and not model.startswith("."):
+        return _download(hub["repo"], hub["revision"], files)
     raise ModelFolderError(model, "no such folder, and it does not look like a Hub id (org/name) either")
 
 
@@ -112,12 +113,12 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     return read_json(folder, file.name)
 
 
-def _download(model: str, files: list[str]) -> Path:
+def _download(model: str, revision: str | None, files: list[str]) -> Path:
     """Download the model's files, or return a complete local copy without using the network."""
     from huggingface_hub import snapshot_download  # slow to import, and not needed for a local folder
 
     try:
-        return Path(snapshot_download(model, allow_patterns=files, ignore_patterns=HUB_IGNORED))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=HUB_IGNORED))
     # OSError: unreachable, offline, not found, gated, disk full
     except (OSError, ValueError) as e:
         reason = " ".join(str(e).split())

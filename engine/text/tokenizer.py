@@ -30,13 +30,14 @@ class Tokenizer:
         self._added = backend.get_added_tokens_decoder()
 
     @classmethod
-    def from_folder(cls, folder: Path, decodes: bool = True) -> Tokenizer:
+    def from_folder(cls, folder: Path, decodes: bool = True, template: str | None = None) -> Tokenizer:
         """Read a model folder. Raises ModelFolderError if it has no tokenizer that can be read.
 
         decodes: tokens are to become text again, which a few decoders cannot do one by one.
+        template: in place of the folder's chat template.
         """
         backend, config = read_tokenizer(folder), read_config(folder)
-        tokenizer = cls(backend, special_tokens(config), chat_template(folder, config))
+        tokenizer = cls(backend, special_tokens(config), template or chat_template(folder, config))
         if decodes:
             tokenizer._check_decoder(folder)
         return tokenizer

@@ -8,12 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli import main as cli
-from cluster.config import AppConfig, EngineSection, HandoffSection, IngressSection
+from cluster.config import AppConfig, EngineSection, HandoffSection, IngressSection, ModelSection
 from cluster.model_info import model_info
 from deployments.observability import tracing
 from deployments.routing.config import RoutingConfig
 from engine.config import EngineConfig, HandoffConfig
 from engine.errors import ConfigError, StartupError
+from engine.text.tokenizer import Tokenizer
 from tests.pooling_models import EMBEDDINGS, make
 
 MODEL = {"name": "pocket", "model": "pocket"}
@@ -262,3 +263,25 @@ def test_a_model_that_can_only_embed_has_no_prefill_pool(tmp_path):
     (model,) = AppConfig.parse(args).models
     with pytest.raises(ConfigError, match=r"prefill of model 'qwen' must be left out: .* can only embed"):
         model_info(model, IngressSection())
+
+
+def test_chat_template_and_defaults_of_sampling_are_those_of_the_configuration(tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ style }}: {{ messages[0].content }}")
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.3, "top_k": 5}')
+    keys = {"name": "m", "model": "pocket", "generation_config": str(tmp_path)}
+    plain = model_info(ModelSection(**keys), IngressSection())
+    given = {
+        "chat_template": str(tmp_path / "t.jinja"),
+        "default_chat_template_kwargs": {"style": "brief"},
+        "override_generation_config": {"top_k": 7, "top_p": 0.5},
+    }
+    info = model_info(ModelSection(**keys, **given), IngressSection())
+    assert plain.default_sampling == {"temperature": 0.3, "top_k": 5}
+    assert info.default_sampling == {"temperature": 0.3, "top_k": 7, "top_p": 0.5}
+    assert info.chat_template == "{{ style }}: {{ messages[0].content }}"
+    assert info.fingerprint != plain.fingerprint, "it may answer otherwise"
+    none = model_info(ModelSection(**{**keys, "generation_config": "vllm"}), IngressSection())
+    assert none.default_sampling == {}
+    tokenizer = Tokenizer.from_folder(Path(info.folder), template=info.chat_template)
+    variables = info.chat_template_kwargs
+    assert tokenizer.render_chat_template([{"role": "user", "content": "hi"}], **variables) == "brief: hi"

@@ -121,6 +121,15 @@ def never_runs(monkeypatch):
         (["serve_config.yaml", "--api-key", "sk-1"], "--api-key must be left out, also MANTA_API_KEY"),
         (["--allowed-origins", "https://a.example"], "--allowed-origins must be JSON, a list"),
         (["--root-path", "llm"], "ingress.root_path"),
+        (["--chat-template", "/none"], "chat_template must be a text file that can be read, or a template in Jinja"),
+        (["--default-chat-template-kwargs", "[]"], "--default-chat-template-kwargs must be JSON, an object"),
+        (["--generation-config", "/none"], "/none"),
+        (
+            ["--override-generation-config", '{"temprature": 1}'],
+            "override_generation_config must be one of temperature",
+        ),
+        (["--override-generation-config", '{"top_p": 2}'], "top_p must be above 0 and at most 1, got 2"),
+        (["--served-model-name", "a", "--served-model-name", "a"], "must be different from all other names, got 'a'"),
         (["--ssl-certfile", "/none", "--ssl-keyfile", "/none"], "http_options.ssl_certfile must be the absolute path"),
         (["--ssl-keyfile", "pyproject.toml"], "http_options.ssl_certfile must be the absolute path"),
         (["--ssl-certfile", "README.md", "--ssl-keyfile", "README.md"], "ssl_keyfile must be the private key of"),
@@ -177,15 +186,37 @@ def test_file_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == f"manta: {output}: No such file or directory\n"
 
 
+def test_model_s_names_template_and_defaults_are_given_as_in_vllm(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("t.jinja").write_text("{{ messages }}")
+    flags = [
+        "org/name", "--revision", "v2", "--served-model-name", "a", "b", "--chat-template", "t.jinja",
+        "--default-chat-template-kwargs", '{"enable_thinking": false}', "--generation-config", "vllm",
+        "--override-generation-config", '{"temperature": 0.5}', "--max-model-len", "auto",
+    ]  # fmt: skip
+    assert args(*flags)["models"] == [
+        {
+            "name": "a",
+            "model": "org/name@v2",
+            "aliases": ["b"],
+            "chat_template": str(tmp_path / "t.jinja"),
+            "default_chat_template_kwargs": {"enable_thinking": False},
+            "generation_config": "vllm",
+            "override_generation_config": {"temperature": 0.5},
+        }
+    ]
+    assert args("org/name@v2")["models"][0]["name"] == "name"
+
+
 def test_keys_are_given_as_in_vllm_and_only_their_hashes_are_kept(monkeypatch):
     for flags in (["pocket", "--api-key", "sk-1", "sk-2"], ["--api-key=sk-1", "--api-key=sk-2", "pocket"]):
         text = yaml.safe_dump(found := args(*flags))
         assert "sk-" not in text
         keys = AppConfig.parse(found).ingress.auth().keys()
-        assert keys is not None and keys.name_of("Bearer sk-2") == "key-2"
+        assert keys is not None and keys.name_of("sk-2") == "key-2"
     monkeypatch.setenv("VLLM_API_KEY", "sk-3")
     keys = AppConfig.parse(args()).ingress.auth().keys()
-    assert keys is not None and keys.name_of("Bearer sk-3") == "key-1"
+    assert keys is not None and keys.name_of("sk-3") == "key-1"
 
 
 def test_certificate_is_told_to_serve_and_to_haproxy_and_a_plain_key_to_neither(monkeypatch, certificate):

@@ -95,6 +95,20 @@ def test_reset_of_the_prefix_cache_reaches_the_engine_and_says_so_if_there_is_no
     run(scenario())
 
 
+def test_model_answers_to_its_aliases_under_its_name():
+    async def scenario() -> None:
+        async with fake_api(aliases=("gpt-4o", "best")) as api:
+            cards = (await api.client.get("/v1/models")).json()["data"]
+            assert [card["id"] for card in cards] == ["fake", "gpt-4o", "best"]
+            assert (await api.client.get("/v1/models/best")).json()["id"] == "best"
+            response = await api.post("completions", model="gpt-4o", prompt="a", max_tokens=1)
+            assert response.json()["model"] == "fake"
+            unknown = (await api.post("completions", model="other", prompt="a")).json()["error"]
+            assert "fake, gpt-4o, best" in unknown["message"]
+
+    run(scenario())
+
+
 def test_version_and_load():
     async def scenario() -> None:
         async with fake_api() as api:

@@ -32,7 +32,7 @@ def test_pocket_is_the_bundled_folder(folder, monkeypatch):
 def test_a_hub_id_is_downloaded_without_weights_in_other_formats(folder, monkeypatch):
     asked = {}
 
-    def download(model: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+    def download(model: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         names = ["config.json", "model.safetensors", "pytorch_model.bin", "consolidated.safetensors", "onnx/model.json"]
         names += ["tiktoken.model", "qwen.tiktoken", "vocab.txt"]
         asked[model] = list(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
@@ -51,6 +51,16 @@ def test_a_model_that_the_hub_does_not_give_is_a_clear_error(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ModelFolderError, match=r"'org/name': no such local folder, and the .* Hub .* cannot reach"):
         resolve("org/name")
+
+
+def test_a_hub_id_may_name_a_revision(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda repo, revision, **_: asked.append((repo, revision)) or str(folder)
+    )
+    for model in ("org/name", "org/name@v1.2", "org/name@refs/pr/3"):
+        assert resolve(model) == folder
+    assert asked == [("org/name", None), ("org/name", "v1.2"), ("org/name", "refs/pr/3")]
 
 
 @pytest.mark.parametrize("model", ["nonsense", "/no/such/folder", "../a/b", "a/b/c", "./org/name", "org/"])
