@@ -104,6 +104,10 @@ class ChatFormat:
     def for_template(self, messages: list[Message]) -> list[dict[str, Any]]:
         """Return the messages as the chat template expects them."""
         found = [message.for_template() for message in messages]
+        if self.reasoning_parser == "openai_gptoss":  # whose template knows the reasoning before a call as this
+            for message in found:
+                if message.get("tool_calls") and message.get("reasoning") and not message["content"]:
+                    message["thinking"] = message["reasoning"]
         return [_with_text_arguments(message) for message in found] if self.arguments_as_text else found
 
     def check(self, body: ChatBody) -> None:

@@ -17,6 +17,7 @@ ToolCallParserName = Literal[
     "granite4",
     "hermes",
     "kimi_k2",
+    "lfm2",
     "llama3_json",
     "llama4_json",
     "llama4_pythonic",

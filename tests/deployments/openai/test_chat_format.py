@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from deployments.openai.chat_format import ChatFormat, VisibleMarkers
+from deployments.openai.conversation import Message
 from deployments.openai.request_bodies import ChatBody
 from tests.deployments.openai.chat_models import DEEPSEEK, LLAMA, MARKERS, QWEN, chat_tokenizer
 from tests.models import CHAT_TEMPLATE
@@ -11,6 +12,34 @@ HERMES_WITHOUT_REASONING = QWEN.replace("</think>", "").replace("<think>", "")
 QWEN_CODER = QWEN.replace('{"name": "', "<function=")  # the same tag, but XML inside
 GRANITE = LLAMA.replace('{"name": "\' + call.name + \'", "parameters": \'', "<|tool_call|>' + call.name")
 REFUSES = "{{ raise_exception('no') }}"
+
+NAME, ARGUMENTS = "' + call.name + '", "' + (call.arguments | tojson) + '"
+# a call, and perhaps reasoning, as the chat templates of each family write it
+WRITTEN = [
+    (f'[TOOL_CALLS] [{{"name": "{NAME}", "arguments": {ARGUMENTS}}}]', "mistral", "none"),
+    (f"[THINK][/THINK][TOOL_CALLS]{NAME}[ARGS]{ARGUMENTS}", "mistral", "mistral"),
+    (f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{NAME}\\n```json\\n{ARGUMENTS}\\n```", "deepseek_v3", "none"),
+    (f"</think><｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>{ARGUMENTS}", "deepseek_v31", "think"),
+    (f'<｜DSML｜invoke name="{NAME}">\\n{ARGUMENTS}', "deepseek_v32", "none"),
+    (f"<|tool_call_begin|>call:0<|tool_call_argument_begin|>{ARGUMENTS}{NAME}", "kimi_k2", "none"),
+    (f"<tool_call>\\n<function={NAME}>{ARGUMENTS}", "qwen3_coder", "none"),
+    (f"</seed:think><seed:tool_call>\\n<function={NAME}>{ARGUMENTS}", "seed_oss", "seed_oss"),
+    (f"</think><tool_call>{NAME}\\n<arg_key>key</arg_key>{ARGUMENTS}", "glm45", "think"),
+    (f'<minimax:tool_call>\\n<invoke name="{NAME}">{ARGUMENTS}', "minimax_m2", "none"),
+    (f'<|tool_call|>[{{"name": "{NAME}", "arguments": {ARGUMENTS}}}]', "granite", "none"),
+    (f"Use <|tool_call|> followed by a JSON list. Here is my thought process:{NAME}", "granite", "granite"),
+    (f'functools[{{"name": "{NAME}", "arguments": {ARGUMENTS}}}]', "phi4_mini_json", "none"),
+    (f"<|channel>thought<|tool_call>call:{NAME}{{{ARGUMENTS}}}", "gemma4", "gemma4"),
+    (f'[{NAME}(key="value")]{ARGUMENTS}', "pythonic", "none"),
+    (f'<|tool_call_start|>[{NAME}(key="value")]{ARGUMENTS}', "lfm2", "none"),
+    (f"<|channel|>commentary to=functions.{NAME} json<|message|>{ARGUMENTS}", "openai", "openai_gptoss"),
+]
+
+
+def written(call: str) -> str:
+    """Return a chat template that writes calls so."""
+    start, end = LLAMA.index('{{- \'{"name"'), LLAMA.index("    {%- else %}")
+    return f"{LLAMA[:start]}{{{{- '{call}' }}}}\n{LLAMA[end:]}"
 
 
 @pytest.mark.parametrize(
@@ -21,6 +50,8 @@ REFUSES = "{{ raise_exception('no') }}"
         (QWEN_CODER, ChatFormat("none", "think", shows_tools=True)),
         (LLAMA, ChatFormat("llama3_json", "none", shows_tools=True)),
         (GRANITE, ChatFormat("none", "none", shows_tools=True)),
+        *((written(call), ChatFormat(*expected, shows_tools=True)) for call, *expected in WRITTEN),
+        (LLAMA.replace("call.arguments | tojson", "call.arguments"), ChatFormat("llama3_json", "none", True, True)),
         (DEEPSEEK, ChatFormat("none", "think", shows_tools=False)),
         (CHAT_TEMPLATE, ChatFormat("none", "none", shows_tools=False)),
         (REFUSES, ChatFormat("none", "none", shows_tools=False)),
@@ -64,6 +95,22 @@ def test_answer_that_is_continued_inside_of_its_reasoning_goes_on_reasoning():
     fields = {"add_generation_prompt": False, "continue_final_message": True}
     body = ChatBody.model_validate({"messages": [{"role": "assistant", "content": "<think>\na"}], **fields})
     assert ChatFormat.of(chat_tokenizer(QWEN)).thinking(body, "<|im_start|>assistant\n<think>\na") == "begun"
+
+
+def test_template_that_expects_arguments_as_text_gets_them_so():
+    chat_format = ChatFormat("deepseek_v31", "none", shows_tools=True, arguments_as_text=True)
+    call = {"function": {"name": "f", "arguments": '{"a": "é"}'}}
+    (message,) = chat_format.for_template([Message.model_validate({"role": "assistant", "tool_calls": [call]})])
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": "é"}'
+
+
+def test_reasoning_before_a_call_reaches_the_template_of_gpt_oss():
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    fields = {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]}
+    chat_format = ChatFormat("openai", "openai_gptoss", shows_tools=True)
+    silent, talking = (Message.model_validate({**fields, "content": text}) for text in ("", "I look."))
+    assert chat_format.for_template([silent])[0]["thinking"] == "Hm."
+    assert "thinking" not in chat_format.for_template([talking])[0]
 
 
 @pytest.mark.parametrize(("kind", "num_tokens"), [("tokens", 4), ("special", 4), ("text", 0)])

@@ -9,6 +9,7 @@ from deployments.openai.parsers.tools.call_reader import NAME, CallReader
 from deployments.openai.parsers.tools.gemma_call import GemmaCall
 from deployments.openai.parsers.tools.json_call import JsonCall, NamedJsonCall
 from deployments.openai.parsers.tools.marked_calls import CallMarkup, ToolSchemas
+from deployments.openai.parsers.tools.pythonic_call import PythonicCall
 from deployments.openai.parsers.tools.xml_call import XmlCall, XmlTags
 
 Reader = Callable[[str, ToolSchemas, bool], CallReader]
@@ -20,6 +21,10 @@ def _json(text: str, tools: ToolSchemas, streaming: bool) -> CallReader:
 
 def _gemma(text: str, tools: ToolSchemas, streaming: bool) -> CallReader:
     return GemmaCall(streaming=streaming)
+
+
+def _pythonic(text: str, tools: ToolSchemas, streaming: bool) -> CallReader:
+    return PythonicCall(tools, streaming=streaming)
 
 
 def _named_json(head: str) -> Reader:
@@ -135,7 +140,7 @@ _GRANITE = CallMarkup(
     separator=",",
     skipped="[",
     reader=_json,
-    example=r'<\|?tool_call\|?>\s*\[\{"name": ?"example_function"',
+    example=r'<\|?tool_call\|?>\s*\[\{"name": ?"example_function"|<\|tool_call\|> followed by a JSON list',
 )
 _PHI4_MINI = CallMarkup(
     opens=("functools[", "<|tool_call|>"),
@@ -151,6 +156,14 @@ _GEMMA4 = CallMarkup(
     reader=_gemma,
     example=r"<\|tool_call>call:example_function\{",
     inner=(gemma_call.QUOTE,),
+)
+_LFM2 = CallMarkup(
+    opens=("<|tool_call_start|>",),
+    closes=("]", "<|tool_call_end|>"),
+    separator=",",
+    skipped="[",
+    reader=_pythonic,
+    example=r"<\|tool_call_start\|>\[example_function\(",
 )
 
 FAMILIES: dict[str, CallMarkup] = {
@@ -172,4 +185,5 @@ FAMILIES: dict[str, CallMarkup] = {
     "granite": _GRANITE,
     "phi4_mini_json": _PHI4_MINI,
     "gemma4": _GEMMA4,
+    "lfm2": _LFM2,
 }

@@ -205,6 +205,14 @@ FAMILIES = [
         hard=f"[get_weather(city={HARD!r})]",
         malformed=["[x for x in y]", "now()", "[now(1)]", "[now(a=b)]", "[other()]", '[now(a="'],
     ),
+    # LiquidAI/LFM2-1.2B, model card
+    Family(
+        parser="lfm2",
+        text='I look.<|tool_call_start|>[get_weather(city="Paris", days=2), now()]<|tool_call_end|>',
+        expected=[Content("I look."), *weather('{"city":"Paris","days":2}'), *now()],
+        hard=f"<|tool_call_start|>[get_weather(city={HARD!r})]<|tool_call_end|>",
+        malformed=["<|tool_call_start|>[x]", "<|tool_call_start|>[now(1)]<|tool_call_end|>"],
+    ),
     # OpenAI, "OpenAI harmony response format"
     Family(
         parser="openai",
