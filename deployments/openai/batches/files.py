@@ -49,7 +49,7 @@ class Files:
         file_id = new_id(PREFIX)
         size = content.seek(0, os.SEEK_END)
         content.seek(0)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_space(self._folder, size)
         path = self._path(file_id)
         try:
@@ -64,7 +64,7 @@ class Files:
 
     def adopt(self, content: Path, file_id: str, owner: str | None, filename: str, expires_after_s: int) -> None:
         """Make a file of what a batch has written and synced. It may be done again if it did not come to its end."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(FileExistsError):
             os.link(content, self._path(file_id))
         self._put(file_id, owner, filename, "batch_output", expires_after_s)

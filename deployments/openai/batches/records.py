@@ -56,7 +56,7 @@ class Records(Generic[T]):
 
     def put(self, owner: str | None, value: T, *, lasting: bool = True) -> None:
         """Write an object, as the only one who does. lasting: it must outlive a power cut too."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = self.folder / f"{value.id}.tmp"
         try:
             with temporary.open("wb") as file:

@@ -16,12 +16,12 @@ import msgspec
 from deployments.http.in_process import InProcessResponse
 from deployments.openai.batches.files import PREFIX as FILE_PREFIX
 from deployments.openai.batches.files import check_space
-from deployments.openai.batches.input_file import BatchRequest, InputCheck, InputUnreadable, read_requests
+from deployments.openai.batches.input_file import BatchRequest, InputUnreadable, check_requests, read_requests
 from deployments.openai.batches.objects import Batch, BatchError, BatchErrors, RequestCounts
 from deployments.openai.batches.output_file import LineError, LineResponse, OutputFile, OutputLine
 from deployments.openai.batches.records import Record, new_id
+from deployments.openai.batches.store import ERRORS, INPUT, OUTPUT, BatchStore
 from deployments.openai.batches.store import PREFIX as BATCH_PREFIX
-from deployments.openai.batches.store import BatchStore
 
 LOOK_S = 0.5  # between two looks at whether the batch is to end, and two notes of how far it is
 UNANSWERED = {
@@ -58,20 +58,20 @@ class BatchRun:
         batch, work = self.record.object, self.store.work(self.record.object.id)
         try:
             if batch.status == "validating":
-                self._validate(batch, work.input)
+                self._validate(batch, work / INPUT)
             if batch.status == "in_progress":
-                with OutputFile(work.output) as output, OutputFile(work.errors) as errors:
-                    self._answer(batch, work.input, output, errors)
+                with OutputFile(work / OUTPUT) as output, OutputFile(work / ERRORS) as errors:
+                    self._answer(batch, work / INPUT, output, errors)
             if batch.status in ("finalizing", "cancelling"):
                 self._publish(batch)
         except InputUnreadable as error:
             self._fail(
                 batch, [BatchError("input_file_unreadable", f"The input file cannot be read: {error.strerror}.")]
             )
-        shutil.rmtree(work.path, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
 
     def _validate(self, batch: Batch, file: Path) -> None:
-        count, errors = InputCheck(batch.endpoint, self.models)(file)
+        count, errors = check_requests(file, batch.endpoint, self.models)
         batch.request_counts = RequestCounts(total=count)
         if errors:
             self._fail(batch, errors)
@@ -120,7 +120,7 @@ class BatchRun:
         the disk is about to be full."""
         if self.stopping():
             raise Stopped
-        check_space(self.store.work(batch.id).path)
+        check_space(self.store.work(batch.id))
         if self.store.cancelled_at(batch.id) is not None:
             return "batch_cancelled"
         return "batch_expired" if time.time() >= batch.expires_at else None
@@ -134,9 +134,9 @@ class BatchRun:
         """Make files of the answers. It may be done again where it did not come to its end."""
         work, owner, seconds = self.store.work(batch.id), self.record.owner, int(batch.output_expires_after["seconds"])
         if batch.output_file_id is not None:
-            self.store.files.adopt(work.output, batch.output_file_id, owner, f"{batch.id}_output.jsonl", seconds)
+            self.store.files.adopt(work / OUTPUT, batch.output_file_id, owner, f"{batch.id}_output.jsonl", seconds)
         if batch.error_file_id is not None:
-            self.store.files.adopt(work.errors, batch.error_file_id, owner, f"{batch.id}_error.jsonl", seconds)
+            self.store.files.adopt(work / ERRORS, batch.error_file_id, owner, f"{batch.id}_error.jsonl", seconds)
         now = int(time.time())
         if batch.status == "cancelling":
             batch.status, batch.cancelled_at = "cancelled", now

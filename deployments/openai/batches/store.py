@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from deployments.openai.batches.errors import Conflict
@@ -18,35 +17,11 @@ from deployments.openai.batches.objects import ENDED, HOUR_S, Batch, BatchBody, 
 from deployments.openai.batches.records import Record, Records, age_s, new_id, sync_folder
 
 PREFIX = "batch_"
-
-
-@dataclass(frozen=True, slots=True)
-class WorkFolder:
-    """What a batch needs until it has ended; the folder is removed then."""
-
-    path: Path
-
-    @property
-    def input(self) -> Path:
-        """The uploaded file, under a name of its own: the upload may be deleted meanwhile."""
-        return self.path / "input.jsonl"
-
-    @property
-    def output(self) -> Path:
-        return self.path / "output.jsonl"
-
-    @property
-    def errors(self) -> Path:
-        return self.path / "errors.jsonl"
-
-    @property
-    def cancel(self) -> Path:
-        """Exists if the batch is to be cancelled."""
-        return self.path / "cancel"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "lock"
+# files of a batch's work folder, which is there until it has ended
+INPUT = "input.jsonl"  # the upload, under a name of its own: it may be deleted meanwhile
+OUTPUT, ERRORS = "output.jsonl", "errors.jsonl"
+CANCEL = "cancel"  # exists if the batch is to be cancelled
+LOCK = "lock"
 
 
 class BatchStore:
@@ -82,14 +57,14 @@ class BatchStore:
             metadata=body.metadata,
         )
         work = self.work(batch.id)
-        work.path.mkdir(parents=True)
+        work.mkdir(mode=0o700, parents=True)
         try:
-            os.link(content, work.input)
-            sync_folder(work.path)
+            os.link(content, work / INPUT)
+            sync_folder(work)
             sync_folder(self._work)
             self._records.put(owner, batch)
         except OSError:
-            shutil.rmtree(work.path)
+            shutil.rmtree(work)
             raise
         return batch
 
@@ -106,7 +81,7 @@ class BatchStore:
         """Raises ObjectNotFound, or Conflict for a batch that has ended."""
         with suppress(FileNotFoundError):  # it has ended just now
             if self.get(batch_id, owner).status not in (*ENDED, "finalizing"):
-                self.work(batch_id).cancel.touch()
+                (self.work(batch_id) / CANCEL).touch()
         batch = self.get(batch_id, owner)
         if batch.status in (*ENDED, "finalizing") and batch.status != "cancelled":
             raise Conflict(f"Cannot cancel a batch with status '{batch.status}'.")
@@ -116,8 +91,8 @@ class BatchStore:
         """lasting: see Records.put."""
         self._records.put(record.owner, record.object, lasting=lasting)
 
-    def work(self, batch_id: str) -> WorkFolder:
-        return WorkFolder(self._work / batch_id)
+    def work(self, batch_id: str) -> Path:
+        return self._work / batch_id
 
     def unfinished(self) -> list[str]:
         """Return the ids of batches that have not ended, the oldest first."""
@@ -128,7 +103,7 @@ class BatchStore:
         """Yield a batch for the time that nobody else works on it; None if somebody does, or if it has ended."""
         work = self.work(batch_id)
         try:
-            lock = work.lock.open("ab")
+            lock = (work / LOCK).open("ab")
         except FileNotFoundError:
             yield None
             return
@@ -140,7 +115,7 @@ class BatchStore:
                 return
             record = self._records.find(batch_id)  # None: it is just being created
             if record is not None and record.object.status in ENDED:
-                shutil.rmtree(work.path, ignore_errors=True)
+                shutil.rmtree(work, ignore_errors=True)
                 record = None
             yield record
 
@@ -153,12 +128,12 @@ class BatchStore:
                 self._records.remove(batch.id)
         for batch_id in self.unfinished():
             if age_s(batch_id, PREFIX) > DAY_S and self._records.find(batch_id) is None:
-                shutil.rmtree(self.work(batch_id).path, ignore_errors=True)
+                shutil.rmtree(self.work(batch_id), ignore_errors=True)
 
     def cancelled_at(self, batch_id: str) -> int | None:
         """Return when somebody asked to cancel the batch."""
         try:
-            return int(self.work(batch_id).cancel.stat().st_mtime)
+            return int((self.work(batch_id) / CANCEL).stat().st_mtime)
         except FileNotFoundError:
             return None
 

@@ -26,7 +26,7 @@ from deployments.openai.batches.objects import ENDED, Batch, BatchBody
 from deployments.openai.batches.output_file import OutputFile, OutputLine
 from deployments.openai.batches.records import Record
 from deployments.openai.batches.run import BatchRun
-from deployments.openai.batches.store import BatchStore
+from deployments.openai.batches.store import OUTPUT, BatchStore
 from tests.deployments.openai.batches.batches import jsonl, line
 
 MAX_OPERATIONS = 60  # of the file system, more than a batch of MAX_LINES needs
@@ -120,7 +120,7 @@ class BatchMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch.status == "in_progress")
     def lose_power(self, garbage: bytes, kept: int) -> None:
         """What was not synced may be lost, and what never was written may take its place."""
-        with suppress(FileNotFoundError), self.store.work(self.batch_id).output.open("r+b") as file:
+        with suppress(FileNotFoundError), (self.store.work(self.batch_id) / OUTPUT).open("r+b") as file:
             file.truncate(kept)
             file.seek(0, os.SEEK_END)
             file.write(b"\0" + garbage)
@@ -156,7 +156,7 @@ class BatchMachine(RuleBasedStateMachine):
     def check_the_end(self) -> None:
         batch, files = self.batch, self.store.files
         assert batch.status in ENDED and batch.status != "failed"
-        assert not self.store.work(self.batch_id).path.exists()
+        assert not self.store.work(self.batch_id).exists()
         found: dict[str, OutputLine] = {}
         for file_id in (batch.output_file_id, batch.error_file_id):
             for text in files.content(file_id, None)[1].read_bytes().splitlines() if file_id else ():

@@ -36,7 +36,7 @@ def test_every_line_is_answered_as_its_route_would_in_the_output_or_the_error_fi
     async def scenario() -> None:
         async with fake_api(batches=batches) as api:
             client = client_of(api)
-            lines = [line("good"), line("bad", top_p=7), line("unknown", nonsense=1), line("also good", prompt="cd")]
+            lines = [line("good"), line("bad", top_p=7), line("worse", n=0), line("also good", prompt="cd")]
             batch = await start(client, jsonl(*lines), metadata={"a": "b"})
             assert (batch.status, batch.metadata) == ("validating", {"a": "b"})
             batch = await ended(client, batch.id)
@@ -51,10 +51,10 @@ def test_every_line_is_answered_as_its_route_would_in_the_output_or_the_error_fi
                 "response": {"status_code": 200, "request_id": good["id"], "body": good["response"]["body"]},
                 "error": None,
             }
-            bad, unknown = await answers(client, batch.error_file_id)
+            bad, worse = await answers(client, batch.error_file_id)
             assert (bad["response"]["status_code"], bad["error"]) == (400, None)
             assert bad["response"]["body"]["error"]["param"] == "top_p"
-            assert unknown["response"]["body"]["error"]["param"] == "nonsense"
+            assert worse["response"]["body"]["error"]["param"] == "n"
             times = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]
             assert times == sorted(times) and batch.expires_at == batch.created_at + 24 * 3600
             output = await client.files.retrieve(batch.output_file_id)
@@ -245,7 +245,6 @@ def test_batches_are_listed_by_page_the_newest_first(batches):
         ({"completion_window": "1d"}, "completion_window must"),
         ({"metadata": {"a": "b" * 513}}, "metadata"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 7}}, "output_expires_after.seconds must be"),
-        ({"nonsense": 1}, "nonsense is not supported"),
     ],
 )
 def test_a_batch_that_cannot_be_is_told_why(batches, fields, told):

@@ -165,6 +165,15 @@ def test_a_full_disk_is_an_error_of_its_own_and_leaves_nothing_behind(tmp_path, 
     run(scenario())
 
 
+def test_other_users_of_the_machine_cannot_read_what_is_stored(batches, tmp_path):
+    async def scenario() -> None:
+        async with fake_api(batches=batches) as api:
+            await upload(api)
+            assert (tmp_path / "files").stat().st_mode & 0o077 == 0
+
+    run(scenario())
+
+
 def test_expired_files_are_gone_and_are_removed_with_what_was_left_behind(tmp_path, monkeypatch):
     files = Files(tmp_path)
     with (tmp_path / "content").open("w+b") as content:

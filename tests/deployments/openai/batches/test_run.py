@@ -16,7 +16,7 @@ from deployments.openai.batches.objects import Batch, BatchBody
 from deployments.openai.batches.output_file import OutputLine
 from deployments.openai.batches.records import Record
 from deployments.openai.batches.run import BatchRun, Stopped
-from deployments.openai.batches.store import BatchStore
+from deployments.openai.batches.store import INPUT, BatchStore
 from tests.deployments.openai.batches.batches import jsonl, line
 
 FULL, ROOMY = SimpleNamespace(free=0), SimpleNamespace(free=2**40)
@@ -82,7 +82,7 @@ def test_a_batch_pauses_while_the_disk_is_full(world, monkeypatch):
 
 
 def test_a_batch_whose_input_is_gone_has_failed_and_says_why(world):
-    world.store.work(world.batch_id).input.unlink()
+    (world.store.work(world.batch_id) / INPUT).unlink()
     world.work()
     assert world.batch.status == "failed" and world.batch.errors is not None
     assert world.batch.errors.data[0].message == "The input file cannot be read: No such file or directory."
@@ -107,7 +107,7 @@ def test_only_one_of_several_servers_works_on_a_batch(world, tmp_path):
 
 
 def test_what_was_left_while_a_batch_was_created_is_removed_after_a_day(world):
-    folder = world.store.work(f"batch_{0:032x}").path
+    folder = world.store.work(f"batch_{0:032x}")
     folder.mkdir()
     world.store.remove_expired()
     assert not folder.exists() and world.store.unfinished() == [world.batch_id]
