@@ -20,7 +20,7 @@ from deployments.anthropic.request_bodies import MessagesBody
 from deployments.anthropic.routes import event_format
 from deployments.frontend.api_keys import hash_key
 from deployments.http.context import RequestContext
-from deployments.http.middleware import AuthConfig
+from deployments.http.middleware import AuthConfig, HeadersMiddleware
 from deployments.http.streaming import stream
 from engine.errors import Overloaded
 from engine.wire.messages import ErrorInfo
@@ -328,6 +328,19 @@ def test_loss_of_the_replica_ends_a_stream_with_an_error_event():
             assert name == "event: error"
             body = json.loads(data.removeprefix("data: "))
             assert (body["type"], body["error"]["type"], body["request_id"]) == ("error", "overloaded_error", "r1")
+
+    run(scenario())
+
+
+def test_header_that_is_no_text_is_refused_in_the_same_shape_before_serve_sees_it():
+    async def scenario() -> None:
+        async with serving("hi") as (_, api):
+            app = HeadersMiddleware(api.client._transport.app)  # type: ignore[attr-defined]
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://fake") as client:
+                headers = {b"x-session-id": b"\xff", b"x-request-id": b"r1"}
+                response = await client.post("/v1/messages", headers=headers, json={})
+                assert response.status_code == 400 and response.headers["request-id"] == "r1"
+                assert response.json()["type"] == "error" and "x-session-id" in response.json()["error"]["message"]
 
     run(scenario())
 
