@@ -257,7 +257,7 @@ class Llama4Experts(OurExperts):
 
     def forward(self, routed_in: Tensor) -> Tensor:  # type: ignore[override]
         rows = routed_in.unflatten(0, (self.num_experts, -1)).transpose(0, 1)  # [tokens, experts, hidden]
-        experts = rows.abs().amax(-1).topk(self.k, dim=1).indices
+        experts = torch.linalg.vector_norm(rows, torch.inf, dim=-1).topk(self.k, dim=1).indices
         chosen = rows.gather(1, experts[..., None].expand(-1, -1, rows.shape[2])).flatten(0, 1)
         pairs = experts.view(-1, 1)
         out = torch.zeros_like(routed_in).unflatten(0, (self.num_experts, -1))
