@@ -18,6 +18,7 @@ from engine.core.engine import EngineCore
 from engine.errors import InvalidParameter
 from engine.offline.outputs import CompletionOutput
 from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import ThinkingBudget
 from engine.wire.structured_outputs import MAX_CHARS, MAX_GBNF_CHARS, StructuredOutputsParams
 from tests.models import EOS, make_model
 from tests.rank_pool import RankPool
@@ -237,6 +238,22 @@ def test_n_answers_all_have_the_form(llm):
     for text in texts:
         check({"json": PERSON}, text)
     assert len(set(texts)) == 5
+
+
+@pytest.mark.parametrize("name", ["llm", "overlapping_llm"])
+def test_reasoning_ends_after_its_budget_or_the_character_that_it_is_in_and_the_form_follows(name, request):
+    llm: LLM = request.getfixturevalue(name)
+    tag = llm.tokenizer.encode("<|im_start|>", add_special_tokens=False)[0]
+    form = structured(grammar=f"start: TEXT <[{tag}]> ANSWER\nTEXT: /(?s:.*)/\nANSWER: /[a-z]{{3}}/")
+    params = [
+        SamplingParams(seed=seed, max_tokens=40, structured_outputs=form, thinking_budget=ThinkingBudget(5, tag))
+        for seed in range(24)
+    ]
+    outputs = [result.outputs[0] for result in llm.generate([[5, 6, 7]] * len(params), params, progress=False)]
+    ends = {output.token_ids.index(tag) for output in outputs}
+    assert 5 in ends and 5 < max(ends) <= 8, "some are inside a character"
+    for output in outputs:
+        assert output.finish_reason == "stop" and re.fullmatch("[a-z]{3}", output.text[-3:])
 
 
 def test_logprobs_are_the_models_own_before_the_grammar(llm):
