@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field
 from deployments.http.body import EngineBody, Number, RequestBody, StrictModel, Whole
 from deployments.openai.conversation import MAX_PARTS, Message, Tool, ToolChoice, check_tools
 from deployments.openai.foreign_fields import FOREIGN_FIELDS
+from deployments.openai.structural_tag import structural_tag_grammar
 from engine.errors import InvalidParameter, RequestError
 from engine.wire.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -55,9 +56,14 @@ class JsonSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     """Given with the type `json_schema`, and only then."""
+    format: dict[str, Any] | None = None
+    """Of a structural tag, as in vLLM."""
+    structures: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
+    """Of a structural tag in its older form, together with `triggers`."""
+    triggers: list[str] | None = Field(default=None, fail_fast=True)
 
 
 class StructuredOutputs(StrictModel):
@@ -68,6 +74,8 @@ class StructuredOutputs(StrictModel):
     choice: list[str] | None = Field(default=None, fail_fast=True)
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    """Free text in which parts between tags follow a grammar; see structural_tag.py."""
 
 
 class SamplingBody(EngineBody):
@@ -203,6 +211,11 @@ class GenerationBody(SamplingBody):
         if response_format is not None and response_format.type != "text":
             if outputs is not None:
                 raise RequestError("response_format and structured_outputs do not go together", "structured_outputs")
+            if response_format.type == "structural_tag":
+                tag = response_format.model_dump(exclude={"type"}, exclude_none=True)
+                return StructuredOutputsParams(
+                    grammar=structural_tag_grammar(tag, "response_format"), field="response_format"
+                )
             schema = response_format.json_schema
             if (schema is not None) != (response_format.type == "json_schema"):
                 raise RequestError('response_format.json_schema goes with the type "json_schema"', "response_format")
@@ -211,11 +224,17 @@ class GenerationBody(SamplingBody):
             return StructuredOutputsParams(json=schema.content, field="response_format.json_schema.schema")
         if outputs is None:
             return None
+        grammar = outputs.grammar
+        if outputs.structural_tag is not None:
+            field = "structured_outputs.structural_tag"
+            if grammar is not None:
+                raise RequestError("structured_outputs must have exactly one form", field)
+            grammar = structural_tag_grammar(outputs.structural_tag, field)
         return StructuredOutputsParams(
             json=outputs.schema_,
             regex=outputs.regex,
             choice=outputs.choice,
-            grammar=outputs.grammar,
+            grammar=grammar,
             json_object=bool(outputs.json_object),
         )
 

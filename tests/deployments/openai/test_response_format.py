@@ -59,7 +59,7 @@ def test_the_engine_is_told_what_form_the_answer_must_have(route, body, expected
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"response_format": {"type": "structural_tag"}}, "response_format", "'text', 'json_object' or 'json_schema'"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "a structural tag as vLLM knows it"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema goes with the type"),
         (json_schema(type="json_object"), "response_format", "json_schema goes with the type"),
         (json_schema(schema=None), "response_format", "schema"),
@@ -69,7 +69,7 @@ def test_the_engine_is_told_what_form_the_answer_must_have(route, body, expected
         ({"structured_outputs": {"regex": "a", "json": SCHEMA}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one text"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "valid JSON"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "is not supported"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "a structural tag"),
         ({"structured_outputs": {"grammar": "a" * 30_000}}, "structured_outputs.grammar", "at most 20000 characters"),
     ],
 )  # fmt: skip
