@@ -16,7 +16,14 @@ import numpy as np
 from deployments.http.context import RequestContext
 from deployments.openai.served_model import ServedModel
 from deployments.pooling.pooling import PackedPrompt, Pooling
-from deployments.pooling.request_bodies import MAX_PAIR_CHARACTERS, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+from deployments.pooling.request_bodies import (
+    MAX_PAIR_CHARACTERS,
+    EmbeddingBody,
+    PairsBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
 from deployments.pooling.response_bodies import (
     EmbeddingList,
     EmbeddingObject,
@@ -58,14 +65,14 @@ class PooledModel:
     async def score(self, body: ScoreBody, context: RequestContext) -> ScoreList:
         """Raises as `embed` does."""
         queries, documents = body.texts()
-        scores, usage = await self._scores(queries, documents, body, body.instruction, context)
+        scores, usage = await self._scores(queries, documents, body, context)
         data = [ScoreObject(i, score) for i, score in enumerate(scores)]
         return ScoreList(context.response_id, context.created, self._info.name, data, usage)
 
     async def rerank(self, body: RerankBody, context: RequestContext) -> Ranking:
         """Raises as `embed` does."""
         documents = body.texts()
-        scores, usage = await self._scores([body.query], documents, body, body.instruction, context)
+        scores, usage = await self._scores([body.query], documents, body, context)
         results = [RankedDocument(i, score) for i, score in enumerate(scores)]
         results.sort(key=lambda result: result.relevance_score, reverse=True)
         results = results[: body.top_n or None]
@@ -78,26 +85,25 @@ class PooledModel:
         self,
         queries: list[str],
         documents: list[str],
-        body: PoolingBody,
-        instruction: str | None,
+        body: PairsBody,
         context: RequestContext,
     ) -> tuple[list[float], PoolingUsage]:
         """Return a score for each document. queries: one for each document, or one for all."""
-        params, scores = body.pooling_params(), "score" in self._info.supported_tasks
-        self._check("score" if scores else "embed", params, body, context)
+        params, reads_pairs = body.pooling_params(), "score" in self._info.supported_tasks
+        self._check("score" if reads_pairs else "embed", params, body, context)
         each = queries * (len(documents) // len(queries))
-        if sum(map(len, [*each, *documents])) + len(documents) * len(instruction or "") > MAX_PAIR_CHARACTERS:
+        if sum(map(len, [*each, *documents])) + len(documents) * len(body.instruction or "") > MAX_PAIR_CHARACTERS:
             limit = f"{MAX_PAIR_CHARACTERS} characters, with the query counted for each of them"
             raise RequestError(f"documents must have at most {limit}", "documents")
-        if scores:
+        if reads_pairs:
             pairs = list(zip(each, documents, strict=True))
-            encode = partial(self._prompts.score, instruction=instruction)
+            encode = partial(self._prompts.score, instruction=body.instruction)
             prompts = await self._tokenize(pairs, params, encode, "documents[{}]")
             return [_floats(number).item() for number in await self._pool(prompts, body, context)], _usage(prompts)
-        if instruction is not None:
+        if body.instruction is not None:
             raise RequestError("instruction must be left out: this model takes none", "instruction")
         params = msgspec.structs.replace(params, use_activation=True)
-        name = "query" if len(queries) == 1 else "queries[{}]"
+        name = "query" if isinstance(body, RerankBody) else "queries[{}]"
         prompts = await self._tokenize(queries, params, self._prompts.embed_queries, name)
         prompts += await self._tokenize(documents, params, self._prompts.embed_documents, "documents[{}]")
         vectors = [_floats(vector) for vector in await self._pool(prompts, body, context)]

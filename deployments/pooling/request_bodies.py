@@ -94,7 +94,14 @@ class TextDocument(StrictModel):
     text: str
 
 
-class ScoreBody(PoolingBody):
+class PairsBody(PoolingBody):
+    """Fields of requests that compare documents with queries."""
+
+    instruction: str | None = None
+    """What a generative reranker is to look for, in place of its default."""
+
+
+class ScoreBody(PairsBody):
     """POST /v1/score"""
 
     queries: str | Inputs[str] | None = None
@@ -104,8 +111,6 @@ class ScoreBody(PoolingBody):
     """vLLM's older name for `queries`."""
     text_2: str | Inputs[str] | None = None
     """vLLM's older name for `documents`."""
-    instruction: str | None = None
-    """What a generative reranker is to look for, in place of its default."""
 
     def check(self) -> None:
         super().check()
@@ -130,7 +135,7 @@ class ScoreBody(PoolingBody):
         return _as_list(queries), _as_list(documents)
 
 
-class RerankBody(PoolingBody):
+class RerankBody(PairsBody):
     """POST /v1/rerank"""
 
     query: str
@@ -139,8 +144,6 @@ class RerankBody(PoolingBody):
     """Documents to return, the best first; 0 for all."""
     return_documents: bool = True
     """Whether the response has the texts of the documents."""
-    instruction: str | None = None
-    """What a generative reranker is to look for, in place of its default."""
 
     def texts(self) -> list[str]:
         return [document if isinstance(document, str) else document.text for document in self.documents]

@@ -37,22 +37,27 @@ class PoolingPrompts:
         params: PoolingParams,
         prompt_name: str | None = None,
         *,
+        usual_prompts: Sequence[str] = (),
         add_special_tokens: bool = True,
     ) -> list[PoolingPrompt]:
         """Make prompts of texts, or of token ids.
 
-        prompt_name: of the model's prompt to put in front of each text; None for the model's default.
-        Raises InvalidParameter.
+        prompt_name: of the model's prompt to put in front of each text; None for the first of `usual_prompts` that it
+        has, or else its default. Raises InvalidParameter.
         """
-        before = self._prompt(prompt_name)
-        return self._embed(before, prompts, params, add_special_tokens=add_special_tokens)
+        kept, before = self._kept(params), self._prompt(prompt_name, usual_prompts)
+        texts = [before + prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(self._tokenizer.encode_for_pooling(texts, kept, add_special_tokens))
+        own = [next(encoded)[0] if isinstance(prompt, str) else list(prompt)[:kept] for prompt in prompts]
+        params = msgspec.structs.replace(params, task="embed")
+        return [PoolingPrompt(token_ids, params) for token_ids in own]
 
     def embed_queries(self, queries: Sequence[str], params: PoolingParams) -> list[PoolingPrompt]:
         """Make prompts of queries that documents are compared with."""
-        return self._embed(self._prompt(None, QUERY_PROMPTS), queries, params)
+        return self.embed(queries, params, usual_prompts=QUERY_PROMPTS)
 
     def embed_documents(self, documents: Sequence[str], params: PoolingParams) -> list[PoolingPrompt]:
-        return self._embed(self._prompt(None, DOCUMENT_PROMPTS), documents, params)
+        return self.embed(documents, params, usual_prompts=DOCUMENT_PROMPTS)
 
     def score(
         self, pairs: Sequence[tuple[str, str]], params: PoolingParams, instruction: str | None = None
@@ -70,24 +75,7 @@ class PoolingPrompts:
             for token_ids, second in self._tokenizer.encode_for_pooling(pairs, kept)
         ]
 
-    def _embed(
-        self,
-        before: str,
-        prompts: Sequence[str | list[int]],
-        params: PoolingParams,
-        *,
-        add_special_tokens: bool = True,
-    ) -> list[PoolingPrompt]:
-        """before: text in front of each text."""
-        kept = self._kept(params)
-        texts = [before + prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(self._tokenizer.encode_for_pooling(texts, kept, add_special_tokens))
-        own = [next(encoded)[0] if isinstance(prompt, str) else list(prompt)[:kept] for prompt in prompts]
-        params = msgspec.structs.replace(params, task="embed")
-        return [PoolingPrompt(token_ids, params) for token_ids in own]
-
-    def _prompt(self, name: str | None, usual: Sequence[str] = ()) -> str:
-        """Return the text of the model's prompt of this name, or of the first of the `usual` names, or its default."""
+    def _prompt(self, name: str | None, usual: Sequence[str]) -> str:
         prompts = self._supported.prompts
         if name is None:
             name = next((name for name in usual if name in prompts), self._supported.default_prompt_name)
@@ -114,5 +102,5 @@ class PoolingPrompts:
             return list(self._supported.score_token_ids)
         found = [token for word in (YES, NO) if (token := self._tokenizer.token_id(word)) is not None]
         if len(found) < 2:
-            raise RequestError(f"this model cannot score: {YES!r} and {NO!r} are not both tokens of it", "task")
+            raise RequestError(f"this model cannot score: {YES!r} and {NO!r} are not both tokens of it", "model")
         return found

@@ -11,7 +11,15 @@ import torch
 import transformers
 
 from engine import LLM, PoolingParams, SamplingParams
-from engine.errors import ConfigError, EngineError, InvalidParameter, PromptTooLong, RequestError, UnsupportedTask
+from engine.errors import (
+    ConfigError,
+    EngineError,
+    InvalidParameter,
+    ModelFolderError,
+    PromptTooLong,
+    RequestError,
+    UnsupportedTask,
+)
 from engine.model.config import ModelConfig
 from engine.model.models.bert import BertModel
 from engine.pooling.score_prompt import AFTER, score_prompt
@@ -20,6 +28,7 @@ from tests.pooling_models import EMBEDDINGS, RERANKERS, TEXTS, Reference, make, 
 from tests.transformers_models import make_transformers_model
 
 OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_threads": 1}
+PROMPTS = "config_sentence_transformers.json"
 KEEP = PoolingParams(truncate_prompt_tokens=-1)
 
 
@@ -208,6 +217,48 @@ def test_the_files_of_a_reranker_say_whether_its_score_passes_a_sigmoid(folders,
     write_json(folder / "config.json", config | {"sentence_transformers": {"activation_fn": "torch.nn.Identity"}})
     (raw,) = scores(open_llm(folder), "fox", "dog")
     assert score == pytest.approx(1 / (1 + np.exp(-raw)), abs=1e-6)
+
+
+def test_the_prompts_of_a_model_stand_in_front_of_texts_and_not_of_token_ids(open_llm, tmp_path):
+    folder = make(tmp_path, EMBEDDINGS["minilm"])
+    plain = open_llm(folder)
+    prompts = {"query": "what was ", "passage": "a "}
+    write_json(folder / PROMPTS, {"prompts": prompts, "default_prompt_name": "passage"})
+    llm = open_llm(folder)
+    for name, before in [(None, "a "), ("query", "what was "), ("passage", "a ")]:
+        found = [out.outputs.embedding for out in llm.embed(["fox"], prompt_name=name, progress=False)]
+        np.testing.assert_array_equal(found, vectors(plain, [before + "fox"]))
+    np.testing.assert_array_equal(vectors(llm, [[5, 6]]), vectors(plain, [[5, 6]]))
+    query, document = vectors(plain, ["what was the fox", "a dog"])
+    assert scores(llm, "the fox", ["dog"]) == pytest.approx([query @ document], abs=1e-6)
+    with pytest.raises(InvalidParameter, match=r"prompt_name must be one of the model's prompts \(query, passage\)"):
+        llm.embed(["fox"], prompt_name="other", progress=False)
+    with pytest.raises(InvalidParameter, match="prompt_name must be left out: this model has no prompts"):
+        plain.embed(["fox"], prompt_name="query", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"prompts": {"query": None}}, "prompts is not an object of texts"),
+        ({"prompts": {"query": "a"}, "default_prompt_name": "document"}, "'document' is not among its prompts"),
+    ],
+)
+def test_prompts_that_cannot_be_used_are_refused_at_start(tmp_path, config, problem):
+    folder = make(tmp_path, EMBEDDINGS["minilm"])
+    write_json(folder / PROMPTS, config)
+    with pytest.raises(ModelFolderError, match=problem):
+        ModelConfig.from_folder(folder)
+
+
+def test_a_model_that_names_its_matryoshka_dimensions_is_cut_to_no_others(open_llm, tmp_path):
+    folder = make(tmp_path, EMBEDDINGS["qwen3_embedding"])
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", config | {"matryoshka_dimensions": [8, 16]})
+    llm = open_llm(folder)
+    assert vectors(llm, ["fox"], PoolingParams(dimensions=16)).shape == (1, 16)
+    with pytest.raises(InvalidParameter, match="dimensions must be one of 8, 16, which the model was trained for"):
+        vectors(llm, ["fox"], PoolingParams(dimensions=12))
 
 
 def test_a_long_text_is_refused_or_cut_before_its_last_special_token(folders, open_llm):
