@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.exceptions import TyperException
 
 from cluster.cli.bench.commands import bench
 from cluster.cli.serve import serve
@@ -256,7 +257,16 @@ def lint_manifests(
 def main() -> None:
     """Run the command. An error that the user can mend is one line and exit code 1."""
     try:
-        app()
+        sys.exit(app(prog_name="manta", standalone_mode=False))
+    except TyperException as error:
+        message, context = error.format_message(), getattr(error, "ctx", None)
+        if message and "\n" not in message:  # else it is the help, since there is no command
+            path = "manta" if context is None else context.command_path
+            message = f"manta: {message.rstrip('.')}; see {path} --help"
+        print(message, file=sys.stderr)
+        sys.exit(1)
+    except typer.Abort:  # at a question
+        sys.exit(1)
     except ServingError as error:
         print(f"manta: {error}", file=sys.stderr)
         sys.exit(1)

@@ -18,6 +18,12 @@ RENAMED = {
     "--uvicorn-log-level": "--log-level",
     "-q": "--quantization",
 }
+VALUES: dict[str, dict[str, str | None]] = {  # of flags that are the same; None leaves the flag out
+    "--dtype": {"half": "float16", "float": "float32"},
+    "--load-format": {"safetensors": "auto"},
+    "--log-level": {"trace": "debug", "critical": "error"},
+    "--max-model-len": {"auto": None, "-1": None},  # without the flag it is the model's own, or what fits
+}
 SEVERAL = ("--served-model-name", "--api-key")  # vLLM's take several values after one flag
 LEAVE_OUT = "leave it out: "
 RANKS = "--tensor-parallel-size N splits a model over N ranks; there is no other way"
@@ -169,10 +175,7 @@ class TakesVllmFlags(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Raises RequestError for a flag of vLLM's that needs another word here."""
         given = [translated(arg) if arg.startswith("-") else arg for arg in args]
-        for i in range(len(given) - 1, 0, -1):
-            if given[i - 1] == "--max-model-len" and given[i] in ("auto", "-1"):  # what fits, as without the flag
-                del given[i - 1 : i + 1]
-        return super().parse_args(ctx, repeated(given))
+        return super().parse_args(ctx, repeated(with_our_values(given)))
 
 
 def translated(argument: str) -> str:
@@ -187,6 +190,19 @@ def translated(argument: str) -> str:
     if switch != known and switch in ANSWERS:
         raise RequestError(f"{dashed} is vLLM's; {LEAVE_OUT}{ANSWERS[switch].removeprefix(LEAVE_OUT)}")
     return RENAMED.get(dashed, dashed) + equals + value
+
+
+def with_our_values(args: list[str]) -> list[str]:
+    """Return the flags with the names that values of vLLM's have here."""
+    pairs = [part for arg in args for part in (arg.split("=", 1) if arg.partition("=")[0] in VALUES else [arg])]
+    result: list[str] = []
+    for arg in pairs:
+        values = VALUES.get(result[-1], {}) if result else {}
+        if arg in values and values[arg] is None:
+            result.pop()
+        else:
+            result.append(values.get(arg) or arg)
+    return result
 
 
 def repeated(args: list[str]) -> list[str]:

@@ -101,7 +101,8 @@ def load(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), type(error).__name__, "a text file that can be read") from None
+        problem = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+        raise ConfigError(str(path), problem, "a text file that can be read") from None
     return parse(text, str(path))
 
 

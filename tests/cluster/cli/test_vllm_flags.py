@@ -52,6 +52,42 @@ def test_flag_with_another_name_does_what_it_does_in_vllm_with_underscores_too()
     assert model["engine"] == {"num_blocks": 64, "max_model_len": 128}
 
 
+def test_values_of_vllms_mean_what_they_mean_there():
+    given = ["--dtype=half", "--load-format", "safetensors", "--uvicorn-log-level", "trace", "--max-model-len", "-1"]
+    result = CliRunner().invoke(app, ["serve", "pocket", *given, "--print-config"])
+    assert result.exit_code == 0, result.output
+    found = yaml.safe_load(result.stdout)["applications"][0]["args"]
+    assert found["models"][0]["engine"] == {"dtype": "float16", "load_format": "auto"}
+    assert found["log_level"] == "debug"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["serve", "pocket", "--no-such"], "manta: No such option: --no-such; see manta serve --help"),
+        (["serve", "pocket", "more"], "manta: Got unexpected extra argument(s) (more); see manta serve --help"),
+        (["serve", "--dtype", "int4"], "manta: Invalid value for '--dtype'"),
+        (["serve", "--port"], "manta: Option '--port' requires an argument; see manta --help"),
+        (["generate", "--input", "/none"], "manta: "),
+        (["nonsense"], "manta: No such command 'nonsense'; see manta --help"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_1(monkeypatch, capsys, arguments, line):
+    monkeypatch.setattr("sys.argv", ["manta", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(line)
+
+
+def test_without_a_command_there_is_the_help(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["manta"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out.count("Try it in two terminals") == 1
+
+
 def test_wrong_flag_ends_with_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["manta", "serve", "pocket", "--swap-space", "4"])
     with pytest.raises(SystemExit) as ended:
