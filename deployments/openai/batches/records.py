@@ -54,22 +54,20 @@ class Records(Generic[T]):
         self._prefix, self._decoder = prefix, msgspec.json.Decoder(kind)
         self._id = re.compile(rf"{prefix}[0-9a-f]{{{2 * DIGITS}}}")
 
-    def put(self, owner: str | None, value: T, *, lasting: bool = True) -> None:
-        """Write an object, as the only one who does. lasting: it must outlive a power cut too."""
+    def put(self, owner: str | None, value: T) -> None:
+        """Write an object, as the only one who does. It outlives a power cut."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = self.folder / f"{value.id}.tmp"
         try:
             with temporary.open("wb") as file:
                 file.write(msgspec.json.encode(Record(owner, value)))
-                if lasting:
-                    file.flush()
-                    os.fsync(file.fileno())
+                file.flush()
+                os.fsync(file.fileno())
             temporary.replace(self._path(value.id))
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        if lasting:
-            sync_folder(self.folder)
+        sync_folder(self.folder)
 
     def find(self, object_id: str) -> Record[T] | None:
         if self._id.fullmatch(object_id) is None:

@@ -23,7 +23,8 @@ from deployments.openai.batches.records import Record, new_id
 from deployments.openai.batches.store import ERRORS, INPUT, OUTPUT, BatchStore
 from deployments.openai.batches.store import PREFIX as BATCH_PREFIX
 
-LOOK_S = 0.5  # between two looks at whether the batch is to end, and two notes of how far it is
+LOOK_S = 0.5  # between two looks at whether the batch is to end
+SAVE_S = 1.0  # between two notes of how far it is
 UNANSWERED = {
     "batch_cancelled": "This request was not executed, because the batch was cancelled.",
     "batch_expired": "This request could not be executed before the completion window expired.",
@@ -48,8 +49,8 @@ class BatchRun:
     models: Container[str]
     """That are served here."""
     send: Send
-    max_in_flight: Callable[[], int]
-    """Requests that may be in the engines now."""
+    max_in_flight: Callable[[Batch], int]
+    """Requests of the batch that may be in the engines now."""
     stopping: Callable[[], bool]
     _saved_at: float = 0.0
 
@@ -88,13 +89,13 @@ class BatchRun:
         left = _unanswered(file, output, errors)
         try:
             while (reason := self._reason_to_end(batch)) is None:
-                for request in islice(left, max(0, self.max_in_flight() - len(in_flight))):
+                for request in islice(left, max(0, self.max_in_flight(batch) - len(in_flight))):
                     in_flight[self.send(self.record, request)] = request
                 if not in_flight:
                     break
                 for future in wait(in_flight, LOOK_S, FIRST_COMPLETED).done:
                     _write(batch, in_flight.pop(future), future.result(), output, errors)
-                if time.monotonic() > self._saved_at + LOOK_S:
+                if time.monotonic() > self._saved_at + SAVE_S:
                     self._save(batch, output, errors)
         finally:
             for future in in_flight:
@@ -113,7 +114,7 @@ class BatchRun:
             batch.expired_at = now if reason == "batch_expired" else None
         output.sync()
         errors.sync()
-        self._save(batch, output, errors, lasting=True)
+        self._save(batch, output, errors)
 
     def _reason_to_end(self, batch: Batch) -> str | None:
         """Return the error of all requests without an answer if the batch is to end now. Raises Stopped, and OSError if
@@ -125,9 +126,9 @@ class BatchRun:
             return "batch_cancelled"
         return "batch_expired" if time.time() >= batch.expires_at else None
 
-    def _save(self, batch: Batch, output: OutputFile, errors: OutputFile, *, lasting: bool = False) -> None:
+    def _save(self, batch: Batch, output: OutputFile, errors: OutputFile) -> None:
         batch.request_counts.completed, batch.request_counts.failed = len(output.custom_ids), len(errors.custom_ids)
-        self.store.save(self.record, lasting=lasting)
+        self.store.save(self.record)
         self._saved_at = time.monotonic()
 
     def _publish(self, batch: Batch) -> None:

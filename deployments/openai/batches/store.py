@@ -87,9 +87,8 @@ class BatchStore:
             raise Conflict(f"Cannot cancel a batch with status '{batch.status}'.")
         return batch
 
-    def save(self, record: Record[Batch], *, lasting: bool = True) -> None:
-        """lasting: see Records.put."""
-        self._records.put(record.owner, record.object, lasting=lasting)
+    def save(self, record: Record[Batch]) -> None:
+        self._records.put(record.owner, record.object)
 
     def work(self, batch_id: str) -> Path:
         return self._work / batch_id

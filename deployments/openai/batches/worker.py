@@ -63,8 +63,8 @@ class BatchWorker:
             try:
                 self._clean_up()
                 pause_s = POLL_S if self._run_all() else PAUSE_S
-            except OSError as error:
-                logger.error("the folder of batches cannot be read: %s", error)
+            except Exception:  # the thread has to go on
+                logger.exception("the folder of batches cannot be read")
                 pause_s = PAUSE_S
             self._new_batches.acquire(timeout=pause_s)
 
@@ -92,9 +92,10 @@ class BatchWorker:
         """Whether its model is served here, or is no longer needed."""
         return batch.model is None or batch.model in self._models or time.time() >= batch.expires_at
 
-    def _max_in_flight(self) -> int:
-        """While requests wait for an engine, a batch goes on with a single one."""
-        waiting = any(model.admission.num_waiting for model in self._models.values())
+    def _max_in_flight(self, batch: Batch) -> int:
+        """While requests wait for its model, a batch goes on with a single one."""
+        model = self._models.get(batch.model or "")
+        waiting = any(model.admission.num_waiting for model in ([model] if model else self._models.values()))
         return 1 if waiting else self._config.max_in_flight
 
     def _send(self, record: Record[Batch], request: BatchRequest) -> Future[InProcessResponse]:

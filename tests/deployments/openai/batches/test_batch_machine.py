@@ -109,7 +109,7 @@ class BatchMachine(RuleBasedStateMachine):
             with BatchStore(self.folder).claim(self.batch_id) as second:
                 assert second is None
             if record is not None:
-                BatchRun(self.store, record, ("fake",), self.send, lambda: 2, lambda: False).run()
+                BatchRun(self.store, record, ("fake",), self.send, lambda _: 2, lambda: False).run()
 
     @rule(operations=st.integers(0, MAX_OPERATIONS), torn=st.integers(0, 1000))
     def work_and_die(self, operations: int, torn: int) -> None:

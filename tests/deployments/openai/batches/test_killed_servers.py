@@ -32,7 +32,7 @@ def server(folder: Path) -> Iterator[tuple[Popen[str], openai.OpenAI]]:
 
 
 def wait_for_answers(client: openai.OpenAI, batch_id: str, count: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while (batch := client.batches.retrieve(batch_id)).request_counts.completed < count:
         assert time.monotonic() < deadline and batch.status not in ENDED
         time.sleep(0.02)

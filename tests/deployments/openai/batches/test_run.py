@@ -48,7 +48,7 @@ class World:
     def work(self) -> None:
         with self.store.claim(self.batch_id) as record:
             assert record is not None
-            BatchRun(self.store, record, (), self.send, lambda: 1, lambda: self.stopping).run()
+            BatchRun(self.store, record, (), self.send, lambda _: 1, lambda: self.stopping).run()
 
     @property
     def batch(self) -> Batch:
