@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from engine.errors import ServingError
 
+Report = TypeVar("Report", bound=Any)  # a dataclass
 ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a Hugging Face model folder, or a Hub id.")]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of the random prompts.")]
@@ -26,6 +28,14 @@ def run(main: Callable[..., None], arguments: list[str] | None = None) -> None:
     except ServingError as error:
         print(error, file=sys.stderr)
         sys.exit(1)
+
+
+def print_report(report: Report, as_json: bool, show: Callable[[Report], None]) -> None:
+    """Print a dataclass as one line of JSON, or show its tables."""
+    if as_json:
+        print_json(asdict(report))
+    else:
+        show(report)
 
 
 def print_json(fields: dict[str, Any]) -> None:

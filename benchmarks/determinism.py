@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from benchmarks.command import JsonOption, ModelOption, SeedOption, print_json, run
+from benchmarks.command import JsonOption, ModelOption, SeedOption, print_report, run
 from cluster.cli.bench.prompts import random_ids
 from cluster.cli.bench.tables import make_table, show
 from engine.errors import EngineError
@@ -162,10 +162,7 @@ def main(
     options = {"load_format": load_format, "device": device, "num_threads": threads}
     names = dtypes.replace(",", " ").split()
     report = measure(model=model, dtypes=names, requests=requests, output_len=output_len, seed=seed, **options)
-    if as_json:
-        print_json(asdict(report))
-    else:
-        show_report(report)
+    print_report(report, as_json, show_report)
 
 
 if __name__ == "__main__":

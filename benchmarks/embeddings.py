@@ -7,8 +7,8 @@ The model has the shape of all-MiniLM-L6 and random weights; a text has 128 toke
 worst case for an engine without padding: `--tokens 16-256` gives texts of mixed lengths. Each engine has a process of
 its own and makes all embeddings once in every round, in turn, so that what else the machine does hits all alike.
 Tokenizing is part of it. With one thread, time of the CPU says most on a busy machine: several threads also spin while
-they wait for each other. Ratios are of medians. Without `--peer` only this engine is measured; `--http` adds a server of
-its own, which is asked for all embeddings of a round at once. Its CPU time is that of all its processes.
+they wait for each other. Ratios are of medians. Without `--peer` only this engine is measured; `--http` adds a server
+of its own, which is asked for all embeddings of a round at once. Its CPU time is that of all its processes.
 """
 
 from __future__ import annotations

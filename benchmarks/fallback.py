@@ -12,14 +12,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from benchmarks.command import DtypeOption, JsonOption, print_json, run
+from benchmarks.command import DtypeOption, JsonOption, print_report, run
 from benchmarks.step import Decoder, config_for, parse_numbers
 from cluster.cli.bench.prompts import random_ids
 from cluster.cli.bench.tables import figure, make_table, show
@@ -181,10 +181,7 @@ def main(
     Example: python -m benchmarks.fallback --model pocket
     """
     report = measure(model, parse_numbers(batch_sizes), context_len, steps, dtype, threads)
-    if as_json:
-        print_json(asdict(report))
-    else:
-        show_report(report)
+    print_report(report, as_json, show_report)
 
 
 if __name__ == "__main__":

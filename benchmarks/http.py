@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +23,7 @@ import typer
 import yaml
 from rich.progress import Progress
 
-from benchmarks.command import JsonOption, print_json, run
+from benchmarks.command import JsonOption, print_report, run
 from cluster import haproxy
 from cluster.cli.bench.progress import progress_bar
 from cluster.cli.bench.tables import figure, make_table, show
@@ -216,10 +216,7 @@ def main(
     """
     with progress_bar() as progress:
         report = measure(streams=streams, tokens=tokens, repetitions=repetitions, progress=progress)
-    if as_json:
-        print_json(asdict(report))
-    else:
-        show_report(report)
+    print_report(report, as_json, show_report)
 
 
 if __name__ == "__main__":

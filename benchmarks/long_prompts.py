@@ -7,7 +7,7 @@ import http.client
 import time
 from collections import Counter
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import typer
 
-from benchmarks.command import JsonOption, print_json, run
+from benchmarks.command import JsonOption, print_report, run
 from cluster.cli.bench.openai_client import OpenAIClient
 from cluster.cli.bench.tables import figure, make_table, show
 from cluster.flags import ApiKeyOption
@@ -187,10 +187,7 @@ def main(
     """
     load = Load(url=url, path=path, streams=streams, prompts=prompts, megabytes=megabytes, quiet_s=quiet_s)
     report = asyncio.run(measure(load, api_key))
-    if as_json:
-        print_json(asdict(report))
-    else:
-        show_report(report)
+    print_report(report, as_json, show_report)
 
 
 if __name__ == "__main__":

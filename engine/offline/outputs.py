@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from engine.wire.messages import RequestTimes, TokenLogprob
+
+Output = TypeVar("Output")
 
 
 @dataclass(slots=True)
@@ -62,20 +64,22 @@ class ScoringOutput:
 
 
 @dataclass(slots=True)
-class EmbeddingRequestOutput:
+class PoolingRequestOutput(Generic[Output]):
+    """One prompt, or a query with one document, and what the model makes of it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: Output
+    num_cached_tokens: int = 0  #: prompt tokens that came from the prefix cache
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
     """One prompt and its embedding."""
 
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: EmbeddingOutput
-    num_cached_tokens: int = 0  #: prompt tokens that came from the prefix cache
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class ScoringRequestOutput:
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
     """One query with one document, and how well they fit."""
 
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: ScoringOutput
-    num_cached_tokens: int = 0  #: prompt tokens that came from the prefix cache
+    __slots__ = ()
