@@ -9,6 +9,7 @@ from pathlib import Path
 import transformers
 from tokenizers import AddedToken
 
+from deployments.openai.parsers import harmony
 from engine.text.tokenizer import Tokenizer
 from tests.fake_engine import EOS, Script
 from tests.models import make_tokenizer
@@ -77,6 +78,7 @@ LLAMA = """
 {%- endif %}
 """
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+OTHER_MARKERS = [*harmony.MARKERS, "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]  # of gpt-oss and Mistral
 VOCAB_SIZE = 500
 
 
@@ -85,7 +87,9 @@ def hf_tokenizer(template: str, markers: str = "tokens") -> transformers.PreTrai
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     if markers != "text":
-        tokens = [AddedToken(marker, special=markers == "special", normalized=False) for marker in MARKERS]
+        tokens = [
+            AddedToken(marker, special=markers == "special", normalized=False) for marker in [*MARKERS, *OTHER_MARKERS]
+        ]
         tokenizer.add_tokens(tokens, special_tokens=markers == "special")
     return tokenizer
 

@@ -379,3 +379,35 @@ def test_empty_list_of_tools_counts_as_none():
             assert len({tuple(request.prompt) for request in api.engine.added}) == 1
 
     asyncio.run(scenario())
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+    f"<|constrain|>json<|message|>{ARGUMENTS}"
+)
+MISTRAL = f"[THINK]Hm.[/THINK][TOOL_CALLS]weather[ARGS]{ARGUMENTS}"
+
+
+@pytest.mark.parametrize(
+    ("text", "parsers", "id_length"),
+    [(HARMONY, ("openai", "openai_gptoss"), 29), (MISTRAL, ("mistral", "mistral"), 9)],
+)
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+def test_special_tokens_that_call_tools_are_read_whatever_the_choice(text, parsers, id_length, choice):
+    async def scenario() -> None:
+        names = dict(zip(("tool_call_parser", "reasoning_parser"), parsers, strict=True))
+        async with serving(text, markers="special", **names) as api:
+            for answer in (
+                await ask(api, tools=TOOLS, tool_choice=choice),
+                await ask_streamed(api, tools=TOOLS, tool_choice=choice),
+            ):
+                message = answer["message"]
+                (call,) = message["tool_calls"]
+                assert call["function"] == {"name": "weather", "arguments": ARGUMENTS}
+                assert len(call["id"]) == id_length
+                assert (message["reasoning"], message["content"] or "") == ("Hm.", "")
+                assert answer["finish_reason"] == ("stop" if choice is NAMED else "tool_calls")
+            grammar = api.engine.added[-1].params.structured_outputs
+            assert (grammar is None) == (choice == "auto")
+
+    run(scenario())

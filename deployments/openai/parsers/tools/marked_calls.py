@@ -44,7 +44,8 @@ class CallMarkup:
 
     @property
     def markers(self) -> list[str]:
-        return [marker for marker in (*self.opens, self.call, *self.inner, *self.closes) if marker]
+        """Those that may be tokens of their own; a bracket may be one too, but part of others as well."""
+        return [marker for marker in (*self.opens, self.call, *self.inner, *self.closes) if len(marker) > 1]
 
 
 class MarkedCallsParser(OutputParser):
