@@ -1,6 +1,7 @@
 # make serve   install into .venv, then serve the bundled model on http://127.0.0.1:8000
 # make test    install into .venv, then run the tests
 # make test-all  also those marked slow: every fault in every state, every Kubernetes overlay
+# make test-clients  conversations of well-known clients; installs them into build/clients
 # make check   lint, format and types
 # make test-gpu, make bench-gpu  on a machine with a GPU; they install nothing (docs/gpu.md)
 
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve test test-all test-gpu bench-gpu check install clean
+.PHONY: serve test test-all test-clients test-gpu bench-gpu check install clean
 
 serve: $(INSTALLED)
 	$(BIN)/manta serve serve_config.yaml
@@ -21,11 +22,33 @@ TEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: $(INSTALLED)
 	$(TEST)
 
-# in another order every time; `make test-all TEST_SEED=...` repeats one
+# in another order every time; `make test-all TEST_SEED=...` repeats one. What kills nodes and replicas against the clock
+# has the machine to itself.
 test-all: TEST_SEED ?= $(shell date +%s)
 test-all: $(INSTALLED)
 	@echo "TEST_SEED=$(TEST_SEED)"
-	TEST_SEED=$(TEST_SEED) $(TEST) -m ''
+	TEST_SEED=$(TEST_SEED) $(TEST) -m 'not (slow and serve)'
+	TEST_SEED=$(TEST_SEED) $(BIN)/pytest -m 'slow and serve'
+
+CLIENTS := build/clients
+TALK := NPM_BIN=$(CLIENTS)/node_modules/.bin $(CLIENTS)
+
+test-clients: $(INSTALLED) $(CLIENTS)/.installed
+	$(TALK)/venv/bin/python -m pytest --confcutdir=tests/clients --ignore=tests/clients/openai_2 tests/clients
+	$(TALK)/venv_openai_2/bin/python -m pytest --confcutdir=tests/clients tests/clients/openai_2
+
+# by uv, since pip takes minutes to find versions that go together
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/openai_2/requirements.txt tests/clients/package.json
+	mkdir -p $(CLIENTS)
+	$(PYTHON) -m venv $(CLIENTS)/venv
+	$(PYTHON) -m venv $(CLIENTS)/venv_openai_2
+	$(CLIENTS)/venv/bin/pip install -q uv
+	$(CLIENTS)/venv/bin/uv pip install -q --python $(CLIENTS)/venv/bin/python -r tests/clients/requirements.txt
+	$(CLIENTS)/venv/bin/uv pip install -q --python $(CLIENTS)/venv_openai_2/bin/python -r tests/clients/openai_2/requirements.txt
+	cp tests/clients/package.json $(CLIENTS)
+	npm install --no-audit --no-fund --prefix $(CLIENTS)
+	node $(CLIENTS)/node_modules/@anthropic-ai/claude-code/install.cjs  # npm may be set up to run no scripts of packages
+	@touch $@
 
 # With the environment of `make install` where there is one, else with the machine's own Python, as in a CUDA image
 # without a network: neither Ray nor anything else of Serve is needed.
