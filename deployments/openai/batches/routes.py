@@ -20,7 +20,6 @@ from deployments.http.json_body import json_response, read_body, with_warning
 from deployments.http.validation import ForeignFields, UnknownFields, validation_error
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.batches.errors import ForbiddenOrigin, NotConfigured, ObjectNotFound, StorageError
-from deployments.openai.batches.files import Files
 from deployments.openai.batches.objects import (
     BatchBody,
     BatchList,
@@ -58,14 +57,10 @@ def add_batch_routes(
 
     needs = [Depends(check_configured)]
     store = BatchStore(Path(os.path.expanduser(config.folder or "")))
-    _add_file_routes(app, needs, store.files, cors_origins)
-    worker = BatchWorker(app, store, models, config)
-    _add_batch_routes(app, needs, store, worker, models, unknown_fields)
+    files, worker = store.files, BatchWorker(app, store, models, config)
     if config.folder is not None:
         app.router.lifespan_context = lambda _: worker.running()
 
-
-def _add_file_routes(app: FastAPI, needs: list[Any], files: Files, cors_origins: tuple[str, ...]) -> None:
     @app.post("/v1/files", dependencies=needs)
     async def upload(request: Request) -> Response:
         check_origin(request, cors_origins)
@@ -105,15 +100,6 @@ def _add_file_routes(app: FastAPI, needs: list[Any], files: Files, cors_origins:
         await in_thread(files.delete, name, owner(request))
         return json_response(DeletedFile(name))
 
-
-def _add_batch_routes(
-    app: FastAPI,
-    needs: list[Any],
-    store: BatchStore,
-    worker: BatchWorker,
-    models: ServedModels,
-    unknown_fields: UnknownFields,
-) -> None:
     @app.post("/v1/batches", dependencies=needs)
     async def create(request: Request) -> Response:
         body = await read_body(request, BatchBody, unknown_fields)
