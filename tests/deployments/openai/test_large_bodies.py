@@ -18,8 +18,10 @@ from deployments.openai.request_bodies import (
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
+    SamplingBody,
     TokenizeBody,
 )
+from deployments.openai.responses.request_body import ResponsesBody
 from deployments.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
 from engine.errors import RequestError
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, says, tokenizer
@@ -77,12 +79,14 @@ PATHS: dict[type[RequestBody], str] = {
     EmbeddingBody: "/v1/embeddings",
     ScoreBody: "/v1/score",
     RerankBody: "/v1/rerank",
+    ResponsesBody: "/v1/responses",
 }
 HELLO = {"role": "user", "content": "hello"}
 PART = {"type": "text", "text": "a"}
 CALL = {"id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
+ITEM_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 LONG_IDS = {"request_id": "a" * 10**6, "session_id": "a" * 10**7}
 SHORT = ("model", "cache_salt", "user", "safety_identifier")
 
@@ -90,6 +94,10 @@ SHORT = ("model", "cache_salt", "user", "safety_identifier")
 def function(i: int, properties: dict[str, Any] | None = None) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties or {}}
     return {"type": "function", "function": {"name": f"f{i}", "parameters": parameters}}
+
+
+def flat_function(i: int, properties: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"type": "function", **function(i, properties)["function"]}
 
 
 def choice(name: str) -> dict[str, Any]:
@@ -171,6 +179,25 @@ LARGEST: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
     "names to rank": (RerankBody, {"query": "a", "documents": ["b"], **dict.fromkeys(SHORT, "a" * 1024)}),
     "id to rank": (RerankBody, {"query": "a", "documents": ["b"], **LONG_IDS}),
     "instruction to rank": (RerankBody, {"query": "a", "documents": ["b"], "instruction": "a " * 10**5}),
+    "items": (ResponsesBody, {"input": [HELLO] * 4096}),
+    "calls of items": (ResponsesBody, {"input": [ITEM_CALL] * 4096}),
+    "parts of items": (ResponsesBody, {"input": [{"role": "user", "content": [PART] * 1024}] * 7}),
+    "members of an item": (ResponsesBody, {"input": [{**HELLO, **{f"key{i}": 1 for i in range(60_000)}}]}),
+    "one long input": (ResponsesBody, {"input": 'a"\n' * 2_500_000, "instructions": "a " * 10**6}),
+    "tools beside items": (ResponsesBody, {"input": "a", "tools": [flat_function(i) for i in range(512)]}),
+    "schema beside items": (
+        ResponsesBody, {"input": "a", "tools": [flat_function(0, {"x": {"enum": [1] * 99_000}})]}
+    ),
+    "settings beside items": (
+        ResponsesBody,
+        {
+            "input": "a",
+            "text": {"format": {"type": "json_schema", "schema": {"enum": [1] * 99_000}}},
+            "reasoning": {f"key{i}": i for i in range(60_000)},
+            "include": ["message.output_text.logprobs"] * 32,
+            "previous_response_id": "a" * 256,
+        },
+    ),
 }  # fmt: skip
 # bodies that are refused, and what the refusal names
 TOO_LARGE: dict[str, tuple[type[RequestBody], bytes, str]] = {
@@ -223,8 +250,8 @@ def test_largest_value_that_a_field_may_have_holds_the_loop_for_less_than_100_ms
 
 @pytest.mark.parametrize("kind", PATHS)
 def test_every_field_whose_size_the_client_chooses_is_among_the_largest_bodies(kind):
-    kinds = (ChatBody, CompletionBody) if kind in (ChatBody, CompletionBody) else (kind,)
-    tried = {field for tried_kind, body in LARGEST.values() if tried_kind in kinds for field in body}
+    shared = SamplingBody if issubclass(kind, SamplingBody) else kind
+    tried = {field for tried_kind, body in LARGEST.values() if issubclass(tried_kind, shared) for field in body}
     grows = {name for name, field in kind.model_fields.items() if has_any_size(field.annotation)}
     assert "model" in grows and "temperature" not in grows
     assert grows <= tried, grows - tried
