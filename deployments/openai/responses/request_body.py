@@ -6,16 +6,18 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import msgspec
 import pydantic
 from pydantic import BaseModel, Field, PrivateAttr, StringConstraints
 
+from deployments.frontend.sequence import ReportedError
 from deployments.http.body import StrictModel, Whole
 from deployments.http.validation import ForeignFields, validation_error
 from deployments.openai.conversation import FunctionDefinition, TemplateModel
 from deployments.openai.foreign_fields import FOREIGN_FIELDS
 from deployments.openai.request_bodies import MAX_MESSAGES, MAX_TOOLS, ChatBody, SamplingBody
 from deployments.openai.responses.items import Item, function_name, invalid, parsed, to_messages
-from engine.errors import InvalidParameter, RequestError
+from engine.errors import InvalidParameter, RequestError, ServingError
 from engine.wire.sampling_params import MAX_LOGPROBS
 
 SEARCH = re.compile(r"web_search(_preview)?(_\d{4}_\d{2}_\d{2})?")
@@ -30,6 +32,7 @@ Include = Literal[
     "web_search_call.results",
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+CHAT_SCHEMA = "response_format.json_schema.schema"
 # fields of a chat request, as errors name them, and what they are called here
 RENAMED = {
     "max_completion_tokens": "max_output_tokens",
@@ -37,7 +40,7 @@ RENAMED = {
     "messages": "input",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
-    "response_format.json_schema.schema": "text.format.schema",
+    CHAT_SCHEMA: "text.format.schema",
 }
 SHARED_FOREIGN_FIELDS = (
     "kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "moderation", "prompt_cache_options",
@@ -219,8 +222,14 @@ class ResponsesBody(SamplingBody):
         """Warn of fields of the chat request that had no effect."""
         self.ignored.extend(name for name in (RENAMED.get(name, name) for name in fields) if name not in self.ignored)
 
-    def renamed(self, error: RequestError) -> RequestError:
+    def renamed(self, error: RequestError | ReportedError) -> ServingError:
         """Return an error of the chat request with the names that fields have here."""
+        if isinstance(error, ReportedError):
+            message = error.info.message
+            if message.startswith(CHAT_SCHEMA):
+                message = RENAMED[CHAT_SCHEMA] + message.removeprefix(CHAT_SCHEMA)
+            param = RENAMED.get(error.info.param or "", error.info.param)
+            return ReportedError(msgspec.structs.replace(error.info, message=message, param=param))
         if not isinstance(error, InvalidParameter):
             error.param = RENAMED.get(error.param or "", error.param)
             return error

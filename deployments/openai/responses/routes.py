@@ -12,6 +12,7 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request
 from fastapi import Response as HttpResponse
 
+from deployments.frontend.sequence import ReportedError
 from deployments.http.context import RequestContext
 from deployments.http.json_body import json_response, read_body, with_warning
 from deployments.http.streaming import EventFormat, EventStream, named_event, run_while_connected, stream
@@ -56,20 +57,20 @@ def add_responses_routes(
         try:
             chat = body.to_chat([*earlier, *items], len(earlier))
             output = await model.chat(chat, context)
-        except RequestError as error:
+            body.ignore(chat.ignored)
+            response = new_response(body, chat, model, context)
+            builder = ResponseBuilder(body, response, output)
+            stored = StoredResponse(response, earlier, with_ids(items, response.id))
+            if body.background:
+                started = await background.start(builder, owner, stored)
+                answer = EventStream(started.events(-1)) if body.stream else json_response(response)
+            elif body.stream:
+                events = recorded(builder, owner, stored)
+                answer = await run_while_connected(request, stream(events, NAMED_EVENTS))
+            else:
+                answer = json_response(await run_while_connected(request, full(builder, owner, stored, body)))
+        except (RequestError, ReportedError) as error:
             raise body.renamed(error) from None
-        body.ignore(chat.ignored)
-        response = new_response(body, chat, model, context)
-        builder = ResponseBuilder(body, response, output)
-        stored = StoredResponse(response, earlier, with_ids(items, response.id))
-        if body.background:
-            started = await background.start(builder, owner, stored)
-            answer = EventStream(started.events(-1)) if body.stream else json_response(response)
-        elif body.stream:
-            events = recorded(builder, owner, stored)
-            answer = await run_while_connected(request, stream(events, NAMED_EVENTS))
-        else:
-            answer = json_response(await run_while_connected(request, full(builder, owner, stored, body)))
         return with_warning(body, answer)
 
     async def earlier_items(owner: str, response_id: str | None) -> list[Item]:
@@ -160,9 +161,12 @@ def owner_of(request: Request) -> str:
 
 
 def with_ids(items: list[Item], response_id: str) -> list[Item]:
-    """Return the items of a request as they are listed: each has a type and an id."""
-    key = response_id.removeprefix("resp_")
-    return [{"type": "message", **item, "id": item.get("id") or f"in_{key}_{i}"} for i, item in enumerate(items)]
+    """Return the items of a request as they are listed: each has a type, and a text as its id."""
+    prefix, listed = f"in_{response_id.removeprefix('resp_')}_", []
+    for i, item in enumerate(items):
+        given = item.get("id")
+        listed.append({"type": "message", **item, "id": given if isinstance(given, str) and given else f"{prefix}{i}"})
+    return listed
 
 
 def new_response(body: ResponsesBody, chat: ChatBody, model: ServedModel, context: RequestContext) -> Response:

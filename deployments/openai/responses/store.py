@@ -144,7 +144,7 @@ class ResponseStore:
         value = await self._backend.get(_key(owner, response_id))
         if value is None:
             raise ResponseNotFound(response_id, self._config.ttl_s, shared=self._config.url is not None)
-        stored = msgspec.msgpack.decode(value, type=StoredResponse)
+        stored = msgspec.json.decode(value, type=StoredResponse)
         response = stored.response
         if response.status in LIVE and not await self._backend.get(_key(owner, response_id, "lease")):
             message = "its ingress has ended, or could not store the result"
@@ -153,7 +153,7 @@ class ResponseStore:
 
     async def put(self, owner: str, stored: StoredResponse) -> None:
         """Raises StoreUnavailable."""
-        value = msgspec.msgpack.encode(stored)
+        value = msgspec.json.encode(stored)  # it may have numbers that are too large for MessagePack
         await self._backend.set(_key(owner, stored.response.id), value, self._config.ttl_s)
 
     async def delete(self, owner: str, response_id: str) -> None:

@@ -113,7 +113,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [  # body, param, part of the messa
     ({"input": "a", "tool_choice": "required"}, "tool_choice", "where no tools are given"),
     ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "(f)"),
     ({"input": "a", "tool_choice": {"type": "file_search"}}, "tool_choice", "function or allowed_tools"),
-    ({"input": "a", "tool_choice": {"type": "function"}}, "tool_choice", "tool_choice.name is required"),
+    (
+        {"input": "a", "tool_choice": {"type": "function"}},
+        "tool_choice",
+        "tool_choice.name is required",
+    ),
     (
         {"input": "a", "text": {"format": {"type": "json_schema", "name": "a"}}},
         "text",

@@ -11,7 +11,7 @@ import pydantic
 import pytest
 
 from deployments.http.middleware import AuthConfig
-from engine.errors import Overloaded
+from engine.errors import InvalidParameter, Overloaded
 from engine.wire.messages import ErrorInfo
 from tests.deployments.fake_api import until
 from tests.deployments.openai.responses.serving import (
@@ -248,6 +248,43 @@ def test_a_failure_after_the_first_output_ends_the_stream_with_an_error_and_as_f
             response = builder.response
             assert (response.status, response.error.code) == ("failed", "server_error")
             assert response.output[0].status == "incomplete"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_error_of_the_engine_names_the_field_as_it_is_called_here(stream):
+    async def scenario() -> None:
+        async with serving("a") as api:
+            chat = InvalidParameter("response_format.json_schema.schema", {}, "a JSON schema")
+            api.engine.refusal = ErrorInfo.of(chat)
+            error = (await api.post("responses", input="a", stream=stream)).json()["error"]
+            assert error["message"] == "text.format.schema must be a JSON schema, got {}"
+            assert error["param"] == "text.format.schema"
+
+    run(scenario())
+
+
+def test_numbers_of_any_size_are_stored_and_shown():
+    async def scenario() -> None:
+        async with serving("a") as api:
+            turn = {"role": "user", "content": "a", "more": 2**70}
+            made = await ask(api, input=[turn], tools=[{**WEATHER, "more": -(2**70)}])
+            assert (await api.client.get(f"/v1/responses/{made['id']}")).json() == made
+            listed = (await api.client.get(f"/v1/responses/{made['id']}/input_items")).json()
+            assert listed["data"][0]["more"] == 2**70
+
+    run(scenario())
+
+
+def test_an_id_that_is_no_text_is_replaced():
+    async def scenario() -> None:
+        async with serving("a") as api:
+            made = await ask(api, input=[{"role": "user", "content": "a", "id": ["b"]}])
+            reference = {"type": "item_reference", "id": made["output"][0]["id"]}
+            await ask(api, input=[reference])
+            listed = (await api.client.get(f"/v1/responses/{made['id']}/input_items")).json()
+            assert listed["data"][0]["id"].startswith("in_")
 
     run(scenario())
 

@@ -87,18 +87,18 @@ def test_with_redis_down_responses_are_answered_and_what_needs_it_is_a_503(redis
 
 
 def test_a_redis_that_does_not_answer_is_waited_for_no_longer_than_its_deadline(redis, monkeypatch):
-    monkeypatch.setattr(store_module, "REDIS_TIMEOUT_S", 0.05)
-
     async def scenario() -> None:
         backend = RedisBackend(redis.url)
-        await backend.set("a", b"1", 10)
+        monkeypatch.setattr(store_module, "REDIS_TIMEOUT_S", 10.0)
+        await backend.set("a", b"1", 60)
+        monkeypatch.setattr(store_module, "REDIS_TIMEOUT_S", 0.05)
         redis.process.send_signal(signal.SIGSTOP)
         try:
             with pytest.raises(StoreUnavailable, match="TimeoutError"):
                 await backend.get("a")
         finally:
             redis.process.send_signal(signal.SIGCONT)
-        monkeypatch.setattr(store_module, "REDIS_TIMEOUT_S", 5.0)
+        monkeypatch.setattr(store_module, "REDIS_TIMEOUT_S", 10.0)
         assert await backend.get("a") == b"1"
 
     run(scenario())
