@@ -98,7 +98,7 @@ def http_endpoint(application: str) -> HttpEndpoint:
     if status is None:
         raise RayServeException(f"there is no application {application!r}")
     url = f"{client.root_url}{status['route_prefix'] or ''}".rstrip("/")
-    if "ssl_certfile" in details["http_options"]:
+    if details["http_options"].get("ssl_certfile"):  # None where it was not given
         url = url.replace("http://", "https://", 1)  # Ray does not
     node = ray.get_runtime_context().get_node_id()
     return HttpEndpoint(url, node in details["proxies"], status["last_deployed_time_s"])
