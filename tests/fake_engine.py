@@ -6,6 +6,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -92,7 +93,9 @@ class FakeEngine:
     def _run(self) -> None:
         while not self._stopping.is_set():
             if self._commands.poll(POLL_MS):
-                self._handle(msgspec.msgpack.decode(self._commands.recv(), type=Command))
+                message = self._commands.recv()
+                with suppress(msgspec.DecodeError):  # another process may still send to whoever had this port before
+                    self._handle(msgspec.msgpack.decode(message, type=Command))
             while not self._notices.empty():
                 self._status.send(msgspec.msgpack.encode(self._notices.get()))
             if not self.paused.is_set():
