@@ -21,8 +21,8 @@ from benchmarks.command import JsonOption, ModelOption, SeedOption, print_report
 from cluster.cli.bench.prompts import random_ids
 from cluster.cli.bench.tables import make_table, show
 from engine.errors import EngineError
+from engine.model.checkpoint.folder import resolve
 from engine.model.config import ModelConfig
-from engine.model.folder import resolve
 from engine.offline.llm import LLM
 from engine.offline.outputs import RequestOutput
 from engine.wire.sampling_params import SamplingParams

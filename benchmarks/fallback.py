@@ -26,8 +26,8 @@ from cluster.cli.bench.tables import figure, make_table, show
 from engine.core.engine import EngineCore
 from engine.errors import InvalidParameter
 from engine.model import families
+from engine.model.checkpoint.folder import resolve
 from engine.model.config import ModelConfig
-from engine.model.folder import resolve
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 

@@ -30,8 +30,8 @@ from engine.config import BLOCK_SIZES, EngineConfig
 from engine.core.engine import EngineCore
 from engine.device import open_device
 from engine.errors import EngineError, InvalidParameter
+from engine.model.checkpoint.folder import resolve
 from engine.model.config import ModelConfig
-from engine.model.folder import resolve
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 

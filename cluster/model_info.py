@@ -13,7 +13,8 @@ from deployments.frontend.admission import AdmissionLimits
 from deployments.openai.served_model import ModelInfo
 from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidParameter
-from engine.model import folder as model_folder
+from engine.model.checkpoint import folder as model_folder
+from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.text.tokenizer import Tokenizer
 from engine.wire.model_identity import ModelIdentity, short
@@ -24,7 +25,8 @@ NUMERICS = ("dtype", "quantization", "kv_cache_dtype", "device", "load_format", 
 
 def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     """Read the facts of a model. Raises StartupError for a model that could not be loaded."""
-    folder = model_folder.resolve(model.model)
+    folder, tokenizer = engine_folder(model.engine_config()), model.engine_config().tokenizer
+    text_folder = model_folder.resolve(model.model) if tokenizer is None else model_folder.resolve_tokenizer(tokenizer)
     config = ModelConfig.from_folder(folder)
     generates = "generate" in config.supported_tasks
     if model.prefill is not None and not generates:
@@ -43,7 +45,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     return ModelInfo(
         name=model.name,
         root=model.model,
-        folder=str(folder),
+        folder=str(text_folder),
         identity=identity,
         fingerprint=numerics,
         max_model_len=config.longest_sequence(model.engine_config().max_model_len),

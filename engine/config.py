@@ -63,6 +63,8 @@ class EngineConfig:
     """Options of one engine; the names are vLLM's where the meaning is the same."""
 
     model: str = option("pocket", "`pocket` (bundled), a local Hugging Face model folder, or a Hub id.")
+    tokenizer: str | None = option(None, "Folder or Hub id of a model whose tokenizer and chat template are used.")
+    hf_overrides: str | None = option(None, "JSON object of fields that replace those of the model's config.json.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
         "Data type of activations, KV cache and weights that are not quantized; `auto` takes the model's own.",

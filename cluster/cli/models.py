@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.model.checkpoint.folder import resolve_config
 from engine.model.config import ModelConfig
 from engine.model.families import ENCODERS, FAMILIES, ONE_RANK, TEXT_PARTS, TRANSFORMERS
-from engine.model.folder import resolve_config
 
 ONE_RANK_TESTS = "logits, greedy tokens, chunks, batches, cached prefixes"
 TWO_RANKS_TESTS = f"{ONE_RANK_TESTS}; 2 ranks"

@@ -85,8 +85,7 @@ GROUPS = {
     "--runner --convert --task --enable-flash-late-interaction": LEAVE_OUT + "the model's folder says what it can do",
     "--pooler-config --override-pooler-config": LEAVE_OUT + "how a model pools is read from its folder",
     "--hf-config-path": LEAVE_OUT + "it is read from the model's folder",
-    "--hf-overrides --rope-scaling --rope-theta": "change config.json in a copy of the model's folder",
-    "--tokenizer": LEAVE_OUT + "it is read from the model's folder",
+    "--rope-scaling --rope-theta": "use --hf-overrides",
     "--config-format --tokenizer-mode --quantization-config --allow-deprecated-quantization "
     "--kv-cache-dtype-skip-layers --calculate-kv-scales": LEAVE_OUT + "it is read from the model's folder",
     "--tokenizer-revision": LEAVE_OUT + "it is read from the model's folder",

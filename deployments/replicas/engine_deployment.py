@@ -19,7 +19,7 @@ from deployments.replicas.prefill_dispatcher import PrefillPool
 from deployments.replicas.scaling_report import ReplicaReport
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
-from engine.model.folder import resolve
+from engine.model.checkpoint.overlay import engine_folder
 from engine.wire.model_identity import ModelIdentity
 from placement.console_log import log_to_console
 from placement.rank_actor import RankReady
@@ -72,7 +72,7 @@ class EngineDeployment:
         ready = await ranks.start(config, engine_id=engine_id, status_to=self._engine.status_to, key=key)
         self._engine.connect(ready.address)
         self._commands_to = ready.address
-        self._model = await asyncio.to_thread(lambda: ModelIdentity.of(resolve(config.model)))
+        self._model = await asyncio.to_thread(lambda: ModelIdentity.of(engine_folder(config)))
         self._tasks = [asyncio.create_task(self._engine.run()), asyncio.create_task(self._exit_with_engine(ranks))]
         return ready
 

@@ -31,8 +31,8 @@ from engine.errors import (
 )
 from engine.kv_transfer.fingerprint import fingerprint
 from engine.kv_transfer.protocol.actions import AcceptPrefill, RefusePrefill
+from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
-from engine.model.folder import resolve
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.text.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
 from engine.wire.messages import CancelDispatch, DispatchPrefill, EngineStats, GenerateRequest
@@ -86,7 +86,7 @@ class EngineCore:
             raise ConfigError("tensor_parallel", config.tensor_parallel, f"the size of the group ({group.size})")
         broadcaster, channel, kv_worker, handoffs = None, None, None, None
         with group.starting():
-            folder = resolve(config.model, weights=config.load_format == "auto")
+            folder = engine_folder(config)
             model_config = ModelConfig.from_folder(folder, config.quantization, config.max_model_len)
             if model_config.bidirectional:
                 config = whole_prompts(config, model_config)

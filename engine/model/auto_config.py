@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.errors import UnsupportedArchitecture
-from engine.model.folder import as_token_ids
+from engine.model.checkpoint.folder import as_token_ids
 
 Fields = dict[str, Any]
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}

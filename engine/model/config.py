@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from engine.errors import ConfigError, ModelFolderError
+from engine.model.checkpoint.folder import as_token_ids, eos_token_ids, read_json, stored_dtype
 from engine.model.families import Family, Head, find_family, head_of, text_part
-from engine.model.folder import as_token_ids, eos_token_ids, read_json, stored_dtype
 from engine.model.pooling_config import PoolingConfig, PoolingType
 from engine.model.quantization.unsupported import UnsupportedScheme
 from engine.wire.pooling_params import SupportedTasks, Task

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ModelFolderError
-from engine.model.folder import weight_files
+from engine.model.checkpoint.folder import weight_files
 from engine.model.layers.embedding import TiedLMHead
 from engine.model.layers.moe import Experts
 from engine.model.models.llama import Model

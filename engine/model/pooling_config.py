@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import ModelFolderError
-from engine.model.folder import read_json
+from engine.model.checkpoint.folder import read_json
 
 PoolingType = Literal["cls", "last", "mean"]
 MODES: dict[str, PoolingType] = {"cls": "cls", "lasttoken": "last", "mean": "mean"}  # sentence-transformers' names

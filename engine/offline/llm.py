@@ -21,8 +21,8 @@ from engine.device import is_gpu
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineError, RequestError
+from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
-from engine.model.folder import resolve
 from engine.offline.outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -68,7 +68,7 @@ class LLM:
         if is_gpu(options.get("device", "auto")):
             options = GPU_DEFAULTS | options
         self.config = EngineConfig(**options)
-        folder = resolve(self.config.model, weights=self.config.load_format == "auto")
+        folder = engine_folder(self.config)
         self._model_config = ModelConfig.from_folder(folder)
         self.tokenizer = Tokenizer.from_folder(folder, decodes="generate" in self._model_config.supported_tasks)
         self._ranks: RankProcesses | None = None

@@ -15,8 +15,8 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable
 from engine.kv_transfer.transport.ranks import start_kv_worker
 from engine.kv_transfer.transport.worker import KVTransferWorker
+from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
-from engine.model.folder import resolve
 from engine.runner.model_runner import LaunchedStep, ModelRunner, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Worker:
         """host: IP address at which ranks of other engines reach this one."""
         self._group = group
         with group.starting():
-            folder: Path = resolve(config.model, weights=config.load_format == "auto")
+            folder: Path = engine_folder(config)
             model_config = ModelConfig.from_folder(folder, config.quantization, config.max_model_len)
             self._runner = ModelRunner(config, model_config, folder, group)
             self._kv_worker: KVTransferWorker | None = None

@@ -15,7 +15,7 @@ import re
 import uvicorn
 
 from deployments.app import http_app
-from engine.model.folder import resolve
+from engine.model.checkpoint.folder import resolve
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import GenerateRequest
 from engine.wire.structured_outputs import StructuredOutputsParams

@@ -18,8 +18,8 @@ from rich.progress import Progress
 from cluster.cli.bench.distribution import Distribution
 from cluster.cli.bench.load import OfflineLoad
 from cluster.cli.bench.prompts import WARM_UP, Job
+from engine.model.checkpoint.folder import resolve
 from engine.model.config import ModelConfig
-from engine.model.folder import resolve
 from engine.offline.llm import LLM
 from engine.offline.outputs import CompletionOutput
 from engine.wire.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ from deployments.routing.config import Role
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, OutOfMemory
-from engine.model import folder as model_folder
+from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.loader import tensors_by_file
 from engine.runner import kv_cache
@@ -58,7 +58,7 @@ def check_together(deployments: Sequence[Deployment], nodes: Sequence[Node]) -> 
 
 def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Finding]:
     topic, pool, engine = f"{role} of {model.name}", model.pools[role], model.engine_config(role)
-    folder = model_folder.resolve(model.model)
+    folder = engine_folder(engine)
     shape = ModelConfig.from_folder(folder)
     dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
     on_gpu = pool.num_gpus > 0 and engine.device != "cpu"

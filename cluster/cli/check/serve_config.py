@@ -13,7 +13,7 @@ import yaml
 from cluster.config import BUILDER, HOST, PORT, AppConfig
 from cluster.model_info import model_info
 from engine.errors import ConfigError
-from engine.model.folder import resolve
+from engine.model.checkpoint.folder import resolve
 
 KV_CACHE_GIB = 2.0  # at most, where nothing is set
 

@@ -14,7 +14,7 @@ from deployments.openai.parsers.choice_parser import ChoiceParser
 from deployments.openai.parsers.output_parser import CallArguments, CallStart
 from deployments.openai.request_bodies import ChatBody
 from engine import LLM, SamplingParams
-from engine.model.folder import resolve
+from engine.model.checkpoint.folder import resolve
 from engine.text.text_stream import TextChunk
 from engine.text.tokenizer import Tokenizer
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.errors import InvalidParameter, StartupError
+from engine.model.checkpoint.folder import INDEX
 from engine.model.config import ModelConfig
-from engine.model.folder import INDEX
 from engine.offline.llm import LLM
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder

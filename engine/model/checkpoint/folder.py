@@ -11,10 +11,12 @@ from typing import Any
 
 from engine import pocket
 from engine.errors import ModelFolderError
+from engine.wire.model_identity import VOCABULARY_FILES
 
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 CONFIG_FILES = ["config.json", "generation_config.json", "modules.json", "config_sentence_transformers.json"]
+TOKENIZER_FILES = [*VOCABULARY_FILES, "*token*.json", "chat_template.*"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # copies of the weights in other layouts
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors names them
@@ -38,6 +40,16 @@ def resolve_config(model: str) -> Path:
     folder = _find(model, CONFIG_FILES)
     _check(folder, weights=False)
     return folder
+
+
+def resolve_tokenizer(model: str) -> Path:
+    """Return a folder with the model's tokenizer, as `resolve` does, but download nothing else."""
+    return _find(model, [*CONFIG_FILES, *TOKENIZER_FILES])
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of the tokenizer and of the chat template."""
+    return [file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)]
 
 
 def _find(model: str, files: list[str]) -> Path:

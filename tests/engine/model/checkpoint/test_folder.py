@@ -10,7 +10,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from engine import pocket
 from engine.errors import ModelFolderError
-from engine.model.folder import default_sampling, eos_token_ids, read_json, resolve
+from engine.model.checkpoint.folder import default_sampling, eos_token_ids, read_json, resolve
 
 
 @pytest.fixture

@@ -1,0 +1,66 @@
+"""A model's folder with another tokenizer, or with other fields in its config.json: a folder of links."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.model.checkpoint.folder import read_json, resolve, resolve_tokenizer, tokenizer_files
+
+CACHE = Path("~/.cache/manta/models")
+
+
+def engine_folder(config: EngineConfig) -> Path:
+    """Return the folder that an engine reads: the model's own, or one of links, which every process of a machine finds
+    in the same place. Raises ConfigError or ModelFolderError."""
+    folder = resolve(config.model, weights=config.load_format == "auto")
+    if config.tokenizer is None and config.hf_overrides is None:
+        return folder
+    links = {file.name: file.resolve() for file in folder.iterdir()}
+    if config.tokenizer is not None:
+        own = {file.name for file in tokenizer_files(folder)}
+        others = {file.name: file.resolve() for file in tokenizer_files(resolve_tokenizer(config.tokenizer))}
+        links = {name: file for name, file in links.items() if name not in own} | others
+    fields = _merged(read_json(folder, "config.json"), _overrides(config.hf_overrides))
+    state = [fields, sorted((name, str(file), file.stat().st_mtime_ns) for name, file in links.items())]
+    target = CACHE.expanduser() / hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
+    if not target.exists():
+        _make(target, links, fields)
+    return target
+
+
+def _make(target: Path, links: dict[str, Path], fields: dict[str, Any]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=target.parent))
+    for name in links.keys() - {"config.json"}:
+        (made / name).symlink_to(links[name])
+    (made / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    try:
+        os.rename(made, target)
+    except OSError:  # another process was faster
+        shutil.rmtree(made)
+        if not target.exists():
+            raise
+
+
+def _overrides(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError("hf_overrides", text, 'a JSON object, such as {"rope_theta": 1e6}')
+    return found
+
+
+def _merged(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with those of the overrides, in objects inside objects too."""
+    both = {key for key, value in overrides.items() if isinstance(value, dict) and isinstance(fields.get(key), dict)}
+    return fields | overrides | {key: _merged(fields[key], overrides[key]) for key in both}
