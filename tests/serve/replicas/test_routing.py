@@ -48,9 +48,9 @@ def prefix(number: int) -> list[int]:
 
 def test_prompts_that_begin_alike_meet_in_one_replica_and_others_spread(server):
     before = by_engine(server)
-    for number in range(12):
+    for number in range(40):  # one replica in three is left out by chance once in ten million times
         assert complete(server, prefix(number)) == 0
-    for number in range(12):
+    for number in range(40):
         assert complete(server, [*prefix(number), 7, 8, 9]) == 60
     after = by_engine(server)
     used = [engine for engine in after if after[engine] > before[engine]]
