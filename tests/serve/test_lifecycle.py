@@ -58,6 +58,7 @@ def test_mistake_in_the_configuration_ends_serve_run_with_one_clear_line(tmp_pat
         server.stop()
 
 
+@pytest.mark.slow
 def test_change_that_cannot_be_made_leaves_serve_run_to_be_changed_again(tmp_path, model_folder):
     def models(**engine: Any) -> dict[str, Any]:
         return {"models": [{"name": "tiny", "model": str(model_folder), "engine": engine}]}

@@ -67,7 +67,7 @@ class Serving:
         return {found[1] for line in lines if (found := pattern.match(line))}
 
 
-@pytest.fixture(scope="module", params=["one machine", "two nodes"])
+@pytest.fixture(scope="module", params=["one machine", pytest.param("two nodes", marks=pytest.mark.slow)])
 def serving(request, tmp_path_factory) -> Iterator[Serving]:
     if sys.platform != "linux":
         pytest.skip("other systems do not tell what listens")

@@ -177,6 +177,7 @@ def test_ctrl_c_ends_serve_run_and_all_its_processes(serving):
     assert not alive
 
 
+@pytest.mark.slow
 def test_pools_that_do_not_fit_each_other_end_serve_run_with_one_clear_line(tmp_path: Path, folder):
     pools = {"prefill": {"num_cpus": 0.2, "engine": {"dtype": "bfloat16"}}, "decode": {"num_cpus": 0.2}}
     server = ServeRun(

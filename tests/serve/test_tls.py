@@ -15,6 +15,7 @@ from tests.serve.serve_run import ServeRun, haproxy_ports
 pytestmark = pytest.mark.serve
 
 
+@pytest.mark.slow
 def test_client_that_trusts_the_certificate_is_answered_over_https_and_nobody_without(tmp_path, model_folder):
     if sys.platform != "linux":
         pytest.skip("Ray brings HAProxy for Linux only")
