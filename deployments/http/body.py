@@ -99,6 +99,16 @@ class EngineBody(RequestBody):
 
 
 Body = TypeVar("Body", bound=RequestBody)
+Fields = TypeVar("Fields", bound=BaseModel)
+
+
+def validated(kind: type[Fields], given: object) -> Fields:
+    """Return an object of which the values are here already: a query, a form, or a part of a body. Raises RequestError
+    that names the field, its value and the expected values."""
+    try:
+        return kind.model_validate(given)
+    except pydantic.ValidationError as error:
+        raise validation_error(error, ForeignFields()) from None
 
 
 def parse(kind: type[Body], raw: bytes, unknown_fields: UnknownFields = "refuse") -> Body:

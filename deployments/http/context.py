@@ -57,6 +57,12 @@ class RequestContext:
         )
 
 
+def key_name(request: Request) -> str | None:
+    """Return the name of the request's API key; None on a server without keys."""
+    name: str | None = getattr(request.state, "api_key_name", None)
+    return name
+
+
 def _client(request: Request, body: EngineBody) -> str:
     """Return the API key's name; without keys, the user that the body names; else the client's address.
 
@@ -64,8 +70,7 @@ def _client(request: Request, body: EngineBody) -> str:
     """
     if (background := getattr(request.state, BACKGROUND_CLIENT, None)) is not None:
         return str(background)
-    name: str | None = getattr(request.state, "api_key_name", None)
-    if name is not None:
+    if (name := key_name(request)) is not None:
         return f"key:{name}"
     if user := body.user or body.safety_identifier:
         return f"user:{user}"

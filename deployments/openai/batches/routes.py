@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args
 
-import pydantic
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import UploadFile
 from starlette.responses import FileResponse
 
+from deployments.http.body import validated
+from deployments.http.context import key_name
 from deployments.http.json_body import json_response, read_body, with_warning
-from deployments.http.validation import ForeignFields, UnknownFields, validation_error
+from deployments.http.validation import UnknownFields
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.batches.errors import ForbiddenOrigin, NotConfigured, ObjectNotFound, StorageError
 from deployments.openai.batches.objects import (
@@ -41,7 +42,6 @@ FORM = "multipart/form-data"
 MAX_FORM_FIELDS = 8
 P = ParamSpec("P")
 R = TypeVar("R")
-Fields = TypeVar("Fields", bound=pydantic.BaseModel)
 
 
 def add_batch_routes(
@@ -51,6 +51,8 @@ def add_batch_routes(
     cors_origins: tuple[str, ...],
     unknown_fields: UnknownFields,
 ) -> None:
+    """Each API key sees its own files and batches only; without keys they are everybody's."""
+
     async def check_configured() -> None:
         if config.folder is None:
             raise NotConfigured("files and batches", "ingress.batch_dir")
@@ -69,35 +71,35 @@ def add_batch_routes(
             raise UnsupportedMediaType(content_type, FORM)
         try:
             async with request.form(max_files=1, max_fields=MAX_FORM_FIELDS) as fields:
-                form = parse(UploadForm, nested(fields))
+                form = validated(UploadForm, nested(fields))
                 if not isinstance(form.file, UploadFile):
                     raise InvalidParameter("file", form.file, "a file with a name")
                 content, name = form.file.file, form.file.filename or "upload"
                 seconds = form.expires_after.seconds
-                return json_response(await asyncio.to_thread(files.upload, content, owner(request), name, seconds))
+                return json_response(await asyncio.to_thread(files.upload, content, key_name(request), name, seconds))
         except OSError as error:  # also of the temporary file that a form is kept in
             raise storage_error(error) from None
 
     @app.get("/v1/files", dependencies=needs)
     async def list_files(request: Request) -> Response:
-        query = parse(FileQuery, dict(request.query_params))
+        query = validated(FileQuery, dict(request.query_params))
         found, has_more = await in_thread(
-            files.page, owner(request), query.limit, query.after, query.purpose, newest_first=query.order == "desc"
+            files.page, key_name(request), query.limit, query.after, query.purpose, newest_first=query.order == "desc"
         )
         return json_response(FileList.of(found, has_more))
 
     @app.get("/v1/files/{name}", dependencies=needs)
     async def retrieve_file(request: Request, name: str) -> Response:
-        return json_response(await in_thread(files.get, name, owner(request)))
+        return json_response(await in_thread(files.get, name, key_name(request)))
 
     @app.get("/v1/files/{name}/content", dependencies=needs)
     async def content(request: Request, name: str) -> Response:
-        file, path = await in_thread(files.content, name, owner(request))
+        file, path = await in_thread(files.content, name, key_name(request))
         return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
 
     @app.delete("/v1/files/{name}", dependencies=needs)
     async def delete_file(request: Request, name: str) -> Response:
-        await in_thread(files.delete, name, owner(request))
+        await in_thread(files.delete, name, key_name(request))
         return json_response(DeletedFile(name))
 
     @app.post("/v1/batches", dependencies=needs)
@@ -108,7 +110,7 @@ def add_batch_routes(
             served = ", ".join(sorted(endpoints.intersection(get_args(Endpoint))))
             raise InvalidParameter("endpoint", body.endpoint, f"one of those that are served here: {served}")
         try:
-            batch = await in_thread(store.create, body, owner(request), models)
+            batch = await in_thread(store.create, body, key_name(request), models)
         except ObjectNotFound as error:
             error.param = "input_file_id"
             raise
@@ -117,23 +119,17 @@ def add_batch_routes(
 
     @app.get("/v1/batches", dependencies=needs)
     async def list_batches(request: Request) -> Response:
-        query = parse(BatchQuery, dict(request.query_params))
-        found, has_more = await in_thread(store.page, owner(request), query.limit, query.after)
+        query = validated(BatchQuery, dict(request.query_params))
+        found, has_more = await in_thread(store.page, key_name(request), query.limit, query.after)
         return json_response(BatchList.of(found, has_more))
 
     @app.get("/v1/batches/{name}", dependencies=needs)
     async def retrieve(request: Request, name: str) -> Response:
-        return json_response(await in_thread(store.get, name, owner(request)))
+        return json_response(await in_thread(store.get, name, key_name(request)))
 
     @app.post("/v1/batches/{name}/cancel", dependencies=needs)
     async def cancel(request: Request, name: str) -> Response:
-        return json_response(await in_thread(store.cancel, name, owner(request)))
-
-
-def owner(request: Request) -> str | None:
-    """Return the name of the API key. Each key sees its own objects only; without keys they are everybody's."""
-    name: str | None = getattr(request.state, "api_key_name", None)
-    return name
+        return json_response(await in_thread(store.cancel, name, key_name(request)))
 
 
 def check_origin(request: Request, allowed: tuple[str, ...]) -> None:
@@ -152,14 +148,6 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(parent := found.setdefault(match[1], {}), dict):
             parent[match[2]] = value
     return found
-
-
-def parse(kind: type[Fields], given: dict[str, Any]) -> Fields:
-    """Return the fields of a form or of a query. Raises RequestError."""
-    try:
-        return kind.model_validate(given)
-    except pydantic.ValidationError as error:
-        raise validation_error(error, ForeignFields()) from None
 
 
 async def in_thread(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

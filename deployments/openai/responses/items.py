@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-import pydantic
 from pydantic import BaseModel, Field, field_validator
 
-from deployments.http.validation import ForeignFields, validation_error
+from deployments.http.body import validated
 from deployments.openai.conversation import MAX_PARTS, ContentPart, TemplateModel, only_text
 from engine.errors import InvalidParameter, RequestError
 
@@ -67,17 +66,13 @@ class ItemReference(TemplateModel):
 
 
 def parsed(kind: type[Model], value: object, path: str) -> Model:
-    """Raises RequestError that names the field inside `path`, which is empty for the query of a URL."""
+    """Raises RequestError that names the field inside `path`."""
     try:
-        return kind.model_validate(value)
-    except pydantic.ValidationError as failure:
-        error = validation_error(failure, ForeignFields())
-    if not path:
-        raise error
-    param = path.partition("[")[0]
-    if not isinstance(error, InvalidParameter):
-        raise RequestError(f"{path}.{error.message}", param)
-    raise invalid(f"{path}.{error.field}", error.value, error.limit)
+        return validated(kind, value)
+    except InvalidParameter as error:
+        raise invalid(f"{path}.{error.field}", error.value, error.limit) from None
+    except RequestError as error:
+        raise RequestError(f"{path}.{error.message}", path.partition("[")[0]) from None
 
 
 def invalid(field: str, value: object, limit: str) -> InvalidParameter:

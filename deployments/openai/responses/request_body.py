@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-import pydantic
 from pydantic import BaseModel, Field, PrivateAttr, StringConstraints
 
 from deployments.frontend.sequence import ReportedError
-from deployments.http.body import StrictModel, Whole
-from deployments.http.validation import ForeignFields, validation_error
+from deployments.http.body import StrictModel, Whole, validated
+from deployments.http.validation import ForeignFields
 from deployments.openai.conversation import FunctionDefinition, TemplateModel
 from deployments.openai.foreign_fields import FOREIGN_FIELDS
 from deployments.openai.request_bodies import MAX_MESSAGES, MAX_TOOLS, ChatBody, SamplingBody
@@ -211,10 +210,7 @@ class ResponsesBody(SamplingBody):
             "chat_template_kwargs": self.chat_template_kwargs,
             "truncate_prompt_tokens": -1 if self.truncation == "auto" else self.truncate_prompt_tokens,
         }
-        try:
-            chat = ChatBody.model_validate(fields)
-        except pydantic.ValidationError as error:
-            raise validation_error(error, ForeignFields()) from None
+        chat = validated(ChatBody, fields)
         chat.check()
         return chat
 

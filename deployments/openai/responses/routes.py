@@ -13,14 +13,15 @@ from fastapi import FastAPI, Request
 from fastapi import Response as HttpResponse
 
 from deployments.frontend.sequence import ReportedError
-from deployments.http.context import RequestContext
+from deployments.http.body import validated
+from deployments.http.context import RequestContext, key_name
 from deployments.http.json_body import json_response, read_body, with_warning
 from deployments.http.streaming import EventFormat, EventStream, named_event, run_while_connected, stream
 from deployments.http.validation import UnknownFields
 from deployments.openai.request_bodies import ChatBody
 from deployments.openai.responses.background import BackgroundResponses
 from deployments.openai.responses.errors import StoreUnavailable
-from deployments.openai.responses.items import Item, parsed
+from deployments.openai.responses.items import Item
 from deployments.openai.responses.request_body import InputItemsQuery, ResponsesBody, RetrieveQuery, TextFormat
 from deployments.openai.responses.response_body import (
     LIVE,
@@ -107,7 +108,7 @@ def add_responses_routes(
 
     @app.get("/v1/responses/{name}")
     async def retrieve(request: Request, name: str) -> HttpResponse:
-        query, owner = parsed(RetrieveQuery, dict(request.query_params), ""), owner_of(request)
+        query, owner = validated(RetrieveQuery, dict(request.query_params)), owner_of(request)
         running = background.find(owner, name)
         stored = await store.get(owner, name)
         if not query.stream:
@@ -122,7 +123,7 @@ def add_responses_routes(
 
     @app.get("/v1/responses/{name}/input_items")
     async def list_input_items(request: Request, name: str) -> HttpResponse:
-        query = parsed(InputItemsQuery, dict(request.query_params), "")
+        query = validated(InputItemsQuery, dict(request.query_params))
         items = (await store.get(owner_of(request), name)).input
         if query.order == "desc":
             items = items[::-1]
@@ -157,7 +158,7 @@ async def replay(events: list[bytes]) -> AsyncGenerator[bytes]:
 
 def owner_of(request: Request) -> str:
     """Return the name of the API key; each key finds its own responses only."""
-    return getattr(request.state, "api_key_name", None) or ""
+    return key_name(request) or ""
 
 
 def with_ids(items: list[Item], response_id: str) -> list[Item]:
