@@ -122,11 +122,23 @@ class ServedModel:
         if priority and not self.info.has_priorities:
             raise InvalidParameter("priority", priority, "0, since this server runs requests as they come")
 
-    def priority(self, asked: int, context: RequestContext) -> int:
-        """Return the priority for the engines: after all others for a request that nobody waits for."""
-        if not self.info.has_priorities:
-            return 0
-        return INT32 if context.background else asked
+    def new_request(self, context: RequestContext, priority: int, cache_salt: str) -> GenerateRequest:
+        """Return what all requests to engines of one HTTP request have in common, without a prompt.
+
+        priority: that the client asks for. A request that nobody waits for comes after all others.
+        """
+        limit_s = self.info.request_timeout_s
+        return GenerateRequest(
+            # a client may use one id twice; engines must never see two live requests of one id
+            request_id=f"{context.response_id}-{secrets.token_hex(4)}",
+            prompt=[],
+            reply_to=self.frontend.channel.address,
+            timeout_s=min(context.timeout_s or limit_s, limit_s),
+            priority=0 if not self.info.has_priorities else INT32 if context.background else priority,
+            cache_salt=cache_salt,
+            session_id=context.session_id,
+            model=self.info.identity,
+        )
 
     async def check_health(self) -> None:
         """Raise EngineUnavailable if no replica is healthy, unless the model is scaled to zero."""
@@ -282,23 +294,12 @@ class ServedModel:
             raise InvalidParameter("n", body.n, f"at most {MAX_SEQUENCES // len(prompts)} with {len(prompts)} prompts")
         if body.tier_priority and not self.info.has_priorities:
             body.ignored.append("service_tier")
-        priority = self.priority(body.priority or body.tier_priority, context)
-        timeout_s = min(context.timeout_s or self.info.request_timeout_s, self.info.request_timeout_s)
-        # a client may use one id twice; engines must never see two live requests of one id
-        request_id = f"{context.response_id}-{secrets.token_hex(4)}"
+        request = self.new_request(context, body.priority or body.tier_priority, body.cache_salt)
         sequences = [params.sequence(j) for j in range(body.n)]
         return [
             [
-                GenerateRequest(
-                    request_id=f"{request_id}-{i * body.n + j}",
-                    prompt=prompt,
-                    params=sequence,
-                    reply_to=self.frontend.channel.address,
-                    timeout_s=timeout_s,
-                    priority=priority,
-                    cache_salt=body.cache_salt,
-                    session_id=context.session_id,
-                    model=self.info.identity,
+                msgspec.structs.replace(
+                    request, request_id=f"{request.request_id}-{i * body.n + j}", prompt=prompt, params=sequence
                 )
                 for j, sequence in enumerate(sequences)
             ]

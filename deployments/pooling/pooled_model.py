@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import secrets
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,8 +34,7 @@ from deployments.pooling.response_bodies import (
     ScoreObject,
 )
 from engine.errors import InvalidParameter, PromptTooLong, RequestError
-from engine.pooling.prompts import PoolingPrompt, PoolingPrompts
-from engine.wire.messages import GenerateRequest
+from engine.pooling.prompts import PoolingPrompt, PoolingPrompts, refuse_instruction
 from engine.wire.pooling_params import PoolingParams, Task
 
 TOKENIZED_AT_ONCE = 32
@@ -100,8 +98,7 @@ class PooledModel:
             encode = partial(self._prompts.score, instruction=body.instruction)
             prompts = await self._tokenize(pairs, params, encode, "documents[{}]")
             return [_floats(number).item() for number in await self._pool(prompts, body, context)], _usage(prompts)
-        if body.instruction is not None:
-            raise RequestError("instruction must be left out: this model takes none", "instruction")
+        refuse_instruction(body.instruction)
         params = msgspec.structs.replace(params, use_activation=True)
         name = "query" if isinstance(body, RerankBody) else "queries[{}]"
         prompts = await self._tokenize(queries, params, self._prompts.embed_queries, name)
@@ -150,17 +147,7 @@ class PooledModel:
         return packed
 
     async def _pool(self, prompts: Sequence[PackedPrompt], body: PoolingBody, context: RequestContext) -> list[bytes]:
-        info = self._info
-        request = GenerateRequest(
-            request_id=f"{context.response_id}-{secrets.token_hex(4)}",
-            prompt=[],
-            reply_to=self._model.frontend.channel.address,
-            timeout_s=min(context.timeout_s or info.request_timeout_s, info.request_timeout_s),
-            priority=self._model.priority(body.priority, context),
-            cache_salt=body.cache_salt,
-            session_id=context.session_id,
-            model=info.identity,
-        )
+        request = self._model.new_request(context, body.priority, body.cache_salt)
         return await Pooling(self._model.frontend, request, context.client).run(prompts)
 
 

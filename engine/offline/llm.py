@@ -32,7 +32,7 @@ from engine.offline.outputs import (
     ScoringRequestOutput,
 )
 from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
-from engine.pooling.prompts import PoolingPrompt, PoolingPrompts
+from engine.pooling.prompts import PoolingPrompt, PoolingPrompts, refuse_instruction
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import EngineStats, GenerateRequest, TokenDelta
@@ -189,8 +189,7 @@ class LLM:
             deltas = self._pool(jobs, progress)
             scores = [_numbers(delta).item() for delta in deltas]
         else:
-            if instruction is not None:
-                raise RequestError("instruction must be left out: this model takes none", "instruction")
+            refuse_instruction(instruction)
             params = msgspec.structs.replace(params, use_activation=True)
             jobs = [*prompts.embed_queries([query], params), *prompts.embed_documents(documents, params)]
             _, *deltas = both = self._pool(jobs, progress)

@@ -25,6 +25,12 @@ class PoolingPrompt:
     params: PoolingParams
 
 
+def refuse_instruction(instruction: str | None) -> None:
+    """Raise RequestError for an instruction to a model that is not asked for its words."""
+    if instruction is not None:
+        raise RequestError("instruction must be left out: this model takes none", "instruction")
+
+
 class PoolingPrompts:
     """Makes prompts of texts for one model."""
 
@@ -68,8 +74,7 @@ class PoolingPrompts:
             ids = self._yes_and_no()
             params = msgspec.structs.replace(params, task="score", score_token_ids=ids)
             return [PoolingPrompt(self._reranker_prompt(*pair, instruction, kept), params) for pair in pairs]
-        if instruction is not None:
-            raise RequestError("instruction must be left out: this model takes none", "instruction")
+        refuse_instruction(instruction)
         return [
             PoolingPrompt(token_ids, msgspec.structs.replace(params, task="score", token_types_from=second))
             for token_ids, second in self._tokenizer.encode_for_pooling(pairs, kept)
