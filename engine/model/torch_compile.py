@@ -121,15 +121,15 @@ def compile_layers(model: Model, cfg: ModelConfig, tp: TPGroup, run_step: Callab
 
 
 def compile_layer(layer: Any) -> None:
-    """Compile the `forward` of a family's layer as a function of x alone."""
+    """Compile the `forward` of a family's layer as a function of x and the residual alone."""
     qkv_proj = layer.self_attn.qkv_proj
     attention = OpaqueAttention(layer.self_attn.attend, qkv_proj.heads * qkv_proj.head_dim)
     layer.self_attn.attend = attention
     compiled = torch.compile(layer.forward, dynamic=True, fullgraph=True)
 
-    def forward(x: Tensor, batch: Batch) -> Tensor:
+    def forward(x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         attention.batch = batch
-        return compiled(x, None)
+        return compiled(x, residual, None)
 
     layer.forward = forward
 

@@ -26,9 +26,11 @@ class RMSNorm(Sharded):
     def forward(self, x: Tensor) -> Tensor:
         return self.rms_norm(x, self.weight, self.eps, self.shift)
 
-    def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (x + y, its norm), which a GPU computes in one kernel."""
-        return self.add_rms_norm(x, y, self.weight, self.eps, self.shift)
+    def add(self, residual: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (residual + x, its norm), which a GPU computes in one kernel; None stands for a residual of zeros."""
+        if residual is None:
+            return x, self(x)
+        return self.add_rms_norm(residual, x, self.weight, self.eps, self.shift)
 
     def shards(self) -> Shards:
         return {"weight": replicated(self.weight)}

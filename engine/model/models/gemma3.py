@@ -27,7 +27,7 @@ class Gemma3Attention(Qwen3Attention):
 
 
 class Gemma3Layer(LlamaLayer):
-    """Residual block with norms on both sides: [tokens, hidden] -> [tokens, hidden]."""
+    """Residual block with norms on both sides."""
 
     attention_type: ClassVar[type[LlamaAttention]] = Gemma3Attention
     norm_type = GemmaRMSNorm
@@ -37,10 +37,11 @@ class Gemma3Layer(LlamaLayer):
         self.pre_feedforward_layernorm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.post_feedforward_layernorm = GemmaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        attended = self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), batch))
-        x, normed = self.pre_feedforward_layernorm.add(x, attended)
-        return x + self.post_feedforward_layernorm(self.mlp(normed))
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        residual, normed = self.input_layernorm.add(residual, x)
+        attended = self.post_attention_layernorm(self.self_attn(normed, batch))
+        residual, normed = self.pre_feedforward_layernorm.add(residual, attended)
+        return self.post_feedforward_layernorm(self.mlp(normed)), residual
 
 
 class Gemma3ForCausalLM(LlamaForCausalLM):

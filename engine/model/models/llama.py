@@ -46,7 +46,10 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Pre-norm residual block: [tokens, hidden] -> [tokens, hidden]."""
+    """Pre-norm residual block: (x, residual), each [tokens, hidden] -> (x, residual).
+
+    What a block would return is residual + x. It is left to the next norm to add them up, in one kernel with itself.
+    """
 
     attention_type: ClassVar[type[LlamaAttention]] = LlamaAttention
     norm_type: ClassVar[type[RMSNorm]] = RMSNorm
@@ -60,10 +63,10 @@ class LlamaLayer(nn.Module):
         mlp_type = self.moe_type if cfg.moe is not None and layer in cfg.moe.layers else GatedMLP
         self.mlp: nn.Module = mlp_type(cfg, tp, f"layers.{layer}.mlp")
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x), batch)
-        x, normed = self.post_attention_layernorm.add(x, attended)
-        return x + self.mlp(normed)
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        residual, normed = self.input_layernorm.add(residual, x)
+        residual, normed = self.post_attention_layernorm.add(residual, self.self_attn(normed, batch))
+        return self.mlp(normed), residual
 
 
 class LlamaForCausalLM(NativeNames, nn.Module):
@@ -88,10 +91,10 @@ class LlamaForCausalLM(NativeNames, nn.Module):
             self.score = ReplicatedLinear(cfg.hidden_size, 1, bias=False)
 
     def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
-        x = self.embed(input_ids)
+        x, residual = self.embed(input_ids), None
         for layer in self.layers:
-            x = layer(x, batch)
-        return self.norm(x)
+            x, residual = layer(x, residual, batch)
+        return self.norm.add(residual, x)[1]
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.embed_tokens(input_ids)
