@@ -18,7 +18,7 @@ ENGINE_ORDER = [
     {"text", "distributed"},
     {"pooling"},
     {"model"},
-    {"kv_transfer"},
+    {"kv_transfer", "spec_decode"},
     {"runner"},
     {"core"},
     {"offline"},

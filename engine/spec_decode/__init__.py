@@ -1,0 +1,1 @@
+"""Speculative decoding: what guesses tokens that the model then checks, several in one step."""
