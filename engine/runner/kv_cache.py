@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
 import os
 import re
 from pathlib import Path
@@ -134,6 +135,10 @@ def allocate(
 ) -> Tensor:
     """Return [num_blocks, layers, 2, kv_heads, block_size, head_dim], zeroed so that a padded read never meets NaN.
 
-    On a CPU pages are taken only when they are first written.
+    On a CPU pages are taken only when they are first written: torch itself would write zeros into all of them.
     """
-    return torch.zeros((num_blocks, *block_shape(config, block_size, tp)), dtype=dtype, device=device)
+    shape = (num_blocks, *block_shape(config, block_size, tp))
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

@@ -1,5 +1,6 @@
 import logging
 
+import psutil
 import pytest
 import torch
 
@@ -133,6 +134,16 @@ def test_the_tensor_has_a_block_outermost_and_starts_as_zeros():
     assert cache.dtype == torch.bfloat16
     assert not cache.any()
     assert cache[0].is_contiguous()
+
+
+def test_memory_of_a_cpu_is_taken_block_by_block_as_blocks_are_written():
+    process = psutil.Process()
+    before = process.memory_info().rss
+    cache = kv_cache.allocate(4 * 64 * 2**20 // BLOCK_BYTES, MODEL, 16, torch.float32, CPU, ONE)
+    cache[7] = 1.0
+    assert cache.nbytes >= 4 * 64 * 2**20 - BLOCK_BYTES
+    assert process.memory_info().rss - before < 64 * 2**20
+    assert (cache[7] == 1.0).all() and not cache[8].any()
 
 
 def test_the_machines_free_memory_is_some_number_of_bytes():
