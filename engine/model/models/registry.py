@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.model.families import find_family
+from engine.model.ops import dispatch
 
 if TYPE_CHECKING:
     from engine.distributed.tp_group import TPGroup
@@ -28,7 +29,8 @@ def model_class(architecture: str) -> type[Model]:
 
 
 def build_model(cfg: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device | str) -> Model:
-    """Build this rank's shard of the model on `device`, with parameters allocated but not initialised.
+    """Build this rank's shard of the model on `device`, with parameters allocated but not initialised, and kernels
+    for a CPU compiled.
 
     Raises UnsupportedArchitecture, or ConfigError where the model cannot be split over `tp.size` ranks.
     """
@@ -36,6 +38,8 @@ def build_model(cfg: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return cls(cfg, tp).eval()
+            model = cls(cfg, tp).eval()
     finally:
         torch.set_default_dtype(before)
+    dispatch.compile_cpu_kernels(dtype, torch.device(device))
+    return model

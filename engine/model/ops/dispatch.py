@@ -22,6 +22,15 @@ def cpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in CPU_DTYPES and numba_found()
 
 
+def compile_cpu_kernels(dtype: torch.dtype, device: torch.device) -> None:
+    """Compile those of ops/cpu that layers have selected, so that no request waits for it."""
+    if cpu_kernels(dtype, device):
+        from engine.model.ops.cpu.kernel import Kernel
+
+        for kernel in Kernel.imported:
+            kernel.compile(dtype)
+
+
 def gpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether ops/gpu has the kernels for layers of this dtype on this device."""
     return device.type == "cuda" and dtype in GPU_DTYPES and triton_found()

@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,11 +23,17 @@ from torch import Tensor
 I64 = ir.IntType(64)
 I32 = ir.IntType(32)
 OPTIONS = {"fastmath": True, "error_model": "numpy"}
+PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 # a function that is compiled into the kernels that call it
 device_function = njit(nogil=True, boundscheck=False, **OPTIONS)
-# an entry point: def name_bf16(args): name(as_bf16, args)
-kernel = cfunc(types.void(types.CPointer(types.int64)), cache=True, **OPTIONS)
+compiled = cfunc(types.void(types.CPointer(types.int64)), cache=True, **OPTIONS)
+
+
+def kernel(function: Callable[[Any], None]) -> Callable[[], Any]:
+    """Make an entry point of `def name_bf16(args): name(as_bf16, args)`. It is compiled, or found in the cache, when it
+    is first asked for: most models need one dtype of each kernel."""
+    return cache(lambda: compiled(function))
 
 
 @intrinsic
@@ -136,16 +142,23 @@ def openmp() -> ctypes.CDLL | None:
 class Kernel:
     """A kernel's entry points by dtype, called with tensors and integers."""
 
-    def __init__(self, entries: dict[torch.dtype, Any]):
-        self._addresses = {dtype: entry.address for dtype, entry in entries.items()}
-        prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-        self._direct: dict[torch.dtype, Callable[[Any], None]] = {
-            dtype: prototype(address) for dtype, address in self._addresses.items()
-        }
+    imported: ClassVar[list[Kernel]] = []
+
+    def __init__(self, entries: dict[torch.dtype, Callable[[], Any]]):
+        self.entries = entries
+        self._addresses: dict[torch.dtype, int] = {}
+        self._direct: dict[torch.dtype, Callable[[Any], None]] = {}
+        Kernel.imported.append(self)
+
+    def compile(self, dtype: torch.dtype) -> None:
+        self._addresses[dtype] = address = self.entries[dtype]().address
+        self._direct[dtype] = PROTOTYPE(address)
 
     def launch(self, dtype: torch.dtype, items: int, *args: Tensor | int) -> None:
         """Run over `items` items of work, on this thread alone if there is only one. Tensors are passed by address: the
         caller makes sure that they are contiguous where the kernel needs it."""
+        if dtype not in self._addresses:
+            self.compile(dtype)
         values = [arg if isinstance(arg, int) else arg.data_ptr() for arg in args]
         packed = (ctypes.c_int64 * (len(values) + 1))(0, *values)
         threads = min(torch.get_num_threads(), items)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import runpy
 import sys
 
 import pytest
 import torch
 
+from engine.distributed.tp_group import TPGroup
+from engine.model.models.registry import build_model
 from engine.model.ops import activation, attention, attention_plain, dispatch, norm
+from tests.engine.model.model_configs import tiny_config
 
 ON_GPU = (torch.bfloat16, torch.device("cuda:0"))
 
@@ -58,3 +62,23 @@ def test_a_cpu_gets_no_kernel_of_the_gpu(monkeypatch):
     on_cpu = (torch.bfloat16, torch.device("cpu"))
     assert not dispatch.gpu_kernels(*on_cpu)
     assert attention.select(*on_cpu).__name__ != "engine.model.ops.gpu.flash"
+
+
+def test_a_built_model_has_its_kernels_compiled_for_its_own_dtype(monkeypatch):
+    from engine.model.ops.cpu.kernel import Kernel
+
+    compiled = []
+    monkeypatch.setattr(Kernel, "compile", lambda kernel, dtype: compiled.append((kernel, dtype)))
+    build_model(tiny_config(), TPGroup.single(), torch.bfloat16, "cpu")
+    assert compiled == [(kernel, torch.bfloat16) for kernel in Kernel.imported]
+    assert compiled
+
+
+def test_all_kernels_of_a_machine_are_compiled_by_one_command(monkeypatch):
+    from engine.model.ops.cpu.kernel import Kernel
+
+    compiled = []
+    monkeypatch.setattr(Kernel, "compile", lambda kernel, dtype: compiled.append((kernel, dtype)))
+    runpy.run_module("engine.model.ops.cpu")
+    assert compiled == [(kernel, dtype) for kernel in Kernel.imported for dtype in dispatch.CPU_DTYPES]
+    assert "engine.model.ops.cpu.encoder_attention" in sys.modules
