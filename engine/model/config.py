@@ -20,6 +20,7 @@ from engine.wire.pooling_params import SupportedTasks, Task
 
 if TYPE_CHECKING:
     from engine.model.quantization.format import WeightFormat
+    from engine.model.quantization.online import Method, Online
     from engine.model.quantization.scheme import Scheme
 
 Fields = dict[str, Any]
@@ -144,9 +145,9 @@ class ModelConfig:
 
     @classmethod
     def from_folder(
-        cls, folder: Path, quantization: str | None = None, max_model_len: int | None = None
+        cls, folder: Path, quantization: Method | None = None, max_model_len: int | None = None
     ) -> ModelConfig:
-        """quantization: `fp8` to round the weights as they are loaded. max_model_len: the longest sequence, by which a
+        """quantization: what weights are rounded to as they are loaded. max_model_len: the longest sequence, by which a
         model with `longrope` turns short sequences too; None stands for the model's own context.
 
         Raises UnsupportedArchitecture, ModelFolderError that names the field of config.json, or ConfigError.
@@ -170,7 +171,7 @@ class ModelConfig:
             problem = f"config.json: quantization_config.{e.key} = {e.value!r} is not supported: must be {e.limit}"
             raise ModelFolderError(str(folder), problem) from e
 
-        return cfg.rounded() if quantization == "fp8" else cfg
+        return cfg if quantization is None else cfg.quantized(quantization)
 
     @property
     def supported_tasks(self) -> SupportedTasks:
@@ -192,15 +193,21 @@ class ModelConfig:
             default_prompt_name=pooling.default_prompt_name,
         )
 
-    def rounded(self) -> ModelConfig:
-        """Return the same model with weights in FP8. Raises ConfigError if it is quantized in another way."""
-        from engine.model.quantization.scheme import ONLINE_FP8
+    def quantized(self, method: Method) -> ModelConfig:
+        """Return the same model with weights that are rounded as they are loaded. Raises ConfigError if it is quantized
+        in another way."""
+        from engine.model.quantization.scheme import online
 
         if self.quantization is None:
-            return replace(self, quantization=ONLINE_FP8)
-        if self.quantization.method != "fp8":
-            raise ConfigError("quantization", "fp8", f"left out: the model is quantized ({self.quantization.method})")
+            return replace(self, quantization=online(method))
+        if self.quantization.method != method:
+            raise ConfigError("quantization", method, f"left out: the model is quantized ({self.quantization.method})")
         return self
+
+    @property
+    def head_format(self) -> Online | None:
+        """How the language model's head is rounded as it is loaded."""
+        return None if self.quantization is None else self.quantization.head
 
     def weight_format(self, prefix: str, *names: str) -> WeightFormat | None:
         """The format of linear layers that are merged into one; None if they are not quantized.

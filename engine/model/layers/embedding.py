@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.layers.linear import packed
-from engine.model.ops import linear
+from engine.model.ops import linear, quantized_linear
+from engine.model.quantization.online import Online
 from engine.model.shard import OUTPUTS, Shard, Sharded, Shards
 
 
@@ -42,16 +43,25 @@ class VocabEmbedding(VocabParallel):
 
 
 class LMHead(VocabParallel):
-    """[rows, hidden] -> logits [rows, vocab_size] float32, on every rank."""
+    """[rows, hidden] -> logits [rows, vocab_size] float32, on every rank.
+
+    format: how `pack` quantizes the weight, if there is a kernel for that.
+    """
+
+    kernel: quantized_linear.Multiply | None = None
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, format: Online | None = None):
+        super().__init__(vocab_size, hidden_size, tp)
+        self.format = format
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.tp.all_gather(linear.linear(hidden, self.weight))
+        logits = self.tp.all_gather(self.multiply(hidden))
         return logits[:, : self.vocab_size].float()
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The largest logit of each row [rows] float32, and its id [rows] int64, the lowest of equals. The same as
         `forward(hidden).max(-1)`, but the ranks exchange two numbers per row instead of the logits."""
-        own = linear.linear(hidden, self.weight)[:, : self.stop - self.start].float()
+        own = self.multiply(hidden)[:, : self.stop - self.start].float()
         if self.start == self.stop:  # a rank past the end of an odd vocabulary
             own = hidden.new_full((len(hidden), 1), -torch.inf, dtype=torch.float32)
         values, ids = own.max(-1)
@@ -60,16 +70,24 @@ class LMHead(VocabParallel):
         values, rank = values.max(-1)  # the first of equals, which has the lowest ids
         return values, ids.gather(1, rank[:, None]).squeeze(1).long()
 
+    def multiply(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, this rank's part of the vocabulary]"""
+        return linear.linear(hidden, self.weight) if self.kernel is None else self.kernel(hidden, None)
+
     def pack(self) -> None:
-        self.weight = packed(self.weight)  # a copy if the head is tied: the embedding needs its rows as they are
+        """Make a copy if the head is tied: the embedding needs its rows as they are."""
+        if self.format is not None:
+            self.kernel = quantized_linear.select(self.format.quantize(self.weight.data), self.dtype)
+        self.weight = packed(self.weight) if self.kernel is None else nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 class TiedLMHead(LMHead):
     """A head that shares the embedding's matrix, so it reads nothing from the checkpoint, until `untie` gives it one
     of its own."""
 
-    def __init__(self, embedding: VocabEmbedding):
+    def __init__(self, embedding: VocabEmbedding, format: Online | None = None):
         Sharded.__init__(self)
+        self.format = format
         self.tp, self.vocab_size = embedding.tp, embedding.vocab_size
         self.start, self.stop = embedding.start, embedding.stop
         self.weight = embedding.weight

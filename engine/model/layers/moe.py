@@ -4,6 +4,7 @@ picks, and one all-reduce ends the layer as it does an ordinary MLP."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,11 @@ from engine.model.config import ModelConfig, MoEConfig
 from engine.model.layers.linear import ReplicatedLinear
 from engine.model.layers.mlp import GatedMLP
 from engine.model.ops import activation as activations
+from engine.model.ops import linear, quantized_linear
 from engine.model.ops import moe as ops
-from engine.model.ops.linear import linear
 from engine.model.quantization.format import StoredWeight, WeightFormat
+from engine.model.quantization.online import Online
+from engine.model.quantization.weight import QuantizedWeight
 from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards, replicated
 
 logger = logging.getLogger(__name__)
@@ -31,7 +34,7 @@ class Router(Sharded):
         self.bias = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False) if moe.router_bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = linear(x, self.weight, self.bias).softmax(dim=-1, dtype=torch.float32)
+        scores = linear.linear(x, self.weight, self.bias).softmax(dim=-1, dtype=torch.float32)
         weights, experts = scores.topk(self.k, dim=-1)
         if self.normalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -56,7 +59,7 @@ class BiasedRouter(Sharded):
         self.correction = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32), requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = linear(x.float(), self.weight).sigmoid()
+        scores = linear.linear(x.float(), self.weight).sigmoid()
         choice = scores + self.correction
         if self.moe.num_groups > 1:
             grouped = choice.unflatten(1, (self.moe.num_groups, -1))
@@ -78,11 +81,14 @@ class Experts(Sharded):
 
     gate_up: [experts, 2 * slice, hidden], down: [experts, hidden, slice]
 
-    format: how quantized weights are stored. `pack` dequantizes them, since there is no kernel for them yet.
+    format: how quantized weights are stored. `pack` turns each into the `kernels` that multiply it on a CPU, and
+    dequantizes them where there are none.
     """
 
     stacked = False
     """Whether the checkpoint holds the weights of all experts in one tensor."""
+    kernels: tuple[list[ops.Weight], list[ops.Weight]] | None = None
+    """On a CPU, if weights are quantized: what stands for each expert's `gate_up`, and for each one's `down`."""
 
     def __init__(
         self, hidden_size: int, moe: MoEConfig, activation: str, tp: TPGroup, format: WeightFormat | None = None
@@ -98,7 +104,11 @@ class Experts(Sharded):
         self.gate_up: nn.Parameter | None = None
         self.down: nn.Parameter | None = None
         self.biases: tuple[Tensor, Tensor] | None = None
-        if format is not None:
+        self.online = format if isinstance(format, Online) else None
+        if self.online is not None:
+            self.online.check(rows)
+            self.online.check(columns)
+        if format is not None and self.online is None:
             merged = [{"gate_up_proj.gate": rows, "gate_up_proj.up": rows}, {"down_proj": columns}]
             self.stored = [[StoredWeight(group, format) for group in merged] for _ in range(moe.num_experts)]
             self.quantized_parameters = sum(weight.numel for weights in self.stored for weight in weights)
@@ -111,6 +121,9 @@ class Experts(Sharded):
 
     def partial(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """This rank's part of the result, which is the sum over all ranks."""
+        if self.kernels is not None:
+            gate_up, down = self.kernels
+            return ops.mix_experts_plain(x, gate_up, down, self.activation, experts, weights, self.biases)
         assert self.gate_up is not None and self.down is not None, "weights were loaded, but not packed"
         return self.mix(x, self.gate_up, self.down, self.activation, experts, weights, self.biases)
 
@@ -129,13 +142,28 @@ class Experts(Sharded):
         return shards
 
     def pack(self) -> None:
-        if self.stored:
+        if self.device.type == "cpu" and (projections := self.quantized()):
+            gate_up, down = ([self.product(weight) for weight in weights] for weights in projections)
+            self.kernels = gate_up, down
+            self.gate_up = self.down = None
+        elif self.stored:
             logger.info("quantized experts: dequantized to %s at load", str(self.dtype).removeprefix("torch."))
             self.gate_up, self.down = (
-                nn.Parameter(torch.stack([w.decode().dequantize(self.dtype) for w in weights]), requires_grad=False)
-                for weights in zip(*self.stored, strict=True)
+                nn.Parameter(torch.stack([weight.dequantize(self.dtype) for weight in weights]), requires_grad=False)
+                for weights in self.quantized()
             )
-            self.stored = []
+        self.stored = []
+
+    def quantized(self) -> list[Iterator[QuantizedWeight]]:
+        """Each expert's `gate_up` and each one's `down`, decoded one at a time; nothing if they are not quantized."""
+        if self.stored:
+            return [(weight.decode() for weight in weights) for weights in zip(*self.stored, strict=True)]
+        if self.online is None or self.gate_up is None or self.down is None:
+            return []
+        return [map(self.online.quantize, self.gate_up.data), map(self.online.quantize, self.down.data)]
+
+    def product(self, weight: QuantizedWeight) -> ops.Weight:
+        return quantized_linear.select(weight, self.dtype) or linear.pack(weight.dequantize(self.dtype))
 
 
 class MixtureOfExperts(nn.Module):

@@ -85,8 +85,10 @@ class LlamaForCausalLM(NativeNames, nn.Module):
         self.lm_head: LMHead | None = None
         self.score: ReplicatedLinear | None = None
         if cfg.head == "lm":
-            tied = cfg.tie_word_embeddings
-            self.lm_head = TiedLMHead(self.embed_tokens) if tied else LMHead(cfg.vocab_size, cfg.hidden_size, tp)
+            if cfg.tie_word_embeddings:
+                self.lm_head = TiedLMHead(self.embed_tokens, cfg.head_format)
+            else:
+                self.lm_head = LMHead(cfg.vocab_size, cfg.hidden_size, tp, cfg.head_format)
         elif cfg.head == "score":
             self.score = ReplicatedLinear(cfg.hidden_size, 1, bias=False)
 

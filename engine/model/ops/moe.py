@@ -1,8 +1,8 @@
 """The experts of a layer: the weighted sum of each token's experts, [tokens, hidden].
 
 x:                [tokens, hidden]
-gate_up:          [num_experts, 2 * intermediate, hidden]
-down:             [num_experts, hidden, intermediate]
+gate_up:          [num_experts, 2 * intermediate, hidden]; in the plain version also a list of what multiplies each
+down:             [num_experts, hidden, intermediate]; the same
 experts, weights: [tokens, k]
 biases:           of gate_up and down, [num_experts, outputs], or None
 """
@@ -16,11 +16,13 @@ from torch import Tensor
 
 from engine.model.ops import dispatch
 from engine.model.ops.linear import linear
+from engine.model.ops.quantized_linear import Multiply
 from engine.model.quantization.mxfp4 import PackedExperts
 
 Activation = Callable[[Tensor], Tensor]
 Biases = tuple[Tensor, Tensor] | None
 Packed = Tensor | PackedExperts
+Weight = Tensor | Multiply
 MixPacked = Callable[[Tensor, Packed, Packed, Activation, Tensor, Tensor, Biases], Tensor]
 MixExperts = Callable[[Tensor, Tensor, Tensor, Activation, Tensor, Tensor, Biases], Tensor]
 
@@ -50,8 +52,8 @@ def select_packed(dtype: torch.dtype, device: torch.device) -> MixPacked | None:
 
 def mix_experts_plain(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | list[Weight],
+    down: Tensor | list[Weight],
     activation: Activation,
     experts: Tensor,
     weights: Tensor,
@@ -60,12 +62,16 @@ def mix_experts_plain(
     """Compute one expert after the other, each over the tokens routed to it."""
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)  # groups the tokens of each expert
-    counts = experts.flatten().bincount(minlength=gate_up.shape[0]).tolist()
+    counts = experts.flatten().bincount(minlength=len(gate_up)).tolist()
     out = torch.zeros_like(x)
     for expert, chosen in enumerate(order.split(counts)):
         if len(chosen):
             tokens = chosen // k
             first, second = (None, None) if biases is None else (biases[0][expert], biases[1][expert])
-            y = linear(activation(linear(x[tokens], gate_up[expert], first)), down[expert], second)
+            y = product(activation(product(x[tokens], gate_up[expert], first)), down[expert], second)
             out.index_add_(0, tokens, y * weights.flatten()[chosen, None])
     return out
+
+
+def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    return linear(x, weight, bias) if isinstance(weight, Tensor) else weight(x, bias)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.model.quantization.format import QuantAxis, StoredTensor, per_group, per_row
-from engine.model.quantization.weight import FP8, QuantizedWeight, quantize_rows
+from engine.model.quantization.weight import QuantizedWeight
 from engine.model.shard import INPUTS, OUTPUTS, Shard
 
 WEIGHT_AXES = (QuantAxis(OUTPUTS), QuantAxis(INPUTS))
@@ -47,15 +47,3 @@ class EightBit:
             return entries.expand(weight.local_shape[0], 1)
         entries = per_row(entries, weight, rows)
         return entries if columns is None else per_group(entries, weight, columns)
-
-
-@dataclass(frozen=True, slots=True)
-class OnlineFP8:
-    """`weight` in the model's own dtype, rounded to FP8 as it is loaded, with a scale per output."""
-
-    def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
-        return {"weight": StoredTensor(None, WEIGHT_AXES)}
-
-    def decode(self, tensors: dict[str, Tensor], weight: Shard) -> QuantizedWeight:
-        values, scale = quantize_rows(tensors["weight"], FP8)
-        return QuantizedWeight(values, scale, None, 8, FP8)

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from engine.model.quantization.eight_bit import EightBit, OnlineFP8
+from engine.model.quantization.eight_bit import EightBit
 from engine.model.quantization.format import WeightFormat
 from engine.model.quantization.mxfp4 import MXFP4
+from engine.model.quantization.online import Method, Online
 from engine.model.quantization.packed_int import AWQ, GPTQ, PackQuantized
 from engine.model.quantization.unsupported import UnsupportedScheme
 from engine.model.quantization.weight import FP8
@@ -38,9 +39,11 @@ class Scheme:
     """The formats of all linear layers of one checkpoint."""
 
     method: str
-    """`quant_method` of the checkpoint, or `online fp8`."""
+    """`quant_method` of the checkpoint, or the option `quantization`."""
     rules: tuple[Rule, ...]
     """The first rule that matches a layer's name applies."""
+    head: Online | None = None
+    """How the language model's head is rounded as it is loaded, unless it stays as it is."""
 
     def format_of(self, names: list[str]) -> WeightFormat | None:
         """The format of layers that are merged into one, named as in the checkpoint (`model.layers.0.mlp.up_proj`)."""
@@ -53,7 +56,10 @@ class Scheme:
         return formats[0]
 
 
-ONLINE_FP8 = Scheme("online fp8", (Rule("lm_head", None), Rule("", OnlineFP8())))
+def online(method: Method) -> Scheme:
+    """All layers of an unquantized checkpoint in one format. The head of a model in int4 has eight bits: it needs them
+    more than others, and half a gain is most of it."""
+    return Scheme(method, (Rule("", Online(method)),), None if method == "fp8" else Online("int8"))
 
 
 def parse(config: Fields) -> Scheme:

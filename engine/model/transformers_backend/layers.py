@@ -28,6 +28,7 @@ from engine.model.layers.norm import RMSNorm
 from engine.model.ops import activation
 from engine.model.ops.norm import rms_norm_plain
 from engine.model.quantization.format import WeightFormat
+from engine.model.quantization.online import Online
 from engine.model.shard import Shard, Shards, replicated
 
 GATED = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"  # a gated MLP, as transformers writes it
@@ -131,8 +132,8 @@ class Embedding(VocabEmbedding):
 class Head(LMHead):
     """An LM head with a bias, which every rank holds whole."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup):
-        super().__init__(vocab_size, hidden_size, tp)
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, format: Online | None = None):
+        super().__init__(vocab_size, hidden_size, tp, format)
         self.bias = nn.Parameter(torch.empty(vocab_size), requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -249,9 +249,10 @@ def replace_layers(causal: Any, cfg: ModelConfig, tp: TPGroup, names: Checkpoint
     if cfg.tie_word_embeddings:
         if own is None:
             raise UnsupportedArchitecture(cfg.architecture, "its head is tied to an embedding of a kind of its own")
-        head = TiedLMHead(own)
+        head = TiedLMHead(own, cfg.head_format)
     else:
-        head = (LMHead if output.bias is None else Head)(output.out_features, output.in_features, tp)
+        head_type = LMHead if output.bias is None else Head
+        head = head_type(output.out_features, output.in_features, tp, cfg.head_format)
     causal.set_submodule(head_path, HeadCall(head))
     return head, head_path
 

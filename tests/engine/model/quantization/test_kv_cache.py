@@ -115,8 +115,8 @@ def test_a_scale_that_is_no_scale_is_refused(tmp_path):
 
 
 def test_unknown_options_are_refused_by_their_key():
-    with pytest.raises(ConfigError, match="quantization must be fp8, or left out"):
-        EngineConfig(quantization="int8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="quantization must be one of fp8, int8, int4, or left out"):
+        EngineConfig(quantization="int3")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="kv_cache_dtype must be one of auto, fp8, fp8_e4m3"):
         EngineConfig(kv_cache_dtype="int8")  # type: ignore[arg-type]
 

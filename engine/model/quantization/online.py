@@ -1,0 +1,58 @@
+"""Quantization of an unquantized checkpoint while it is loaded: the option `quantization`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.model.quantization.format import QuantAxis, StoredTensor
+from engine.model.quantization.weight import FP8, QuantizedWeight, quantize_rows
+from engine.model.shard import INPUTS, OUTPUTS, Shard
+
+WEIGHT_AXES = (QuantAxis(OUTPUTS), QuantAxis(INPUTS))
+INT4_GROUP = 128
+Method = Literal["fp8", "int8", "int4"]
+
+
+@dataclass(frozen=True, slots=True)
+class Online:
+    """`weight` in the model's own dtype, which a rank rounds once it has read its shard. FP8 and int8 have a scale per
+    output, int4 a scale and a zero point per group of inputs."""
+
+    method: Method
+
+    def check(self, weight: Shard) -> None:
+        """Raise ConfigError unless this rank's shard of the weight can be rounded so."""
+        inputs = weight.local_shape[INPUTS]
+        if self.method == "int4" and inputs % INT4_GROUP:
+            limit = f"fp8 or int8: {inputs} inputs of a layer on each rank are no multiple of {INT4_GROUP}"
+            raise ConfigError("quantization", self.method, limit)
+
+    def stored_tensors(self, weight: Shard) -> dict[str, StoredTensor]:
+        self.check(weight)
+        return {"weight": StoredTensor(None, WEIGHT_AXES)}
+
+    def decode(self, tensors: dict[str, Tensor], weight: Shard) -> QuantizedWeight:
+        return self.quantize(tensors["weight"])
+
+    def quantize(self, weight: Tensor) -> QuantizedWeight:
+        """Round a weight [outputs, inputs]."""
+        if self.method == "int4":
+            return quantize_int4(weight)
+        dtype = FP8 if self.method == "fp8" else torch.int8
+        values, scale = quantize_rows(weight, dtype)
+        return QuantizedWeight(values, scale, None, 8, dtype)
+
+
+def quantize_int4(weight: Tensor) -> QuantizedWeight:
+    """The smallest and the largest number of a group, and 0, become the ends of its sixteen steps."""
+    groups = weight.float().unflatten(1, (-1, INT4_GROUP))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scale = (high - low).clamp(min=1e-12) / 15
+    zero = (-low / scale).round() - 8
+    values = ((groups / scale[..., None]).round() + zero[..., None]).clamp(-8, 7)
+    return QuantizedWeight(values.to(torch.int8).flatten(1), scale, zero, 4, None)
