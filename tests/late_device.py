@@ -37,6 +37,10 @@ class LateEvent(DeviceEvent):
         return True
 
 
+class CapturedGraph:
+    """It lives for as long as it can be replayed."""
+
+
 class LateDevice(Device):
     """A device whose graphs take `graph_mib` each."""
 
@@ -46,6 +50,7 @@ class LateDevice(Device):
         super().__init__(torch.device("cpu"))
         self.results: list[tuple[Tensor, Tensor]] = []
         self.replays: list[int] = []  # the batch size of every replay
+        self.capturing: CapturedGraph | None = None
         self._graph_bytes, self._taken = int(graph_mib * MIB), 0
 
     def staged_copy(self) -> StagedCopy:
@@ -61,10 +66,12 @@ class LateDevice(Device):
         return LateEvent(self)
 
     def capture(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
+        graph = self.capturing = CapturedGraph()
         output = run().clone().fill_(torch.nan)  # capturing computes nothing
+        self.capturing = None
         self._taken += self._graph_bytes
 
-        def replay() -> None:
+        def replay(graph: CapturedGraph = graph) -> None:
             self.replays.append(len(output))
             output.copy_(run())
 

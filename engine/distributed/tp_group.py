@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from engine.device import is_gpu, numba_found
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
@@ -115,6 +117,9 @@ class TPGroup:
         """Let an error inside end the start of all ranks, not only of this one."""
         yield
 
+    def before_close(self, release: Callable[[], None]) -> None:
+        """Have `release` called first by `close`. NCCL ends only once no CUDA graph holds a collective of its."""
+
     def abort(self, reason: str) -> None:
         """Let everything that waits for other ranks raise, now and later; from any thread."""
 
@@ -159,6 +164,7 @@ class ConnectedGroup(TPGroup):
         self._cuda = is_gpu(device)
         self._shared_memory = shared_memory
         self._collectives: Collectives | None = None
+        self._releases: list[Callable[[], None]] = []
         self._exchanges = 0
         self._broken: str | None = None
 
@@ -217,12 +223,17 @@ class ConnectedGroup(TPGroup):
                     logger.warning("rank %d could not tell the others that it failed", self.rank)
             raise
 
+    def before_close(self, release: Callable[[], None]) -> None:
+        self._releases.append(release)
+
     def abort(self, reason: str) -> None:
         self._broken = reason
         if self._collectives is not None:
             self._collectives.abort(reason)
 
     def close(self) -> None:
+        for release in self._releases:
+            release()
         if self._collectives is not None:
             self._collectives.close()
         self._collectives = self._store = None
@@ -298,12 +309,15 @@ class ProcessGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1)
         out = x.new_empty(self._size * flat.numel())
-        self._run(lambda: self._group._allgather_base(out, flat))
+        options = AllgatherOptions()
+        options.asyncOp = False
+        self._run(lambda: self._group._allgather_base(out, flat, options))
         return out.view(self._size, *x.shape)
 
     def abort(self, reason: str) -> None:
-        """Abort NCCL. A wait in gloo ends with the other rank's connection, or by its timeout."""
-        self._group.abort()
+        """Abort NCCL, in a thread of its own: its kernels end at once, but the call waits until no CUDA graph holds a
+        collective (`commDestroySync`). A wait in gloo ends with the other rank's connection, or by its timeout."""
+        threading.Thread(target=self._group.abort, name="abort", daemon=True).start()
 
     def close(self) -> None:
         """Do nothing: connections close with the last reference."""

@@ -100,6 +100,7 @@ class DecodeGraphs:
         self._history, self._tables, self._kv_cache, self._kv_scales = history, tables, kv_cache, kv_scales
         self._query_start = torch.arange(self.capture_sizes[-1] + 1, dtype=torch.int32, device=device.torch_device)
         self._graphs: dict[int, Graph] = {}
+        tp.before_close(self._graphs.clear)
         self._budget_bytes, self.used_bytes = budget_bytes, 0
         self._full = False
 

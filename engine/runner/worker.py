@@ -94,8 +94,8 @@ class Worker:
                     ready.put(item)
                 ready.put(None)
             except BaseException as error:  # noqa: BLE001 - raised again in `run`
-                self._group.abort(str(error))
                 ready.put(error)
+                self._group.abort(str(error))  # `run` may be waiting for a rank that is gone
 
         threading.Thread(target=receive, name="plans", daemon=True).start()
         while (item := ready.get()) is not None:
