@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ class Batch:
     """Sequences that compute several tokens, known on the host."""
     tiles: Tensor | None = None
     """The attention kernel's division of `single` and `chunks`, made by the first layer for all layers."""
+    plans: dict[tuple[bool, int, int], Tensor] = field(default_factory=dict)
+    """On a GPU, the division of the keys over programs: see `plan` in ops/gpu/attention.py."""
     kv_scales: Tensor | None = None
     """[layers, 2 (K, V)] float32 for a cache in float8_e4m3fn: a value is what is stored times its scale. The tensor
     stays at its address for as long as the cache does."""

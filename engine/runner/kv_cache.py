@@ -15,13 +15,14 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
-from engine.errors import ModelFolderError, OutOfMemory
+from engine.errors import ConfigError, ModelFolderError, OutOfMemory
 from engine.model.config import ModelConfig
 from engine.model.loader import tensors_by_file
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+FP8_CAPABILITY = (8, 9)  # Triton has no float8_e4m3fn below, as ktransformers #1978 and vLLM #45829 met
 CPU_DEFAULT_GIB = 2.0
 SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_scale$")
 
@@ -103,6 +104,12 @@ def cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) 
         return dtype
     if device.type == "cpu":
         logger.warning("kv cache in FP8 on a CPU: attention runs in plain torch, several times slower; meant for tests")
+    elif torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        major, minor = torch.cuda.get_device_capability(device)
+        raise ConfigError(
+            "kv_cache_dtype", config.kv_cache_dtype, f"'auto' on this GPU of compute capability {major}.{minor}: "
+            "float8 needs 8.9 or newer (Ada, Hopper)"
+        )  # fmt: skip
     return torch.float8_e4m3fn
 
 

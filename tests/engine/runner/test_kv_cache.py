@@ -153,3 +153,14 @@ def test_the_machines_free_memory_is_some_number_of_bytes():
 def test_a_gpu_whose_memory_is_taken_already_holds_nothing_rather_than_less():
     with pytest.raises(OutOfMemory, match=r"holds 0 tokens \(limited by gpu_memory_utilization \(0\.9\)\)"):
         choose(device=CUDA, free=-3 * GIB)
+
+
+@pytest.mark.parametrize(("capability", "taken"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_c1_a_cache_in_float8_is_refused_by_a_sentence_on_a_gpu_without_float8(capability, taken, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = EngineConfig(kv_cache_dtype="fp8")
+    if taken:
+        assert kv_cache.cache_dtype(config, torch.bfloat16, CUDA) == torch.float8_e4m3fn
+    else:
+        with pytest.raises(ConfigError, match=r"kv_cache_dtype must be 'auto' on this GPU .* 8\.\d.*, got 'fp8'"):
+            kv_cache.cache_dtype(config, torch.bfloat16, CUDA)

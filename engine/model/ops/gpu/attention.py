@@ -2,14 +2,16 @@
 `rotate_and_write` is in rope.py.
 
 A program owns a tile of rows of one sequence, with all query heads that share one KV head, so that K and V are read
-once for all of them. It walks over the keys with a running softmax (FlashAttention-2, arXiv:2307.08691). Rows that
-decode are few and their sequences long, so the keys are also split over programs and the results combined by a second
-kernel (Flash-Decoding, https://pytorch.org/blog/flash-decoding, 2023).
+once for all of them. It walks over the keys with a running softmax (FlashAttention-2, arXiv:2307.08691). Keys are also
+split over programs (Flash-Decoding, https://pytorch.org/blog/flash-decoding, 2023), each sequence's by its length, so
+that one long sequence among short ones takes no longer than its share of the whole GPU. `plan_kernel` divides them on
+the device, once for all layers of a kind. Of a tile's programs the last to end combines the results of all.
 
-CUDA graphs can hold it: for sequences that decode, the grid and every argument follow from shapes alone, and lengths
-are read on the device. A sequence with kv_len 0 pads such a batch; its output is 0. Results depend on the number of
-programs that the keys are split over and so, in the last bits, on the size of the batch. Tile sizes are estimates.
-Capped scores, sinks and chunks have run under Triton's interpreter only, not on a GPU yet.
+CUDA graphs can hold it: the grid and every argument follow from shapes alone, and lengths are read on the device. A
+sequence with kv_len 0 pads such a batch; its output is 0. So does a tile without rows, which writes nothing. Results
+depend on where the keys are split and so, in the last bits, on the other sequences of the batch. Tile sizes are
+estimates. Capped scores, sinks, chunks, plans and the combination in place have run under Triton's interpreter only,
+not on a GPU yet.
 """
 
 from __future__ import annotations
@@ -26,12 +28,95 @@ from engine.model.batch import Batch
 
 LOG2_E = math.log2(math.e)
 CHUNK_ROWS, SMALL_CHUNK_ROWS, DECODE_ROWS = 128, 32, 16  # rows x heads of a tile; tl.dot wants 16 at least
+SMALL_HEAD_DIM = 128
 KEY_TILE_BYTES = 16 * 1024  # K, and as much V, in each stage of a pipeline in shared memory
 NUM_STAGES = 5  # a block's id is loaded before its K and V, so that this keeps three tiles on their way, not five
 PROGRAMS_PER_PROCESSOR = 4  # enough to keep the memory busy
 MIN_SPLIT_TOKENS = 256  # keys that are worth a program
-SPLIT_COUNTS = (1, 4, 16, 64)  # few values, since each is a kernel of its own
+PLAN_BLOCK = 256  # tiles that are planned at a time
+COMBINED_VALUES = 8192  # of partial results, that a program holds at a time
+PARTIAL_BYTES = 64 << 20
 INTERPRETED_PROCESSORS = 8
+
+
+@triton.jit
+def first_key(stop, rows, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first key that any row of a tile sees; its last row sees those below `stop`. WINDOW 0 and CHUNK 0: none."""
+    all_see = stop - rows + 1  # keys that every row sees
+    start = tl.zeros_like(stop)
+    if WINDOW:
+        start = tl.maximum(all_see - WINDOW, 0)
+    if CHUNK:
+        start = tl.maximum(tl.maximum(all_see - 1, 0) // CHUNK * CHUNK, start)
+    return start
+
+
+@triton.jit
+def load_tiles(
+    tile, count, tiles, single, query_start, kv_len,
+    DECODE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Sequence, first row and rows of each tile, and its keys [start, stop)."""
+    here = tile < count
+    if DECODE:
+        seq = tl.load(single + tile, mask=here, other=0)
+        row = tl.load(query_start + seq, mask=here, other=0)
+        rows = here.to(tl.int32)
+        after = tl.zeros_like(seq)
+    else:
+        seq = tl.load(tiles + 4 * tile, mask=here, other=0)
+        row = tl.load(tiles + 4 * tile + 1, mask=here, other=0)
+        rows = tl.load(tiles + 4 * tile + 2, mask=here, other=0)
+        after = tl.load(tiles + 4 * tile + 3, mask=here, other=0)
+    stop = tl.where(rows > 0, tl.load(kv_len + seq, mask=here, other=0) - after, 0)
+    return seq, row, rows, first_key(stop, rows, WINDOW, CHUNK), stop
+
+
+@triton.jit(do_not_specialize=["count", "wanted", "max_items"])
+def plan_kernel(
+    items, tiles, single, query_start, kv_len, count, wanted, max_items,
+    DECODE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    MIN_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (1). Divide the keys of `count` tiles into about `wanted` equal parts that do not cross tiles.
+
+    items [max_items, 9]: sequence, first row, rows, stop, begin and end of the keys, first slot for partial results of
+    the tile, its number of splits, and which this is. A surplus item has sequence -1.
+    """
+    total = 0
+    for first in range(0, count, BLOCK):
+        tile = first + tl.arange(0, BLOCK)
+        _, _, _, start, stop = load_tiles(tile, count, tiles, single, query_start, kv_len, DECODE, WINDOW, CHUNK)
+        total += tl.sum(stop - start, 0)
+    split_tokens = tl.cdiv(tl.maximum(tl.cdiv(total, wanted), MIN_TOKENS), BLOCK_N) * BLOCK_N
+    used, slots = 0, 0
+    for first in range(0, count, BLOCK):
+        tile = first + tl.arange(0, BLOCK)
+        seq, row, rows, start, stop = load_tiles(
+            tile, count, tiles, single, query_start, kv_len, DECODE, WINDOW, CHUNK
+        )  # fmt: skip
+        splits = tl.where(tile < count, tl.maximum(tl.cdiv(stop - start, split_tokens), 1), 0)
+        slotted = tl.where(splits > 1, splits, 0)
+        item = items + 9 * (used + tl.cumsum(splits, 0) - splits)
+        slot = slots + tl.cumsum(slotted, 0) - slotted
+        for split in range(0, tl.max(splits, 0)):
+            here = split < splits
+            begin = start + split * split_tokens
+            tl.store(item, seq, mask=here)
+            tl.store(item + 1, row, mask=here)
+            tl.store(item + 2, rows, mask=here)
+            tl.store(item + 3, stop, mask=here)
+            tl.store(item + 4, begin, mask=here)
+            tl.store(item + 5, tl.minimum(begin + split_tokens, stop), mask=here)
+            tl.store(item + 6, slot, mask=here)
+            tl.store(item + 7, splits, mask=here)
+            tl.store(item + 8, tl.zeros_like(seq) + split, mask=here)
+            item += 9
+        used += tl.sum(splits, 0)
+        slots += tl.sum(slotted, 0)
+    for first in range(used, max_items, BLOCK):
+        item = first + tl.arange(0, BLOCK)
+        tl.store(items + 9 * item, -1, mask=item < max_items)
 
 
 @triton.jit
@@ -77,38 +162,27 @@ def add_keys(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def attend_kernel(
-    q, cache, out, partial, partial_top, kv_scales, sinks, tiles, single, query_start, kv_len, block_table,
+    q, cache, out, partial, partial_top, arrived, kv_scales, sinks, items, block_table,
     scale, cap, q_stride, out_stride, block_stride, table_stride,
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    CAPPED: tl.constexpr, SINKS: tl.constexpr, DECODE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, SLOTS: tl.constexpr, QUANTIZED: tl.constexpr, MIN_TOKENS: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, QUANTIZED: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_PAD: tl.constexpr, PRECISION: tl.constexpr,
+    SLOT_ROWS: tl.constexpr, COMBINED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, kv_heads, NUM_SPLITS). A tile is (sequence, first row, rows, rows of the sequence after these).
+    """Grid (items, kv_heads); items: see `plan_kernel`. SPLIT: some tiles may have several.
 
-    WINDOW 0 and CHUNK 0 mean none. With NUM_SPLITS > 1 each program leaves its result in `partial` [tiles, kv_heads,
-    NUM_SPLITS, SLOTS, HEAD_DIM] and the logarithm (base 2) of its weights' sum in `partial_top`, without HEAD_DIM.
+    Each of these leaves its result in `partial` [slots, kv_heads, SLOT_ROWS, HEAD_DIM] and the logarithm (base 2) of
+    its weights' sum in `partial_top`, without HEAD_DIM. The last to arrive, by the count in `arrived` [slots,
+    kv_heads], combines them in the order of the keys, COMBINED at a time, and sets the count back to 0.
     """
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if DECODE:
-        seq = tl.load(single + tile)
-        row = tl.load(query_start + seq)
-        rows = 1
-        stop = tl.load(kv_len + seq)
-    else:
-        seq = tl.load(tiles + 4 * tile)
-        row = tl.load(tiles + 4 * tile + 1)
-        rows = tl.load(tiles + 4 * tile + 2)
-        stop = tl.load(kv_len + seq) - tl.load(tiles + 4 * tile + 3)
+    items += 9 * tl.program_id(0)
+    kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
+    seq = tl.load(items)
+    if seq < 0:
+        return
+    row, rows, stop = tl.load(items + 1), tl.load(items + 2), tl.load(items + 3)
+    begin, end, split = tl.load(items + 4), tl.load(items + 5), tl.load(items + 8)
     all_see = stop - rows + 1  # keys that every row sees; `stop` is what the last one sees
-    start = 0
-    if WINDOW:
-        start = tl.maximum(all_see - WINDOW, 0)
-    if CHUNK:
-        start = tl.maximum(tl.maximum(all_see - 1, 0) // CHUNK * CHUNK, start)
-    split_tokens = tl.cdiv(tl.maximum(tl.cdiv(stop - start, NUM_SPLITS), MIN_TOKENS), BLOCK_N) * BLOCK_N
-    begin = start + split * split_tokens
-    end = tl.minimum(begin + split_tokens, stop)
 
     m = tl.arange(0, BLOCK_M)  # rows outside, heads inside
     d = tl.arange(0, HEAD_PAD)
@@ -119,7 +193,7 @@ def attend_kernel(
     length = all_see + m // GROUP
     page_size: tl.constexpr = PAGE * HEAD_DIM
     keys = cache + kv_head * page_size
-    values = keys + tl.num_programs(1) * page_size
+    values = keys + kv_heads * page_size
     table = block_table + tl.cast(seq, tl.int64) * table_stride
     if QUANTIZED:
         scale *= tl.load(kv_scales)
@@ -148,45 +222,57 @@ def attend_kernel(
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     if QUANTIZED:
         acc *= tl.load(kv_scales + 1)
-    if NUM_SPLITS == 1:
-        out += tl.cast(row, tl.int64) * out_stride
-        target = out + (m // GROUP * out_stride + head * HEAD_DIM)[:, None] + d[None, :]
-        tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
-    else:
-        slot = ((tl.cast(tile, tl.int64) * tl.num_programs(1) + kv_head) * NUM_SPLITS + split) * SLOTS + m
-        tl.store(partial + slot[:, None] * HEAD_DIM + d[None, :], acc, mask=inside & (total > 0.0)[:, None])
-        tl.store(partial_top + slot, top + tl.log2(total), mask=m < rows * GROUP)  # -inf for a split without keys
+    out += tl.cast(row, tl.int64) * out_stride
+    if SPLIT:
+        slot, splits = tl.load(items + 6), tl.load(items + 7)
+        if splits > 1:
+            mine = (slot + split) * kv_heads + kv_head
+            place = mine * SLOT_ROWS + m
+            tl.store(partial + place[:, None] * HEAD_DIM + d[None, :], acc, mask=inside & (total > 0.0)[:, None])
+            tl.store(partial_top + place, top + tl.log2(total), mask=m < rows * GROUP)  # -inf without keys
+            tl.debug_barrier()  # all threads have stored before one of them tells it
+            counter = arrived + slot * kv_heads + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+                tl.store(counter, 0)
+                combine(
+                    partial, partial_top, out, slot * kv_heads + kv_head, kv_heads, splits, rows, kv_head, out_stride,
+                    GROUP, HEAD_DIM, HEAD_PAD, SLOT_ROWS, COMBINED,
+                )  # fmt: skip
+            return
+    target = out + (m // GROUP * out_stride + head * HEAD_DIM)[:, None] + d[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def combine_kernel(
-    partial, partial_top, out, tiles, single, query_start, out_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DECODE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, SLOTS: tl.constexpr, HEAD_PAD: tl.constexpr,
+def combine(
+    partial, partial_top, out, first, kv_heads, splits, rows, kv_head, out_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, SLOT_ROWS: tl.constexpr,
+    COMBINED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, kv_heads, SLOTS): the splits' outputs, weighted by their weights' sums."""
-    tile, kv_head, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if DECODE:
-        row = tl.load(query_start + tl.load(single + tile))
-        rows = 1
-    else:
-        row = tl.load(tiles + 4 * tile + 1)
-        rows = tl.load(tiles + 4 * tile + 2)
-    if m >= rows * GROUP:
-        return
-    d = tl.arange(0, HEAD_PAD)
-    slot = (tl.cast(tile, tl.int64) * tl.num_programs(1) + kv_head) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
-    slot = slot * SLOTS + m
-    tops = tl.load(partial_top + slot)
-    used = tops > float("-inf")
-    highest = tl.max(tops, 0)
-    weights = tl.where(used, tl.exp2(tops - tl.where(highest == float("-inf"), 0.0, highest)), 0.0)
-    inside = used[:, None] & (d < HEAD_DIM)[None, :]
-    outputs = tl.load(partial + slot[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
-    total = tl.sum(weights, 0)
-    result = tl.sum(outputs * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    target = out + tl.cast(row + m // GROUP, tl.int64) * out_stride + (kv_head * GROUP + m % GROUP) * HEAD_DIM + d
-    tl.store(target, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+    """Write the splits' outputs, weighted by their weights' sums. Other programs wrote them: .cg reads past the L1."""
+    m, d = tl.arange(0, SLOT_ROWS), tl.arange(0, HEAD_PAD)
+    inside = (m < rows * GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    acc = tl.zeros([SLOT_ROWS, HEAD_PAD], tl.float32)
+    total = tl.zeros([SLOT_ROWS], tl.float32)
+    top = tl.full([SLOT_ROWS], float("-inf"), tl.float32)
+    for split in range(0, splits, COMBINED):
+        s = split + tl.arange(0, COMBINED)
+        place = (first + s * kv_heads)[:, None] * SLOT_ROWS + m[None, :]
+        here = (s < splits)[:, None] & (m < rows * GROUP)[None, :]
+        tops = tl.load(partial_top + place, mask=here, other=float("-inf"), cache_modifier=".cg")
+        here = (tops > float("-inf"))[:, :, None] & inside[None, :, :]
+        outputs = tl.load(
+            partial + place[:, :, None] * HEAD_DIM + d[None, None, :], mask=here, other=0.0, cache_modifier=".cg"
+        )  # fmt: skip
+        highest = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        weights, shrink = tl.exp2(tops - base[None, :]), tl.exp2(top - base)
+        acc = acc * shrink[:, None] + tl.sum(outputs * weights[:, :, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        top = highest
+    acc /= tl.where(total == 0.0, 1.0, total)[:, None]
+    target = out + (m // GROUP * out_stride + (kv_head * GROUP + m % GROUP) * HEAD_DIM)[:, None] + d[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
 
 
 def paged_attention(
@@ -196,67 +282,80 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group = q.shape[1] // batch.kv_cache.shape[3]
     if len(batch.single):
-        longest = batch.block_table.shape[1] * batch.kv_cache.shape[4]
         block_m = max(DECODE_ROWS, triton.next_power_of_2(group))
-        launch(
-            q, out, batch, layer, scale, window, softcap, sinks, chunk, len(batch.single), longest, block_m, decode=True
-        )
+        launch(q, out, batch, layer, scale, window, softcap, sinks, chunk, len(batch.single), block_m, decode=True)
     if batch.chunks:
-        block_m = chunk_rows(max(c.count for c in batch.chunks), group, q.dtype)
+        block_m = chunk_rows(max(c.count for c in batch.chunks), group, q)
         if batch.tiles is None:
             batch.tiles = row_tiles(batch, block_m // group)
-        longest = max(c.kv_len for c in batch.chunks)
-        launch(
-            q, out, batch, layer, scale, window, softcap, sinks, chunk, len(batch.tiles), longest, block_m, decode=False
-        )
+        launch(q, out, batch, layer, scale, window, softcap, sinks, chunk, len(batch.tiles), block_m, decode=False)
     return out
 
 
 def launch(
     q: Tensor, out: Tensor, batch: Batch, layer: int, scale: float, window: int | None,
-    softcap: float | None, sinks: Tensor | None, chunk: int | None,
-    tiles: int, longest: int, block_m: int, *, decode: bool,
+    softcap: float | None, sinks: Tensor | None, chunk: int | None, tiles: int, block_m: int, *, decode: bool,
 ) -> None:  # fmt: skip
-    """Attend from the rows that decode, or from all chunks, to at most `longest` keys."""
+    """Attend from the rows that decode, or from all chunks."""
     kv_cache = batch.kv_cache
     _, _, _, kv_heads, page, head_dim = kv_cache.shape
     group, head_pad = q.shape[1] // kv_heads, max(16, triton.next_power_of_2(head_dim))
     wide = q.dtype == torch.float32
-    block_n = min(128, max(16, KEY_TILE_BYTES // (head_pad * q.element_size())))
-    keys = min(longest, (window or longest) + block_m, (chunk or longest) + block_m)
-    splits = num_splits(tiles * kv_heads, keys, processors(q.device), decode=decode)
-    slots = group if decode else block_m // group * group  # rows x heads of a full tile
-    partial = partial_top = out  # not used
-    if splits > 1:
-        partial = torch.empty((tiles, kv_heads, splits, slots, head_dim), dtype=torch.float32, device=q.device)
-        partial_top = torch.empty((tiles, kv_heads, splits, slots), dtype=torch.float32, device=q.device)
+    small = not (decode or hopper(q.device))  # such a GPU has fewer registers for a tile, and less shared memory
+    block_n = min(64 if small else 128, max(16, KEY_TILE_BYTES // (head_pad * q.element_size())))
+    slot_rows = triton.next_power_of_2(group) if decode else block_m
+    slot_bytes = kv_heads * slot_rows * head_dim * 4
+    wanted = max(1, min(PROGRAMS_PER_PROCESSOR * processors(q.device) // kv_heads, PARTIAL_BYTES // slot_bytes // 2))
+    longest = batch.block_table.shape[1] * page
+    split = min(longest, (window or longest) + block_m, (chunk or longest) + block_m) > MIN_SPLIT_TOKENS
+    items = plan(batch, tiles, wanted, window or 0, chunk or 0, block_n, decode=decode)
+    partial = partial_top = arrived = out  # not used
+    if split:  # each split tile has at most twice the splits that its share of the keys is worth
+        partial = torch.empty((2 * wanted, kv_heads, slot_rows, head_dim), dtype=torch.float32, device=q.device)
+        partial_top = torch.empty((2 * wanted, kv_heads, slot_rows), dtype=torch.float32, device=q.device)
+        arrived = counters(q.device)
     steepness = 1.0 if softcap is None else 2 / softcap  # the kernel's tanh(x) takes e ** 2x
-    row_tiles = batch.single if decode else batch.tiles
     kv_scales = kv_cache if batch.kv_scales is None else batch.kv_scales[layer]
-    attend_kernel[tiles, kv_heads, splits](
-        q, kv_cache[0, layer], out, partial, partial_top, kv_scales, q if sinks is None else sinks,
-        row_tiles, batch.single, batch.query_start, batch.kv_len, batch.block_table,
-        scale * steepness * LOG2_E, (softcap or 0.0) * LOG2_E,
+    attend_kernel[len(items), kv_heads](
+        q, kv_cache[0, layer], out, partial, partial_top, arrived, kv_scales, q if sinks is None else sinks,
+        items, batch.block_table, scale * steepness * LOG2_E, (softcap or 0.0) * LOG2_E,
         q.stride(0), out.stride(0), kv_cache.stride(0), batch.block_table.stride(0),
         GROUP=group, PAGE=page, HEAD_DIM=head_dim, WINDOW=window or 0, CHUNK=chunk or 0,
-        CAPPED=softcap is not None, SINKS=sinks is not None, DECODE=decode,
-        NUM_SPLITS=splits, SLOTS=slots, QUANTIZED=batch.kv_scales is not None, MIN_TOKENS=MIN_SPLIT_TOKENS,
+        CAPPED=softcap is not None, SINKS=sinks is not None, QUANTIZED=batch.kv_scales is not None, SPLIT=split,
         BLOCK_M=block_m, BLOCK_N=block_n, HEAD_PAD=head_pad, PRECISION="ieee" if wide else "tf32",
-        num_warps=8 if block_m >= CHUNK_ROWS else 4, num_stages=NUM_STAGES,
+        SLOT_ROWS=slot_rows, COMBINED=max(1, COMBINED_VALUES // (slot_rows * head_pad)),
+        num_warps=8 if block_m * head_pad >= CHUNK_ROWS * SMALL_HEAD_DIM else 4,
+        num_stages=NUM_STAGES - 1 if small and head_dim > SMALL_HEAD_DIM else NUM_STAGES,
     )  # fmt: skip
-    if splits > 1:
-        combine_kernel[tiles, kv_heads, slots](
-            partial, partial_top, out, row_tiles, batch.single, batch.query_start, out.stride(0),
-            GROUP=group, HEAD_DIM=head_dim, DECODE=decode, NUM_SPLITS=splits, SLOTS=slots, HEAD_PAD=head_pad,
+
+
+def plan(batch: Batch, tiles: int, wanted: int, window: int, chunk: int, block_n: int, *, decode: bool) -> Tensor:
+    """The division of the keys over programs, made by the first layer with this window for all such layers."""
+    key = decode, window, chunk
+    items = batch.plans.get(key)
+    if items is None:
+        items = batch.plans[key] = torch.empty((tiles + wanted, 9), dtype=torch.int32, device=batch.kv_len.device)
+        plan_kernel[1,](
+            items, batch.single if decode else batch.tiles, batch.single, batch.query_start, batch.kv_len,
+            tiles, wanted, len(items), DECODE=decode, WINDOW=window, CHUNK=chunk, BLOCK_N=block_n,
+            MIN_TOKENS=MIN_SPLIT_TOKENS, BLOCK=PLAN_BLOCK,
         )  # fmt: skip
+    return items
 
 
-def chunk_rows(longest: int, group: int, dtype: torch.dtype) -> int:
+@cache
+def counters(device: torch.device) -> Tensor:
+    """For programs to count themselves; every kernel leaves zeros. Steps do not overlap, so one tensor does for all."""
+    return torch.zeros(2 * PROGRAMS_PER_PROCESSOR * processors(device), dtype=torch.int32, device=device)
+
+
+def chunk_rows(longest: int, group: int, q: Tensor) -> int:
     """Rows x heads of a tile, a power of two, for the longest chunk of a batch."""
     small = max(SMALL_CHUNK_ROWS, triton.next_power_of_2(group))
-    if longest * group <= small or dtype == torch.float32:  # 128 rows of float32 do not fit into the registers
+    if longest * group <= small or q.dtype == torch.float32:  # 128 rows of float32 do not fit into the registers
         return small
-    return max(CHUNK_ROWS, small)
+    large = CHUNK_ROWS if q.shape[2] <= SMALL_HEAD_DIM or hopper(q.device) else CHUNK_ROWS // 2
+    return max(large, small)
 
 
 def row_tiles(batch: Batch, rows: int) -> Tensor:
@@ -274,15 +373,10 @@ def row_tiles(batch: Batch, rows: int) -> Tensor:
     return torch.tensor(tiles, dtype=torch.int32, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
 
 
-def num_splits(programs: int, longest: int, processors: int, *, decode: bool) -> int:
-    """Number of programs that share the keys of one tile: enough for the whole GPU, but none for a few keys.
-
-    For rows that decode there are at least 4 if sequences may be long: a batch that fills the GPU with short
-    sequences and one long one would wait for the long one. Splits that a short sequence does not need end at once.
-    """
-    wanted = max(4 if decode else 1, PROGRAMS_PER_PROCESSOR * processors // programs)
-    fitting = min(wanted, longest // MIN_SPLIT_TOKENS)
-    return max([splits for splits in SPLIT_COUNTS if splits <= fitting], default=1)
+@cache
+def hopper(device: torch.device) -> bool:
+    """Whether tiles may have the shared memory of Hopper and newer GPUs for data centres."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) in ((9, 0), (10, 0), (10, 3))
 
 
 @cache

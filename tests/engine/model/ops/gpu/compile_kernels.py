@@ -49,6 +49,8 @@ CASES: dict[str, Case] = {
     "chunk, capped scores": CHUNK.but(head_dim=256, softcap=50.0),
     "chunk, chunked attention": CHUNK.but(chunk=8192),
     "chunk over a long prefix": CHUNK.but(sequences=[(4000, 200)]),
+    "rows, float32": DECODE.but(dtype=torch.float32),
+    "chunk, float32": CHUNK.but(dtype=torch.float32),
     "short chunk": CHUNK.but(sequences=[(4000, 4)]),
 }
 
@@ -60,6 +62,7 @@ class Driver:
 
     def __init__(self, capability: int):
         self.capability = capability
+        attention.hopper = lambda device: capability == 90
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)

@@ -108,6 +108,7 @@ def test_a_batch_that_is_replayed_with_other_lengths_gives_their_results():
     q, k, v, batch = case.inputs()
     attention_plain.write_kv(k, v, batch, 0)
     attention.paged_attention(q, batch, 0, 0.1)
+    batch.plans.clear()  # each step makes one, on the device
     batch.kv_len.copy_(torch.tensor([2, 41, 0]))
     batch.block_table.copy_(batch.block_table[[2, 2, 0]])
     batch.kv_cache.nan_to_num_(0.5)
@@ -132,18 +133,46 @@ def test_offsets_in_a_cache_of_more_than_two_to_the_31_values_do_not_overflow():
     torch.testing.assert_close(attention.paged_attention(q, batch, 1, 0.1), expected, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize(
-    ("programs", "longest", "splits", "splits_of_chunks"),
-    [
-        (8, 100, 1, 1),
-        (8, 600, 1, 1),
-        (8, 1024, 4, 4),
-        (8, 100_000, 64, 64),
-        (256, 100_000, 4, 1),
-        (4096, 100_000, 4, 1),
-        (4096, 512, 1, 1),
-    ],
+def planned(kv_lens: list[int], wanted: int, **options: int) -> list[list[int]]:
+    batch = Case([(1, 1)] * len(kv_lens)).inputs()[3]
+    batch.kv_len.copy_(torch.tensor(kv_lens))
+    spans = {"window": 0, "chunk": 0} | options
+    items = attention.plan(batch, len(kv_lens), wanted, **spans, block_n=32, decode=True).tolist()
+    assert len(items) == len(kv_lens) + wanted
+    return [item for item in items if item[0] >= 0]
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    kv_lens=st.lists(st.sampled_from([0, 1, 31, 256, 257, 900, 5000]), min_size=1, max_size=9),
+    wanted=st.integers(1, 40),
+    window=st.sampled_from([0, 1, 700]),
 )
-def test_keys_are_split_where_they_are_many(programs, longest, splits, splits_of_chunks):
-    assert attention.num_splits(programs, longest, 132, decode=True) == splits
-    assert attention.num_splits(programs, longest, 132, decode=False) == splits_of_chunks
+def test_every_key_is_planned_once_and_every_split_tile_has_its_own_slots(kv_lens, wanted, window):
+    items, slots = planned(kv_lens, wanted, window=window), []
+    for seq, kv_len in enumerate(kv_lens):
+        mine = [item for item in items if item[0] == seq]
+        start = max(kv_len - window, 0) if window else 0
+        assert [item[4] for item in mine] == [start, *(item[5] for item in mine[:-1])]
+        assert mine[-1][5] == kv_len
+        assert [(item[7], item[8]) for item in mine] == [(len(mine), i) for i in range(len(mine))]
+        slots += [item[6] + item[8] for item in mine if item[7] > 1]
+    assert slots == list(range(len(slots)))
+    assert len(slots) <= 2 * wanted
+
+
+def test_c8_a_long_sequence_among_short_ones_is_split_by_its_length():
+    items = planned([100_000] + [1000] * 63, 66)
+    assert max(item[5] - item[4] for item in items) <= -(-163_000 // 66 // 32) * 32 + 32
+    assert sum(item[0] == 0 for item in items) == 41
+    assert len(items) == 41 + 63
+
+
+def test_programs_in_any_order_give_the_same_bits_and_leave_their_counters_at_zero():
+    case = CASES["keys in four splits"]
+    q, k, v, batch = case.inputs()
+    attention_plain.write_kv(k, v, batch, 0)
+    found = [attention.paged_attention(q, batch, 0, 0.1) for _ in range(2)]
+    assert torch.equal(*found)
+    assert not attention.counters(q.device).any()
+    assert max(item[7] for item in batch.plans[True, 0, 0].tolist()) >= 4
