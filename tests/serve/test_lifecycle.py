@@ -1,4 +1,4 @@
-"""Start and failure of `serve run`. How it ends in order: test_prefill_decode.py, test_rank_groups.py."""
+"""Start and failure of `serve run`. How it ends in order: haproxy/test_prefill_decode.py, test_rank_groups.py."""
 
 from __future__ import annotations
 

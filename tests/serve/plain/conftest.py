@@ -1,4 +1,4 @@
-"""One `serve run` for all tests that only ask questions."""
+"""One `serve run` with two ingresses for all tests that only ask questions, traced and logged in full."""
 
 from __future__ import annotations
 
@@ -7,13 +7,27 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from tests.otlp_receiver import OtlpReceiver
 from tests.serve.serve_run import ServeRun
 
 
 @pytest.fixture(scope="package")
-def server(tmp_path_factory, model_folder) -> Iterator[ServeRun]:
-    model = {"name": "tiny", "model": str(model_folder)}
-    server = ServeRun(tmp_path_factory.mktemp("serve"), {"models": [model]})
+def receiver() -> Iterator[OtlpReceiver]:
+    receiver = OtlpReceiver()
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory, model_folder, receiver) -> Iterator[ServeRun]:
+    args = {
+        "models": [{"name": "tiny", "model": str(model_folder)}],
+        "ingress": {"num_replicas": 2},
+        "log_format": "json",
+        "log_level": "debug",
+        "tracing": {"otlp_endpoint": receiver.endpoint},
+    }
+    server = ServeRun(tmp_path_factory.mktemp("serve"), args)
     try:
         server.wait_until_healthy()
         yield server

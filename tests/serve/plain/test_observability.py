@@ -3,42 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from tests.otlp_receiver import OtlpReceiver
 from tests.scrape import Scrape
+from tests.serve.idle import is_idle
 from tests.serve.serve_run import ServeRun, wait_until
 
 pytestmark = pytest.mark.serve
 
 NUM_REQUESTS = 12
-
-
-@pytest.fixture(scope="module")
-def receiver() -> Iterator[OtlpReceiver]:
-    receiver = OtlpReceiver()
-    yield receiver
-    receiver.close()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, model_folder, receiver) -> Iterator[ServeRun]:
-    args = {
-        "models": [{"name": "tiny", "model": str(model_folder)}],
-        "ingress": {"num_replicas": 2},
-        "log_format": "json",
-        "log_level": "debug",
-        "tracing": {"otlp_endpoint": receiver.endpoint},
-    }
-    server = ServeRun(tmp_path_factory.mktemp("serve"), args)
-    try:
-        server.wait_until_healthy()
-        yield server
-    finally:
-        server.stop()
 
 
 def scrape(server: ServeRun) -> Scrape:
@@ -53,34 +28,44 @@ def complete(server: ServeRun, name: str, **body: object) -> dict:
 
 
 def test_any_ingress_tells_the_counts_of_all_of_them_and_of_the_engine(server):
-    usage = [complete(server, f"count-{i}", max_tokens=5)["usage"] for i in range(NUM_REQUESTS)]
-    text = complete(server, "count-stop", max_tokens=5)["choices"][0]["text"]
+    text = complete(server, "count-first", max_tokens=5)["choices"][0]["text"]
     stop = next(character for character in text[1:] if character.isascii())
+    complete(server, "count-stop", max_tokens=400, stop=stop)
+    wait_until(lambda: is_idle(server))
+    before = scrape(server)  # other tests have counted, too; now all series are there
+    usage = [complete(server, f"count-{i}", max_tokens=5)["usage"] for i in range(NUM_REQUESTS)]
     complete(server, "count-end", max_tokens=400, stop=stop)
-    total = NUM_REQUESTS + 2
-    wait_until(lambda: scrape(server).sum("manta_engine_requests_ended_total") == total)
+    total = NUM_REQUESTS + 1
+
+    def gained(found: Scrape, name: str, **labels: str) -> float:
+        return found.sum(name, **labels) - before.sum(name, **labels)
+
+    wait_until(lambda: gained(scrape(server), "manta_engine_requests_ended_total") == total)
     for _ in range(6):  # the ingresses take turns, more or less
         found = scrape(server)
-        assert found.sum("vllm:request_success_total", finished_reason="length") == total - 1
-        assert found.sum("vllm:request_success_total", finished_reason="stop") == 1
-        assert found.sum("manta_engine_requests_ended_total", reason="stop") == 1
-        assert found.sum("vllm:prompt_tokens_total") == total * usage[0]["prompt_tokens"]
-        assert found.sum("vllm:time_to_first_token_seconds_count") == total
-        assert found.sum("vllm:e2e_request_latency_seconds_count") == total
-        assert found.sum("http_requests_total", handler="/v1/completions", status="2xx") == total
+        assert gained(found, "vllm:request_success_total", finished_reason="length") == NUM_REQUESTS
+        assert gained(found, "vllm:request_success_total", finished_reason="stop") == 1
+        assert gained(found, "manta_engine_requests_ended_total", reason="stop") == 1
+        assert gained(found, "vllm:prompt_tokens_total") == total * usage[0]["prompt_tokens"]
+        assert gained(found, "vllm:time_to_first_token_seconds_count") == total
+        assert gained(found, "vllm:e2e_request_latency_seconds_count") == total
+        assert gained(found, "http_requests_total", handler="/v1/completions", status="2xx") == total
         assert len({one.labels["ingress"] for one in found.series if "ingress" in one.labels}) == 2
 
 
 def test_gauges_are_back_to_zero_after_clients_have_left(server):
     body = {"prompt": "The", "max_tokens": 500, "ignore_eos": True, "stream": True}
-    before = scrape(server).sum("vllm:request_success_total")
+    complete(server, "gauge", max_tokens=1)
+    wait_until(lambda: is_idle(server))
+    before = scrape(server)
     for _ in range(10):
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
             next(answer.iter_lines())
     gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     wait_until(lambda: all(scrape(server).sum(gauge) == 0 for gauge in gauges))
-    wait_until(lambda: scrape(server).sum("vllm:request_success_total") == before + 10)
-    assert scrape(server).sum("vllm:request_success_total", finished_reason="error") == 0
+    ended = "vllm:request_success_total"
+    wait_until(lambda: scrape(server).sum(ended) == before.sum(ended) + 10)
+    assert scrape(server).sum(ended, finished_reason="error") == before.sum(ended, finished_reason="error")
 
 
 def test_each_event_of_a_request_is_a_json_line_with_its_id_in_every_process(server):

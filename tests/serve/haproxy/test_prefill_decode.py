@@ -1,8 +1,4 @@
-"""Prefill and decode in separate pools, with real processes: `serve run` with one model twice.
-
-`one` computes its prompts itself. `apart` has them computed by an engine of two ranks, in several chunks, and decodes
-on one rank. All texts must be the same. The last test with this server ends it.
-"""
+"""Prefill and decode in separate pools: model `apart` has the texts of `tiny`, which computes its prompts itself."""
 
 from __future__ import annotations
 
@@ -19,21 +15,13 @@ import openai
 import psutil
 import pytest
 
-from tests.models import make_model
+from tests.serve.haproxy.clients import ALICE, KEYS
 from tests.serve.serve_run import ServeRun, wait_until
 
 pytestmark = pytest.mark.serve
 
 WORDS = ["The quick brown fox", "jumps over", "the lazy dog,", "and a cache keeps", "what was computed.", "1 2 3"]
 PROMPTS = [" ".join(WORDS[(i + k) % len(WORDS)] for k in range(n)) for i, n in enumerate((1, 5, 12, 20, 30, 45))]
-ENGINE = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_blocks": 512}
-HANDOFF = {"transport": "tcp", "policy": "always"}
-APART = {
-    "engine": ENGINE,
-    "prefill": {"num_cpus": 0.2, "engine": {"tensor_parallel": 2, "max_num_batched_tokens": 128}},
-    "decode": {"num_cpus": 0.2},
-    "handoff": HANDOFF,
-}
 STARTED = re.compile(r"(prefill-apart-\w+)/rank(\d+) placement\.rank_actor rank starts pid=(\d+)")
 
 
@@ -55,7 +43,7 @@ class Serving:
 
     def metric(self, name: str, *labels: str) -> float:
         """Sum of the series of model `apart` with these labels."""
-        text = httpx.get(f"{self.server.url}/metrics", timeout=10).text
+        text = httpx.get(f"{self.server.url}/metrics", headers=ALICE, timeout=10).text
         lines = [line for line in text.splitlines() if line.startswith(f"{name}{{") and 'model_name="apart"' in line]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels))
 
@@ -63,7 +51,8 @@ class Serving:
         return self.metric("manta_handoffs_total", 'result="received"')
 
     def live(self) -> list[dict[str, Any]]:
-        handoffs: list[dict[str, Any]] = httpx.get(f"{self.server.url}/debug/handoffs", timeout=10).json()["handoffs"]
+        answer = httpx.get(f"{self.server.url}/debug/handoffs", headers=ALICE, timeout=10)
+        handoffs: list[dict[str, Any]] = answer.json()["handoffs"]
         return handoffs
 
     def prefill_pids(self) -> list[int]:
@@ -80,28 +69,14 @@ class Serving:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True, max_position_embeddings=2048)
-
-
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory, folder) -> Iterator[Serving]:
-    one = {"name": "one", "model": str(folder), "engine": ENGINE, "decode": {"num_cpus": 0.2}}
-    models = [one, {"name": "apart", "model": str(folder), **APART}]
-    server = ServeRun(tmp_path_factory.mktemp("serve"), {"models": models})
-    try:
-        server.wait_for_line("prefill engines: prefill-apart-", timeout_s=240)  # the dispatcher knows it
-        wait_until(lambda: httpx.get(f"{server.url}/health", timeout=5).status_code == 200)
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
-            yield Serving(server, client)
-    finally:
-        (folder.parent / "serve.log").write_text("".join(server.log))
-        server.stop()
+def serving(server) -> Iterator[Serving]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS["alice"], timeout=60, max_retries=0) as client:
+        yield Serving(server, client)
 
 
 @pytest.fixture(scope="module")
 def expected(serving) -> dict[str, str]:
-    return {prompt: serving.ask("one", prompt) for prompt in PROMPTS}
+    return {prompt: serving.ask("tiny", prompt) for prompt in PROMPTS}
 
 
 def test_texts_of_two_pools_are_those_of_one_engine(serving, expected):
@@ -121,7 +96,8 @@ def test_texts_of_two_pools_are_those_of_one_engine(serving, expected):
 def test_both_engines_tell_what_became_of_a_request(serving):
     extra = {"cache_salt": "explained", "ignore_eos": True}
     answer = serving.client.completions.create(model="apart", prompt=PROMPTS[2], max_tokens=5, extra_body=extra)
-    (timeline,) = httpx.get(f"{serving.server.url}/debug/requests/{answer.id}", timeout=10).json()["sequences"]
+    found = httpx.get(f"{serving.server.url}/debug/requests/{answer.id}", headers=ALICE, timeout=10)
+    (timeline,) = found.json()["sequences"]
     told: dict[str, list[str]] = {}
     for event in timeline["events"]:
         told.setdefault(event["where"].rpartition("-")[0], []).append(event["what"])
@@ -134,7 +110,7 @@ def test_both_engines_tell_what_became_of_a_request(serving):
 def test_sampled_text_is_the_same_wherever_its_first_token_is_drawn(serving):
     for seed in range(3):
         options = {"temperature": 1.0, "seed": seed, "presence_penalty": 0.5}
-        assert serving.ask("apart", PROMPTS[2], **options) == serving.ask("one", PROMPTS[2], **options)
+        assert serving.ask("apart", PROMPTS[2], **options) == serving.ask("tiny", PROMPTS[2], **options)
 
 
 def test_stopped_prefill_process_delays_the_first_token_only_and_shows_as_a_live_handoff(serving, expected):
@@ -169,7 +145,7 @@ def test_sigkill_of_a_prefill_rank_under_load_fails_no_request_and_changes_no_te
     serving.wait_until_idle()
 
 
-def test_ctrl_c_ends_serve_run_and_all_its_processes(serving):
+def test_ctrl_c_ends_manta_serve_and_all_its_processes(serving):
     processes = serving.server.processes()
     serving.server.interrupt()
     assert serving.server.wait(timeout_s=30) == 0
@@ -178,10 +154,10 @@ def test_ctrl_c_ends_serve_run_and_all_its_processes(serving):
 
 
 @pytest.mark.slow
-def test_pools_that_do_not_fit_each_other_end_serve_run_with_one_clear_line(tmp_path: Path, folder):
+def test_pools_that_do_not_fit_each_other_end_serve_run_with_one_clear_line(tmp_path: Path, model_folder):
     pools = {"prefill": {"num_cpus": 0.2, "engine": {"dtype": "bfloat16"}}, "decode": {"num_cpus": 0.2}}
     server = ServeRun(
-        tmp_path, {"models": [{"name": "tiny", "model": str(folder), "engine": {"device": "cpu"}, **pools}]}
+        tmp_path, {"models": [{"name": "tiny", "model": str(model_folder), "engine": {"device": "cpu"}, **pools}]}
     )
     try:
         line = server.wait_for_line("manta cannot start. ")
