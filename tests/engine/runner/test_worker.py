@@ -46,10 +46,8 @@ class FakeNccl:
 
     def abort(self) -> None:
         waited = threading.Event()
-        self._log.append("aborting")
         for _ in range(100):
             if not self._graphs:
-                self._log.append("aborted")
                 return
             waited.wait(PATIENCE_S / 100)
         self._log.append("abort hangs")
@@ -126,7 +124,6 @@ def test_rank_0_raises_at_once_when_a_rank_is_gone_although_nccls_abort_waits_fo
     ranks.core._group.abort("rank 1 is gone")
     with pytest.raises(EngineUnavailable, match="rank 1 is gone"):
         ranks.run()
-    assert ranks.log == ["aborting"], "it is still waiting"
     ranks.core.close()
     ranks.followed.exception(LIMIT_S)
     assert "abort hangs" not in ranks.log and "end hangs" not in ranks.log
