@@ -35,7 +35,7 @@ class KVCacheManager:
 
     def add_sequence(self, request: Request) -> None:
         """Send the block table of a request that was given a slot to the runner."""
-        self._changes.append(BlockChange(request.slot, 0, list(request.blocks)))
+        self._send(request, 0)
 
     def grow(self, request: Request, tokens: int) -> bool:
         """Give a running request blocks for `tokens` tokens in all. False if there are too few."""
@@ -45,8 +45,8 @@ class KVCacheManager:
         new = self._pool.allocate(missing)
         if new is None:
             return False
-        self._changes.append(BlockChange(request.slot, len(request.blocks), new))
         request.blocks += new
+        self._send(request, len(request.blocks) - missing)
         return True
 
     def cache_blocks(self, request: Request, computed: int) -> None:
@@ -66,6 +66,11 @@ class KVCacheManager:
                     self._changes.append(BlockChange(request.slot, index, [block]))
         request.num_cached_blocks = full
 
+    def distrust(self, request: Request, first: int = 0) -> None:
+        """Blocks of a request, from the `first` on, may hold numbers that are not finite: they are cleared for whoever
+        gets them next."""
+        self._pool.distrust(request.blocks[first:])
+
     def release(self, request: Request) -> None:
         self._pool.release(request.blocks)
         request.blocks = []
@@ -75,3 +80,12 @@ class KVCacheManager:
         """Return the changes since the last call, oldest first."""
         changes, self._changes = self._changes, []
         return changes
+
+    def _send(self, request: Request, index: int) -> None:
+        """Send the blocks from `index` on to the runner."""
+        blocks, size = request.blocks[index:], self._pool.block_size
+        cleared = [
+            (block, max(0, request.computed - request.blocks.index(block) * size))
+            for block in self._pool.take_distrusted(blocks)
+        ]
+        self._changes.append(BlockChange(request.slot, index, blocks, cleared))

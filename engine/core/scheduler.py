@@ -339,6 +339,7 @@ class Scheduler:
         """Record a sampled token, and end the request if it is the last."""
         request.in_flight -= 1
         if token < 0:
+            self.kv_cache.distrust(request)
             error: ServingError = EngineError(request.request_id, NO_TOKEN)
             if request.grammar is not None and request.grammar.error is not None:
                 assert request.params.structured_outputs is not None
@@ -376,6 +377,7 @@ class Scheduler:
 
     def _finish_pooling(self, request: Request, pooled: bytes, now: float) -> Event:
         if not pooled:
+            self.kv_cache.distrust(request)
             return self._finish(request, "error", now, error=EngineError(request.request_id, NOT_FINITE))
         delta = TokenDelta(request_id=request.request_id, pooled=pooled, num_cached_tokens=request.num_cached)
         return self._finish(request, "stop", now, delta)
@@ -456,6 +458,7 @@ class Scheduler:
             return []
         self.queue.wait(request)
         if isinstance(event, Failed):
+            self.kv_cache.distrust(request, request.num_cached_blocks)  # the other engine's logits may not be finite
             self.kv_cache.release(request)
             if self.handoffs.gives_up(request):
                 why = f"{event.reason} {event.detail}".rstrip()
@@ -474,6 +477,7 @@ class Scheduler:
             return
         request.in_flight -= 1
         if token < 0:
+            self.kv_cache.distrust(request)
             self.handoffs.refuse(request, NO_TOKEN)
         else:
             request.note("first token computed")

@@ -229,6 +229,9 @@ class ModelRunner:
             self._history[new.slot, : len(new.tokens)] = new.tokens
         if self._tables is not None and inputs.block_tables is not None and len(inputs.block_tables.index):
             self._tables.view(-1)[inputs.block_tables.index] = inputs.block_tables.blocks
+        for change in inputs.plan.blocks:
+            for block, start in change.cleared:
+                self.kv_cache[block, :, :, :, start:] = 0
         hidden = self._forward(inputs, history)
         tokens, logprobs = self._sample(hidden, inputs)
         # -1 ends a request, but with overlap a step that reads this token may be under way and needs a real one

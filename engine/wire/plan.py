@@ -27,6 +27,9 @@ class BlockChange(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     index: int
     blocks: list[int]
+    cleared: list[tuple[int, int]] = []
+    """Blocks, and the token of each from which on it is set to 0 before the step. Attention may multiply what is beyond
+    a sequence's end by 0, and a NaN that another sequence left there would stay."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

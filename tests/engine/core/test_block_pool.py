@@ -158,3 +158,28 @@ def test_changes_are_names_that_came_and_went_since_they_were_asked_for():
     assert (stored, sorted(removed)) == ([], sorted([first, second, third])), "what came and went is gone"
     assert not pool.has_changes
     assert pool.block_hashes() == []
+
+
+def test_blocks_that_are_not_trusted_are_not_matched_and_are_named_once_to_whoever_gets_them():
+    pool = BlockPool(4, 2)
+    hashes = chain([1, 2], [3, 4], [5, 6])
+    shared = cache(pool, hashes)[0]
+    pool.track(True)
+    other, blocks = pool.reserve(pool.match(hashes[:1]), 0), pool.reserve(pool.match(hashes[:2]), 1)
+    pool.distrust(blocks)
+    pool.check()
+    assert pool.match(hashes) == [shared] == other, "of what another holds, that one will find out"
+    assert pool.take_changes() == ([], hashes[1:2])
+    pool.release(blocks)
+    assert sorted(pool.take_distrusted(pool.allocate(3))) == sorted(blocks[1:])
+    assert pool.take_distrusted(blocks) == []
+    pool.check()
+
+
+def test_a_block_that_was_filled_again_is_trusted():
+    pool = BlockPool(2, 2)
+    blocks = pool.allocate(1)
+    pool.distrust(blocks)
+    assert pool.cache_block(*blocks, *chain([1, 2])) == blocks[0]
+    assert pool.take_distrusted(blocks) == []
+    pool.check()

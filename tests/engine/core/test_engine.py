@@ -248,6 +248,29 @@ def test_a_model_that_computes_nan_fails_its_requests_and_the_engine_lives_on(en
     assert engine.tokens("good again") == engine.tokens("good")
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_blocks_of_a_request_whose_logits_are_not_finite_reach_others_without_what_it_left_there(overlap, tmp_path):
+    """FlashAttention 3 multiplies V beyond the end of a sequence by 0, which leaves a NaN what it is (Dao-AILab #2374);
+    and a cached prefix must not spread it."""
+    folder = make_model(tmp_path, "llama")
+    config = EngineConfig(
+        model=str(folder), dtype="float32", num_blocks=6, max_num_seqs=2, block_size=4, num_threads=1, overlap=overlap
+    )
+    engine = Engine(EngineCore.build(config), FakeClock())
+    cache = engine.core.runner.kv_cache
+    engine.core.runner.model.embed_tokens.weight[96] = float("nan")
+    engine.add("bad", [5, 6, 7, 96, 9, 10, 11, 12, 13])
+    engine.go()
+    assert engine.last("bad").error.status == 500 and cache.isnan().any()
+    engine.add("good", [5, 6])
+    while not engine.tokens("good"):
+        engine.step()
+    (request,) = engine.core.scheduler.queue.running
+    assert engine.core.scheduler.pool.num_cached == 0
+    assert not cache[request.blocks].isnan().any()
+    engine.core.close()
+
+
 def test_after_a_step_that_raised_the_engine_says_so_and_computes_no_more(engine, monkeypatch):
     def launch(inputs):
         raise ValueError("out of order")
