@@ -15,7 +15,14 @@ from engine.model.config import ModelConfig
 from engine.runner.cuda_graphs import pad_to_capture_size
 from engine.runner.logits_processors import LogitsEdits
 from engine.runner.pooler import PooledRows
-from engine.runner.sampler import MaskedRows, SampledRow, SamplingInputs, UniformSource, prepare_sampling
+from engine.runner.sampler import (
+    MaskedRows,
+    SampledRow,
+    SamplingInputs,
+    UniformSource,
+    prepare_sampling,
+    sorts_candidates,
+)
 from engine.wire.plan import NewSequence, StepPlan
 from engine.wire.pooling_params import PoolingParams
 
@@ -97,6 +104,7 @@ class InputBuilder:
         self._edits: list[LogitsEdits | None] = [None] * slots
         self._plain = np.zeros(slots, dtype=bool)  # sequences that need nothing but their most likely token
         self._uniform = UniformSource()
+        self._sorts = sorts_candidates(device.torch_device)
 
     def build(self, plan: StepPlan) -> StepInputs:
         staged = self._device.staged_copy()
@@ -181,7 +189,7 @@ class InputBuilder:
                 slot, position = plan.slots[i], plan.starts[i] + plan.counts[i]
                 new = self._sequences[slot]
                 rows.append(SampledRow(slot, position, new.num_prompt, new.seed, new.params, self._edits[slot]))
-            inputs = prepare_sampling(rows, self._vocab_size, self._uniform, staged.add)
+            inputs = prepare_sampling(rows, self._vocab_size, self._uniform, staged.add, sorts=self._sorts)
         if plan.masked:
             inputs.masked = self._masked_rows(plan, entries, staged)
         return inputs

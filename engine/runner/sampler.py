@@ -67,12 +67,13 @@ class RandomRows:
     uniform: Tensor
     top_p: Tensor
     min_p: Tensor
-    width: int  #: number of candidates: top_k; the vocabulary with other filters; 0 without any
+    top_k: Tensor  #: [n, 1] int32; the vocabulary's size without one
+    width: int  #: number of candidates to sort: 0 without filters
 
     def row(self, index: int) -> RandomRows:
-        columns = (self.rows, self.temperature, self.uniform, self.top_p, self.min_p)
-        rows, temperature, uniform, top_p, min_p = (column[index : index + 1] for column in columns)
-        return RandomRows(rows, temperature, uniform, top_p, min_p, self.width)
+        columns = (self.rows, self.temperature, self.uniform, self.top_p, self.min_p, self.top_k)
+        rows, temperature, uniform, top_p, min_p, top_k = (column[index : index + 1] for column in columns)
+        return RandomRows(rows, temperature, uniform, top_p, min_p, top_k, self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +116,22 @@ class SampledRow:
 
 
 def prepare_sampling(
-    sequences: list[SampledRow], vocab_size: int, uniform: UniformSource, to_device: ToDevice = torch.from_numpy
+    sequences: list[SampledRow],
+    vocab_size: int,
+    uniform: UniformSource,
+    to_device: ToDevice = torch.from_numpy,
+    *,
+    sorts: bool = True,
 ) -> SamplingInputs:
-    """Group the rows by the work that they need. to_device: copies an array to the device of the logits."""
+    """Group the rows by the work that they need. to_device: copies an array to the device of the logits. sorts: see
+    `sorts_candidates`; otherwise one launch does for all rows with filters.
+    """
     groups: dict[int, list[int]] = {}
     edited = []
     for row, sequence in enumerate(sequences):
         if not sequence.params.greedy:
-            groups.setdefault(candidate_width(sequence.params, vocab_size), []).append(row)
+            width = candidate_width(sequence.params, vocab_size)
+            groups.setdefault(width if sorts else min(width, 1) * vocab_size, []).append(row)
         if sequence.edits is not None:
             edited.append(RowEdits(row, sequence.slot, sequence.num_prompt, sequence.position, sequence.edits))
 
@@ -132,6 +141,7 @@ def prepare_sampling(
     random = []
     for width, rows in groups.items():
         chosen = [sequences[row] for row in rows]
+        top_k = [candidate_width(s.params, vocab_size) or vocab_size for s in chosen]
         random.append(
             RandomRows(
                 rows=to_device(np.array(rows, dtype=np.int64)),
@@ -139,6 +149,7 @@ def prepare_sampling(
                 uniform=column([uniform.draw(s.seed, s.position) for s in chosen]),
                 top_p=column([s.params.top_p for s in chosen]),
                 min_p=column([s.params.min_p for s in chosen]),
+                top_k=to_device(np.array(top_k, dtype=np.int32)).unsqueeze(1),
                 width=width,
             )
         )
@@ -152,6 +163,11 @@ def candidate_width(params: SamplingParams, vocab_size: int) -> int:
     if 0 < params.top_k < vocab_size:
         return params.top_k
     return vocab_size if params.top_p < 1.0 or params.min_p > 0.0 else 0
+
+
+def sorts_candidates(device: torch.device) -> bool:
+    """Whether candidates are sorted on this device, rows with the same number of them together."""
+    return not dispatch.gpu_kernels(torch.float32, device)
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
@@ -200,10 +216,10 @@ def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
     make the host wait for the step.
     """
     vocab_size = logits.shape[-1]
-    if logits.is_cuda and dispatch.triton_found():
+    if not sorts_candidates(logits.device):
         from engine.model.ops.gpu import sampling
 
-        return sampling.draw_filtered(logits, group.uniform, group.top_p, group.min_p, group.width)
+        return sampling.draw_filtered(logits, group.uniform, group.top_p, group.min_p, group.top_k)
     if group.width < vocab_size:  # top_k: tokens beyond it do not count
         values, ids = logits.topk(group.width, dim=-1)
         weights = relative_weights(values, values[:, :1], group.min_p)

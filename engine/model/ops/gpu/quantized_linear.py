@@ -69,7 +69,9 @@ class RowFP8:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         values, scale = self.quantize(x, FP8)
-        return torch._scaled_mm(values, self.values, scale, self.scale, bias=bias, out_dtype=x.dtype)
+        return torch._scaled_mm(
+            values, self.values, scale, self.scale, bias=bias, out_dtype=x.dtype, use_fast_accum=True
+        )
 
 
 class BlockFP8:

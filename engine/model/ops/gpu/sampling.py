@@ -2,13 +2,16 @@
 engine/runner/sampler.py.
 
 The plain version sorts the tokens, most likely first, and finds where running sums of their weights pass a goal. Here a
-search over the value of the logit finds the same position: the weight above a value takes one pass over the row, which
-stays in the L2 cache. So the same number draws the same token, unless it falls so close to the border between two
-tokens that the order of summation decides. A row's token does not depend on the other rows. Nothing here waits for the
-device.
+search over the value of the logit finds the same position, in some 40 passes over the row. One program to a row would
+take a millisecond for them; so first many programs collect the tokens of a row that are not too far below the best one,
+and the search runs over these if they suffice. So the same number draws the same token, unless it falls so close to the
+border between two tokens that the order of summation decides. A row's token does not depend on the other rows. Nothing
+here waits for the device. Collecting has run under Triton's interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -16,6 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
+SEGMENT = 8192  # tokens of which a program collects the likeliest
+COLLECTED = 1024  # at most; if more of them are likely, the search runs over the whole row
+FAR = 10.0  # below the best logit: weights of 5e-5
 
 
 @triton.jit
@@ -83,27 +89,69 @@ def mass_above(logits, vocab, best, min_p, key, BLOCK: tl.constexpr):
     return tl.sum(weights, 0), tl.sum(counts, 0), tl.sum(equals, 0)
 
 
-@triton.jit(do_not_specialize=["top_k"])
-def draw_kernel(logits, tokens, uniform, top_p, min_p, top_k, vocab, stride, BLOCK: tl.constexpr):
+@triton.jit
+def collect_kernel(
+    logits, best, min_p, values, ids, masses, counts, vocab, stride,
+    FAR: tl.constexpr, SEGMENT: tl.constexpr, COLLECTED: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, segments). Writes those logits of a segment that min_p leaves and that are less than FAR below the
+    best one, in the order of their ids, to `values` and `ids` [rows, segments, COLLECTED], and fills up with -inf.
+    masses [2, rows, segments]: weight of all tokens that min_p leaves, and of those; counts [rows, segments]: of those.
+    """
+    row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    best, min_p = tl.load(best + row), tl.load(min_p + row)
+    i = segment * SEGMENT + tl.arange(0, SEGMENT)
+    x = tl.load(logits + row * stride + i, mask=i < vocab, other=float("-inf"))
+    weight = tl.exp(x - best)
+    weight = tl.where(weight >= min_p, weight, 0.0)
+    near = (weight > 0.0) & (x > best - FAR)
+    place, count = tl.cumsum(near.to(tl.int32), 0) - 1, tl.sum(near.to(tl.int32), 0)
+    at = row * segments + segment
+    tl.store(counts + at, count)
+    tl.store(masses + at, tl.sum(weight, 0))
+    tl.store(masses + tl.num_programs(0) * segments + at, tl.sum(tl.where(near, weight, 0.0), 0))
+    near = near & (place < COLLECTED)
+    tl.store(values + at * COLLECTED + place, x, mask=near)
+    tl.store(ids + at * COLLECTED + place, i, mask=near)
+    rest = tl.arange(0, COLLECTED)
+    tl.store(values + at * COLLECTED + rest, float("-inf"), mask=rest >= count)
+
+
+@triton.jit
+def draw_kernel(
+    logits, best, values, ids, masses, counts, tokens, uniform, top_p, min_p, top_k, vocab, stride, segments,
+    FAR_WEIGHT: tl.constexpr, COLLECTED: tl.constexpr, SEGMENTS_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Grid (rows). `floor` is the smallest key that remains; the first `kept` tokens of this key stay."""
     row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    top_p, min_p = tl.load(top_p + row), tl.load(min_p + row)
-    highest = tl.full([BLOCK], float("-inf"), tl.float32)
-    for first in range(0, vocab, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        highest = tl.maximum(highest, tl.load(logits + i, mask=i < vocab, other=float("-inf")))
-    best = tl.max(highest, 0)
+    best, top_p, min_p, top_k = (
+        tl.load(best + row), tl.load(top_p + row), tl.load(min_p + row), tl.load(top_k + row)
+    )  # fmt: skip
+    segment = tl.arange(0, SEGMENTS_PAD)
+    at, there = row * segments + segment, segment < segments
+    all_mass = tl.sum(tl.load(masses + at, mask=there, other=0.0), 0)
+    near_mass = tl.sum(tl.load(masses + tl.num_programs(0) * segments + at, mask=there, other=0.0), 0)
+    collected = tl.load(counts + at, mask=there, other=0)
+    any_k = top_k >= vocab
+    enough = (min_p > FAR_WEIGHT) | (top_k <= tl.sum(collected, 0)) | (any_k & (near_mass >= top_p * all_mass))
+    narrow = enough & (tl.max(collected, 0) <= COLLECTED) & (near_mass > 0.0)
+    whole_vocab = vocab
+    if narrow:
+        logits = values + row * segments * COLLECTED
+        vocab = segments * COLLECTED
+    else:
+        logits += row * stride
 
     floor = sort_key(best - 110.0)  # weights there are 0 in float32
-    if top_k < vocab:
+    if top_k < whole_vocab:
         floor = find_key(logits, vocab, best, min_p, floor, top_k.to(tl.float32), True, False, BLOCK)
     mass, count, kept = mass_above(logits, vocab, best, min_p, floor, BLOCK)
     kept = tl.minimum(kept, top_k - count)
     weight = tl.maximum(weight_of(floor, best), 1e-37)
     total = mass + kept * weight
     if top_p < 1.0:
-        goal = tl.maximum(top_p, 1e-30) * total  # the most likely token always stays, even where top_p is 0
+        # the most likely token always stays, even where top_p is 0
+        goal = tl.maximum(top_p, 1e-30) * tl.where(any_k & narrow, all_mass, total)
         key = find_key(logits, vocab, best, min_p, floor, goal, False, False, BLOCK)
         if key > floor:
             mass, count, kept = mass_above(logits, vocab, best, min_p, key, BLOCK)
@@ -131,19 +179,32 @@ def draw_kernel(logits, tokens, uniform, top_p, min_p, top_k, vocab, stride, BLO
         order = seen + tl.cumsum(equal, 0) - equal
         token += tl.sum(tl.where((equal == 1) & (order == rank), i, 0), 0)
         seen += tl.sum(equal, 0)
+    if narrow:
+        token = tl.load(ids + row * segments * COLLECTED + token)
     tl.store(tokens + row, token.to(tl.int64))
 
 
-def draw_filtered(logits: Tensor, uniform: Tensor, top_p: Tensor, min_p: Tensor, top_k: int) -> Tensor:
+def draw_filtered(logits: Tensor, uniform: Tensor, top_p: Tensor, min_p: Tensor, top_k: Tensor) -> Tensor:
     """Draw tokens [rows] int64, an arbitrary one for a row without a finite best logit.
 
     logits: [rows, vocab] float32, already divided by the temperature
-    uniform, top_p, min_p: [rows, 1] float32; top_k: that of all rows; the vocabulary's size or more for none
+    uniform, top_p, min_p: [rows, 1] float32; top_k: [rows, 1] int32, the vocabulary's size or more for none
     """
-    rows, vocab = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    (rows, vocab), device = logits.shape, logits.device
+    segments = triton.cdiv(vocab, SEGMENT)
+    best = logits.amax(-1)
+    values = torch.empty(rows, segments, COLLECTED, dtype=torch.float32, device=device)
+    ids, counts = (torch.empty(shape, dtype=torch.int32, device=device) for shape in (values.shape, (rows, segments)))
+    masses = torch.empty(2, rows, segments, dtype=torch.float32, device=device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    collect_kernel[rows, segments](
+        logits, best, min_p, values, ids, masses, counts, vocab, logits.stride(0),
+        FAR=FAR, SEGMENT=SEGMENT, COLLECTED=COLLECTED, num_warps=8,
+    )  # fmt: skip
     draw_kernel[rows,](
-        logits, tokens, uniform, top_p, min_p, top_k, vocab, logits.stride(0), BLOCK=BLOCK, num_warps=16
+        logits, best, values, ids, masses, counts, tokens, uniform, top_p, min_p, top_k, vocab, logits.stride(0),
+        segments, FAR_WEIGHT=math.exp(-FAR), COLLECTED=COLLECTED, SEGMENTS_PAD=triton.next_power_of_2(segments),
+        BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
     return tokens
 

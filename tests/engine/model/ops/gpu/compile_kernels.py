@@ -114,7 +114,7 @@ def compile_elementwise() -> None:
     norm.add_rms_norm(x, x, x[0], 1e-6, 0.0)
     norm.rms_norm(x.unflatten(1, (64, 128)), x[0, :128], 1e-6, 1.0)
     column = torch.full((4, 1), 0.5)
-    sampling.draw_filtered(x.float(), column, column, column, 50)
+    sampling.draw_filtered(x.float(), column, column, column, column.int())
     sampling.draw_any(x.float(), column)
     quantize.quantize_rows(x, FLOAT8)
     quantize.quantize_rows(x, FLOAT8, 128)

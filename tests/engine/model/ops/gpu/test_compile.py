@@ -44,6 +44,7 @@ def test_kernels_of_common_models_compile_for_hopper_and_the_experts_kernel_for_
         "rms_norm_kernel",
         "gated_kernel",
         "swigluoai_kernel",
+        "collect_kernel",
         "draw_kernel",
         "draw_any_kernel",
         "grouped_kernel",

@@ -16,12 +16,13 @@ from tests.engine.model.ops.gpu.paged import DEVICE
 def group(top_k: int, *rows: tuple[float, float, float]) -> RandomRows:
     """rows: (uniform, top_p, min_p)."""
     columns = torch.tensor(rows).split(1, dim=1)
-    return RandomRows(torch.arange(len(rows)), torch.ones(len(rows), 1), *columns, top_k)
+    top_ks = torch.full((len(rows), 1), top_k, dtype=torch.int32)
+    return RandomRows(torch.arange(len(rows)), torch.ones(len(rows), 1), *columns, top_ks, top_k)
 
 
 def drawn(logits: Tensor, rows: RandomRows) -> Tensor:
-    arguments = (x.contiguous().to(DEVICE) for x in (rows.uniform, rows.top_p, rows.min_p))
-    return sampling.draw_filtered(logits.to(DEVICE), *arguments, rows.width).cpu()
+    arguments = (x.contiguous().to(DEVICE) for x in (rows.uniform, rows.top_p, rows.min_p, rows.top_k))
+    return sampling.draw_filtered(logits.to(DEVICE), *arguments).cpu()
 
 
 def sorted_draw(logits: Tensor, rows: RandomRows) -> Tensor:
@@ -58,6 +59,16 @@ def test_any_logits_give_the_same_token_as_sorting(spread, offset, top_k, top_p,
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(seed)) * spread + offset
     rows = group(top_k, (uniform, top_p, min_p))
     assert torch.equal(drawn(logits, rows), sorted_draw(logits, rows))
+
+
+@pytest.mark.parametrize("spread", [1.0, 9.0], ids=["all are likely", "few are"])
+def test_b7_rows_of_a_batch_may_each_have_their_own_top_k_in_one_launch(spread):
+    vocab = sampling.SEGMENT + 100
+    groups = [group(40, (0.7, 0.9, 0.0)), group(vocab, (0.7, 0.9, 0.0)), group(vocab, (0.6, 1.0, 0.2))]
+    logits = torch.randn(len(groups), vocab, generator=torch.Generator().manual_seed(1)) * spread
+    columns = zip(*([rows.uniform, rows.top_p, rows.min_p, rows.top_k] for rows in groups), strict=True)
+    found = sampling.draw_filtered(logits.to(DEVICE), *(torch.cat(column).to(DEVICE) for column in columns))
+    assert found.tolist() == [sorted_draw(logits[i : i + 1], rows).item() for i, rows in enumerate(groups)]
 
 
 def test_of_equally_likely_tokens_the_first_ones_are_kept_and_drawn_alike():
