@@ -243,7 +243,7 @@ def timed_methods(core: EngineCore) -> Iterator[tuple[Any, str, str]]:
     yield core.runner, "prepare", "prepare"
     yield core.runner, "launch", "rest"
     yield core.runner, "collect", "rest"
-    yield core.runner.model, "forward", "forward"
+    yield core.runner, "_forward", "forward"
     yield core.runner.model, "logits", "logits"
     yield core.runner.model, "best", "logits"
 

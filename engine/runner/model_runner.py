@@ -12,6 +12,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -43,6 +44,9 @@ from engine.runner.sampler import (
 )
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.model.ops.cpu.decode_graphs import CpuDecodeGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +106,7 @@ class ModelRunner:
         # the device's own block tables; only changes are sent, since a batch's rows are megabytes with long contexts
         self._tables: Tensor | None = None
         self.graphs: DecodeGraphs | None = None
+        self._decode: CpuDecodeGraphs | None = None
         if self.device.asynchronous:
             self._tables = torch.zeros(slots, -(-longest // self.block_size), dtype=torch.int32, device=device)
             if self._can_capture():
@@ -109,10 +114,20 @@ class ModelRunner:
                     self.device, self.model, self._history, self._tables, self.kv_cache, self.kv_scales,
                     capture_sizes=capture_sizes(slots), budget_bytes=int(config.cuda_graph_memory_gib * 2**30), tp=tp,
                 )  # fmt: skip
+        elif self._can_record():
+            from engine.model.ops.cpu.decode_graphs import CpuDecodeGraphs
+
+            self._decode = CpuDecodeGraphs(self.model.run_layers, -(-longest // self.block_size))
         capture_size_for = self.graphs.capture_size_for if self.graphs else lambda count: None
         self._inputs = InputBuilder(
             config, model_config, self.device, self.kv_cache, self.kv_scales, longest, capture_size_for
         )
+
+    def _can_record(self) -> bool:
+        """Return whether decode steps may be made of our own kernels alone, on one rank of a CPU."""
+        set_aside = self.config.enforce_eager or self.config.torch_compile or self.model_config.transformers
+        ours = dispatch.cpu_kernels(self.dtype, self.device.torch_device) and not self.model_config.bidirectional
+        return ours and self.tp.size == 1 and not set_aside
 
     def _can_capture(self) -> bool:
         """Return whether no kernel needs numbers on the host, which a graph cannot hold."""
@@ -249,7 +264,8 @@ class ModelRunner:
             inputs.batch.block_table = self._tables[:, : inputs.block_tables.width].index_select(
                 0, inputs.block_tables.rows
             )
-        return self.model(history[inputs.token_index].long(), inputs.batch)
+        ids = history[inputs.token_index].long()
+        return self._decode.run(self.model.embed(ids), inputs.batch) if self._decode else self.model(ids, inputs.batch)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a launched step and return its result."""

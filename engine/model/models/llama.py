@@ -93,7 +93,11 @@ class LlamaForCausalLM(NativeNames, nn.Module):
             self.score = ReplicatedLinear(cfg.hidden_size, 1, bias=False)
 
     def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
-        x, residual = self.embed(input_ids), None
+        return self.run_layers(self.embed(input_ids), batch)
+
+    def run_layers(self, x: Tensor, batch: Batch) -> Tensor:
+        """Embedded tokens [tokens, hidden] -> hidden [tokens, hidden]."""
+        residual = None
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
         return self.norm.add(residual, x)[1]

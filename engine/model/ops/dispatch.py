@@ -27,7 +27,7 @@ def compile_cpu_kernels(dtype: torch.dtype, device: torch.device) -> None:
     if cpu_kernels(dtype, device):
         from engine.model.ops.cpu.kernel import Kernel
 
-        for kernel in Kernel.imported:
+        for kernel in [kernel for kernel in Kernel.imported if dtype in kernel.entries]:
             kernel.compile(dtype)
 
 

@@ -22,6 +22,7 @@ from engine.model.ops.cpu.kernel import (
     as_i64,
     constants,
     device_function,
+    empty,
     exp,
     kernel,
     load,
@@ -213,7 +214,7 @@ def paged_attention(
             q, batch, layer, scale, window, softcap=softcap, sinks=sinks, chunk=chunk
         )
     assert sinks is None or sinks.dtype == q.dtype, "the kernel reads sinks as it reads q"
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = empty(q.shape, q.dtype)
     if batch.tiles is None:
         batch.tiles = row_tiles(batch)
     tiles, max_rows = batch.tiles, TILE_ROWS if batch.chunks else 1

@@ -8,7 +8,8 @@ second pool competes for the cores. Compiled code is cached on disk beside the s
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,7 +41,7 @@ def kernel(function: Callable[[Any], None]) -> Callable[[], Any]:
 def take(_: Any, args: Any, count: Any) -> Any:
     """Take the next `count` items of work for this thread: args[0] before it is raised, in one atomic step."""
     signature = types.int64(types.CPointer(types.int64), types.int64)
-    return signature, lambda context, builder, sig, a: builder.atomic_rmw("add", a[0], a[1], "monotonic")
+    return signature, lambda context, builder, sig, a: builder.atomic_rmw("add", a[0], a[1], "acq_rel")
 
 
 @intrinsic
@@ -139,6 +140,15 @@ def openmp() -> ctypes.CDLL | None:
     return runtime
 
 
+class Recorder(threading.local):
+    """The graph that records this thread's kernels, if any."""
+
+    graph: Any = None
+
+
+recorder = Recorder()
+
+
 class Kernel:
     """A kernel's entry points by dtype, called with tensors and integers."""
 
@@ -161,12 +171,21 @@ class Kernel:
             self.compile(dtype)
         values = [arg if isinstance(arg, int) else arg.data_ptr() for arg in args]
         packed = (ctypes.c_int64 * (len(values) + 1))(0, *values)
+        if recorder.graph is not None:
+            recorder.graph.add(self._addresses[dtype], items, args, packed)
         threads = min(torch.get_num_threads(), items)
         runtime = openmp()
         if threads <= 1 or runtime is None:
             self._direct[dtype](packed)
         else:
             runtime.GOMP_parallel(self._addresses[dtype], packed, threads, 0)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory for a kernel's output."""
+    if recorder.graph is not None:
+        return recorder.graph.memory.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype)
 
 
 @cache

@@ -8,31 +8,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.ops.cpu.kernel import Kernel, as_bf16, as_f32, constants, device_function, kernel, load, store, take
+from engine.model.ops.cpu.kernel import (
+    Kernel,
+    as_bf16,
+    as_f32,
+    constants,
+    device_function,
+    empty,
+    kernel,
+    load,
+    store,
+    take,
+)
 
 TOKENS = 4  # taken by a thread at a time
+
+
+@device_function
+def normalise(x: Any, source: Any, weight: Any, out: Any, target: Any, size: Any, numbers: Any) -> None:
+    """Write the norm of x[source : source + size] to out[target : target + size]."""
+    eps, shift = numbers[0], numbers[1]
+    total = np.float32(0.0)
+    for i in range(size):
+        value = load(x, source + i)
+        total += value * value
+    scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
+    for i in range(size):
+        store(out, target + i, load(x, source + i) * scale * (shift + load(weight, i)))
 
 
 @device_function
 def rms_norm_rows(cast: Any, args: Any) -> None:
     x, weight, out, numbers = cast(args[1]), cast(args[2]), cast(args[3]), as_f32(args[4])
     tokens, stride, rows, size = args[5], args[6], args[7], args[8]
-    eps, shift = numbers[0], numbers[1]
     while True:
         first = take(args, TOKENS)
         if first >= tokens:
             break
         for token in range(first, min(first + TOKENS, tokens)):
             for row in range(rows):
-                source = token * stride + row * size
-                target = (token * rows + row) * size
-                total = np.float32(0.0)
-                for i in range(size):
-                    value = load(x, source + i)
-                    total += value * value
-                scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
-                for i in range(size):
-                    store(out, target + i, load(x, source + i) * scale * (shift + load(weight, i)))
+                normalise(x, token * stride + row * size, weight, out, (token * rows + row) * size, size, numbers)
 
 
 @kernel
@@ -45,17 +60,47 @@ def rms_norm_f32(args: Any) -> None:
     rms_norm_rows(as_f32, args)
 
 
+@device_function
+def add_rms_norm_rows(cast: Any, args: Any) -> None:
+    x, y, weight, total, out, numbers = (
+        cast(args[1]), cast(args[2]), cast(args[3]), cast(args[4]), cast(args[5]), as_f32(args[6])
+    )  # fmt: skip
+    tokens, size = args[7], args[8]
+    while True:
+        first = take(args, TOKENS)
+        if first >= tokens:
+            break
+        for token in range(first, min(first + TOKENS, tokens)):
+            start = token * size
+            for i in range(start, start + size):
+                store(total, i, load(x, i) + load(y, i))
+            normalise(total, start, weight, out, start, size, numbers)
+
+
+@kernel
+def add_rms_norm_bf16(args: Any) -> None:
+    add_rms_norm_rows(as_bf16, args)
+
+
+@kernel
+def add_rms_norm_f32(args: Any) -> None:
+    add_rms_norm_rows(as_f32, args)
+
+
 RMS_NORM = Kernel({torch.bfloat16: rms_norm_bf16, torch.float32: rms_norm_f32})
+ADD_RMS_NORM = Kernel({torch.bfloat16: add_rms_norm_bf16, torch.float32: add_rms_norm_f32})
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
     rows = x.shape[1] if x.dim() == 3 else 1
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = empty(x.shape, x.dtype)
     items = -(-x.shape[0] // TOKENS)
     RMS_NORM.launch(x.dtype, items, x, weight, out, constants(eps, shift), x.shape[0], x.stride(0), rows, x.shape[-1])
     return out
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float) -> tuple[Tensor, Tensor]:
-    total = x + y
-    return total, rms_norm(total, weight, eps, shift)
+    total, out = empty(x.shape, x.dtype), empty(x.shape, x.dtype)
+    tokens, size = x.shape
+    ADD_RMS_NORM.launch(x.dtype, -(-tokens // TOKENS), x, y, weight, total, out, constants(eps, shift), tokens, size)
+    return total, out

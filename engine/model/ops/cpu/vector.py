@@ -12,11 +12,26 @@ from numba.extending import intrinsic
 
 from engine.model.ops.cpu.kernel import I32, I64
 
+
+class BFloat16Type(ir.Type):
+    """LLVM's bfloat, which llvmlite has no class for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat16Type)
+
+    def __hash__(self) -> int:
+        return hash(BFloat16Type)
+
+
 LANES = 16
 UNROLL = 4  # vectors in flight, to hide the latency of multiply-and-add
 ROWS, COLUMNS = 8, 2 * LANES  # of a tile of a matrix product, whose sums stay in registers
 CACHE_LINE_BYTES = 64
 F32 = ir.FloatType()
+BF16 = BFloat16Type()
 VF32 = ir.VectorType(F32, LANES)
 VI32 = ir.VectorType(I32, LANES)
 VI16 = ir.VectorType(ir.IntType(16), LANES)

@@ -42,6 +42,15 @@ def test_rms_norm_of_heads_reads_a_part_of_the_merged_projection(tokens, heads, 
 
 
 @PROFILE
+@given(tokens=st.integers(1, 40), size=st.integers(1, 100), shift=st.sampled_from([0.0, 1.0]), dtype=DTYPES)
+def test_a_sum_and_its_norm_have_the_bits_of_both_computed_apart(tokens, size, shift, dtype):
+    x, y, weight = (randn(*shape, dtype=dtype) for shape in ((tokens, size), (tokens + 1, size), (size,)))
+    total, normed = cpu_norm.add_rms_norm(x, y[1:], weight, 1e-6, shift)
+    assert torch.equal(total, x + y[1:])
+    assert torch.equal(normed, cpu_norm.rms_norm(total, weight, 1e-6, shift))
+
+
+@PROFILE
 @given(
     name=st.sampled_from(["silu_mul", "swigluoai_mul"]),
     tokens=st.integers(1, 40),
@@ -120,6 +129,21 @@ def test_attention_over_pages_equals_plain(
     torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
 
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs dot products of bfloat16")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(192, 64), (128, 768), (64, 1056), (128, 4864)])
+def test_our_product_of_a_few_rows_has_the_bits_of_one_dnns(outputs, inputs, bias):
+    x, weight = randn(linear.FEW_ROWS, inputs, dtype=torch.bfloat16), randn(outputs, inputs, dtype=torch.bfloat16)
+    offset = randn(outputs, dtype=torch.bfloat16) if bias else None
+    few_rows = linear.select_few_rows(weight.dtype, outputs, inputs)
+    if few_rows is None:
+        pytest.skip("oneDNN sums in another order here")
+    packed = linear.pack(weight)
+    expected = linear.multiply(x, packed, offset)
+    for rows in (1, 2, 3, 6, 7, 13, linear.FEW_ROWS):
+        assert torch.equal(few_rows(x[:rows], packed, offset), expected[:rows]), f"{rows} rows"
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("tokens", [1, 3, 64])
 @pytest.mark.parametrize("bias", [False, True])
@@ -137,13 +161,14 @@ def test_a_packed_linear_layer_equals_the_plain_one(dtype, tokens, bias):
 )  # experts are not packed
 @pytest.mark.parametrize("inputs", [1024, 2048])
 def test_a_row_of_a_linear_layer_has_the_same_bits_alone_and_among_others(dtype, packed, inputs):
-    x, weight = randn(60, inputs, dtype=dtype), randn(768, inputs, dtype=dtype)
+    rows = linear.FEW_ROWS + 16  # a part of them are computed by our kernel, if they come alone
+    x, weight = randn(rows, inputs, dtype=dtype), randn(768, inputs, dtype=dtype)
     ready = linear.pack(weight)
     if not ready.is_mkldnn:
         pytest.skip("oneDNN does not support this dtype here")
     weight = ready if packed else weight
     together = linear.linear(x, weight)
-    for size in (1, 2, 3, 16, 59):
+    for size in (1, 2, 3, 16, 59, linear.FEW_ROWS):
         apart = torch.cat([linear.linear(rows, weight) for rows in x.split(size)])
         assert torch.equal(apart, together), f"{size} rows at a time"
 

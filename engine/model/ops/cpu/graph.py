@@ -1,0 +1,168 @@
+"""Kernels that were recorded once and are replayed as one parallel region.
+
+A decode step of a few sequences is a hundred short kernels. Launched one by one, each costs its way through Python and
+torch, and a region in which threads wake up and wait for each other. In a replay each thread goes through the whole
+list, takes work from every kernel, and at its end waits for nothing but the work that others have taken and not
+finished. So a thread that is not awake yet, or has lost its core to another process, holds up the others only with
+what it has in hand.
+
+A thread that waits spins at first, which is the quickest where the cores are free; then it yields its core, and at last
+it sleeps, so that whoever it waits for can run there. How long it spins is learnt: less after each wait that outlasted
+spinning and yielding, more after each that did not.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from engine.model.ops.cpu.kernel import I64, Kernel, as_i64, device_function, kernel, recorder
+
+WIDTH = 40  # numbers of a kernel in a graph: its arguments as `Kernel.launch` packs them, and at the end these two
+ENTRY, INSIDE = WIDTH - 2, WIDTH - 1  # its address, and how many threads may have work of it in hand
+MIN_SPINS, MAX_SPINS = 64, 8192  # a spin is about 10 ns
+YIELDS = 64
+NAP_US = 50
+ALIGNMENT = 64
+
+I64P = types.CPointer(types.int64)
+sched_yield = types.ExternalFunction("sched_yield", types.int32())
+usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+
+
+@intrinsic
+def call(_: Any, address: Any, args: Any) -> Any:
+    """Call the kernel at this address."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, a: Any) -> Any:
+        entry = ir.FunctionType(ir.VoidType(), [I64.as_pointer()])
+        builder.call(builder.inttoptr(a[0], entry.as_pointer()), [a[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, I64P), generate
+
+
+@intrinsic
+def add_atomic(_: Any, pointer: Any, index: Any, value: Any) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, a: Any) -> Any:
+        return builder.atomic_rmw("add", builder.gep(a[0], [a[1]]), a[2], "seq_cst")
+
+    return types.int64(I64P, types.int64, types.int64), generate
+
+
+@intrinsic
+def poll(_: Any, pointer: Any, index: Any) -> Any:
+    """Read what other threads write, a moment after the last time."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, a: Any) -> Any:
+        if platform.machine() in ("x86_64", "AMD64"):
+            pause = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"
+            )
+            builder.call(pause, [])
+        return builder.load_atomic(builder.gep(a[0], [a[1]]), "seq_cst", 8)
+
+    return types.int64(I64P, types.int64), generate
+
+
+@device_function
+def wait_for_zero(counter: Any, index: Any, waits: Any) -> None:
+    """Return when counter[index] is 0. waits: spins to try, then how many waits went on to yield, and to sleep."""
+    spins = waits[0]
+    for _ in range(spins):
+        if poll(counter, index) == 0:
+            waits[0] = min(spins + spins // 16, MAX_SPINS)
+            return
+    add_atomic(waits, 1, 1)
+    for _ in range(YIELDS):
+        sched_yield()
+        if poll(counter, index) == 0:
+            return
+    add_atomic(waits, 2, 1)
+    waits[0] = max(spins // 2, MIN_SPINS)
+    while poll(counter, index) != 0:
+        usleep(NAP_US)
+
+
+@kernel
+def run_all(args: Any) -> None:
+    waits = as_i64(args[1])
+    for i in range(args[3]):
+        own = as_i64(args[2] + 8 * WIDTH * i)
+        add_atomic(own, INSIDE, 1)
+        call(own[ENTRY], own)
+        add_atomic(own, INSIDE, -1)
+        wait_for_zero(own, INSIDE, waits)
+
+
+RUN_ALL = Kernel({torch.int64: run_all})
+WAITS = np.array([MAX_SPINS, 0, 0], dtype=np.int64)  # of all replays in this process; see `wait_for_zero`
+
+
+class Memory:
+    """Memory for what the kernels of some graphs write, of which one runs at a time. A block is used again as soon as
+    no tensor lies in it."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Tensor] = {}  # by their storages
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        size = dtype.itemsize * math.prod(shape)
+        block = min((b for b in self._blocks.values() if len(b) >= size and is_free(b)), key=len, default=None)
+        if block is None:
+            block = torch.empty(-(-size // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8)
+            self._blocks[block.untyped_storage()._cdata] = block
+        return block[:size].view(dtype).view(shape)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._blocks
+
+
+def is_free(block: Tensor) -> bool:
+    storage = block.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) == 2)  # `block` and `storage`
+
+
+class Graph:
+    """The kernels that this thread launches inside a `with` block, which also run. Nothing else that happens there will
+    happen in a replay. Tensors that they read and write stay at their addresses."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self._rows: list[list[int]] = []
+        self._kept: list[Tensor] = []
+        self._table = np.empty((0, WIDTH), dtype=np.int64)
+        self._threads = 1
+
+    def __enter__(self) -> None:
+        recorder.graph = self
+
+    def __exit__(self, *problem: Any) -> None:
+        recorder.graph = None
+        self._table = np.array(self._rows, dtype=np.int64).reshape(-1, WIDTH)
+
+    def add(self, entry: int, items: int, args: tuple[Tensor | int, ...], packed: Sequence[int]) -> None:
+        """Called by a kernel that is launched."""
+        padding = ENTRY - len(packed)
+        assert padding >= 0, "WIDTH is too small"
+        self._rows.append([*packed, *[0] * padding, entry, 0])
+        self._kept += [arg for arg in args if isinstance(arg, Tensor) and arg not in self.memory]
+        self._threads = max(self._threads, items)
+
+    def replay(self) -> None:
+        """Run all kernels again, on whatever their tensors hold by now."""
+        self._table[:, 0] = 0
+        RUN_ALL.launch(torch.int64, self._threads, WAITS.ctypes.data, self._table.ctypes.data, len(self._table))

@@ -1,0 +1,89 @@
+"""Graphs of CPU kernels: replays, their memory, and how their threads wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.model.ops.cpu import activation, norm
+from engine.model.ops.cpu.graph import MAX_SPINS, Graph, Memory, wait_for_zero
+from engine.model.ops.cpu.kernel import Kernel, as_i64, kernel
+
+TOKENS, SIZE = 40, 96  # work for more than one thread
+WEIGHT = torch.linspace(0.5, 1.5, SIZE)
+
+
+@kernel
+def wait_entry(args: Any) -> None:
+    wait_for_zero(as_i64(args[1]), 0, as_i64(args[2]))
+
+
+WAIT = Kernel({torch.int64: wait_entry})
+
+
+@pytest.fixture(autouse=True)
+def more_threads_than_cores() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def layers(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Kernels of which each needs what the one before it wrote."""
+    for _ in range(count):
+        total, normed = norm.add_rms_norm(x, x, WEIGHT, 1e-6, 0.0)
+        x = norm.add_rms_norm(total, normed, WEIGHT, 1e-6, 0.0)[1]
+    return activation.silu_mul(x)
+
+
+def test_a_replay_computes_what_the_kernels_would_on_what_their_tensors_hold_by_then():
+    x, graph = torch.randn(TOKENS, SIZE), Graph(Memory())
+    with graph:
+        out = layers(x, 3)
+    for _ in range(4):
+        x.copy_(torch.randn(TOKENS, SIZE))
+        graph.replay()
+        assert torch.equal(out, layers(x, 3))
+
+
+def test_what_no_kernel_reads_any_more_makes_room_for_what_later_ones_write():
+    memory, x = Memory(), torch.randn(TOKENS, SIZE)
+    held = []
+    for count in (2, 20):
+        with Graph(memory):
+            layers(x, count)
+        held.append(len(memory))
+    assert held[0] == held[1]
+
+
+def test_another_thread_launches_its_kernels_beside_a_recording():
+    x, graph, results = torch.randn(TOKENS, SIZE), Graph(Memory()), []
+    with graph:
+        other = threading.Thread(target=lambda: results.append(layers(x, 1)))
+        other.start()
+        other.join()
+    assert torch.equal(results[0], layers(x, 1))
+    graph.replay()
+
+
+def test_a_thread_that_waits_for_long_spins_then_yields_then_sleeps_and_spins_less_the_next_time():
+    counter, waits = np.ones(1, dtype=np.int64), np.array([MAX_SPINS, 0, 0], dtype=np.int64)
+
+    def wait() -> None:
+        WAIT.launch(torch.int64, 1, counter.ctypes.data, waits.ctypes.data)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    while waits[2] == 0:  # until it sleeps
+        assert waiter.is_alive()
+    counter[0] = 0
+    waiter.join()
+    assert waits.tolist() == [MAX_SPINS // 2, 1, 1]
+    wait()
+    assert waits.tolist() == [MAX_SPINS // 2 + MAX_SPINS // 32, 1, 1], "one that need not wait spins more"
