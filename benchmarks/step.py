@@ -28,7 +28,7 @@ from cluster.cli.bench.prompts import random_ids
 from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import BLOCK_SIZES, EngineConfig
 from engine.core.engine import EngineCore
-from engine.device import open_device
+from engine.device import is_gpu, open_device
 from engine.errors import EngineError, InvalidParameter
 from engine.model.checkpoint.folder import resolve
 from engine.model.config import ModelConfig
@@ -215,6 +215,8 @@ def config_for(
     defaults = EngineConfig()
     budget = options.get("max_num_batched_tokens", defaults.max_num_batched_tokens)
     block_size = options.get("block_size") or BLOCK_SIZES[open_device(options.get("device", "auto")).torch_device.type]
+    # no clock reads times inside a graph of a GPU, or stops while one is captured
+    eager = options.get("enforce_eager", False) or is_gpu(options.get("device", "auto"))
     # while the last prompts are computed, the first sequences decode; one token each is the prompt's, one to spare
     ahead = -(-batch_size * context_len // max(1, budget - batch_size)) + 1
     longest = context_len + ahead + UNMEASURED + steps + 2
@@ -230,8 +232,7 @@ def config_for(
         max_num_seqs=batch_size,
         num_blocks=batch_size * (-(-longest // block_size) + 1),
         overlap=False,
-        enforce_eager=True,  # no clock reads times inside a graph, or stops while one is captured
-        **options | {"block_size": block_size},
+        **options | {"block_size": block_size, "enforce_eager": eager},
     )
 
 
@@ -347,6 +348,9 @@ def main(
     block_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens per KV block. Default: what the device likes.")
     ] = None,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="Decode kernel by kernel on a CPU, as with --profile.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Break down the time of a decode step, in µs, and compare it with the minimum that it could take.
@@ -362,6 +366,7 @@ def main(
             model=model, batch_sizes=parse_numbers(batch_sizes), context_len=context_len, steps=steps, profile=profile,
             seed=seed, progress=progress, dtype=dtype, num_threads=threads,
             max_num_batched_tokens=max_num_batched_tokens, block_size=block_size,
+            enforce_eager=enforce_eager or profile,
         )  # fmt: skip
     if as_json:
         fields: dict[str, Any] = asdict(report)
