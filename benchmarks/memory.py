@@ -103,7 +103,7 @@ def draw_lengths(rng: random.Random, mean_prompt: float, mean_output: float, lim
 def result_of(plan: StepPlan) -> StepResult:
     count = len(plan.slots)
     return StepResult(
-        plan.step, [TOKEN if samples else None for samples in plan.samples], [None] * count, [None] * count
+        plan.step, [[TOKEN] if samples else [] for samples in plan.samples], [None] * count, [None] * count
     )
 
 

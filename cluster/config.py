@@ -29,9 +29,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def _section_of(config: type, without: set[str]) -> type[Section]:
-    """Return a section with one key per field of the dataclass, so that the two cannot drift apart."""
-    hints = get_type_hints(config)
+def _section_of(config: type, without: set[str], **types: Any) -> type[Section]:
+    """Return a section with one key per field of the dataclass, so that the two cannot drift apart. types: of keys that
+    have another than the field."""
+    hints = get_type_hints(config) | types
     keys: dict[str, Any] = {f.name: (hints[f.name], f.default) for f in fields(config) if f.name not in without}
     return create_model(config.__name__.replace("Config", "Section"), __base__=Section, **keys)
 
@@ -41,7 +42,8 @@ def given(section: Section) -> dict[str, Any]:
     return {key: getattr(section, key) for key in section.model_fields_set}
 
 
-EngineSection = _section_of(EngineConfig, without={"model", "handoff"})  # these stand one level higher
+# model and handoff stand one level higher; EngineConfig reads the JSON object of `speculative` itself
+EngineSection = _section_of(EngineConfig, without={"model", "handoff"}, speculative=dict[str, Any] | None)
 HandoffSection = _section_of(HandoffConfig, without={"role"})
 RoutingSection = _section_of(RoutingConfig, without=set())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import field, fields, is_dataclass
 from types import NoneType, UnionType
@@ -18,6 +19,7 @@ WITHOUT = {"model", "handoff", "seed"}  # given in other ways, or of no use to a
 NAMES = {  # vLLM's, where the field has another name, and shorter ones
     "tensor_parallel": ("--tensor-parallel-size", "--tensor-parallel", "-tp"),
     "num_threads": ("--num-threads", "--threads"),
+    "speculative": ("--speculative-config",),
 }
 
 ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a Hugging Face model folder, or a Hub id.")]
@@ -79,6 +81,8 @@ def engine_flags() -> list[inspect.Parameter]:
         names = NAMES.get(f.name, (f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}",))
         panel, shown = SWITCHES if kind is bool else PANEL, False if f.default is None else str(f.default)
         details = {"rich_help_panel": panel, "help": f.metadata["help"], "show_default": shown}
+        if is_dataclass(kind):
+            kind, details = dict, {**details, "parser": json_object, "metavar": "JSON"}
         flags.append(_parameter(f.name, kind | None, None, *names, **details))
     return flags
 
@@ -97,5 +101,15 @@ def _without_none(hint: Any) -> Any:
     """`X` of `X | None`. Raises AssertionError for a type that no flag can have."""
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (part for part in get_args(hint) if part is not NoneType)
-    assert hint in (bool, int, float, str) or get_origin(hint) is Literal, hint
+    assert hint in (bool, int, float, str) or get_origin(hint) is Literal or is_dataclass(hint), hint
     return hint
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"{text!r} is no JSON object")
+    return value

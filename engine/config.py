@@ -16,6 +16,20 @@ GPU_DEFAULTS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
 T = TypeVar("T")
 
 
+MAX_SPECULATIVE_TOKENS = 32  # per sequence and step; more never pay
+
+
+def check_choices(config: Any, section: str = "") -> None:
+    """Raise ConfigError for a field whose value is none of its Literal's."""
+    for key, hint in get_type_hints(type(config)).items():
+        value, kinds = getattr(config, key), (hint, *get_args(hint))
+        choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        if choices and value not in choices and not (value is None and NoneType in kinds):
+            left_out = ", or left out" if NoneType in kinds else ""
+            limit = f"{'one of ' if len(choices) > 1 else ''}{', '.join(choices)}{left_out}"
+            raise ConfigError(f"{section}{key}", value, limit)
+
+
 def option(default: T, help: str, **flag: Any) -> T:
     """A dataclass field with its help text, which `--help` shows too. flag: arguments of `typer.Option`."""
     return field(default=default, metadata={"help": help, **flag})
@@ -56,6 +70,42 @@ class HandoffConfig:
             raise ConfigError("handoff.lease_s", self.lease_s, f"at least 3 heartbeats ({3 * self.heartbeat_s:g} s)")
         if self.max_attempts < 1:
             raise ConfigError("handoff.max_attempts", self.max_attempts, "at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Options of speculative decoding, by vLLM's names (docs/speculative_decoding.md)."""
+
+    method: Literal["ngram"] = field(
+        metadata={"help": "`ngram` proposes what followed the newest tokens earlier in prompt and output."}
+    )
+    num_speculative_tokens: int = option(
+        5, "Tokens that are drafted at most for each sequence and step; load and acceptance decide up to there."
+    )
+    prompt_lookup_min: int = option(2, "`ngram`: newest tokens that must have stood in the text before, at least.")
+    prompt_lookup_max: int = option(5, "`ngram`: newest tokens that are compared; of several places the longest wins.")
+
+    def __post_init__(self) -> None:
+        check_choices(self, "speculative.")
+        if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            limit = f"between 1 and {MAX_SPECULATIVE_TOKENS}"
+            raise ConfigError("speculative.num_speculative_tokens", self.num_speculative_tokens, limit)
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            limit = f"at least 1, and at most prompt_lookup_max ({self.prompt_lookup_max})"
+            raise ConfigError("speculative.prompt_lookup_min", self.prompt_lookup_min, limit)
+
+    @classmethod
+    def parse(cls, options: dict[str, Any]) -> SpeculativeConfig:
+        """Raises ConfigError for keys and methods that there are not."""
+        hints = get_type_hints(cls)
+        for key, value in options.items():
+            if key not in hints:
+                raise ConfigError(f"speculative.{key}", value, f"left out; there are {', '.join(hints)}")
+            if hints[key] is int and type(value) is not int:
+                raise ConfigError(f"speculative.{key}", value, "an integer")
+        if "method" not in options:
+            raise ConfigError("speculative.method", None, "given")
+        return cls(**options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +181,9 @@ class EngineConfig:
     )
     tensor_parallel: int = option(1, "Ranks that share the model, each with a part of every layer.")
     seed: int = option(0, "Seed of requests that bring none, in the offline `LLM`; a server derives it from their ids.")
+    speculative: SpeculativeConfig | None = option(
+        None, "Speculative decoding, as a JSON object of vLLM's keys (docs/speculative_decoding.md)."
+    )
     handoff: HandoffConfig | None = option(None, "Options of an engine that takes part in handoffs, in either role.")
 
     @property
@@ -152,12 +205,9 @@ class EngineConfig:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ConfigError(key, value, "at least 1, or left out")
-        for key, hint in get_type_hints(EngineConfig).items():
-            value, kinds = getattr(self, key), (hint, *get_args(hint))
-            choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-            if choices and value not in choices and not (value is None and NoneType in kinds):
-                left_out = ", or left out" if NoneType in kinds else ""
-                raise ConfigError(key, value, f"{'one of ' if len(choices) > 1 else ''}{', '.join(choices)}{left_out}")
+        check_choices(self)
+        if isinstance(self.speculative, dict):
+            object.__setattr__(self, "speculative", SpeculativeConfig.parse(self.speculative))
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
         if self.cuda_graph_memory_gib < 0:

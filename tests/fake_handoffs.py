@@ -22,7 +22,7 @@ def first_token(prefill_request: RemotePrefillRequest) -> int:
         if prefill_request.params.structured_outputs
         else None
     )
-    return next_token(prefill_request.seed, prefill_request.token_ids, grammar.mask() if grammar else None)
+    return next_token(prefill_request.seed, prefill_request.token_ids, grammar.masks() if grammar else None)
 
 
 class DecodeHarness(Harness):

@@ -6,10 +6,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.block_pool import BlockPool
 from engine.core.handoffs import HandoffManager
 from engine.core.scheduler import Event, Scheduler
+from engine.core.speculator import Speculator
+from engine.spec_decode.drafter import HostDrafter
 from engine.wire.messages import GenerateRequest
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from engine.wire.pooling_params import PoolingParams
@@ -32,10 +34,13 @@ def pooled_of(tokens: list[int]) -> bytes:
 
 
 class FakeGrammar:
-    """Every token of the output is larger than the one before it, by 9 at most; 40 or more is the end."""
+    """Every token of the output is larger than the one before it, by 9 at most; 40 or more is the end. After a multiple
+    of 10 it is larger by 1."""
 
     def __init__(self, output: list[int] | None = None):
         self.is_done, self.error, self.is_ready = False, None, True
+        self.drafts: list[int] = []
+        self.forced = False
         self.output: list[int] = []
         for token in output or []:
             self.accept(token)
@@ -43,14 +48,29 @@ class FakeGrammar:
     def ready(self) -> bool:
         return self.is_ready
 
-    def mask(self) -> bytes:
-        last = self.output[-1] if self.output else 0
-        return sum(1 << token for token in range(last + 1, min(last + 10, VOCAB))).to_bytes(8, "little")
+    def masks(self, num_drafts: int = 0) -> bytes:
+        assert num_drafts <= len(self.drafts)
+        newest = [self.output[-1] if self.output else 0, *self.drafts]
+        return b"".join(map(self._mask, newest[: num_drafts + 1]))
 
     def accept(self, token: int) -> None:
-        assert self.mask()[token // 8] >> token % 8 & 1, f"{token} after {self.output}"
+        mask = self._mask(self.output[-1] if self.output else 0)
+        assert mask[token // 8] >> token % 8 & 1, f"{token} after {self.output}"
         self.output.append(token)
         self.is_done = token >= 40
+
+    def start_masks(self, guess: list[int] | None = None) -> None:
+        last, self.drafts = self.output[-1], []
+        self.forced = guess is not None and last % 10 == 0
+        for token in [last + 1] if self.forced else guess or []:
+            if last >= 40 or not self._mask(last)[token // 8] >> token % 8 & 1:
+                break
+            self.drafts.append(token)
+            last = token
+
+    def _mask(self, last: int) -> bytes:
+        size = 2 if last and last % 10 == 0 else 10
+        return sum(1 << token for token in range(last + 1, min(last + size, VOCAB))).to_bytes(8, "little")
 
 
 def expected_output(prompt: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
@@ -59,7 +79,7 @@ def expected_output(prompt: list[int], params: SamplingParams, max_model_len: in
     tokens = list(prompt)
     grammar = FakeGrammar() if params.structured_outputs else None
     while len(tokens) < max_model_len and len(tokens) - len(prompt) < (params.max_tokens or max_model_len):
-        tokens.append(next_token(params.seed, tokens, grammar.mask() if grammar else None))
+        tokens.append(next_token(params.seed, tokens, grammar.masks() if grammar else None))
         if grammar:
             grammar.accept(tokens[-1])
             if grammar.is_done:
@@ -67,6 +87,12 @@ def expected_output(prompt: list[int], params: SamplingParams, max_model_len: in
         if (tokens[-1] == EOS and not params.ignore_eos) or tokens[-1] in params.stop_token_ids:
             break
     return tokens[len(prompt) :]
+
+
+def expected_reason(output: list[int], params: SamplingParams) -> str:
+    """Why a request ends with this output."""
+    ends = (output[-1] == EOS and not params.ignore_eos) or output[-1] in params.stop_token_ids
+    return "stop" if ends or (params.structured_outputs and output[-1] >= 40) else "length"
 
 
 @dataclass
@@ -97,6 +123,9 @@ class FakeRunner:
         plan = prepared.plan
         for sequence in plan.added:
             self.history[sequence.slot] = list(sequence.tokens)
+        for entry, drafts in plan.drafts.items():
+            assert plan.samples[entry]
+            self.history[plan.slots[entry]] += drafts
         rows = list(zip(plan.slots, plan.starts, plan.counts, prepared.tables, strict=True))
         written: set[int] = set()
         for slot, start, count, table in rows:  # a model writes all KV of a layer before it reads any
@@ -105,24 +134,31 @@ class FakeRunner:
                 assert cell not in written, "two sequences write one cell"
                 written.add(cell)
                 self.kv[cell] = tuple(self.history[slot][: position + 1])
-        masks = {entry: plan.masks[8 * i : 8 * i + 8] for i, entry in enumerate(plan.masked)}
+        masks = iter([plan.masks[i : i + 8] for i in range(0, len(plan.masks), 8)])
         result = StepResult(plan.step, [], [None] * len(rows), [None] * len(rows))
         for (slot, start, count, table), samples, sequence in zip(rows, plan.samples, prepared.sequences, strict=True):
             tokens = self.history[slot]
             for position in range(start + count):
                 cell = table[position // self.block_size] * self.block_size + position % self.block_size
                 assert self.kv.get(cell) == tuple(tokens[: position + 1]), "the KV of other tokens would be read"
-            mask = masks.get(len(result.tokens))
-            if sequence.pooling is not None:
-                if samples:
-                    assert start + count == len(tokens)
-                    result.pooled[len(result.tokens)] = pooled_of(tokens)
-                result.tokens.append(None)
+            entry, drafts = len(result.tokens), plan.drafts.get(len(result.tokens), [])
+            result.tokens.append([])
+            if not samples:
                 continue
-            result.tokens.append(next_token(sequence.seed, tokens, mask) if samples else None)
-            if samples:
-                assert start + count == len(tokens)
-                tokens.append(result.tokens[-1])
+            assert start + count == len(tokens)
+            if sequence.pooling is not None:
+                result.pooled[entry] = pooled_of(tokens)
+                continue
+            known = tokens[: len(tokens) - len(drafts)]
+            wrong = False
+            for draft in [*drafts, None]:
+                mask = next(masks) if entry in plan.masked else None
+                if not wrong:
+                    known.append(next_token(sequence.seed, known, mask))
+                    result.tokens[entry].append(known[-1])
+                    wrong = known[-1] != draft
+            tokens[:] = known
+        assert next(masks, None) is None
         return result
 
 
@@ -136,6 +172,8 @@ class Harness:
         max_model_len: int,
         depth: int = 1,
         handoffs: HandoffManager | None = None,
+        drafter: HostDrafter | None = None,
+        step_cost: tuple[float, float] = (1.0, 0.02),
         **options,
     ):
         self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, **options})
@@ -147,6 +185,7 @@ class Harness:
             vocab_size=VOCAB,
             eos_token_ids=frozenset({EOS}),
             handoffs=handoffs,
+            speculator=drafter and Speculator(SpeculativeConfig(method="ngram"), drafter, lambda: step_cost, VOCAB),
         )
         self.runner = FakeRunner(self.config, max_model_len)
         self.depth = depth
@@ -259,6 +298,7 @@ class Harness:
                 assert self.outputs[name] == expected[: len(self.outputs[name])]
             else:
                 assert self.outputs[name] == expected, name
+                assert reason == expected_reason(expected, self.params[name]), name
 
 
 __all__ = ["EOS", "VOCAB", "FakeGrammar", "FakeRunner", "Harness", "expected_output"]

@@ -17,6 +17,7 @@ RENAMED = {
     "--no-async-scheduling": "--no-overlap",
     "--uvicorn-log-level": "--log-level",
     "-q": "--quantization",
+    "-sc": "--speculative-config",
 }
 VALUES: dict[str, dict[str, str | None]] = {  # of flags that are the same; None leaves the flag out
     "--dtype": {"half": "float16", "float": "float32"},
@@ -161,8 +162,8 @@ GROUPS = {
     "--attention-backend --attention-config -ac --kernel-config --ir-op-priority --enable-flashinfer-autotune "
     "--enable-bf16x3-router-gemm --moe-backend --linear-backend --disable-cascade-attn --disable-sliding-window "
     "--kv-sharing-fast-prefill": LEAVE_OUT + "the fastest kernels that fit the device are taken",
-    "--speculative-config -sc --spec-method --spec-model --spec-tokens --speculative-model --num-speculative-tokens":
-    LEAVE_OUT + "there is no speculative decoding",
+    "--spec-method --spec-model --spec-tokens --speculative-model --num-speculative-tokens": "they are keys of "
+    "--speculative-config",
     "--additional-config --fail-on-environ-validation": LEAVE_OUT + "it is for plugins of vLLM's",
 }  # fmt: skip
 ANSWERS = {flag: answer for flags, answer in GROUPS.items() for flag in flags.split()}

@@ -156,9 +156,9 @@ class Replica:
 
     def _commit(self, plan: StepPlan, now: float) -> None:
         _, requests = self.scheduler.planned[0]
-        tokens: list[int | None] = []
+        tokens: list[list[int]] = []
         for request, asked in zip(requests, plan.samples, strict=True):
-            tokens.append(token_of(request) if asked else None)
+            tokens.append([token_of(request)] if asked else [])
             if asked and request.last_token_at is not None:
                 self.itl.add(now - request.last_token_at)
         if self.times is not None:

@@ -93,6 +93,14 @@ def _overlap(stats: HandoffStats) -> float | None:
     return stats.bytes_overlapped / total if total else None
 
 
+def _spec_decode(field: str) -> Callable[[EngineStats], int | None]:
+    return lambda stats: None if stats.spec_decode is None else getattr(stats.spec_decode, field)
+
+
+def _accepted_per_position(stats: EngineStats) -> dict[int, int]:
+    return {} if stats.spec_decode is None else dict(enumerate(stats.spec_decode.num_accepted_tokens_per_pos))
+
+
 # of EngineStats
 REQUESTS: list[Row] = [
     (Counter, "vllm:prompt_tokens", "Prompt tokens computed or found in the cache.", "prompt_tokens"),
@@ -113,6 +121,16 @@ REQUESTS: list[Row] = [
             "request_params_max_tokens": "Tokens that a request may generate.",
             "request_num_preemptions": "How often a request lost its KV blocks.",
         }
+    ),
+    (Counter, "vllm:spec_decode_num_drafts", "Drafts that were verified.", _spec_decode("num_drafts")),
+    (Counter, "vllm:spec_decode_num_draft_tokens", "Their tokens.", _spec_decode("num_draft_tokens")),
+    (Counter, "vllm:spec_decode_num_accepted_tokens", "Those accepted.", _spec_decode("num_accepted_tokens")),
+    (
+        Counter,
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Those accepted, by their position in a draft.",
+        _accepted_per_position,
+        "position",
     ),
     (Counter, "manta_engine_requests_ended", "Requests, as their engine saw their end.", "finished", "reason"),
 ]

@@ -20,6 +20,7 @@ from engine.core.handoffs import HandoffManager
 from engine.core.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.request import Request, State
 from engine.core.scheduler import Event, Scheduler
+from engine.core.speculator import Speculator
 from engine.core.step_cost import StepTimes, StepWork
 from engine.distributed.tp_group import TPGroup
 from engine.errors import (
@@ -34,6 +35,7 @@ from engine.kv_transfer.protocol.actions import AcceptPrefill, RefusePrefill
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.runner.model_runner import LaunchedStep, ModelRunner
+from engine.spec_decode.ngram import NgramDrafter
 from engine.text.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
 from engine.wire.messages import CancelDispatch, DispatchPrefill, EngineStats, GenerateRequest
 from engine.wire.plan import StepPlan, StepResult
@@ -118,6 +120,13 @@ class EngineCore:
                 policy = RemotePrefillPolicy(config.handoff, step_times.by_tokens, channel.quarantined)
             own = fingerprint(model_config, folder, runner.dtype, runner.kv_dtype, runner.block_size)
             handoffs = HandoffManager(policy, channel.peer, own)
+        speculator = None
+        if config.speculative is not None and model_config.head == "lm":
+            drafter = NgramDrafter(config.speculative.prompt_lookup_min, config.speculative.prompt_lookup_max)
+            step_cost = step_times.by_decoded_tokens
+            speculator = Speculator(
+                config.speculative, drafter, lambda: step_cost.coefficients, model_config.vocab_size
+            )
         scheduler = Scheduler(
             config,
             BlockPool(
@@ -129,6 +138,7 @@ class EngineCore:
             handoffs=handoffs,
             chunked_prefill=not model_config.bidirectional,
             pools_all_tokens=model_config.pooling.type != "last",
+            speculator=speculator,
         )
         grammars = GrammarCompiler(folder, model_config.vocab_size, scheduler.eos_token_ids)
         return cls(

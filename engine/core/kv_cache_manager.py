@@ -49,6 +49,12 @@ class KVCacheManager:
         self._send(request, len(request.blocks) - missing)
         return True
 
+    def room(self, request: Request, tokens: int, wanted: int) -> int:
+        """Return for how many tokens after the first `tokens` a running request has blocks. Up to `wanted` it gets new
+        ones, if there are any."""
+        self.grow(request, tokens + wanted)
+        return len(request.blocks) * self._pool.block_size - tokens
+
     def cache_blocks(self, request: Request, computed: int) -> None:
         """Enter the full blocks of the first `computed` tokens into the prefix cache."""
         if not self._pool.enable_prefix_caching:

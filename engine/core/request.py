@@ -15,6 +15,7 @@ from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 
 if TYPE_CHECKING:
+    from engine.spec_decode.draft_length import SequenceDrafts
     from engine.text.grammar import Grammar
 
 
@@ -82,6 +83,8 @@ class Request:
     """A handoff failed in a way that another attempt cannot mend."""
     prefill_request: RemotePrefillRequest | None = None
     """Set if the prompt is computed for another engine."""
+    drafts: SequenceDrafts | None = None
+    """Its speculative decoding, if the engine does any."""
 
     @classmethod
     def create(cls, message: GenerateRequest, order: tuple[int, int], max_model_len: int, now: float) -> Request:
@@ -140,6 +143,11 @@ class Request:
     def waiting_for_grammar(self) -> bool:
         """The next mask depends on a token in flight, or is still being computed, so no step can be planned."""
         return self.grammar is not None and (self.in_flight > 0 or not self.grammar.ready())
+
+    @property
+    def verifying(self) -> bool:
+        """How many tokens the step in flight will yield is not known, so no other step can be planned."""
+        return self.drafts is not None and self.drafts.in_flight > 0
 
     @property
     def num_output(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from engine.core.handoffs import HandoffManager
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
+from engine.core.speculator import Speculator
 from engine.core.stats import RequestMetrics, SchedulerStats
 from engine.core.step_plan_builder import StepPlanBuilder
 from engine.errors import EngineError, EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong, ServingError
@@ -74,6 +76,7 @@ class Scheduler:
         handoffs: HandoffManager | None = None,
         chunked_prefill: bool = True,
         pools_all_tokens: bool = False,
+        speculator: Speculator | None = None,
     ):
         """chunked_prefill: a prompt may take several steps. pools_all_tokens: pooling needs every token of a prompt."""
         assert max_model_len <= pool.num_blocks * pool.block_size, "one request alone must fit the pool"
@@ -84,6 +87,7 @@ class Scheduler:
         self.queue = RequestQueue(config.max_num_seqs)
         self.kv_cache = KVCacheManager(pool)
         self.handoffs = handoffs or HandoffManager()
+        self.speculator = speculator
         self._chunked_prefill, self._pools_all_tokens = chunked_prefill, pools_all_tokens
         self.totals = SchedulerStats()
         self.metrics = RequestMetrics()
@@ -184,7 +188,8 @@ class Scheduler:
         if not self._builder.requests:
             return None
         self.totals.steps += 1
-        plan, requests = self._builder.plan(self.totals.steps, self.kv_cache.take_changes()), self._builder.requests
+        requests, num_drafts = self._builder.requests, 0 if self.speculator is None else self.speculator.num_drafts
+        plan = self._builder.plan(self.totals.steps, self.kv_cache.take_changes(), num_drafts)
         self.metrics.observe_step(plan.num_tokens)
         self.planned.append((plan, requests))
         self._builder = StepPlanBuilder()
@@ -194,13 +199,24 @@ class Scheduler:
         """Plan all running requests, in order. Returns the budget left for new ones."""
         budget = self.config.max_num_batched_tokens
         queue = list(self.queue.running)
+        if self.speculator is not None:
+            self.speculator.start_step(len(queue))
         for behind, request in zip(range(len(queue) - 1, -1, -1), queue, strict=True):
-            if request.state is not State.RUNNING or request.waiting_for_grammar:
-                continue  # the former were preempted by one before them
+            if request.state is not State.RUNNING or request.verifying or request.waiting_for_grammar:
+                continue  # the first of these were preempted by one before them
             count = min(request.pending, budget - behind)
+            drafts: list[int] = []
+            if self.speculator is not None and request.pending == 1 == count:
+                if request.in_flight == 0:
+                    drafts = self.speculator.draft(request, budget - behind - count)
+                elif self.speculator.waits(request):
+                    continue
             if count > 0 and self._grow(request, request.computed + count):
-                self._builder.compute(request, count)
-                budget -= count
+                if self.speculator is not None and drafts:
+                    drafts = drafts[: self.kv_cache.room(request, request.computed + count, len(drafts))]
+                    self.speculator.planned(request, len(drafts))
+                self._builder.compute(request, count, drafts)
+                budget -= count + len(drafts)
         return budget
 
     def _admit(self, budget: int, now: float) -> None:
@@ -322,23 +338,28 @@ class Scheduler:
         for i, request in enumerate(requests):
             if request.state in (State.FINISHED, State.LEASED):
                 continue  # ended after this step was planned
-            computed = plan.starts[i] + plan.counts[i]
+            computed, tokens = plan.starts[i] + plan.counts[i], result.tokens[i]
+            if self.speculator is not None and tokens:
+                rejected = self.speculator.verified(request, len(tokens) - 1, result.drafts.get(i, []))
+                computed -= rejected
+                request.computed -= rejected if request.state is State.RUNNING else 0
             if request.state is State.RUNNING:
-                self.kv_cache.cache_blocks(request, computed)
+                self.kv_cache.cache_blocks(request, min(computed, len(request.tokens)))
             self._collect_prompt_logprobs(request, plan.starts[i], result.prompt_logprobs[i])
-            token = result.tokens[i]
             if request.prefill_request is not None:
-                self._report(request, computed, token, result.logprobs[i])
-            elif token is not None:
-                events.append(self.append_token(request, token, result.logprobs[i], now))
+                self._report(request, computed, tokens, result.logprobs[i])
+            elif tokens:
+                events.append(self.append_tokens(request, tokens, result.logprobs[i], now))
             elif i in result.pooled:
                 events.append(self._finish_pooling(request, result.pooled[i], now))
         return events
 
-    def append_token(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> Event:
-        """Record a sampled token, and end the request if it is the last."""
+    def append_tokens(
+        self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None, now: float
+    ) -> Event:
+        """Record the sampled tokens of a step, and end the request at the first that ends it."""
         request.in_flight -= 1
-        if token < 0:
+        if tokens[0] < 0:
             self.kv_cache.distrust(request)
             error: ServingError = EngineError(request.request_id, NO_TOKEN)
             if request.grammar is not None and request.grammar.error is not None:
@@ -349,31 +370,48 @@ class Scheduler:
         if first:
             request.first_token_at = now
             request.note("first token")
-        request.tokens.append(token)
-        if request.grammar is not None:
-            request.grammar.accept(token)
-        self.totals.generation_tokens += 1
+        position, reason = request.num_output, None
+        for token in tokens:
+            request.tokens.append(token)
+            if request.grammar is not None:
+                request.grammar.accept(token)
+            if reason := self._reason_to_end(request, token):
+                break
+        count = request.num_output - position
+        if len(tokens) > 1 and request.state is State.RUNNING:
+            self.kv_cache.cache_blocks(request, min(request.computed, len(request.tokens)))
+        self.totals.generation_tokens += count
         self.metrics.observe_token(request, now)
         delta = TokenDelta(
             request_id=request.request_id,
-            position=request.num_output - 1,
-            token_ids=[token],
-            logprobs=None if logprob is None else [logprob],
+            position=position,
+            token_ids=tokens[:count],
+            logprobs=None if logprobs is None else logprobs[:count],
             num_cached_tokens=request.num_cached if first else 0,
             prompt_logprobs=request.prompt_logprobs if first else None,
             times=request.times(now) if first else None,
             timeline=request.take_timeline() if request.timeline else [],
         )
-        params = request.params
-        if token in self.eos_token_ids and not params.ignore_eos:
-            return self._finish(request, "stop", now, delta)
-        if token in params.stop_token_ids:
-            return self._finish(request, "stop", now, delta, stop_reason=token)
+        if reason is None:
+            if request.grammar is not None:
+                request.grammar.start_masks(self.speculator.guess(request) if self.speculator is not None else None)
+            return Event(request, delta)
+        if reason == "stop" and not self._is_eos(request, token):
+            if token in request.params.stop_token_ids:
+                return self._finish(request, reason, now, delta, stop_reason=token)
+            delta = msgspec.structs.replace(delta, text_complete=True)
+        return self._finish(request, reason, now, delta)
+
+    def _is_eos(self, request: Request, token: int) -> bool:
+        return token in self.eos_token_ids and not request.params.ignore_eos
+
+    def _reason_to_end(self, request: Request, token: int) -> FinishReason | None:
+        """Return why a request ends with this token, its newest; None if it goes on."""
+        if self._is_eos(request, token) or token in request.params.stop_token_ids:
+            return "stop"
         if request.grammar is not None and request.grammar.is_done:
-            return self._finish(request, "stop", now, msgspec.structs.replace(delta, text_complete=True))
-        if request.num_output >= request.max_tokens:
-            return self._finish(request, "length", now, delta)
-        return Event(request, delta)
+            return "stop"
+        return "length" if request.num_output >= request.max_tokens else None
 
     def _finish_pooling(self, request: Request, pooled: bytes, now: float) -> Event:
         if not pooled:
@@ -408,6 +446,8 @@ class Scheduler:
         del self.queue.live[request.request_id]
         self.totals.finished[reason] += 1
         self.metrics.observe_finished(request, reason, now)
+        if self.speculator is not None:
+            self.speculator.finish(request)
         if request.prefill_request is None:
             why = f" ({error})" if error else ""
             request.note(f"ended: {reason}{why}, {request.num_output} output tokens")
@@ -468,20 +508,21 @@ class Scheduler:
         request.timeline += event.first.timeline
         request.computed, request.in_flight = verified, 1
         request.num_cached = max(request.num_cached, event.first.cached)
-        return [self.append_token(request, event.first.token, event.first.logprob, now)]
+        logprobs = None if event.first.logprob is None else [event.first.logprob]
+        return [self.append_tokens(request, [event.first.token], logprobs, now)]
 
-    def _report(self, request: Request, computed: int, token: int | None, logprob: TokenLogprob | None) -> None:
+    def _report(self, request: Request, computed: int, tokens: list[int], logprobs: list[TokenLogprob] | None) -> None:
         """Tell the engine that asked for this prompt how much is computed. With a token, all of it is."""
         self.handoffs.report(request, computed, self.pool.block_size)
-        if token is None:
+        if not tokens:
             return
         request.in_flight -= 1
-        if token < 0:
+        if tokens[0] < 0:
             self.kv_cache.distrust(request)
             self.handoffs.refuse(request, NO_TOKEN)
         else:
             request.note("first token computed")
-            self.handoffs.finish(request, token, logprob, self.pool.block_size)
+            self.handoffs.finish(request, tokens[0], logprobs[0] if logprobs else None, self.pool.block_size)
         self._retire(request)
 
     def _retire(self, request: Request) -> None:
@@ -526,6 +567,7 @@ class Scheduler:
             leased=len(leased),
             queued_tokens=queue.queued_tokens,
             prefill_decisions=self.handoffs.decisions(),
+            spec_decode=None if self.speculator is None else deepcopy(self.speculator.totals),
         )
 
     def check(self) -> None:

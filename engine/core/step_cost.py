@@ -89,11 +89,13 @@ class DecodeCost:
     must not wash out what was learned of other sizes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sizes_per_doubling: int = 1) -> None:
+        self._sizes_per_doubling = sizes_per_doubling
         self._buckets: dict[int, _Bucket] = {}
 
     def observe_step(self, sequences: int, seconds: float) -> None:
-        self._buckets.setdefault(sequences.bit_length(), _Bucket()).add(sequences, seconds)
+        size = math.floor(self._sizes_per_doubling * math.log2(sequences))
+        self._buckets.setdefault(size, _Bucket()).add(sequences, seconds)
 
     @property
     def coefficients(self) -> tuple[float, float]:
@@ -115,19 +117,22 @@ class StepWork:
     """Decodes and prefills of one step."""
 
     decodes: int
-    """Sequences that computed one token and sampled the next."""
+    """Sequences that computed one token that was known, and sampled the next."""
     prefill_tokens: int
     """Tokens of all other sequences."""
     prefills: int
     """Those of them that sampled, since their prompt was computed to its end."""
+    drafts: int = 0
+    """Guessed tokens that the decodes computed besides."""
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepWork:
         decodes = prefills = 0
-        for count, samples in zip(plan.counts, plan.samples, strict=True):
-            decodes += samples and count == 1
-            prefills += samples and count > 1
-        return cls(decodes, plan.num_tokens - decodes, prefills)
+        for i, (count, samples) in enumerate(zip(plan.counts, plan.samples, strict=True)):
+            decodes += samples and (count == 1 or i in plan.drafts)
+            prefills += samples and count > 1 and i not in plan.drafts
+        drafts = sum(map(len, plan.drafts.values()))
+        return cls(decodes, plan.num_tokens - decodes - drafts, prefills, drafts)
 
 
 class StepTimes:
@@ -138,6 +143,8 @@ class StepTimes:
         self.by_tokens = StepCost()
         #: Cost of steps that only decode.
         self.by_sequences = DecodeCost()
+        #: Of these too, by the tokens that they compute, drafts included.
+        self.by_decoded_tokens = DecodeCost(sizes_per_doubling=4)
         self.prefill_tokens = self.prefills = 0
         self._steps = 0
         self._prompt_s = self._prompt_tokens = 0.0
@@ -156,9 +163,10 @@ class StepTimes:
         self.prefills += work.prefills
         if self._steps <= WARM_UP_STEPS:
             return
-        self.by_tokens.observe_step(work.decodes + work.prefill_tokens, seconds)
+        self.by_tokens.observe_step(work.decodes + work.drafts + work.prefill_tokens, seconds)
         if not work.prefill_tokens:
             self.by_sequences.observe_step(work.decodes, seconds)
+            self.by_decoded_tokens.observe_step(work.decodes + work.drafts, seconds)
             return
         per_step, per_sequence = self.by_sequences.coefficients if work.decodes else (0.0, 0.0)
         fade = math.exp(-work.prefill_tokens / PROMPT_MEMORY)

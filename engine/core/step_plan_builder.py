@@ -17,6 +17,7 @@ class StepPlanBuilder:
         self._starts: list[int] = []
         self._counts: list[int] = []
         self._samples: list[bool] = []
+        self._drafts: dict[int, list[int]] = {}
 
     def add_sequence(self, request: Request) -> None:
         """Send a request that was given a slot to the runner."""
@@ -24,10 +25,16 @@ class StepPlanBuilder:
         added = NewSequence(request.slot, tokens, request.num_prompt, params, request.seed, request.pooling)
         self._added.append(added)
 
-    def compute(self, request: Request, count: int) -> None:
+    def compute(self, request: Request, count: int, drafts: list[int] | None = None) -> None:
         """Compute the next `count` tokens of a request, and sample a new one if these are its last. From now on they
-        count as `computed`, and the sampled one as `in_flight`."""
+        count as `computed`, and the sampled one as `in_flight`.
+
+        drafts: guesses of the tokens after the last; they too count as `computed` until the step is committed.
+        """
         samples = request.computed + count == len(request.tokens) + request.in_flight
+        if drafts:
+            self._drafts[len(self.requests)] = drafts
+            count += len(drafts)
         self.requests.append(request)
         self._slots.append(request.slot)
         self._starts.append(request.computed)
@@ -36,11 +43,13 @@ class StepPlanBuilder:
         request.computed += count
         request.in_flight += samples
 
-    def plan(self, step: int, blocks: list[BlockChange]) -> StepPlan:
+    def plan(self, step: int, blocks: list[BlockChange], num_drafts: int = 0) -> StepPlan:
         masks = {
-            i: request.grammar.mask()
+            i: request.grammar.masks(len(self._drafts.get(i, ())))
             for i, request in enumerate(self.requests)
             if request.grammar is not None and self._samples[i]
         }
         lists = self._slots, self._starts, self._counts, self._samples
-        return StepPlan(step, self._added, blocks, *lists, list(masks), b"".join(masks.values()))
+        return StepPlan(
+            step, self._added, blocks, *lists, list(masks), b"".join(masks.values()), self._drafts, num_drafts
+        )

@@ -36,6 +36,14 @@ class NewTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftedTokens:
+    """Guesses that this step verifies."""
+
+    written: Tensor  #: [n] int64, where they go in the flattened history
+    tokens: Tensor  #: [n] int32
+
+
+@dataclass(frozen=True, slots=True)
 class PromptLogprobRows:
     """Rows of hidden states whose logits give the log-probabilities of the prompt tokens that follow them."""
 
@@ -70,7 +78,8 @@ class StepInputs:
     """[tokens] int64, indices of the input tokens in the flattened history. The history is read only when the step
     runs, because the step before may still have to sample some of them."""
     added: list[NewTokens]
-    entries: list[int]  #: entries of the plan that sample
+    drafted: DraftedTokens | None
+    entries: list[int]  #: of the plan, of each token that is sampled: several in a row where drafts are verified
     sampled_rows: Tensor  #: [entries] int64, their rows of hidden states
     written: Tensor  #: [entries] int64, where their tokens go in the flattened history
     sampling: SamplingInputs
@@ -146,7 +155,12 @@ class InputBuilder:
             entries = [i for i in entries if plan.slots[i] not in self._pooling]
             if batch is not None:
                 batch.token_types = self._token_types(plan, positions, entry, staged)
-        last = np.minimum(ends[entries], self._max_model_len - 1)
+        drafted, sampled_rows, sampled = None, query_start[1:][entries] - 1, ends[entries]
+        if plan.drafts:
+            drafted = self._drafted(plan, ends, staged)
+            back = np.concatenate([np.arange(len(plan.drafts.get(i, ())), -1, -1) for i in entries])
+            entries = [i for i in entries for _ in range(len(plan.drafts.get(i, ())) + 1)]
+            sampled_rows, sampled = query_start[1:][entries] - 1 - back, ends[entries] - back
         return StepInputs(
             plan=plan,
             staged=staged,
@@ -155,10 +169,11 @@ class InputBuilder:
             block_tables=self._block_table_rows(plan, slots, width, staged) if self._device.asynchronous else None,
             token_index=staged.add(token_index),
             added=added,
+            drafted=drafted,
             entries=entries,
-            sampled_rows=staged.add(query_start[1:][entries] - 1),
-            written=staged.add(slots[entries] * self._max_model_len + last),
-            sampling=self._sampling(plan, slots, entries, staged),
+            sampled_rows=staged.add(sampled_rows),
+            written=staged.add(slots[entries] * self._max_model_len + np.minimum(sampled, self._max_model_len - 1)),
+            sampling=self._sampling(plan, slots, entries, sampled, staged),
             prompt_logprob_rows=self._prompt_logprob_rows(plan, query_start, staged),
             pooled_rows=pooled_rows,
         )
@@ -180,13 +195,24 @@ class InputBuilder:
         blocks = self.block_tables.reshape(-1)[index]
         return BlockTableRows(staged.add(slots), width, staged.add(index), staged.add(blocks))
 
-    def _sampling(self, plan: StepPlan, slots: np.ndarray, entries: list[int], staged: StagedCopy) -> SamplingInputs:
+    def _drafted(self, plan: StepPlan, ends: np.ndarray, staged: StagedCopy) -> DraftedTokens:
+        ranges = [
+            plan.slots[i] * self._max_model_len + np.arange(ends[i] - len(drafts), ends[i])
+            for i, drafts in plan.drafts.items()
+        ]
+        tokens = np.concatenate([np.array(drafts, dtype=np.int32) for drafts in plan.drafts.values()])
+        return DraftedTokens(staged.add(np.concatenate(ranges)), staged.add(tokens))
+
+    def _sampling(
+        self, plan: StepPlan, slots: np.ndarray, entries: list[int], sampled: np.ndarray, staged: StagedCopy
+    ) -> SamplingInputs:
+        """sampled: positions of the tokens that are sampled."""
         if self._plain[slots[entries]].all():
             inputs = SamplingInputs([], None, [None] * len(entries))
         else:
             rows = []
-            for i in entries:
-                slot, position = plan.slots[i], plan.starts[i] + plan.counts[i]
+            for i, position in zip(entries, sampled.tolist(), strict=True):
+                slot = plan.slots[i]
                 new = self._sequences[slot]
                 rows.append(SampledRow(slot, position, new.num_prompt, new.seed, new.params, self._edits[slot]))
             inputs = prepare_sampling(rows, self._vocab_size, self._uniform, staged.add, sorts=self._sorts)
@@ -195,7 +221,7 @@ class InputBuilder:
         return inputs
 
     def _masked_rows(self, plan: StepPlan, entries: list[int], staged: StagedCopy) -> MaskedRows:
-        rows = np.searchsorted(entries, plan.masked)
+        rows = np.flatnonzero(np.isin(entries, plan.masked))
         allowed = np.frombuffer(plan.masks, dtype=np.uint8).reshape(len(rows), -1)
         return MaskedRows(staged.add(rows), staged.add(allowed.copy()))  # torch warns of read-only arrays
 

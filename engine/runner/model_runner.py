@@ -242,6 +242,8 @@ class ModelRunner:
         history = self._history.view(-1)
         for new in inputs.added:
             self._history[new.slot, : len(new.tokens)] = new.tokens
+        if inputs.drafted is not None:
+            history[inputs.drafted.written] = inputs.drafted.tokens
         if self._tables is not None and inputs.block_tables is not None and len(inputs.block_tables.index):
             self._tables.view(-1)[inputs.block_tables.index] = inputs.block_tables.blocks
         for change in inputs.plan.blocks:
@@ -272,13 +274,15 @@ class ModelRunner:
         launched.event.wait()
         inputs = launched.inputs
         count = len(inputs.plan.slots)
-        result = StepResult(inputs.plan.step, [None] * count, [None] * count, [None] * count)
-        for i, token in zip(inputs.entries, launched.tokens.tolist(), strict=True):
-            result.tokens[i] = token
+        result = StepResult(inputs.plan.step, [[] for _ in range(count)], [None] * count, [None] * count)
+        sampled = iter(launched.tokens.tolist())
+        for i in dict.fromkeys(inputs.entries):
+            drafts = inputs.plan.drafts.get(i, [])
+            result.tokens[i] = accepted_tokens([next(sampled) for _ in range(len(drafts) + 1)], drafts)
         if launched.logprobs is not None:
             entries, counts, table = launched.logprobs
             for i, logprob in zip(entries, table.rows(counts), strict=True):
-                result.logprobs[i] = logprob
+                result.logprobs[i] = [*(result.logprobs[i] or ()), logprob][: len(result.tokens[i])]
         for rows, tables in launched.prompt_logprobs:
             result.prompt_logprobs[rows.entry] = [
                 value for table in tables for value in table.rows([rows.count] * len(table.tokens))
@@ -317,3 +321,12 @@ class ModelRunner:
             logits = self.model.logits(hidden[first : first + len(wanted)])
             tables.append(logprob_table(logits, wanted, rows.count).fetched(self.device.fetch))
         return tables
+
+
+def accepted_tokens(sampled: list[int], drafts: list[int]) -> list[int]:
+    """Return the drafts that were sampled at their positions, and the token after them."""
+    count = 0
+    while count < len(drafts) and sampled[count] == drafts[count]:
+        count += 1
+    # one that is not finite (-1) is left to the next step, which samples it again
+    return sampled[: count + 1] if count == 0 or sampled[count] >= 0 else sampled[:count]

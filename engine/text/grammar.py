@@ -41,6 +41,7 @@ STOP_REASONS = {  # llguidance's names, where it says no more
     "can't determine decoder type": "a grammar needs the bytes of each token, which only byte-level and byte-fallback "
     "tokenizers tell",
 }
+MAX_FORCED = 32  # tokens that are drafted at once because no others may come
 MAX_REASON = 300  # characters of llguidance's error messages
 
 
@@ -58,38 +59,62 @@ class Grammar:
     def __init__(self, compiled: CompiledGrammar, output: list[int], threads: ThreadPoolExecutor):
         """output: tokens that it has already."""
         self.is_done = False  #: the output is complete; only its end may follow
+        self.drafts: list[int] = []  #: tokens that may come next, for which there are masks
+        self.forced = False  #: no others than these may come
         self.error: str | None = None  #: the reason that no token is allowed any more
         self._matcher = compiled.matcher.deep_copy()
         self._num_bytes = len(compiled.mask)
         self._threads = threads
         self._requested_at = time.monotonic()
         if output:
-            self._mask = threads.submit(self._resume, output)
+            self._masks = threads.submit(self._resume, output)
         else:
-            self._mask = Future()
-            self._mask.set_result(compiled.mask)
+            self._masks = Future()
+            self._masks.set_result([compiled.mask])
 
     def ready(self) -> bool:
-        """Return whether the mask is ready, after waiting for it up to MASK_WAIT_S."""
-        if not self._mask.done():
+        """Return whether the masks are ready, after waiting for them up to MASK_WAIT_S."""
+        if not self._masks.done():
             with suppress(TimeoutError):
-                self._mask.result(max(0.0, self._requested_at + MASK_WAIT_S - time.monotonic()))
-        return self._mask.done()
+                self._masks.result(max(0.0, self._requested_at + MASK_WAIT_S - time.monotonic()))
+        return self._masks.done()
 
-    def mask(self) -> bytes:
-        """Return which tokens may come next, as `compute_mask` does."""
-        return self._mask.result()
+    def masks(self, num_drafts: int = 0) -> bytes:
+        """Return which tokens may come next, as `compute_mask` does, then which after each of the first drafts."""
+        return b"".join(self._masks.result()[: num_drafts + 1])
 
     def accept(self, token: int) -> None:
-        """Continue the output with this token."""
-        wait([self._mask])  # done by now, unless another engine chose the token
+        """Continue the output with this token. `start_masks` must follow before the next is sampled."""
+        wait([self._masks])  # done by now, unless another engine chose the token
         self._consume([token])
-        self._requested_at = time.monotonic()
-        self._mask = self._threads.submit(self._compute_mask)
 
-    def _resume(self, output: list[int]) -> bytes:
+    def start_masks(self, guess: list[int] | None = None) -> None:
+        """Compute the next masks.
+
+        guess: tokens that may come next, to become `drafts` as far as the grammar allows them. Tokens that it forces
+        take their place. None if nothing is to be drafted.
+        """
+        self._requested_at = time.monotonic()
+        self._masks = self._threads.submit(self._compute_masks, guess)
+
+    def _resume(self, output: list[int]) -> list[bytes]:
         self._consume(output)
-        return self._compute_mask()
+        return [self._compute_mask()]
+
+    def _compute_masks(self, guess: list[int] | None) -> list[bytes]:
+        """Return a mask for the next token, and one for that after each of `drafts`, which it sets."""
+        masks, self.drafts = [self._compute_mask()], []
+        if guess is not None and self.error is None:
+            with suppress(BaseException):  # a panic in Rust is no Exception, and the first mask is good
+                ahead = self._matcher.deep_copy()
+                forced = ahead.compute_ff_tokens()[:MAX_FORCED]
+                self.forced = bool(forced)
+                for token in forced or guess:
+                    if ahead.is_stopped() or not ahead.try_consume_tokens([token]):
+                        break
+                    masks.append(compute_mask(ahead, self._num_bytes))
+                    self.drafts.append(token)
+        return masks
 
     def _consume(self, tokens: list[int]) -> None:
         self._matcher.consume_tokens(tokens)

@@ -136,6 +136,26 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
     deltas: list[TokenDelta]
 
 
+class SpecDecodeStats(msgspec.Struct, kw_only=True):
+    """Totals of speculative decoding; vLLM's metrics of these names."""
+
+    num_drafts: int = 0
+    """Steps of a sequence that verified drafted tokens."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
+    """By their position in a draft."""
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        per_position = self.num_accepted_tokens_per_pos
+        per_position += [0] * (drafted - len(per_position))
+        for position in range(accepted):
+            per_position[position] += 1
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of one engine, and totals since its start.
 
@@ -181,6 +201,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts that were computed here to their end."""
     prefill_decisions: dict[str, dict[str, int]] = {}
     """Where prompts were sent to be computed, and why: {"local": {"short_prompt": 3}, "remote": ...}."""
+    spec_decode: SpecDecodeStats | None = None
+    """None without speculative decoding."""
     histograms: dict[str, Histogram] = {}
     """By the names of engine/core/stats.py."""
 

@@ -45,9 +45,14 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     samples: list[bool]
     """True where that reaches the sequence's last token, so that a new one is sampled, or its pooling ends."""
     masked: list[int] = []
-    """Entries whose token must obey a grammar."""
+    """Entries whose tokens must obey a grammar."""
     masks: bytes = b""
-    """A row of bits for each of them (Grammar.mask)."""
+    """A row of bits for each of their tokens (Grammar.masks)."""
+    drafts: dict[int, list[int]] = {}
+    """Guesses by entry: the last of its tokens [start, start + count), which are not known yet. A token is sampled
+    after the last known one and after each of these."""
+    num_drafts: int = 0
+    """Tokens that a drafter with weights is to propose after this step, for each entry that samples."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,11 +63,14 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """One entry per plan entry."""
 
     step: int
-    tokens: list[int | None]
-    """Sampled tokens; None where none was asked for, -1 where the logits were not finite."""
-    logprobs: list[TokenLogprob | None]
-    """Given for sequences that asked for them."""
+    tokens: list[list[int]]
+    """Sampled tokens: drafts that were accepted, and the one after them; -1 where the logits were not finite. Empty
+    where none was asked for."""
+    logprobs: list[list[TokenLogprob] | None]
+    """One per token, for sequences that asked for them."""
     prompt_logprobs: list[list[TokenLogprob] | None]
     """Log-probabilities of the prompt tokens that follow those computed in this step, if asked for."""
     pooled: dict[int, bytes] = {}
     """Vectors and scores by entry, as in TokenDelta; empty bytes where they were not finite."""
+    drafts: dict[int, list[int]] = {}
+    """Tokens that may come next, by entry; from rank 0 of an engine whose drafter has weights."""

@@ -8,11 +8,12 @@ import msgspec
 from prometheus_client.core import Metric
 
 from deployments.http.debug import live_handoffs
-from deployments.observability.engine_metrics import handoff_metrics
+from deployments.observability.engine_metrics import handoff_metrics, request_metrics
 from deployments.replicas.pools import ReplicaStatus
+from engine.core.stats import RequestMetrics
 from engine.errors import EngineUnavailable
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
-from engine.wire.messages import EngineStatus, GenerateRequest
+from engine.wire.messages import EngineStatus, GenerateRequest, SpecDecodeStats
 from tests.deployments.replicas.fake_prefill import status
 
 STATS = HandoffStats(
@@ -69,6 +70,26 @@ def test_decisions_are_counted_by_place_and_reason():
     stats = msgspec.structs.replace(status("e").stats, prefill_decisions={"local": {"short_prompt": 3}})
     found = series(msgspec.structs.replace(status("e"), stats=stats))
     assert found["pd_decision_total", "local", "short_prompt"] == 3
+
+
+def test_drafted_tokens_are_counted_by_what_became_of_them_and_not_at_all_without_speculation():
+    totals = SpecDecodeStats()
+    totals.observe(4, 2)
+    totals.observe(2, 0)
+    stats = msgspec.structs.replace(status("e").stats, histograms=RequestMetrics().histograms)
+
+    def samples(spec_decode: SpecDecodeStats | None) -> dict[tuple[str, str | None], float]:
+        replaced = msgspec.structs.replace(stats, spec_decode=spec_decode)
+        metrics = request_metrics([(["m", "e"], msgspec.structs.replace(status("e"), stats=replaced))])
+        return {(s.name, s.labels.get("position")): s.value for metric in metrics for s in metric.samples}
+
+    found = samples(totals)
+    assert found["vllm:spec_decode_num_drafts_total", None] == 2
+    assert found["vllm:spec_decode_num_draft_tokens_total", None] == 6
+    assert found["vllm:spec_decode_num_accepted_tokens_total", None] == 2
+    per_position = [found["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(i)] for i in range(4)]
+    assert per_position == [1, 1, 0, 0]
+    assert not [name for name, _ in samples(None) if "spec_decode" in name]
 
 
 class Pool:

@@ -242,7 +242,7 @@ def test_logits_that_are_not_finite_end_their_own_request_only():
     h.add("bad", ids(4, 9), max_tokens=2)
     plan = h.scheduler.schedule(now=0.0)
     result = h.runner.execute(h.runner.prepare(plan))
-    broken = StepResult(result.step, [result.tokens[0], -1], result.logprobs, result.prompt_logprobs)
+    broken = StepResult(result.step, [result.tokens[0], [-1]], result.logprobs, result.prompt_logprobs)
     good, bad = h.scheduler.commit(broken, now=0.0)
     assert good.delta.finish_reason is None
     assert bad.delta.finish_reason == "error" and "not finite" in bad.delta.error.message

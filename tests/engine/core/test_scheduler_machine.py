@@ -4,8 +4,10 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from engine.spec_decode.ngram import NgramDrafter
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
+from tests.fake_drafter import WildDrafter
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
 from tests.fake_runner import Harness
 
@@ -13,6 +15,9 @@ MAX_MODEL_LEN = 24
 PREFIXES = [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9], [10], []]
 
 prefixes = st.sampled_from(PREFIXES)
+drafters = st.one_of(
+    st.none(), st.builds(WildDrafter, st.integers(0, 100)), st.builds(NgramDrafter, st.just(1), st.integers(1, 3))
+)
 forms = st.sampled_from([None, StructuredOutputsParams(regex="what the fake grammar says")])
 rests = st.lists(st.integers(1, 49), min_size=1, max_size=15)
 
@@ -28,8 +33,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4, 5]),
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
+        drafter=drafters,
+        token_cost=st.sampled_from([0.001, 0.1, 0.5]),
     )
-    def start(self, spare_blocks, depth, seqs, budget, block_size, caching, policy):
+    def start(self, spare_blocks, depth, seqs, budget, block_size, caching, policy, drafter, token_cost):
         self.h = self.harness(
             num_blocks=-(-MAX_MODEL_LEN // block_size) + spare_blocks,
             max_model_len=MAX_MODEL_LEN,
@@ -39,7 +46,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=block_size,
             enable_prefix_caching=caching,
             scheduling_policy=policy,
+            drafter=drafter,
+            step_cost=(1.0, token_cost),
         )
+        if isinstance(drafter, WildDrafter):
+            drafter.know(self.h)
         self.count = 0
 
     @rule(

@@ -67,7 +67,7 @@ def test_every_receiver_receives_every_plan_in_order(ranks):
 
 
 def test_the_tokens_that_rank_0_sampled_are_told_with_a_later_plan(ranks):
-    result = StepResult(1, [7, None, -1], [None] * 3, [None] * 3)
+    result = StepResult(1, [[7, 8], [], [-1]], [None] * 3, [None] * 3)
     ranks.broadcaster.send(make_plan(1))
     ranks.broadcaster.committed(result)
     ranks.broadcaster.send(make_plan(2))
@@ -76,7 +76,7 @@ def test_the_tokens_that_rank_0_sampled_are_told_with_a_later_plan(ranks):
         message = receiver.receive(LIMIT_S)
         assert (message.checked, message.checksum) == (1, plan_broadcast.checksum(result))
     assert plan_broadcast.checksum(result) != plan_broadcast.checksum(
-        msgspec.structs.replace(result, tokens=[7, 0, -1])
+        msgspec.structs.replace(result, tokens=[[7, 0], [], [-1]])
     )
 
 

@@ -1,0 +1,92 @@
+"""How many tokens are drafted: as many as are likely enough to be accepted for what they cost. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.spec_decode.drafter import SequenceDrafter
+
+OPTIMISM = 0.8  # expected rate of acceptance while nothing is known of a sequence
+OPTIMISM_WEIGHT = 2.0  # drafted tokens that it counts for
+MEMORY = 40.0  # drafted tokens after which the weight of one is about 1/e
+MAX_MISSES = 7  # a pause grows to 2**7 tokens
+
+
+@dataclass(slots=True)
+class SequenceDrafts:
+    """Drafts of one sequence, and how they have fared."""
+
+    drafter: SequenceDrafter | None = None
+    """None if a drafter with weights serves all sequences."""
+    proposed: list[int] = field(default_factory=list)
+    """Tokens that it proposes after the newest one."""
+    in_flight: int = 0
+    """Drafted tokens of the step that is planned and not committed."""
+    num_drafted: int = 0
+    """Since the start, as the next."""
+    num_accepted: int = 0
+    resume_at: int = 0
+    """Length of the sequence until which nothing is drafted, since the newest drafts were of no use."""
+    _tried: float = 0.0
+    _accepted: float = 0.0
+    _misses: int = 0
+    _retries: bool = False
+
+    def acceptance(self, length: int) -> float:
+        """Return the probability that a drafted token is accepted if those before it are. length: of the sequence.
+
+        0 during a pause. After it the sequence is tried anew, as if nothing were known of it.
+        """
+        if length < self.resume_at:
+            return 0.0
+        if self._retries:
+            return OPTIMISM
+        return (self._accepted + OPTIMISM * OPTIMISM_WEIGHT) / (self._tried + OPTIMISM_WEIGHT)
+
+    def record(self, drafted: int, accepted: int, length: int) -> None:
+        """Record how many of the drafted tokens were accepted. The tokens after the first rejected one say nothing."""
+        self.num_drafted += drafted
+        self.num_accepted += accepted
+        tried = accepted + (accepted < drafted)
+        fade = 1.0 - tried / (tried + MEMORY)
+        self._tried, self._accepted = self._tried * fade + tried, self._accepted * fade + accepted
+        self._retries = False
+        if accepted:
+            self._misses = 0
+        elif self._misses:
+            self.pause(length)
+        else:
+            self._misses = 1
+
+    def pause(self, length: int) -> None:
+        """Draft nothing for a while, each time longer until a draft is accepted."""
+        self._misses, self._retries = min(self._misses + 1, MAX_MISSES), True
+        self.resume_at = length + 2**self._misses
+
+
+class StepDrafts:
+    """The drafts of one step: another token is worth its time as long as it makes the step yield more per second.
+
+    A step of n tokens takes `fixed + slope * n` seconds. It yields one token per sequence, and each drafted one with
+    the probability that it and all before it are accepted. Where sequences already share the fixed cost of a step, as
+    in a loaded engine, no draft is likely enough.
+    """
+
+    def __init__(self, sequences: int, fixed: float, slope: float):
+        """sequences: that decode in this step."""
+        self._slope, self._seconds, self._yield = slope, fixed + slope * sequences, float(sequences)
+
+    def length(self, acceptance: float, limit: int) -> int:
+        """Return how many tokens to draft for one sequence."""
+        count, chance = 0, acceptance
+        seconds, tokens = self._seconds, self._yield
+        while count < limit and chance * seconds > self._slope * tokens:
+            seconds, tokens = seconds + self._slope, tokens + chance
+            chance *= acceptance
+            count += 1
+        return count
+
+    def add(self, acceptance: float, count: int) -> None:
+        """Count the drafts of a sequence as part of the step."""
+        self._seconds += self._slope * count
+        self._yield += sum(acceptance**j for j in range(1, count + 1))

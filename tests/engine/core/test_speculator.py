@@ -1,0 +1,128 @@
+"""Several tokens per step: the same outputs in fewer steps, whatever is drafted."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.wire.sampling_params import SamplingParams
+from engine.wire.structured_outputs import StructuredOutputsParams
+from tests.fake_drafter import WildDrafter
+from tests.fake_runner import Harness, expected_output
+
+FORM = StructuredOutputsParams(regex="what the fake grammar says")
+PROMPT = [1, 2, 3]
+OUTPUT = expected_output(PROMPT, SamplingParams(max_tokens=31, seed=1, ignore_eos=True), 64)
+
+
+@pytest.fixture(params=[1, 2], ids=["plain", "overlap"])
+def depth(request) -> int:
+    return request.param
+
+
+def make(*kinds: str, **options) -> Harness:
+    drafter = WildDrafter(kinds=kinds)
+    harness = Harness(**{"num_blocks": 64, "max_model_len": 64, "drafter": drafter, **options})
+    drafter.know(harness)
+    return harness
+
+
+def test_right_drafts_are_accepted_and_counted(depth):
+    h = make("right", depth=depth)
+    h.add("a", PROMPT, max_tokens=31)
+    h.run()
+    assert len(h.plans) == 1 + 30 / 6, "after the prompt five drafts and one more token in each step"
+    stats = h.scheduler.stats().spec_decode
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (5, 25, 25)
+    assert stats.num_accepted_tokens_per_pos == [5] * 5
+    assert "25 of 25 drafted tokens were accepted" in [event.what for event in h.timelines["a"]]
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 15))
+def test_drafts_end_before_the_last_token(depth, max_tokens):
+    h = make("right", "long", depth=depth)
+    h.add("a", PROMPT, max_tokens=max_tokens)
+    h.run()
+    assert h.outputs["a"] == OUTPUT[:max_tokens]
+
+
+@pytest.mark.parametrize("position", range(8))
+def test_a_stop_token_within_a_draft_ends_the_output_there(depth, position):
+    h = make("long", depth=depth)
+    token = OUTPUT[position]
+    h.add("a", PROMPT, max_tokens=31, stop_token_ids=[token])
+    h.run()
+    assert h.outputs["a"] == OUTPUT[: OUTPUT.index(token) + 1]
+    last = h.finished["a"].delta
+    assert (last.finish_reason, last.stop_reason, last.token_ids[-1]) == ("stop", token, token)
+
+
+def test_a_token_that_a_grammar_forces_is_a_draft_of_its_own(depth):
+    h = make("none", depth=depth)
+    for seed in range(20):
+        h.add(str(seed), [seed + 1], seed=seed, max_tokens=None, structured_outputs=FORM)
+    h.run()
+    stats = h.scheduler.stats().spec_decode
+    assert 0 < stats.num_drafts == stats.num_draft_tokens == stats.num_accepted_tokens
+
+
+def test_drafts_that_break_the_grammar_are_not_computed(depth):
+    h = make("wrong", depth=depth)
+    h.add("a", PROMPT, max_tokens=None, structured_outputs=FORM)
+    h.run()
+    stats = h.scheduler.stats().spec_decode
+    assert stats.num_draft_tokens == stats.num_accepted_tokens, "those that remain were forced"
+
+
+def test_nobody_is_preempted_for_a_draft(depth):
+    """Two requests fill all blocks but for the places of drafts."""
+    h = make("right", depth=depth, num_blocks=4, max_model_len=16, max_num_seqs=2)
+    for name in ("a", "b"):
+        h.add(name, PROMPT, max_tokens=5)
+    h.run()
+    assert h.scheduler.totals.preemptions == 0 < h.scheduler.stats().spec_decode.num_drafts
+
+
+def test_drafts_leave_the_budget_of_a_step_to_those_behind():
+    h = make("right", max_num_seqs=4, max_num_batched_tokens=6)
+    for i in range(4):
+        h.add(str(i), [i], max_tokens=12)
+    h.step()
+    assert [len(h.step().slots) for _ in range(3)] == [4, 4, 4]
+    assert all(plan.num_tokens == 6 for plan in h.plans[1:])
+    h.run()
+
+
+def test_where_a_token_costs_as_much_as_its_share_of_a_step_nothing_is_drafted():
+    h = make("right", step_cost=(0.0, 1.0))
+    h.add("a", PROMPT, max_tokens=31)
+    h.run()
+    assert h.scheduler.stats().spec_decode.num_drafts == 0
+
+
+def test_a_request_whose_drafts_fail_is_tried_again_ever_more_rarely():
+    h = make("wrong", max_model_len=400, num_blocks=100)
+    h.add("a", PROMPT, max_tokens=300)
+    h.run()
+    drafted = [i for i, plan in enumerate(h.plans) if plan.drafts]
+    assert 4 < len(drafted) < 10
+    assert drafted[-1] - drafted[-2] > 64 > drafted[1] - drafted[0]
+
+
+def test_with_overlap_a_request_without_a_proposal_is_planned_ahead():
+    for kind, waits in (("none", False), ("right", True)):
+        h = make(kind, depth=2)
+        h.add("a", PROMPT, max_tokens=20)
+        h.plan()
+        assert (h.plan() is None) == waits
+        h.run()
+
+
+def test_the_tokens_of_a_step_come_in_one_delta():
+    h = make("right")
+    h.add("a", PROMPT, max_tokens=31)
+    deltas = []
+    h._record = lambda event: deltas.append(event.delta)
+    while h.scheduler.has_work:
+        h.step()
+    assert [delta.position for delta in deltas] == [0, *range(1, 31, 6)]
+    assert [len(delta.token_ids) for delta in deltas] == [1, 6, 6, 6, 6, 6]

@@ -1,0 +1,113 @@
+"""Speculative decoding in a real engine: texts, ends, log-probabilities and counts as without, whatever is drafted."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.errors import ConfigError
+from engine.offline.outputs import CompletionOutput
+from engine.spec_decode.draft_length import StepDrafts
+from engine.wire.structured_outputs import StructuredOutputsParams
+from tests.fake_drafter import WildDrafter
+from tests.models import make_model
+
+OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_threads": 1, "num_blocks": 128}
+TEXTS = ["The quick brown fox the quick brown", "A cache a cache a", "What is the meaning of this? What is", "dog dog"]
+SEEDED = {"temperature": 0.9, "seed": 3}
+SCHEMA = {"type": "object", "properties": {"name": {"enum": ["a", "b"]}, "number": {"type": "boolean"}},
+          "required": ["name", "number"], "additionalProperties": False}  # fmt: skip
+PARAMS = {
+    "greedy": {},
+    "seeded": SEEDED,
+    "filtered": {**SEEDED, "top_p": 0.8, "top_k": 20},
+    "penalties": {**SEEDED, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+    "least": {"min_tokens": 9, "ignore_eos": False, "logit_bias": {2: 8.0}},
+    "logprobs": {"logprobs": 2, "prompt_logprobs": 1},
+    "bad words": {"bad_words": ["the", " a"]},
+    "grammar": {"structured_outputs": StructuredOutputsParams(json=SCHEMA), "max_tokens": 60},
+    "stop": {"stop": ["e", "th"], "min_tokens": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def expected(folder) -> dict[str, list[CompletionOutput]]:
+    with LLM(folder, **OPTIONS) as llm:
+        return {name: run(llm, name) for name in PARAMS}
+
+
+@pytest.fixture
+def wild(monkeypatch) -> WildDrafter:
+    """Takes the place of prompt lookup, and drafts wherever it may."""
+    drafter = WildDrafter()
+    monkeypatch.setattr("engine.core.engine.NgramDrafter", lambda shortest, longest: drafter)
+    monkeypatch.setattr(StepDrafts, "length", lambda step, acceptance, limit: limit)
+    return drafter
+
+
+def run(llm: LLM, name: str) -> list[CompletionOutput]:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **PARAMS[name]})
+    return [result.outputs[0] for result in llm.generate(TEXTS, params, progress=False)]
+
+
+def check(outputs: list[CompletionOutput], expected: list[CompletionOutput]) -> None:
+    for output, right in zip(outputs, expected, strict=True):
+        assert (output.token_ids, output.text) == (right.token_ids, right.text)
+        assert (output.finish_reason, output.stop_reason) == (right.finish_reason, right.stop_reason)
+        for logprob, same in zip(output.logprobs or [], right.logprobs or [], strict=True):
+            assert (logprob.token_id, logprob.rank) == (same.token_id, same.rank)
+            assert logprob.logprob == pytest.approx(same.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_whatever_is_drafted_the_texts_are_those_without(folder, expected, wild, overlap):
+    with LLM(folder, overlap=overlap, speculative={"method": "ngram"}, **OPTIONS) as llm:
+        prompts = [llm.tokenizer.encode(text) for text in TEXTS]
+        for name, right in expected.items():
+            whole = [prompt + output.token_ids for prompt, output in zip(prompts, right, strict=True)]
+            wild.rest_of = lambda tokens, whole=whole: next(
+                (w[len(tokens) :] for w in whole if w[: len(tokens)] == tokens), []
+            )
+            check(run(llm, name), right)
+        stats = llm.stats().spec_decode
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def test_prompt_lookup_gives_the_texts_without_in_fewer_steps(folder, expected, monkeypatch):
+    monkeypatch.setattr(StepDrafts, "length", lambda step, acceptance, limit: limit)
+    with LLM(folder, speculative={"method": "ngram", "prompt_lookup_min": 1}, **OPTIONS) as llm:
+        for name, right in expected.items():
+            check(run(llm, name), right)
+        stats = llm.stats()
+        assert stats.spec_decode.num_accepted_tokens > 0
+        assert stats.steps < stats.generation_tokens / 4
+
+
+def test_preempted_requests_go_on_with_drafts(folder, expected, wild):
+    with LLM(folder, speculative={"method": "ngram"}, **{**OPTIONS, "num_blocks": 16}) as llm:
+        prompts = [llm.tokenizer.encode(text) for text in TEXTS]
+        whole = [prompt + right.token_ids for prompt, right in zip(prompts, expected["seeded"], strict=True)]
+        wild.rest_of = lambda tokens: next((w[len(tokens) :] for w in whole if w[: len(tokens)] == tokens), [])
+        check(run(llm, "seeded"), expected["seeded"])
+        assert llm.stats().preemptions > 0 < llm.stats().spec_decode.num_accepted_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "speculative.method must be given"),
+        ({"method": "guess"}, "speculative.method must be ngram, got 'guess'"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "between 1 and 32"),
+        ({"method": "ngram", "num_speculative_tokens": "4"}, "an integer"),
+        ({"method": "ngram", "prompt_lookup_min": 9}, "at most prompt_lookup_max"),
+        ({"method": "ngram", "draft": 4}, "left out; there are method, num_speculative_tokens"),
+    ],
+)
+def test_options_that_there_are_not_are_refused_by_name(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM("pocket", speculative=options)
