@@ -31,9 +31,13 @@ pytestmark = pytest.mark.serve
 
 POOL = {"pool": "decode"}
 # Ray starts an idle process per CPU, so there are few
-NODES = [{"num_cpus": 1}, *({"num_cpus": 2, "num_gpus": 2, "labels": POOL} for _ in range(3))]
-RANKS = {"packed": 2, "spread": 2, "gpus": 4}
-REPLICAS = {"packed": 2, "spread": 1, "gpus": 1}
+HEAD, NODE = {"num_cpus": 1}, {"num_cpus": 2, "num_gpus": 2, "labels": POOL}
+DECODE = {
+    "spread": {"placement_strategy": "STRICT_SPREAD"},
+    "gpus": {"num_gpus": 1},
+    "packed": {"num_replicas": 2},
+}
+RANKS = {"spread": 2, "gpus": 4, "packed": 2}
 PROMPTS = ["The", "A cache keeps what was computed, so that", "user", "1 2 3"]
 TOKENS = 40
 CONTEXT = 4096  # long enough for a request to be still running when something is killed
@@ -75,10 +79,10 @@ class Answer:
 
 
 class Serving:
-    """A cluster with a `serve run` on it."""
+    """A cluster with a `serve run` on it. models: how many replicas each has."""
 
-    def __init__(self, cluster: FakeCluster, server: ServeRun):
-        self.cluster, self.server = cluster, server
+    def __init__(self, cluster: FakeCluster, server: ServeRun, models: dict[str, int]):
+        self.cluster, self.server, self.models = cluster, server, models
         self.times: list[str] = []
 
     def replicas(self, model: str) -> list[Replica]:
@@ -96,7 +100,7 @@ class Serving:
         return [r for r in found if len(r.ranks) == RANKS[model] and all(map(lives, r.pids))]
 
     def wait_for_all(self) -> None:
-        wait_until(lambda: all(len(self.replicas(model)) == REPLICAS[model] for model in RANKS), timeout_s=120)
+        wait_until(lambda: all(len(self.replicas(name)) == n for name, n in self.models.items()), timeout_s=120)
 
     def ask(self, model: str, prompt: str = "The", max_tokens: int = TOKENS, timeout_s: float = 30) -> httpx.Response:
         return httpx.post(f"{self.server.url}/v1/completions", json=body(model, prompt, max_tokens), timeout=timeout_s)
@@ -165,26 +169,28 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory, folder) -> Iterator[Serving]:
-    where = {"packed": {}, "spread": {"placement_strategy": "STRICT_SPREAD"}, "gpus": {"num_gpus": 1}}
+def serving(request, tmp_path_factory, folder) -> Iterator[Serving]:
+    """A node to spare, and a model that is there twice, cost so much that only slow tests have them."""
+    slow = any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
+    names = list(DECODE) if slow else ["spread", "gpus"]
     models = [
         {
             "name": name,
             "model": str(folder),
             "engine": {"tensor_parallel": RANKS[name], "device": "cpu", "num_blocks": 2048},
-            "decode": {"num_cpus": 0.25, "num_replicas": REPLICAS[name], "label_selector": POOL, **decode},
+            "decode": {"num_cpus": 0.25, "label_selector": POOL, **DECODE[name]},
         }
-        for name, decode in where.items()
+        for name in names
     ]
     # where no test kills the node
     ingress = {"name": "ingress", "ray_actor_options": {"num_cpus": 0.1, "label_selector": {"pool": "!decode"}}}
-    cluster = FakeCluster(NODES)
+    cluster = FakeCluster([HEAD, *[NODE] * (3 if slow else 2)])
     args = {"models": models, "ingress": {"max_replays": 0}}  # so that the end of a replica shows
     server = ServeRun(tmp_path_factory.mktemp("serve"), args, address=cluster.address, deployments=[ingress])
-    serving = Serving(cluster, server)
+    serving = Serving(cluster, server, {name: int(DECODE[name].get("num_replicas", 1)) for name in names})
     try:
         serving.wait_for_all()
-        for model in RANKS:
+        for model in names:
             wait_until(lambda model=model: serving.ask(model).status_code == 200)
         yield serving
     finally:
@@ -194,15 +200,14 @@ def serving(tmp_path_factory, folder) -> Iterator[Serving]:
         cluster.stop()
 
 
-def test_ranks_packed_or_across_nodes_answer_as_one_rank_does(serving, folder):
-    (packed, _), (spread,) = serving.replicas("packed"), serving.replicas("spread")
-    assert len({rank.node for rank in packed.ranks}) == 1
-    assert len({rank.node for rank in spread.ranks}) == 2
+def test_ranks_across_nodes_answer_as_one_rank_does(serving, folder):
+    (spread,), (gpus,) = serving.replicas("spread"), serving.replicas("gpus")
+    assert len({rank.node for rank in spread.ranks}) == len({rank.node for rank in gpus.ranks}) == 2
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     with LLM(str(folder), device="cpu", num_blocks=64, num_threads=1) as one:
         alone = [answer.outputs[0].text for answer in one.generate(PROMPTS, greedy, progress=False)]
     assert len(set(alone)) == len(PROMPTS)
-    for model in RANKS:
+    for model in serving.models:
         assert [text(serving.ask(model, prompt)) for prompt in PROMPTS] == alone, model
 
 
@@ -238,7 +243,7 @@ def strike(serving: Serving, model: str, what: str, blow: Callable[[Replica], No
     assert text(serving.ask(model)) == expected
     serving.wait_for_all()
     assert replica not in serving.replicas(model)
-    wait_until(lambda: serving.cluster.placement_groups() == sum(REPLICAS.values()))
+    wait_until(lambda: serving.cluster.placement_groups() == sum(serving.models.values()))
     assert noticed_s < NOTICED_S
     assert served_s < noticed_s + limit_s
 
@@ -275,6 +280,7 @@ def test_stopped_rank_is_noticed_and_replaced(serving, rank):
 def test_two_replicas_do_not_disturb_each_other(serving):
     """Also when one of them dies."""
     victim, witness = serving.replicas("packed")
+    assert len({rank.node for rank in victim.ranks}) == len({rank.node for rank in witness.ranks}) == 1
     expected = text(serving.ask("packed"))
     with ThreadPoolExecutor(20) as pool:
         running = streams(serving, pool, "packed", 12, max_tokens=1500)
@@ -305,8 +311,8 @@ def test_lost_node_ends_its_replicas_and_new_ones_serve_elsewhere(serving):
 
 
 def test_ctrl_c_leaves_no_rank_and_no_placement_group(serving):
-    pids = [pid for model in RANKS for replica in serving.replicas(model) for pid in replica.pids]
-    assert len(pids) == sum(REPLICAS[model] * (1 + RANKS[model]) for model in RANKS)
+    pids = [pid for model in serving.models for replica in serving.replicas(model) for pid in replica.pids]
+    assert len(pids) == sum(replicas * (1 + RANKS[model]) for model, replicas in serving.models.items())
     serving.server.interrupt()
     assert serving.server.wait(timeout_s=60) == 0
     wait_until(lambda: not any(map(lives, pids)))
@@ -328,6 +334,7 @@ def mistake(tmp_path: Path, model: dict[str, Any], message: str) -> None:
         server.stop()
 
 
+@pytest.mark.slow
 def test_spec_that_no_node_can_satisfy_is_refused_within_seconds(tmp_path, folder):
     decode = {"num_cpus": 0.5, "num_gpus": 1, "accelerator_type": "H100"}
     message = "model 'tiny', decode: a replica needs 2 ranks, each with 0.5 CPU + 1 GPU + type H100"
