@@ -32,6 +32,8 @@ ENVIRONMENT = {
     # An ingress that is to stop takes connections as long as HAProxy may need to notice. Ray's 30 s are for load
     # balancers that are slower; one machine ends when its user wants it to.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
+    # After Ray's 5 s a proxy that still starts is replaced, which makes a busy machine only busier.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     # When the ingress changes, a new HAProxy process takes over; the old one may go on as long as a request may take.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "660",
 }

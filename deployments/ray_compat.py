@@ -6,23 +6,30 @@ import asyncio
 import logging
 import os
 import signal
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.experimental import internal_kv
+from ray.serve._private import api
+from ray.serve._private.client import ServeControllerClient
 from ray.serve._private.common import RequestMetadata
+from ray.serve._private.constants import HTTP_PROXY_TIMEOUT, SERVE_NAMESPACE
+from ray.serve.config import gRPCOptions
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter
+from ray.serve.schema import ServeDeploySchema
 
 from engine.distributed.cluster_key import ClusterKey
+from placement.console_log import log_to_console
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +58,45 @@ class HttpEndpoint:
     deployed_at: float  #: in seconds since 1970
 
 
+def serve_until_interrupted(config: dict[str, Any], address: str | None) -> None:
+    """Start Ray, or join one, deploy a Serve configuration, and return once Ctrl-C has ended it.
+
+    As `serve run FILE` does, which waits for its proxies before it deploys, and ends with 0 after an error.
+    """
+    schema = ServeDeploySchema.model_validate(config)
+    log_to_console("manta-serve")
+    started = time.monotonic()
+    try:
+        ray.init(address=address, namespace=SERVE_NAMESPACE)
+        logger.info("Ray is up startup_s=%.1f", time.monotonic() - started)
+        client, proxies = serve.context._get_global_client(raise_if_no_controller_running=False), []
+        if client is None:
+            controller, proxies = api._create_controller_and_proxy_refs(
+                schema.http_options.model_dump(),
+                gRPCOptions(**schema.grpc_options.model_dump()),
+                None,
+                None,
+                api._coerce_controller_options(schema.controller_options),
+                schema.proxy_location,
+            )
+            client = ServeControllerClient(controller)
+            serve.context._set_global_client(client)
+        client.deploy_apps(schema, _blocking=False)
+        logger.info("Serve is up startup_s=%.1f", time.monotonic() - started)
+        for proxy in proxies:
+            with suppress(ActorDiedError):  # on a busy machine the controller may replace one that is slow
+                ray.get(proxy, timeout=HTTP_PROXY_TIMEOUT)
+        logger.info("proxies are up startup_s=%.1f", time.monotonic() - started)
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        serve.shutdown()
+    except Exception:
+        serve.shutdown()
+        raise
+
+
 def end_serve_run(reason: str) -> None:
-    """Say why the application cannot start, and end the `serve run` that deploys it.
+    """Say why the application cannot start, and end the `serve run` or `manta serve` that deploys it.
 
     Returns if there is no such process on this node, or if some model has been up: that one must not end for another's
     sake, and a change that fails can be taken back.
@@ -150,20 +194,14 @@ def haproxy_binary() -> str:
     return path
 
 
-def ray_address_file() -> Path:
-    """Return the file in which `ray start` writes its address on this machine."""
-    from ray._common.utils import get_ray_address_file
-
-    return Path(get_ray_address_file(None))
-
-
 def _serve_run_pid() -> int | None:
-    """The process of this job's driver, if that is a `serve run` on this node."""
+    """The process of this job's driver, if that is a `serve run` or a `manta serve` on this node."""
     context = ray.get_runtime_context()
     jobs: list[dict[str, Any]] = ray._private.state.jobs()
     for job in jobs:
         here = job["DriverIPAddress"] == ray.util.get_node_ip_address()
-        if job["JobID"] == context.get_job_id() and here and " run " in f" {job['Entrypoint']} ":
+        command = job["Entrypoint"].split()
+        if job["JobID"] == context.get_job_id() and here and ("run" in command or "serve" in command):
             return int(job["DriverPid"])
     return None
 

@@ -6,12 +6,10 @@ import json
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 import yaml
@@ -124,18 +122,16 @@ def serve(
         from cluster.cli.check.serve_config import load  # `manta --help` does without
 
         serve_config = load(Path(model))
-        check(serve_config, address)
-        run(Path(model), serve_config, address)
-    if api.revision is not None:
-        model = f"{model}@{api.revision}"
-    serve_config = configuration(model, given, {"host": HOST, "port": PORT, **http_options(api)})
-    text = yaml.safe_dump(serve_config, sort_keys=False)
+    else:
+        if api.revision is not None:
+            model = f"{model}@{api.revision}"
+        serve_config = configuration(model, given, {"host": HOST, "port": PORT, **http_options(api)})
     if print_config:
-        print(text, end="")
+        print(yaml.safe_dump(serve_config, sort_keys=False), end="")
         return
+    set_environment(serve_config, address)
     check(serve_config, address)
-    with unnamed_file(text) as config:
-        run(config, serve_config, address)
+    run(serve_config, address)
 
 
 def http_options(api: ApiFlags) -> dict[str, Any]:
@@ -225,35 +221,35 @@ def check(serve_config: dict[str, Any], address: str | None) -> None:
         raise StartupError(f"{problems[0].topic} {problems[0].told}. {problems[0].advice}".strip())
 
 
-def _joins_a_cluster() -> bool:
-    """Whether `serve run` will find a Ray on this machine by itself, started by `ray start`."""
-    from deployments.ray_compat import ray_address_file  # seconds
+def ray_address_file() -> Path:
+    """Return the file in which `ray start` writes its address on this machine, without importing Ray for it."""
+    system = os.environ.get("TMPDIR", "/tmp") if sys.platform == "linux" else "/tmp"
+    return Path(os.environ.get("RAY_TMPDIR", system), "ray", "ray_current_cluster")
 
+
+def _joins_a_cluster() -> bool:
+    """Whether Ray will find one on this machine by itself, started by `ray start`."""
     return bool(os.environ.get("RAY_ADDRESS")) or ray_address_file().exists()
 
 
-def run(config: Path, serve_config: Mapping[str, Any], address: str | None = None) -> NoReturn:
-    """Let `serve run` take the place of this process. serve_config: content of the file."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup; `serve run` inherits that
-        print(f"Ctrl-C is ignored here; to stop: kill {os.getpid()}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "ray.serve.scripts", "run"]
-    command += [] if address is None else ["--address", address]
+def set_environment(serve_config: Mapping[str, Any], address: str | None) -> None:
+    """Set what Ray reads as it is imported, where the user has not, and forget the keys of the API."""
     environment = haproxy.environment() | haproxy.tls_environment(serve_config.get("http_options") or {})
     if address == "local" or (address is None and not _joins_a_cluster()):
         environment |= ON_LOOPBACK
-    environment |= {name: value for name, value in os.environ.items() if name not in API_KEY_VARIABLES}
-    os.execve(sys.executable, [*command, str(config)], environment)
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
+    for name in API_KEY_VARIABLES:
+        os.environ.pop(name, None)
 
 
-@contextmanager
-def unnamed_file(text: str) -> Iterator[Path]:
-    """Yield a path from which `text` can be read once, also by the program that takes the place of this process: then
-    nobody is left to delete a file."""
-    with tempfile.TemporaryFile("w") as file:
-        file.write(text)
-        file.seek(0)  # also writes it out
-        os.set_inheritable(file.fileno(), True)
-        yield Path(f"/dev/fd/{file.fileno()}")
+def run(serve_config: dict[str, Any], address: str | None) -> None:
+    """Serve until Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup
+        print(f"Ctrl-C is ignored here; to stop: kill {os.getpid()}", file=sys.stderr, flush=True)
+    from deployments.ray_compat import serve_until_interrupted  # seconds
+
+    serve_until_interrupted(serve_config, address)
 
 
 def _json(api: ApiFlags, name: str, kind: type) -> Any:

@@ -7,11 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import ray._common.utils as ray_utils
 import yaml
 from typer.testing import CliRunner
 
@@ -25,6 +28,29 @@ from engine.config import EngineConfig
 from engine.errors import ServingError, StartupError
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """What `manta serve` sets for Ray ends with the test."""
+    with patch.dict(os.environ):
+        yield
+
+
+@dataclass
+class Served:
+    config: dict[str, Any]
+    address: str | None
+    environment: dict[str, str]
+
+
+@pytest.fixture
+def served(monkeypatch) -> list[Served]:
+    """What Ray would have been started with."""
+    found: list[Served] = []
+    take = lambda config, address: found.append(Served(config, address, dict(os.environ)))  # noqa: E731
+    monkeypatch.setattr("deployments.ray_compat.serve_until_interrupted", take)
+    return found
 
 
 def printed(*flags: str) -> dict[str, Any]:
@@ -100,7 +126,7 @@ def test_any_key_can_be_set_and_the_last_word_counts():
 
 @pytest.fixture
 def never_runs(monkeypatch):
-    def run(config: Path, serve_config: dict[str, Any], address: str | None = None) -> None:
+    def run(serve_config: dict[str, Any], address: str | None) -> None:
         raise AssertionError("nothing may start here")
 
     monkeypatch.setattr(serve_command, "run", run)
@@ -219,32 +245,44 @@ def test_keys_are_given_as_in_vllm_and_only_their_hashes_are_kept(monkeypatch):
     assert keys is not None and keys.name_of("sk-3") == "key-1"
 
 
-def test_certificate_is_told_to_serve_and_to_haproxy_and_a_plain_key_to_neither(monkeypatch, certificate):
-    ran: list[dict[str, str]] = []
-    monkeypatch.setattr("os.execve", lambda executable, command, environment: ran.append(environment))
+def test_certificate_is_told_to_serve_and_to_haproxy_and_a_plain_key_to_neither(monkeypatch, certificate, served):
     monkeypatch.setenv("MANTA_API_KEY", "sk-1")
     flags = ["--ssl-certfile", str(certificate.certfile), "--ssl-keyfile", str(certificate.keyfile)]
     assert printed(*flags)["http_options"]["ssl_keyfile"] == str(certificate.keyfile)
     CliRunner().invoke(app, ["serve", *flags, "--address", "auto"], catch_exceptions=False)
-    assert ran[0]["MANTA_SSL_CERTFILE"] == str(certificate.certfile)
-    assert "sk-1" not in ran[0].values()
+    assert served[0].environment["MANTA_SSL_CERTFILE"] == str(certificate.certfile)
+    assert "sk-1" not in served[0].environment.values()
 
 
-def test_what_runs_is_serve_run_with_the_configuration_that_is_printed(monkeypatch):
-    """Read by a child, as it would be by what takes the place of this process."""
-    ran: list[tuple[list[str], str, str]] = []
-
-    def execve(executable: str, command: list[str], environment: dict[str, str]) -> None:
-        read = subprocess.run(["cat", command[-1]], capture_output=True, text=True, close_fds=False, timeout=30)
-        ran.append((command[1:-1], environment["RAY_SERVE_ENABLE_HA_PROXY"], read.stdout))
-
-    monkeypatch.setattr("os.execve", execve)
+def test_what_is_served_is_the_configuration_that_is_printed_in_an_environment_that_the_user_may_set(
+    monkeypatch, served
+):
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "what the user wants")
-    CliRunner().invoke(app, ["serve", "--num-blocks", "64", "--address", "auto"])
-    ((command, proxy, text),) = ran
-    assert command == ["-m", "ray.serve.scripts", "run", "--address", "auto"]
-    assert proxy == "what the user wants"
-    assert yaml.safe_load(text) == printed("--num-blocks", "64")
+    CliRunner().invoke(app, ["serve", "--num-blocks", "64", "--address", "auto"], catch_exceptions=False)
+    (found,) = served
+    assert (found.config, found.address) == (printed("--num-blocks", "64"), "auto")
+    assert found.environment["RAY_SERVE_ENABLE_HA_PROXY"] == "what the user wants"
+
+
+def test_ray_is_imported_only_when_its_environment_is_set():
+    program = """
+import sys
+from cluster.cli import serve
+config = serve.configuration("pocket", {}, {"host": "127.0.0.1", "port": 8000})
+serve.set_environment(config, None)
+serve.check(config, "auto")
+assert "ray" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("variables", [{}, {"TMPDIR": "/one"}, {"TMPDIR": "/one", "RAY_TMPDIR": "/two"}])
+def test_the_file_with_the_address_of_a_running_ray_is_where_ray_writes_it(monkeypatch, variables):
+    for name in ("TMPDIR", "RAY_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert str(serve_command.ray_address_file()) == ray_utils.get_ray_address_file(None)
 
 
 @pytest.mark.parametrize(
@@ -263,17 +301,15 @@ def test_a_ray_of_its_own_listens_on_loopback_and_one_that_runs_keeps_its_addres
     found = tmp_path / "ray_current_cluster"
     if running:
         found.touch()
-    ran: list[dict[str, str]] = []
-    monkeypatch.setattr("deployments.ray_compat.ray_address_file", lambda: found)
-    monkeypatch.setattr("os.execve", lambda executable, command, environment: ran.append(environment))
+    monkeypatch.setattr(serve_command, "ray_address_file", lambda: found)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    serve_command.run(Path("serve_config.yaml"), {}, address)
-    assert ran[0].get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == value
+    serve_command.set_environment({}, address)
+    assert os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == value
 
 
 @pytest.mark.parametrize("ignored", [True, False])
+@pytest.mark.usefixtures("served")
 def test_where_ctrl_c_is_ignored_the_server_says_how_to_stop_it(monkeypatch, capsys, ignored):
-    monkeypatch.setattr("os.execve", lambda *arguments: None)
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN if ignored else signal.default_int_handler)
-    serve_command.run(Path("serve_config.yaml"), {})
+    serve_command.run({}, None)
     assert (f"to stop: kill {os.getpid()}" in capsys.readouterr().err) is ignored
