@@ -1,7 +1,7 @@
 """Paged attention on a CPU.
 
-KV is read block by block in place, with a running softmax (FlashAttention, arXiv:2205.14135, section 3.1). The work is
-divided by rows and KV heads: one row of a sequence that decodes, a few rows of a prompt chunk.
+KV is read in place, a tile of tokens at a time (attention_tile.py). The work is divided by rows and KV heads: one row
+of a sequence that decodes, some rows of a prompt chunk.
 """
 
 from __future__ import annotations
@@ -14,6 +14,17 @@ from torch import Tensor
 
 from engine.model.batch import Batch
 from engine.model.ops import attention_plain
+from engine.model.ops.cpu.attention_tile import (
+    LOG2_E,
+    NO_WINDOW,
+    TILE_TOKENS,
+    Space,
+    attend_tile,
+    begin_query,
+    end_query,
+    memory_for,
+    space_in,
+)
 from engine.model.ops.cpu.kernel import (
     Kernel,
     as_bf16,
@@ -23,23 +34,16 @@ from engine.model.ops.cpu.kernel import (
     constants,
     device_function,
     empty,
-    exp,
     kernel,
     load,
-    store,
     take,
 )
 from engine.model.ops.cpu.rope import rotate
-from engine.model.ops.cpu.vector import LANES, add_weighted, dot_rows, exp_of_difference, highest, prefetch
+from engine.model.ops.cpu.vector import LANES
 
 TOKENS = 8  # whose KV a thread writes at a time
-NO_WINDOW = 2**62
-# keys whose scores are computed before their values are summed: the same for rows of chunks and for rows that decode,
-# and counted from the sequence's first token, so that a row's sums have one order whatever it is computed with
-TILE_TOKENS = 64
-TILE_ROWS = 16  # rows of a chunk that read a key while it is in the core's cache
+TILE_ROWS = 32  # of a chunk, that read a key while it is in the core's cache
 ITEMS_PER_THREAD = 4
-LOWEST = np.float32(-1e30)  # a score that counts as none; infinities are not safe under fast math
 
 
 @device_function
@@ -96,108 +100,100 @@ def write_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
 
 
 @device_function
-def attend_rows(cast: Any, args: Any) -> None:
+def find_keys(
+    space: Space, side: int, start: int, first: int, last: int, table: Any, block_size: int, head_dim: int,
+    block_stride: int, base: int, kv_size: int, size: int,
+) -> None:  # fmt: skip
+    """Set the addresses of a tile's keys and values, for one head. In place of a token before `first` or after `last`,
+    of which there may be no KV, stands the nearest."""
+    key_at, value_at = as_i64(space.key_at + 8 * TILE_TOKENS * side), as_i64(space.value_at + 8 * TILE_TOKENS * side)
+    low, high = max(first - start, 0), min(last - start, TILE_TOKENS - 1)
+    block, place = (start + low) // block_size, (start + low) % block_size
+    for t in range(low, high + 1):
+        address = base + size * (np.int64(table[block]) * block_stride + place * head_dim)
+        key_at[t], value_at[t] = address, address + kv_size
+        place += 1
+        if place == block_size:
+            block, place = block + 1, 0
+    for t in range(low):
+        key_at[t], value_at[t] = key_at[low], value_at[low]
+    for t in range(high + 1, TILE_TOKENS):
+        key_at[t], value_at[t] = key_at[high], value_at[high]
+
+
+@device_function
+def attend_rows(cast: Any, size: int, args: Any) -> None:
     """An item is some rows of a sequence and `span` of its KV heads, whose KV is adjacent in a block. A `query` is one
     head of one row; queries of an item with the same KV head find it in the core's cache."""
-    q, cache, out, numbers = cast(args[1]), cast(args[2]), cast(args[3]), as_f32(args[4])
-    tiles, kv_lens, tables = as_i64(args[5]), as_i32(args[6]), as_i32(args[7])
+    q, out, numbers = cast(args[1]), cast(args[3]), as_f32(args[4])
+    tiles, kv_lens = as_i64(args[5]), as_i32(args[6])
     items, max_rows, table_stride, q_stride, out_stride = args[8], args[9], args[10], args[11], args[12]
     kv_heads, span, group, block_size, head_dim, block_stride, window, chunk = (
         args[13], args[14], args[15], args[16], args[17], args[18], args[19], args[20],
     )  # fmt: skip
-    softcap, sinks = numbers[1], cast(args[21])
-    head_stride = block_size * head_dim
-    heads, ranges = span * group, kv_heads // span
-    max_queries = max_rows * heads
-    step = max(args[22] // block_size, 1)  # blocks whose scores are known before the softmax moves on
-    score_space = (step * block_size + LANES - 1) // LANES * LANES + LANES
-    scratch = np.empty(2 * max_queries * head_dim + score_space, np.float32)
-    tops, totals = np.empty(max_queries, np.float32), np.empty(max_queries, np.float32)
-    begins = np.empty(max_rows, np.int64)  # the first token that each row sees
-    queries = scratch.ctypes.data
-    sums = queries + 4 * max_queries * head_dim
-    scores = sums + 4 * max_queries * head_dim
+    scale, softcap, sinks = numbers[0], numbers[1], cast(args[21])
+    head_size = size * block_size * head_dim
+    ranges = kv_heads // span
+    max_queries = max_rows * span * group
+    memory = memory_for(max_queries, head_dim)
+    space = space_in(memory, max_queries, head_dim)
     while True:
         item = take(args, 1)
         if item >= items:
             break
         tile, first_head = 4 * (item // ranges), item % ranges * span
         seq, row, rows, behind = tiles[tile], tiles[tile + 1], tiles[tile + 2], tiles[tile + 3]
-        table = seq * table_stride
         kv_len = np.int64(kv_lens[seq]) - behind  # of the last row; each row before it sees one token less
-        for r in range(rows):
-            source = (row + r) * q_stride + first_head * group * head_dim
-            for i in range(heads * head_dim):
-                as_f32(queries)[r * heads * head_dim + i] = load(q, source + i) * numbers[0]
-                as_f32(sums)[r * heads * head_dim + i] = np.float32(0.0)
-            length = kv_len - rows + 1 + r
-            begins[r] = max(length - window, (length - 1) // chunk * chunk)
-        for query in range(rows * heads):
-            tops[query], totals[query] = LOWEST, np.float32(0.0)
+        for query in range(span * rows * group):
+            r, head = query // group % rows, (first_head + query // (rows * group)) * group + query % group
+            begin_query(space, query, cast, q, (row + r) * q_stride + head * head_dim, head_dim)
             if args[21]:
-                tops[query] = load(sinks, first_head * group + query % heads)
-                totals[query] = np.float32(1.0)
-        blocks = (kv_len + block_size - 1) // block_size
-        for start in range(max(begins[0], 0) // block_size // step * step, blocks, step):
-            stop = min(start + step, blocks)
-            for h in range(heads):
-                head = (first_head + h // group) * head_stride
-                for r in range(rows):
-                    length = kv_len - rows + 1 + r
-                    first = max(begins[r], start * block_size)  # tokens [first, last) are here, and visible
-                    last = min(length, stop * block_size)
-                    if first >= last:
-                        continue
-                    query = r * heads + h
-                    for index in range(first // block_size, (last + block_size - 1) // block_size):
-                        begin, end = max(index * block_size, first), min((index + 1) * block_size, last)
-                        keys = np.int64(tables[table + index]) * block_stride + head
-                        last_head = h + group == heads
-                        if h % group == 0 and r == 0 and (index + step < blocks or not last_head):
-                            # blocks lie anywhere, so no hardware prefetcher finds what comes next: the next head's part
-                            # of this block, or the first head's part of a block of the next tile
-                            after = keys + head_stride
-                            if last_head:
-                                after = np.int64(tables[table + index + step]) * block_stride + first_head * head_stride
-                            prefetch(cache, after, head_stride)
-                            prefetch(cache, after + kv_heads * head_stride, head_stride)
-                        keys += (begin - index * block_size) * head_dim
-                        vector = as_f32(queries + 4 * query * head_dim)
-                        dot_rows(as_f32(scores + 4 * (begin - first)), vector, cache, keys, end - begin, head_dim)
-                    if softcap > np.float32(0.0):
-                        for t in range(last - first):
-                            power = exp(as_f32(scores)[t] * (np.float32(2.0) / softcap))  # for the tanh
-                            as_f32(scores)[t] = softcap - np.float32(2.0) * softcap / (power + np.float32(1.0))
-                    padded = (last - first + LANES - 1) // LANES * LANES
-                    for t in range(last - first, padded):
-                        as_f32(scores)[t] = LOWEST
-                    top = max(tops[query], highest(as_f32(scores), padded))
-                    shrink = exp(tops[query] - top)
-                    totals[query] = totals[query] * shrink + exp_of_difference(as_f32(scores), padded, top)
-                    tops[query] = top
-                    for index in range(first // block_size, (last + block_size - 1) // block_size):
-                        begin, end = max(index * block_size, first), min((index + 1) * block_size, last)
-                        values = np.int64(tables[table + index]) * block_stride + kv_heads * head_stride + head
-                        values += (begin - index * block_size) * head_dim
-                        target, weights = as_f32(sums + 4 * query * head_dim), as_f32(scores + 4 * (begin - first))
-                        add_weighted(target, weights, end - begin, cache, values, head_dim, shrink)
-                        shrink = np.float32(1.0)
-        for query in range(rows * heads):
-            factor = np.float32(1.0) / totals[query]
-            target = (row + query // heads) * out_stride + (first_head * group + query % heads) * head_dim
-            for i in range(head_dim):
-                store(out, target + i, as_f32(sums)[query * head_dim + i] * factor)
-    scratch[0] = 0.0  # Numba frees an array after its last use, and does not see the pointers into it
+                as_f32(space.tops)[query] = load(sinks, head) * LOG2_E
+                as_f32(space.totals)[query * LANES] = np.float32(1.0)
+            length = kv_len - rows + 1 + r
+            as_i64(space.begins)[query] = max(length - window, (length - 1) // chunk * chunk, 0)
+            as_i64(space.ends)[query] = length
+        first = as_i64(space.begins)[0]
+        start = first // TILE_TOKENS * TILE_TOKENS
+        table, base = as_i32(args[7] + 4 * seq * table_stride), args[2] + first_head * head_size
+        find_keys(
+            space, 0, start, first, kv_len - 1, table, block_size, head_dim, block_stride, base, kv_heads * head_size,
+            size,
+        )  # fmt: skip
+        side = 0
+        while start < kv_len:
+            after = start + TILE_TOKENS
+            if after < kv_len:
+                find_keys(
+                    space, 1 - side, after, first, kv_len - 1, table, block_size, head_dim, block_stride, base,
+                    kv_heads * head_size, size,
+                )  # fmt: skip
+            count = min(kv_len - start, TILE_TOKENS)
+            for head in range(span):
+                # tokens lie anywhere, so no hardware prefetcher finds what comes next: the next head of this tile, or
+                # the first head of the next tile
+                next_side, next_offset = side, (head + 1) * head_size
+                if head + 1 == span:
+                    next_side, next_offset = 1 - side, 0
+                attend_tile(
+                    space, cast, size, side, head * rows * group, rows * group, start, count, head_dim,
+                    head * head_size, head * head_size, next_side, next_offset, scale, softcap,
+                )  # fmt: skip
+            start, side = after, 1 - side
+        for query in range(span * rows * group):
+            r, head = query // group % rows, (first_head + query // (rows * group)) * group + query % group
+            end_query(space, query, out, (row + r) * out_stride + head * head_dim, head_dim)
+    memory[0] = 0  # Numba frees an array after its last use, and does not see the pointers into it
 
 
 @kernel
 def attend_bf16(args: Any) -> None:
-    attend_rows(as_bf16, args)
+    attend_rows(as_bf16, 2, args)
 
 
 @kernel
 def attend_f32(args: Any) -> None:
-    attend_rows(as_f32, args)
+    attend_rows(as_f32, 4, args)
 
 
 ATTEND = Kernel({torch.bfloat16: attend_bf16, torch.float32: attend_f32})
@@ -226,7 +222,7 @@ def paged_attention(
         q.dtype, items, q, cache[0, layer], out, constants(scale, softcap or 0.0), tiles, batch.kv_len,
         batch.block_table, items, max_rows, batch.block_table.stride(0), q.stride(0), out.stride(0),
         kv_heads, span, q.shape[1] // kv_heads, block_size, head_dim, cache.stride(0), window or NO_WINDOW,
-        chunk or NO_WINDOW, 0 if sinks is None else sinks, TILE_TOKENS,
+        chunk or NO_WINDOW, 0 if sinks is None else sinks,
     )  # fmt: skip
     return out
 

@@ -27,8 +27,6 @@ class BFloat16Type(ir.Type):
 
 
 LANES = 16
-UNROLL = 4  # vectors in flight, to hide the latency of multiply-and-add
-ROWS, COLUMNS = 8, 2 * LANES  # of a tile of a matrix product, whose sums stay in registers
 CACHE_LINE_BYTES = 64
 F32 = ir.FloatType()
 BF16 = BFloat16Type()
@@ -40,9 +38,10 @@ F32P = types.CPointer(types.float32)
 
 
 def splat(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    first = builder.insert_element(ir.Constant(VF32, ir.Undefined), value, ir.Constant(I32, 0))
+    vector = ir.VectorType(value.type, LANES)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(I32, 0))
     mask = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
-    return builder.shuffle_vector(first, ir.Constant(VF32, ir.Undefined), mask)
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), mask)
 
 
 def constant(value: float) -> ir.Constant:
@@ -59,125 +58,21 @@ def load16(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, dtype: Any
     return builder.bitcast(shifted, VF32)
 
 
-def store16(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, index: ir.Value) -> None:
-    address = builder.bitcast(builder.gep(pointer, [index]), VF32.as_pointer())
-    builder.store(value, address, align=4)
+def store16(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, index: ir.Value, dtype: Any) -> None:
+    """Write 16 float32 values, rounded to nearest even for bfloat16."""
+    if dtype == types.uint16:
+        value = builder.fptrunc(value, ir.VectorType(BF16, LANES))
+    address = builder.bitcast(builder.gep(pointer, [index]), value.type.as_pointer())
+    builder.store(value, address, align=dtype.bitwidth // 8)
 
 
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     return builder.fadd(builder.fmul(a, b, flags=FAST), c, flags=FAST)
 
 
-def reduce_add(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(F32, [F32, VF32]), f"llvm.vector.reduce.fadd.v{LANES}f32"
-    )
-    return builder.call(function, [ir.Constant(F32, 0.0), value], fastmath=FAST)
-
-
 def steps(builder: ir.IRBuilder, count: ir.Value) -> Any:
     """Loop over 0, 16, 32, … below `count`, which is a multiple of 16."""
     return cgutils.for_range_slice(builder, ir.Constant(I64, 0), count, ir.Constant(I64, LANES), intp=I64)
-
-
-@intrinsic
-def dot_rows(_: Any, out: Any, a: Any, rows: Any, start: Any, count: Any, size: Any) -> Any:
-    """out[t] = sum over i of a[i] * rows[start + t * size + i], for t below `count`; `size` a multiple of 16.
-
-    Rows are taken four at a time, for four independent sums; `out` needs space for `count` rounded up to that.
-    """
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        target, left, right, first, number, width = args
-        last = builder.sub(number, ir.Constant(I64, 1))
-        totals = [cgutils.alloca_once(builder, VF32) for _ in range(UNROLL)]
-        four = ir.Constant(I64, UNROLL)
-        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), number, four, intp=I64) as (t, _count):
-            offsets = []
-            for lane, total in enumerate(totals):
-                builder.store(constant(0.0), total)
-                row = builder.add(t, ir.Constant(I64, lane))
-                row = builder.select(builder.icmp_signed("<", row, last), row, last)  # the last row once more
-                offsets.append(builder.add(first, builder.mul(row, width)))
-            with steps(builder, width) as (i, _count):
-                x = load16(builder, left, i, types.float32)
-                for offset, total in zip(offsets, totals, strict=True):
-                    y = load16(builder, right, builder.add(offset, i), sig.args[2].dtype)
-                    builder.store(fma(builder, x, y, builder.load(total)), total)
-            for lane, total in enumerate(totals):
-                address = builder.gep(target, [builder.add(t, ir.Constant(I64, lane))])
-                builder.store(reduce_add(builder, builder.load(total)), address)
-        return context.get_dummy_value()
-
-    return types.void(F32P, F32P, rows, types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
-def add_weighted(_: Any, out: Any, weights: Any, count: Any, rows: Any, start: Any, size: Any, shrink: Any) -> Any:
-    """out[i] = out[i] * shrink + sum over t of weights[t] * rows[start + t * size + i]; `size` a multiple of 16.
-
-    Four vectors at a time, to have four independent sums, then those that are left.
-    """
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        target, scale, number, source, first, width, factor = args
-        totals = [cgutils.alloca_once(builder, VF32) for _ in range(UNROLL)]
-        factors = splat(builder, factor)
-
-        def columns(i: ir.Value, vectors: int) -> None:
-            offsets = [builder.add(i, ir.Constant(I64, LANES * lane)) for lane in range(vectors)]
-            for offset, total in zip(offsets, totals, strict=False):
-                builder.store(builder.fmul(load16(builder, target, offset, types.float32), factors, flags=FAST), total)
-            with cgutils.for_range(builder, number, intp=I64) as loop:
-                row = builder.add(first, builder.mul(loop.index, width))
-                weight = splat(builder, builder.load(builder.gep(scale, [loop.index])))
-                for offset, total in zip(offsets, totals, strict=False):
-                    value = load16(builder, source, builder.add(row, offset), sig.args[3].dtype)
-                    builder.store(fma(builder, weight, value, builder.load(total)), total)
-            for offset, total in zip(offsets, totals, strict=False):
-                store16(builder, builder.load(total), target, offset)
-
-        wide = ir.Constant(I64, LANES * UNROLL)
-        whole = builder.mul(builder.sdiv(width, wide), wide)
-        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), whole, wide, intp=I64) as (i, _count):
-            columns(i, UNROLL)
-        with cgutils.for_range_slice(builder, whole, width, ir.Constant(I64, LANES), intp=I64) as (i, _count):
-            columns(i, 1)
-        return context.get_dummy_value()
-
-    return types.void(F32P, F32P, types.int64, rows, types.int64, types.int64, types.float32), generate
-
-
-@intrinsic
-def multiply_tile(_: Any, out: Any, out_size: Any, a: Any, a_size: Any, b: Any, b_size: Any, n: Any, add: Any) -> Any:
-    """out[r, c] = sum over i < n of a[r, i] * b[i, c], added to what is there with `add`, for 8 rows and 32 columns; a
-    row of each matrix has its `size`."""
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        target, target_size, left, left_size, right, right_size, count, keep = args
-        vectors = [ir.Constant(I64, LANES * i) for i in range(COLUMNS // LANES)]
-        places = [
-            builder.add(builder.mul(ir.Constant(I64, row), target_size), vector)
-            for row in range(ROWS) for vector in vectors
-        ]  # fmt: skip
-        totals = []
-        for place in places:
-            before = builder.select(keep, load16(builder, target, place, types.float32), constant(0.0))
-            totals.append(cgutils.alloca_once_value(builder, before))
-        with cgutils.for_range(builder, count, intp=I64) as loop:
-            first = builder.mul(loop.index, right_size)
-            some = [load16(builder, right, builder.add(first, vector), types.float32) for vector in vectors]
-            for row in range(ROWS):
-                index = builder.add(builder.mul(ir.Constant(I64, row), left_size), loop.index)
-                x = splat(builder, builder.load(builder.gep(left, [index])))
-                for y, total in zip(some, totals[row * len(some) :], strict=False):
-                    builder.store(fma(builder, x, y, builder.load(total)), total)
-        for place, total in zip(places, totals, strict=True):
-            store16(builder, builder.load(total), target, place)
-        return context.get_dummy_value()
-
-    size = types.int64
-    return types.void(F32P, size, F32P, size, F32P, size, size, types.boolean), generate
 
 
 @intrinsic
@@ -199,19 +94,27 @@ def highest(_: Any, values: Any, count: Any) -> Any:
 
 
 @intrinsic
-def exp_of_difference(_: Any, values: Any, count: Any, top: Any) -> Any:
-    """values[i] = e ** (values[i] - top) in place, for values not above `top`; returns their sum. `count` a multiple
-    of 16. Accurate to 2e-7 relative: 2 ** x split into whole part and polynomial (Cephes' exp2f)."""
+def exponentials(_: Any, out: Any, scores: Any, count: Any, factor: Any, top: Any, sums: Any, shrink: Any) -> Any:
+    """out[i] = 2 ** (scores[i] * factor - top), for scores whose power is not above 0; `count` a multiple of 16.
+
+    The 16 elements of `sums` are multiplied by `shrink`, and element i added to lane i % 16. Powers below -126 give 0,
+    so that what is hidden changes no bit of a sum. Otherwise accurate to 2e-7 relative: whole part and polynomial
+    (Cephes' exp2f).
+    """
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        pointer, number, highest = args
+        target, pointer, number, scale, highest, lanes, less = args
         floor = cgutils.get_or_insert_function(builder.module, ir.FunctionType(VF32, [VF32]), f"llvm.floor.v{LANES}f32")
-        total = cgutils.alloca_once_value(builder, constant(0.0))
+        zero, low = ir.Constant(I64, 0), constant(-126.0)
+        before = load16(builder, lanes, zero, types.float32)
+        total = cgutils.alloca_once_value(builder, builder.fmul(before, splat(builder, less)))
         with steps(builder, number) as (i, _count):
-            x = builder.fsub(load16(builder, pointer, i, types.float32), splat(builder, highest))
-            x = builder.fmul(x, constant(1.4426950408889634))
-            low = constant(-126.0)
-            x = builder.select(builder.fcmp_ordered(">", x, low), x, low)
+            score = load16(builder, pointer, i, types.float32)
+            power = builder.fsub(
+                builder.fmul(score, splat(builder, scale), flags=FAST), splat(builder, highest), flags=FAST
+            )
+            seen = builder.fcmp_ordered(">", power, low)
+            x = builder.select(seen, power, low)
             whole = builder.call(floor, [builder.fadd(x, constant(0.5))])
             f = builder.fsub(x, whole)
             p = constant(1.535336188319500e-4)
@@ -220,31 +123,36 @@ def exp_of_difference(_: Any, values: Any, count: Any, top: Any) -> Any:
                 2.402264791363012e-1, 6.931472028550421e-1, 1.0,
             ):  # fmt: skip
                 p = fma(builder, p, f, constant(coefficient))
-            exponent = builder.add(builder.fptosi(whole, VI32), ir.Constant(VI32, [127] * LANES))
-            power = builder.bitcast(builder.shl(exponent, ir.Constant(VI32, [23] * LANES)), VF32)
-            result = builder.fmul(p, power)
-            store16(builder, result, pointer, i)
-            builder.store(builder.fadd(builder.load(total), result, flags=FAST), total)
-        return reduce_add(builder, builder.load(total))
+            exponent = builder.shl(builder.fptosi(whole, VI32), ir.Constant(VI32, [23] * LANES))
+            raised = builder.bitcast(builder.add(builder.bitcast(p, VI32), exponent), VF32)
+            result = builder.select(seen, raised, constant(0.0))
+            store16(builder, result, target, i, sig.args[0].dtype)
+            builder.store(builder.fadd(builder.load(total), result), total)
+        store16(builder, builder.load(total), lanes, zero, types.float32)
+        return context.get_dummy_value()
 
-    return types.float32(F32P, types.int64, types.float32), generate
+    f32 = types.float32
+    return types.void(out, F32P, types.int64, f32, f32, F32P, f32), generate
 
 
 @intrinsic
-def prefetch(_: Any, pointer: Any, index: Any, size: Any) -> Any:
-    """Ask for elements [index, index + size) to be brought into the cache."""
+def prefetch(_: Any, table: Any, count: Any, offset: Any, size: Any) -> Any:
+    """Ask for `size` bytes from each of the first `count` addresses in `table` + `offset` on to be brought into the
+    cache."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        array, start, count = args
+        addresses, number, start, length = args
         byte = ir.IntType(8).as_pointer()
         function = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
         )
-        line = CACHE_LINE_BYTES * 8 // sig.args[0].dtype.bitwidth
+        line = ir.Constant(I64, CACHE_LINE_BYTES)
         read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)
-        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), count, ir.Constant(I64, line), intp=I64) as (i, _n):
-            address = builder.bitcast(builder.gep(array, [builder.add(start, i)]), byte)
-            builder.call(function, [address, read, keep, data])
+        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), length, line, intp=I64) as (i, _n):
+            place = builder.add(start, i)
+            with cgutils.for_range(builder, number, intp=I64) as loop:
+                address = builder.add(builder.load(builder.gep(addresses, [loop.index])), place)
+                builder.call(function, [builder.inttoptr(address, byte), read, keep, data])
         return context.get_dummy_value()
 
-    return types.void(pointer, types.int64, types.int64), generate
+    return types.void(types.CPointer(types.int64), types.int64, types.int64, types.int64), generate

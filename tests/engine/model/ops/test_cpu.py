@@ -178,28 +178,29 @@ def test_a_row_of_a_linear_layer_has_the_same_bits_alone_and_among_others(dtype,
     cached=st.integers(0, 300),
     count=st.integers(2, 20),
     others=st.integers(0, 5),
-    heads=st.sampled_from([(1, 1), (4, 2), (3, 3)]),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 3), (7, 1)]),
+    head_dim=st.sampled_from([16, 48, 64]),
     block_size=st.sampled_from([4, 16, 20]),
     window=st.sampled_from([None, 33, 100]),
     dtype=DTYPES,
 )
 def test_a_row_of_attention_has_the_same_bits_in_a_chunk_and_by_itself(
-    cached, count, others, heads, block_size, window, dtype
+    cached, count, others, heads, head_dim, block_size, window, dtype
 ):
     """others: sequences that decode beside it."""
     num_heads, kv_heads = heads
     total = cached + count
     width = -(-total // block_size)
     table = torch.randperm((others + 1) * width, generator=torch.Generator().manual_seed(1)).view(-1, width).int()
-    cache = randn(table.numel(), 1, 2, kv_heads, block_size, 16, dtype=dtype)
-    q = randn(count + others, num_heads, 16, dtype=dtype)
+    cache = randn(table.numel(), 1, 2, kv_heads, block_size, head_dim, dtype=dtype)
+    q = randn(count + others, num_heads, head_dim, dtype=dtype)
 
     def attend(q: torch.Tensor, table: torch.Tensor, counts: list[int], kv_lens: list[int]) -> torch.Tensor:
         single, chunks = split(counts, kv_lens)
         nowhere = torch.zeros(sum(counts), dtype=torch.int64)  # nothing is rotated or written
         start, kv_len = torch.tensor([0, *counts]).cumsum(0).int(), torch.tensor(kv_lens, dtype=torch.int32)
         batch = Batch(nowhere, nowhere, start, kv_len, table, cache, single, chunks)
-        return cpu_attention.paged_attention(q, batch, 0, 0.25, window)
+        return cpu_attention.paged_attention(q, batch, 0, head_dim**-0.5, window)
 
     chunk = attend(q, table, [count] + [1] * others, [total] * (others + 1))
     for row in range(count):
@@ -244,3 +245,15 @@ def test_what_is_not_a_number_stays_in_its_own_sequence():
     q[:30] = k[:30] = v[:30] = torch.nan
     found = cpu_encoder_attention.encoder_attention(q, k, v, whole_sequences([30, 20, 40]), 0.25, None)
     assert torch.equal(found[30:], expected[30:])
+
+
+def test_what_another_request_left_in_a_block_is_not_read():
+    q, cache = randn(10, 2, 16, dtype=torch.bfloat16), randn(3, 1, 2, 2, 16, 16, dtype=torch.bfloat16)
+    start, table = torch.tensor([0, 10], dtype=torch.int32), torch.tensor([[2, 1, 0]], dtype=torch.int32)
+    nowhere = torch.zeros(10, dtype=torch.int64)
+    batch = Batch(nowhere, nowhere, start, torch.tensor([21], dtype=torch.int32), table, cache, *split([10], [21]))
+    expected = cpu_attention.paged_attention(q, batch, 0, 0.25)
+    cache[0], cache[1, :, :, :, 5:] = torch.nan, torch.nan
+    assert torch.equal(cpu_attention.paged_attention(q, batch, 0, 0.25), expected)
+    decoding = Batch(nowhere[:1], nowhere[:1], start[:2] // 10, batch.kv_len, table, cache, *split([1], [21]))
+    assert torch.equal(cpu_attention.paged_attention(q[-1:], decoding, 0, 0.25), expected[-1:])

@@ -1,0 +1,201 @@
+"""What the two attention kernels share: some rows of queries against a tile of keys, both sides as matrix products.
+
+A running softmax (FlashAttention, arXiv:2205.14135, section 3.1). Tiles of keys begin at multiples of TILE_TOKENS from
+the sequence's first token, and within one each sum has one order. So a row has the same bits whatever it is computed
+with: alone, among the rows of a chunk, or after others came from a cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.model.ops.cpu.kernel import as_f32, as_i64, device_function, exp, store
+from engine.model.ops.cpu.tile_product import (
+    COLUMNS,
+    ROWS,
+    add_product_of_rows,
+    add_product_tile,
+    multiply_columns,
+    pack_columns,
+    pack_row,
+    rows_at_once,
+)
+from engine.model.ops.cpu.vector import CACHE_LINE_BYTES, LANES, exponentials, highest, prefetch
+
+TILE_TOKENS = 64
+FEW_ROWS = 4  # up to which keys and values are read where they lie
+NO_WINDOW = 2**62
+LOWEST = np.float32(-1e30)  # a score that counts as none; infinities are not safe under fast math
+LOG2_E = np.float32(1.4426950408889634)
+
+
+class Space(NamedTuple):
+    """A thread's memory, by addresses. A `query` is one head of one row."""
+
+    queries: int  #: [queries, head_dim] as q is
+    sums: int  #: [queries, width] float32, of values by weight
+    totals: int  #: [queries, LANES] float32, of weights
+    keys: int  #: [words of head_dim, TILE_TOKENS]
+    values: int  #: [words of TILE_TOKENS, width]
+    scores: int  #: [ROWS, TILE_TOKENS] float32
+    weights: int  #: [ROWS, TILE_TOKENS] as q is
+    key_at: int  #: [2, TILE_TOKENS] int64, addresses of the keys of this tile and of the next
+    value_at: int  #: [2, TILE_TOKENS] int64
+    begins: int  #: [queries] int64, first token that is seen
+    ends: int  #: [queries] int64, past the last
+    tops: int  #: [queries] float32, highest score so far, as a power of 2
+    shrinks: int  #: [ROWS] float32
+    zeros: int  #: [ROWS] float32
+    end: int
+
+
+@device_function
+def padded(size: int) -> int:
+    return (size + COLUMNS - 1) // COLUMNS * COLUMNS
+
+
+@device_function
+def divide_space(start: int, queries: int, head_dim: int) -> Space:
+    """Divide the memory from address `start` on, a multiple of 64."""
+    width, line = padded(head_dim), 4 * TILE_TOKENS
+    sums = start + 4 * queries * width
+    totals = sums + 4 * queries * width
+    keys = totals + 4 * queries * LANES
+    values = keys + line * width
+    scores = values + line * width
+    weights = scores + line * ROWS
+    key_at = weights + line * ROWS
+    value_at = key_at + 4 * line
+    begins = value_at + 4 * line
+    ends = begins + 8 * queries
+    tops = ends + 8 * queries
+    shrinks = tops + 4 * queries
+    zeros = shrinks + 4 * ROWS
+    return Space(
+        start, sums, totals, keys, values, scores, weights, key_at, value_at, begins, ends, tops, shrinks, zeros,
+        zeros + 4 * ROWS,
+    )  # fmt: skip
+
+
+@device_function
+def memory_for(queries: int, head_dim: int) -> Any:
+    """Zeros for a Space: also what is only there to fill whole tiles is read."""
+    return np.zeros(divide_space(0, queries, head_dim).end + CACHE_LINE_BYTES, np.uint8)
+
+
+@device_function
+def space_in(memory: Any, queries: int, head_dim: int) -> Space:
+    start = memory.ctypes.data
+    return divide_space((start + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES * CACHE_LINE_BYTES, queries, head_dim)
+
+
+@device_function
+def begin_query(space: Space, query: int, cast: Any, q: Any, source: int, head_dim: int) -> None:
+    """Copy a query from q[source] on, and forget what was summed in its place."""
+    target, width = query * head_dim, padded(head_dim)
+    for i in range(head_dim):
+        cast(space.queries)[target + i] = q[source + i]
+    for i in range(width):
+        as_f32(space.sums)[query * width + i] = np.float32(0.0)
+    for i in range(LANES):
+        as_f32(space.totals)[query * LANES + i] = np.float32(0.0)
+    as_f32(space.tops)[query] = LOWEST
+
+
+@device_function
+def end_query(space: Space, query: int, out: Any, target: int, head_dim: int) -> None:
+    total = np.float32(0.0)
+    for i in range(LANES):
+        total += as_f32(space.totals)[query * LANES + i]
+    factor = np.float32(1.0) / total
+    first = query * padded(head_dim)
+    for i in range(head_dim):
+        store(out, target + i, as_f32(space.sums)[first + i] * factor)
+
+
+@device_function
+def attend_tile(
+    space: Space, cast: Any, size: int, side: int, first_query: int, queries: int, start: int, count: int,
+    head_dim: int, key_offset: int, value_offset: int, next_side: int, next_offset: int, scale: Any, softcap: Any,
+) -> None:  # fmt: skip
+    """Add the tile of keys from token `start` on to `queries` queries, none of which sees less than one before it.
+
+    size: of an element, in bytes. side: which half of `key_at` and `value_at` holds the tile's addresses, of `count`
+    tokens or more, up to a multiple of COLUMNS. The offsets, in bytes, are of this head.
+    """
+    width, words, per_word = padded(head_dim), head_dim * size // 4, 4 // size
+    key_at, value_at = space.key_at + 8 * TILE_TOKENS * side, space.value_at + 8 * TILE_TOKENS * side
+    next_keys, next_values = space.key_at + 8 * TILE_TOKENS * next_side, space.value_at + 8 * TILE_TOKENS * next_side
+    packed = queries > FEW_ROWS
+    if packed:
+        for t in range(0, padded(count), LANES):
+            pack_columns(cast(space.keys + 4 * t), TILE_TOKENS, as_i64(key_at + 8 * t), key_offset, words)
+        for t in range(0, padded(count), per_word):
+            pack_row(cast(space.values + 4 * (t // per_word) * width), as_i64(value_at + 8 * t), value_offset, head_dim)
+    query, last = first_query, first_query + queries
+    begins, ends, tops = as_i64(space.begins), as_i64(space.ends), as_f32(space.tops)
+    while query < last:
+        rows = rows_at_once(last - query)
+        low = max(begins[query] - start, 0) // COLUMNS * COLUMNS
+        high = padded(min(ends[query + rows - 1] - start, count))
+        if low < high:
+            own = cast(space.queries + 4 * query * words)
+            if packed:
+                for t in range(low, high, COLUMNS):
+                    add_product_tile(
+                        rows, as_f32(space.scores + 4 * t), TILE_TOKENS, as_f32(space.zeros), own, words,
+                        cast(space.keys + 4 * t), TILE_TOKENS, words,
+                    )  # fmt: skip
+            else:
+                for t in range(low, high, COLUMNS):
+                    prefetch(as_i64(next_keys + 8 * t), COLUMNS, next_offset, size * head_dim)
+                    scores = as_f32(space.scores + 4 * t)
+                    multiply_columns(rows, scores, TILE_TOKENS, own, as_i64(key_at + 8 * t), key_offset, words)
+            for r in range(rows):
+                scores = as_f32(space.scores + 4 * (r * TILE_TOKENS + low))
+                weights = cast(space.weights + size * (r * TILE_TOKENS + low))
+                begin, end = begins[query + r] - start - low, ends[query + r] - start - low
+                shrink = np.float32(1.0)
+                if end <= 0 or begin >= high - low:  # other rows see something here
+                    for t in range(high - low):
+                        store(weights, t, np.float32(0.0))
+                else:
+                    factor = scale * LOG2_E
+                    if softcap > np.float32(0.0):
+                        factor = LOG2_E
+                        for t in range(high - low):
+                            power = exp(scores[t] * (np.float32(2.0) * scale / softcap))  # for the tanh
+                            scores[t] = softcap - np.float32(2.0) * softcap / (power + np.float32(1.0))
+                    for t in range(begin):
+                        scores[t] = LOWEST
+                    for t in range(end, high - low):
+                        scores[t] = LOWEST
+                    top = max(tops[query + r], highest(scores, high - low) * factor)
+                    if top > tops[query + r]:
+                        shrink = exp((tops[query + r] - top) / LOG2_E)
+                        tops[query + r] = top
+                    totals = as_f32(space.totals + 4 * LANES * (query + r))
+                    exponentials(weights, scores, high - low, factor, top, totals, shrink)
+                as_f32(space.shrinks)[r] = shrink
+            sums, shrinks = space.sums + 4 * query * width, as_f32(space.shrinks)
+            weights, line = space.weights + size * low, TILE_TOKENS // per_word
+            if packed:
+                for i in range(0, width, COLUMNS):
+                    values = cast(space.values + 4 * (low // per_word * width + i))
+                    add_product_tile(
+                        rows, as_f32(sums + 4 * i), width, shrinks, cast(weights), line, values, width,
+                        (high - low) // per_word,
+                    )  # fmt: skip
+            else:
+                for t in range(low, high, COLUMNS):
+                    prefetch(as_i64(next_values + 8 * t), COLUMNS, next_offset, size * head_dim)
+                    seen = (min(count - t, COLUMNS) + per_word - 1) // per_word
+                    add_product_of_rows(
+                        rows, as_f32(sums), width, shrinks, cast(weights + size * (t - low)), line,
+                        as_i64(value_at + 8 * t), value_offset, head_dim, seen,
+                    )  # fmt: skip
+                    for r in range(rows):
+                        shrinks[r] = np.float32(1.0)
+        query += rows
