@@ -76,9 +76,13 @@ class HandoffConfig:
 class SpeculativeConfig:
     """Options of speculative decoding, by vLLM's names (docs/speculative_decoding.md)."""
 
-    method: Literal["ngram"] = field(
-        metadata={"help": "`ngram` proposes what followed the newest tokens earlier in prompt and output."}
+    method: Literal["ngram", "draft_model", "eagle3", "mtp", "medusa"] = field(
+        metadata={
+            "help": "`ngram` proposes what followed the newest tokens earlier in prompt and output. The others have "
+            "weights: a smaller model, or heads that read the hidden states of this one."
+        }
     )
+    model: str | None = option(None, "`draft_model`, `eagle3` and `medusa`: folder or Hub id of the weights.")
     num_speculative_tokens: int = option(
         5, "Tokens that are drafted at most for each sequence and step; load and acceptance decide up to there."
     )
@@ -90,9 +94,18 @@ class SpeculativeConfig:
         if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             limit = f"between 1 and {MAX_SPECULATIVE_TOKENS}"
             raise ConfigError("speculative.num_speculative_tokens", self.num_speculative_tokens, limit)
+        needs_model = self.method in ("draft_model", "eagle3", "medusa")
+        if needs_model != (self.model is not None):
+            limit = f"{'given' if needs_model else 'left out'} with method {self.method}"
+            raise ConfigError("speculative.model", self.model, limit)
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             limit = f"at least 1, and at most prompt_lookup_max ({self.prompt_lookup_max})"
             raise ConfigError("speculative.prompt_lookup_min", self.prompt_lookup_min, limit)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the drafts are made on the device, beside the model."""
+        return self.method != "ngram"
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> SpeculativeConfig:

@@ -122,7 +122,9 @@ class EngineCore:
             handoffs = HandoffManager(policy, channel.peer, own)
         speculator = None
         if config.speculative is not None and model_config.head == "lm":
-            drafter = NgramDrafter(config.speculative.prompt_lookup_min, config.speculative.prompt_lookup_max)
+            drafter = None
+            if not config.speculative.has_weights:
+                drafter = NgramDrafter(config.speculative.prompt_lookup_min, config.speculative.prompt_lookup_max)
             step_cost = step_times.by_decoded_tokens
             speculator = Speculator(
                 config.speculative, drafter, lambda: step_cost.coefficients, model_config.vocab_size

@@ -152,7 +152,14 @@ class ModelConfig:
 
         Raises UnsupportedArchitecture, ModelFolderError that names the field of config.json, or ConfigError.
         """
-        architecture, raw = text_part(read_json(folder, "config.json"))
+        return cls.from_fields(read_json(folder, "config.json"), folder, quantization, max_model_len)
+
+    @classmethod
+    def from_fields(
+        cls, raw: Fields, folder: Path, quantization: Method | None = None, max_model_len: int | None = None
+    ) -> ModelConfig:
+        """The same with the fields of config.json already read, and possibly changed."""
+        architecture, raw = text_part(raw)
         family = find_family(architecture)
         try:
             dtype = _dtype(raw, folder)

@@ -12,21 +12,22 @@ import sys
 import time
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ModelFolderError
 from engine.model.checkpoint.folder import weight_files
 from engine.model.layers.embedding import TiedLMHead
 from engine.model.layers.moe import Experts
-from engine.model.models.llama import Model
 from engine.model.shard import Shard, Sharded, TensorSlice
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,23 @@ UNUSED = (
 )  # fmt: skip
 
 
-def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
+class Loadable(Protocol):
+    """A module whose layers know the tensors of a checkpoint: a model, or what drafts for one."""
+
+    unused: tuple[str, ...]
+
+    def checkpoint_name(self, path: str) -> str: ...
+
+    def canonical_name(self, name: str) -> str | None: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+def load_weights(model: Loadable, folder: Path, tp: TPGroup) -> None:
     """Fill every parameter of `model`, each exactly once. Rank 0 shows the progress, if there is a terminal.
 
     Raises ModelFolderError that names the tensors that are missing, unexpected or of a wrong shape.
@@ -54,12 +71,13 @@ def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
         known = {name: model.canonical_name(name) for name in names}
         canonical |= {name: own for name, own in known.items() if own is not None}
         files[file] = [name for name in names if name in canonical]
-    if isinstance(model.lm_head, TiedLMHead) and has_own_head(files, canonical):
+    head = getattr(model, "lm_head", None)
+    if isinstance(head, TiedLMHead) and has_own_head(files, canonical):
         logger.warning(
             "config.json says tie_word_embeddings, but %s differs from %s: the head is not tied folder=%s",
             HEAD, EMBEDDING, folder,
         )  # fmt: skip
-        model.lm_head.untie()
+        head.untie()
     for path, layer in model.named_modules():
         if isinstance(layer, Experts):
             layer.stacked |= model.checkpoint_name(f"{path}.down_proj") in canonical.values()
@@ -81,14 +99,14 @@ def load_weights(model: Model, folder: Path, tp: TPGroup) -> None:
     logger.info("weights loaded folder=%s gb=%.2f seconds=%.1f", folder, num_bytes / 1e9, seconds)
 
 
-def pack_weights(model: Model) -> None:
+def pack_weights(model: Loadable) -> None:
     """Bring loaded weights into the form that the ops want, one layer at a time, each in place of the original."""
     for layer in model.modules():
         if isinstance(layer, Sharded):
             layer.pack()
 
 
-def count_parameters(model: Model) -> int:
+def count_parameters(model: Loadable) -> int:
     """Number of parameters of this rank, before they are packed."""
     quantized = sum(layer.quantized_parameters for layer in model.modules() if isinstance(layer, Sharded))
     return quantized + sum(parameter.numel() for parameter in model.parameters())
@@ -109,7 +127,7 @@ def load_tensor(parts: list[tuple[Shard, Tensor]], source: TensorSlice, name: st
         replace(shard, shape=shape, start=start + shard.start).load(source, target)
 
 
-def fill_with_noise(model: Model) -> None:
+def fill_with_noise(model: Loadable) -> None:
     """Fill the model with random weights, for measurements. Tensors that every rank holds are the same on all."""
     named = [(name, target) for name, parts in checkpoint_shards(model).items() for _, target in parts]
     for name, target in named:
@@ -127,7 +145,7 @@ def fill_with_noise(model: Model) -> None:
         target.copy_(noise.mul_(0.02).add_(1.0) if target.dim() == 1 else noise.mul_(0.02))
 
 
-def checkpoint_shards(model: Model) -> dict[str, list[tuple[Shard, Tensor]]]:
+def checkpoint_shards(model: Loadable) -> dict[str, list[tuple[Shard, Tensor]]]:
     """Every shard of the model by the name of its tensor in the checkpoint, which may hold several."""
     shards: dict[str, list[tuple[Shard, Tensor]]] = {}
     for path, layer in model.named_modules():
@@ -163,7 +181,7 @@ def zero_biases(files: dict[Path, list[str]], canonical: dict[str, str], wanted:
     return found
 
 
-def unused_heads(canonical: dict[str, str], model: Model, wanted: set[str]) -> set[str]:
+def unused_heads(canonical: dict[str, str], model: Loadable, wanted: set[str]) -> set[str]:
     """Tensors of heads that the checkpoint has and the model does without, such as the one of its pretraining."""
     return {name for name, own in canonical.items() if own.startswith(model.unused) and own not in wanted}
 

@@ -129,10 +129,11 @@ class DecodeGraphs:
             self._capture(inputs)
         return hidden
 
-    def _compute(self, inputs: Tensor) -> Tensor:
-        token_index, positions, slot_mapping, slots, kv_len = inputs.unbind()
+    def batch(self, inputs: Tensor) -> Batch:
+        """Return the batch of a step, padding included. inputs: as `run` takes them."""
+        _, positions, slot_mapping, slots, kv_len = inputs.unbind()
         size = len(slots)
-        batch = Batch(
+        return Batch(
             positions=positions,
             slot_mapping=slot_mapping,
             query_start=self._query_start[: size + 1],
@@ -143,7 +144,9 @@ class DecodeGraphs:
             chunks=[],
             kv_scales=self._kv_scales,
         )
-        return self._forward(self._history.view(-1)[token_index].long(), batch)
+
+    def _compute(self, inputs: Tensor) -> Tensor:
+        return self._forward(self._history.view(-1)[inputs[0]].long(), self.batch(inputs))
 
     def _capture(self, example: Tensor) -> None:
         size, started = example.shape[1], time.perf_counter()

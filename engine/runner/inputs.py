@@ -130,7 +130,7 @@ class InputBuilder:
             self.block_tables[slots[entry], positions // self._block_size] * np.int64(self._block_size) + offset
         )
         token_index = slots[entry] * self._max_model_len + positions
-        width = -(-int(ends.max()) // self._block_size)
+        width = -(-(int(ends.max()) + plan.num_drafts) // self._block_size)
         size = self._capture_size_for(len(slots)) if len(slots) == len(positions) else None
         batch = padded = None
         if size is not None:

@@ -40,13 +40,15 @@ def choose_num_blocks(
     device: torch.device,
     tp: TPGroup,
     free_bytes: int,
+    drafter_bytes: int = 0,
 ) -> tuple[int, int]:
     """Return (num_blocks, max_model_len) for this memory, and log what limits them.
 
     free_bytes: on a GPU memory for the KV cache, measured by a profiling run; on a CPU the machine's free memory.
+    drafter_bytes: that a drafter needs for each block.
     Raises OutOfMemory if the configured `max_model_len` does not fit, or nothing fits at all.
     """
-    block_bytes = torch.Size(block_shape(model, block_size, tp)).numel() * dtype.itemsize
+    block_bytes = torch.Size(block_shape(model, block_size, tp)).numel() * dtype.itemsize + drafter_bytes
     longest = model.longest_sequence(config.max_model_len)
     desired = config.max_num_seqs * -(-longest // block_size)
     if not block_bytes:

@@ -31,6 +31,7 @@ from engine.model.ops import dispatch
 from engine.runner import kv_cache
 from engine.runner.cuda_graphs import DecodeGraphs, capture_sizes
 from engine.runner.inputs import InputBuilder, PromptLogprobRows, StepInputs
+from engine.runner.model_drafts import draft_inputs
 from engine.runner.pooler import Pooled, Pooler
 from engine.runner.sampler import (
     LogprobTable,
@@ -42,6 +43,9 @@ from engine.runner.sampler import (
     process_rows,
     sample,
 )
+from engine.spec_decode.drafter import ModelDrafter
+from engine.spec_decode.open_drafter import open_drafter
+from engine.spec_decode.target import Target
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.sampling_params import SamplingParams
 
@@ -62,6 +66,7 @@ class LaunchedStep:
     logprobs: tuple[list[int], list[int], LogprobTable] | None  #: entries, alternatives of each, and their table
     prompt_logprobs: list[tuple[PromptLogprobRows, list[LogprobTable]]]  #: with one table per PROMPT_LOGPROB_ROWS rows
     pooled: list[Pooled]
+    drafts: Tensor | None  #: [entries that sample, plan.num_drafts] int64, of a drafter with weights
     event: DeviceEvent
 
 
@@ -94,13 +99,21 @@ class ModelRunner:
         self._pooler = Pooler(model_config, self.model, folder, self.dtype, self.device)
         if config.torch_compile:
             self._compile()
+        self.drafter: ModelDrafter | None = None
+        if tp.rank == 0:  # the other ranks get its drafts with the plan
+            self.drafter = open_drafter(config, self._target(folder))
+        if self.drafter is not None and self.drafter.aux_layers:
+            self.model.aux_layers = self.drafter.aux_layers
         free = kv_cache.free_host_bytes() // tp.local_size if device.type == "cpu" else self._free_gpu_bytes()
         num_blocks, longest = kv_cache.choose_num_blocks(
-            config, self.block_size, model_config, self.kv_dtype, device, tp, free
-        )
+            config, self.block_size, model_config, self.kv_dtype, device, tp, free,
+            0 if self.drafter is None else self.drafter.block_bytes,
+        )  # fmt: skip
         self.num_blocks = min(map(int, tp.exchange(str(num_blocks))))
         self.max_model_len = min(longest, self.num_blocks * self.block_size)
         self.kv_cache = kv_cache.allocate(self.num_blocks, model_config, self.block_size, self.kv_dtype, device, tp)
+        if self.drafter is not None:
+            self.drafter.allocate(self.num_blocks)
         slots, longest = config.max_num_seqs, self.max_model_len
         self._history = torch.zeros(slots, longest, dtype=torch.int32, device=device)
         # the device's own block tables; only changes are sent, since a batch's rows are megabytes with long contexts
@@ -157,6 +170,10 @@ class ModelRunner:
             self.device.torch_device, torch.get_num_threads(), time.perf_counter() - started,
         )  # fmt: skip
         return model
+
+    def _target(self, folder: Path) -> Target:
+        cfg, device, dummy = self.model_config, self.device.torch_device, self.config.load_format == "dummy"
+        return Target(self.model, cfg, folder, self.tp, self.dtype, device, self.block_size, dummy)
 
     def _compile(self) -> None:
         if self.config.enforce_eager:
@@ -224,7 +241,7 @@ class ModelRunner:
             for top_p in (1.0, 0.9)
         ]  # fmt: skip
         staged.send()
-        logits = self.model.logits(self.model(ids, batch)[:seqs])
+        logits = self.model.logits(self.model(ids, batch)[:seqs, : self.model_config.hidden_size])
         for sampling in samplings:
             sample(logits, sampling)
         self.device.event().wait()
@@ -249,13 +266,23 @@ class ModelRunner:
         for change in inputs.plan.blocks:
             for block, start in change.cleared:
                 self.kv_cache[block, :, :, :, start:] = 0
-        hidden = self._forward(inputs, history)
+        out, size = self._forward(inputs, history), self.model_config.hidden_size
+        hidden = out if self.drafter is None else out[:, :size]
         tokens, logprobs = self._sample(hidden, inputs)
         # -1 ends a request, but with overlap a step that reads this token may be under way and needs a real one
         history[inputs.written] = tokens.clamp(min=0).int()
         prompt_logprobs = [(rows, self._prompt_logprobs(hidden, rows)) for rows in inputs.prompt_logprob_rows]
         pooled = self._pooler.launch(hidden, inputs.pooled_rows) if inputs.pooled_rows else []
-        return LaunchedStep(inputs, self.device.fetch(tokens), logprobs, prompt_logprobs, pooled, self.device.event())
+        drafts = None
+        if self.drafter is not None:
+            batch = inputs.batch
+            if inputs.padded is not None and self.graphs is not None:
+                batch = self.graphs.batch(inputs.padded)
+            assert batch is not None
+            step = draft_inputs(inputs, batch, tokens, self._history, out, size)
+            drafts = self.device.fetch(self.drafter.propose(step))
+        tokens = self.device.fetch(tokens)
+        return LaunchedStep(inputs, tokens, logprobs, prompt_logprobs, pooled, drafts, self.device.event())
 
     def _forward(self, inputs: StepInputs, history: Tensor) -> Tensor:
         if inputs.padded is not None:
@@ -279,6 +306,8 @@ class ModelRunner:
         for i in dict.fromkeys(inputs.entries):
             drafts = inputs.plan.drafts.get(i, [])
             result.tokens[i] = accepted_tokens([next(sampled) for _ in range(len(drafts) + 1)], drafts)
+        if launched.drafts is not None:
+            result.drafts.update(zip(dict.fromkeys(inputs.entries), launched.drafts.tolist(), strict=True))
         if launched.logprobs is not None:
             entries, counts, table = launched.logprobs
             for i, logprob in zip(entries, table.rows(counts), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
@@ -70,11 +71,16 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaForCausalLM(NativeNames, nn.Module):
-    """input_ids [tokens] int64 -> hidden [tokens, hidden]; `logits` then takes the rows that are sampled from."""
+    """input_ids [tokens] int64 -> hidden [tokens, hidden]; `logits` then takes the rows that are sampled from.
+
+    With `aux_layers` the inputs of these layers follow: [tokens, (1 + aux_layers) * hidden].
+    """
 
     packed: ClassVar[dict[str, str]] = PACKED
     unused: tuple[str, ...] = ()
     """Prefixes of tensors in the checkpoint that nobody needs."""
+    aux_layers: tuple[int, ...] = ()
+    """Layers whose inputs a drafter wants to see, in order."""
     layer_type: ClassVar[type[nn.Module]] = LlamaLayer
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
@@ -96,11 +102,14 @@ class LlamaForCausalLM(NativeNames, nn.Module):
         return self.run_layers(self.embed(input_ids), batch)
 
     def run_layers(self, x: Tensor, batch: Batch) -> Tensor:
-        """Embedded tokens [tokens, hidden] -> hidden [tokens, hidden]."""
-        residual = None
-        for layer in self.layers:
+        """Embedded tokens [tokens, hidden] -> hidden [tokens, hidden], and what `aux_layers` adds."""
+        residual, aux = None, []
+        for i, layer in enumerate(self.layers):
+            if i in self.aux_layers:
+                aux.append(x if residual is None else residual + x)
             x, residual = layer(x, residual, batch)
-        return self.norm.add(residual, x)[1]
+        hidden = self.norm.add(residual, x)[1]
+        return torch.cat((hidden, *aux), dim=-1) if aux else hidden
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.embed_tokens(input_ids)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import nn
 
 from engine.model.families import find_family
 from engine.model.ops import dispatch
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from engine.distributed.tp_group import TPGroup
     from engine.model.config import ModelConfig
     from engine.model.models.llama import Model
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def model_class(architecture: str) -> type[Model]:
@@ -29,17 +33,22 @@ def model_class(architecture: str) -> type[Model]:
 
 
 def build_model(cfg: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device | str) -> Model:
-    """Build this rank's shard of the model on `device`, with parameters allocated but not initialised, and kernels
-    for a CPU compiled.
+    """Build this rank's shard of the model on `device`, with parameters allocated but not initialised.
 
     Raises UnsupportedArchitecture, or ConfigError where the model cannot be split over `tp.size` ranks.
     """
-    cls, before = model_class(cfg.architecture), torch.get_default_dtype()
+    cls = model_class(cfg.architecture)
+    return build(lambda: cls(cfg, tp), dtype, device)
+
+
+def build(make: Callable[[], Module], dtype: torch.dtype, device: torch.device | str) -> Module:
+    """Return the module that `make` builds, with parameters in `dtype` on `device`; kernels for a CPU are compiled."""
+    before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = cls(cfg, tp).eval()
+            module = make().eval()
     finally:
         torch.set_default_dtype(before)
     dispatch.compile_cpu_kernels(dtype, torch.device(device))
-    return model
+    return module

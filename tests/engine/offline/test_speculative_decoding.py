@@ -101,11 +101,11 @@ def test_preempted_requests_go_on_with_drafts(folder, expected, wild):
     ("options", "message"),
     [
         ({}, "speculative.method must be given"),
-        ({"method": "guess"}, "speculative.method must be ngram, got 'guess'"),
+        ({"method": "guess"}, "speculative.method must be one of ngram, draft_model, eagle3, mtp, medusa, got 'guess'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "between 1 and 32"),
         ({"method": "ngram", "num_speculative_tokens": "4"}, "an integer"),
         ({"method": "ngram", "prompt_lookup_min": 9}, "at most prompt_lookup_max"),
-        ({"method": "ngram", "draft": 4}, "left out; there are method, num_speculative_tokens"),
+        ({"method": "ngram", "draft": 4}, "left out; there are method, model, num_speculative_tokens"),
     ],
 )
 def test_options_that_there_are_not_are_refused_by_name(options, message):

@@ -1,0 +1,49 @@
+"""Drafts of a drafter with weights: what it sees of a step that has been sampled."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.model.batch import Batch
+from engine.runner.inputs import StepInputs
+from engine.spec_decode.drafter import DraftInputs
+
+
+def draft_inputs(
+    inputs: StepInputs, batch: Batch, tokens: Tensor, history: Tensor, out: Tensor, size: int
+) -> DraftInputs:
+    """Return a step's inputs of the drafter.
+
+    tokens: [n], those that were sampled, in the order of `inputs.entries`. history: with these tokens.
+    out: of the model, hidden states of this size and those of the layers that the drafter wants to see.
+    """
+    flat = history.view(-1)
+    index = inputs.token_index if inputs.padded is None else inputs.padded[0]
+    following = (index + 1).clamp(max=len(flat) - 1)
+    return DraftInputs(
+        plan=inputs.plan,
+        entries=list(dict.fromkeys(inputs.entries)),
+        batch=batch,
+        token_ids=flat[index].long(),
+        next_ids=flat[following].long(),
+        last_rows=last_rows(inputs, tokens),
+        hidden=out[:, :size],
+        aux_hidden=out[:, size:] if out.shape[1] > size else None,
+        history=history,
+    )
+
+
+def last_rows(inputs: StepInputs, tokens: Tensor) -> Tensor:
+    """Return of each entry that samples the row that the newest token follows: the first at which another token was
+    sampled than was drafted, or the last. Nothing waits for the device."""
+    if inputs.drafted is None:
+        return inputs.sampled_rows
+    drafted = [[*inputs.plan.drafts.get(i, ()), -1] for i in dict.fromkeys(inputs.entries)]
+    firsts = np.cumsum([0, *map(len, drafted)])[:-1]
+    expected = torch.tensor([token for some in drafted for token in some], device=tokens.device)
+    row = torch.arange(len(tokens), device=tokens.device)
+    differs = torch.where(tokens == expected, len(tokens), row)
+    newest = differs.flip(0).cummin(0).values.flip(0)[torch.from_numpy(firsts).to(tokens.device)]
+    return inputs.sampled_rows[newest]

@@ -1,0 +1,88 @@
+"""The KV of a drafter. Its blocks have the ids of the target's, so that tables, prefix cache and preemption are one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.spec_decode.drafter import DraftInputs
+from engine.spec_decode.target import Target
+from engine.wire.plan import StepPlan
+
+Forward = Callable[[Tensor, Batch], Tensor]  # token ids and their batch -> the most likely tokens after them
+
+
+class DraftCache:
+    """Keeps the tensor, and how many blocks each slot was given."""
+
+    def __init__(self, cfg: ModelConfig, target: Target):
+        self._shape = cfg.num_layers, 2, cfg.kv_heads_per_rank(), target.block_size, cfg.head_dim
+        self._dtype, self._device, self.block_size = target.dtype, target.device, target.block_size
+        self.block_bytes = torch.Size(self._shape).numel() * target.dtype.itemsize
+        self.kv = torch.empty(0)
+        self._num_blocks: dict[int, int] = {}  # by slot
+
+    def allocate(self, num_blocks: int) -> None:
+        self.kv = torch.zeros((num_blocks + 1, *self._shape), dtype=self._dtype, device=self._device)
+
+    def follow(self, plan: StepPlan) -> None:
+        """Take the changes of the block tables."""
+        for new in plan.added:
+            self._num_blocks[new.slot] = 0
+        for change in plan.blocks:
+            last = change.index + len(change.blocks)
+            self._num_blocks[change.slot] = max(last, self._num_blocks.get(change.slot, 0))
+            for block, start in change.cleared:
+                self.kv[block, :, :, :, start:] = 0
+
+    def capacity(self, step: DraftInputs, entry: int) -> int:
+        """Tokens for which an entry of the plan has blocks."""
+        blocks = self._num_blocks.get(step.plan.slots[entry], 0)
+        return min(blocks, step.batch.block_table.shape[1]) * self.block_size
+
+    def own(self, batch: Batch) -> Batch:
+        """The target's batch over this cache."""
+        return replace(batch, kv_cache=self.kv, kv_scales=None, tiles=None)
+
+    def continue_drafts(
+        self, step: DraftInputs, entries: list[int], ids: Tensor, positions: Tensor, forward: Forward
+    ) -> Tensor:
+        """Return [n, plan.num_drafts] token ids: `ids`, the first draft of each of these entries, and those that follow
+        from it; -1 where an entry has no block for the KV of the one before.
+
+        positions: of the last token of each entry whose KV is there.
+        """
+        rows = torch.tensor(entries, device=ids.device)
+        tables = step.batch.block_table.index_select(0, rows)
+        capacity = torch.tensor([self.capacity(step, entry) for entry in entries], device=ids.device)
+        drafts = [ids]
+        for _ in range(step.plan.num_drafts - 1):
+            positions = positions + 1
+            fits = positions < capacity
+            ids = forward(ids, self._single_rows(tables, positions, fits))
+            drafts.append(torch.where(fits, ids, -1))
+        return torch.stack(drafts, dim=1)
+
+    def _single_rows(self, tables: Tensor, positions: Tensor, fits: Tensor) -> Batch:
+        """A batch of one token of each sequence. One that does not fit is written to the block behind the others, which
+        is there for that, and sees the first token of its sequence."""
+        count = len(positions)
+        positions = torch.where(fits, positions, 0)
+        blocks = tables.gather(1, (positions // self.block_size)[:, None]).squeeze(1).long()
+        blocks = torch.where(fits, blocks, len(self.kv) - 1)
+        start = torch.arange(count + 1, dtype=torch.int32, device=positions.device)
+        return Batch(
+            positions=positions,
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            query_start=start,
+            kv_len=(positions + 1).int(),
+            block_table=tables,
+            kv_cache=self.kv,
+            single=start[:count],
+            chunks=[],
+        )

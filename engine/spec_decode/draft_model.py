@@ -1,0 +1,109 @@
+"""A smaller model of the same vocabulary as drafter, arXiv:2211.17192."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.distributed.tp_group import TPGroup
+from engine.model.batch import Batch, split
+from engine.model.config import ModelConfig
+from engine.model.models.registry import build_model
+from engine.spec_decode.draft_cache import DraftCache
+from engine.spec_decode.drafter import DraftInputs
+from engine.spec_decode.target import Target, check_fits
+
+
+class DraftModel:
+    """Computes every sequence from its first token on, however the target came by its KV. A prompt that was cached or
+    received takes steps of `max_num_batched_tokens` tokens here, and drafts begin once it has caught up."""
+
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(self, folder: Path, target: Target, max_num_batched_tokens: int):
+        cfg = ModelConfig.from_folder(folder)
+        check_fits(folder, cfg.vocab_size, target.config)
+        longest = max(cfg.max_position_embeddings, target.config.max_position_embeddings) + target.block_size
+        cfg = replace(cfg, max_position_embeddings=longest)
+        self._model = build_model(cfg, TPGroup.single(), target.dtype, target.device)
+        target.load(self._model, folder)
+        self._cache, self._budget = DraftCache(cfg, target), max_num_batched_tokens
+        self.block_bytes = self._cache.block_bytes
+        self._computed: dict[int, int] = {}  # tokens by slot; the newest may be rejected drafts
+
+    def allocate(self, num_blocks: int) -> None:
+        self._cache.allocate(num_blocks)
+
+    def propose(self, step: DraftInputs) -> Tensor:
+        plan, newest = step.plan, step.last_rows
+        self._cache.follow(plan)
+        self._computed |= {new.slot: 0 for new in plan.added}
+        spans = self._spans(step)
+        drafts = newest.new_full((len(step.entries), plan.num_drafts), -1)
+        if not spans:
+            return drafts
+        hidden = self._model(*self._inputs(step, spans))
+        # the rows of the newest tokens, of the sequences that have caught up
+        offsets = dict(
+            zip((entry for entry, _, _ in spans), np.cumsum([0, *(e - s for _, s, e in spans)]), strict=False)
+        )
+        caught_up = {
+            entry: offsets[entry] - start
+            for entry, start, stop in spans
+            if stop == plan.starts[entry] + plan.counts[entry] + 1
+        }
+        rows = [i for i, entry in enumerate(step.entries) if entry in caught_up]
+        if not rows or not plan.num_drafts:
+            return drafts
+        entries = [step.entries[i] for i in rows]
+        positions = step.batch.positions[newest[rows]] + 1
+        offset = torch.tensor([caught_up[entry] for entry in entries], device=newest.device)
+
+        def forward(ids: Tensor, batch: Batch) -> Tensor:
+            return self._model.best(self._model(ids, batch))[1]
+
+        first = self._model.best(hidden[positions + offset])[1]
+        drafts[rows] = self._cache.continue_drafts(step, entries, first, positions, forward)
+        return drafts
+
+    def _spans(self, step: DraftInputs) -> list[tuple[int, int, int]]:
+        """Return entries of the plan, and the tokens [start, stop) that are computed of each now: all that are known,
+        and those that were just sampled, as far as the budget and the blocks reach."""
+        plan, budget, spans = step.plan, self._budget, []
+        for entry, (slot, first, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
+            # a sequence that has caught up computes its newest token again: its KV before that is right
+            start = min(self._computed.get(slot, 0), first)
+            stop = min(first + count + 1, start + budget, self._cache.capacity(step, entry))
+            if start < stop:
+                spans.append((entry, start, stop))
+                self._computed[slot] = stop
+                budget -= stop - start
+        return spans
+
+    def _inputs(self, step: DraftInputs, spans: list[tuple[int, int, int]]) -> tuple[Tensor, Batch]:
+        entries, starts, stops = (np.array(column) for column in zip(*spans, strict=True))
+        counts = stops - starts
+        query_start = np.concatenate([[0], np.cumsum(counts)])
+        seq = np.repeat(np.arange(len(spans)), counts)
+        position = np.arange(query_start[-1]) + (starts - query_start[:-1])[seq]
+        single, chunks = split(counts.tolist(), stops.tolist())
+        device = step.last_rows.device
+        positions, seqs = (torch.from_numpy(x).to(device) for x in (position, seq))
+        slots = torch.tensor([step.plan.slots[entry] for entry in entries], device=device)
+        tables = step.batch.block_table.index_select(0, torch.from_numpy(entries).to(device))
+        size = self._cache.block_size
+        batch = Batch(
+            positions=positions,
+            slot_mapping=tables[seqs, positions // size].long() * size + positions % size,
+            query_start=torch.from_numpy(query_start.astype(np.int32)).to(device),
+            kv_len=torch.from_numpy(stops.astype(np.int32)).to(device),
+            block_table=tables,
+            kv_cache=self._cache.kv,
+            single=single.to(device),
+            chunks=chunks,
+        )
+        return step.history[slots[seqs], positions].long(), batch

@@ -1,0 +1,57 @@
+"""Drafting with a layer or two on top of the target's hidden states: EAGLE-3 and multi-token prediction.
+
+Such a head pairs the hidden state of a token with the token after it, and guesses the one after that; its own hidden
+state then stands in for the target's. It computes a pair for every row of the target's step, so its KV is complete but
+for tokens whose KV came from another engine.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.spec_decode.draft_cache import DraftCache
+from engine.spec_decode.drafter import DraftInputs
+from engine.spec_decode.target import Target
+
+
+class Head(Protocol):
+    def target_states(self, step: DraftInputs) -> Tensor:
+        """Return [rows, hidden], made of the target's hidden states."""
+
+    def __call__(self, input_ids: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return what logits are made from, and the hidden states for the next token; [rows, hidden] each."""
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> the target's id of the most likely token, [rows] int64."""
+
+
+class HeadDrafter:
+    def __init__(self, head: Head, cfg: ModelConfig, target: Target, aux_layers: tuple[int, ...] = ()):
+        """cfg: shape of the head's layers."""
+        self.aux_layers = aux_layers
+        self._head, self._cache = head, DraftCache(cfg, target)
+        self.block_bytes = self._cache.block_bytes
+
+    def allocate(self, num_blocks: int) -> None:
+        self._cache.allocate(num_blocks)
+
+    def propose(self, step: DraftInputs) -> Tensor:
+        self._cache.follow(step.plan)
+        hidden = self._head.target_states(step)
+        out, hidden = self._head(step.next_ids, hidden, self._cache.own(step.batch))
+        rows, count = step.last_rows, step.plan.num_drafts
+        if not count or not step.entries:
+            return rows.new_empty(len(rows), 0)
+        hidden = hidden[rows]
+
+        def forward(ids: Tensor, batch: Batch) -> Tensor:
+            nonlocal hidden
+            out, hidden = self._head(ids, hidden, batch)
+            return self._head.best(out)
+
+        first, positions = self._head.best(out[rows]), step.batch.positions[rows]
+        return self._cache.continue_drafts(step, step.entries, first, positions, forward)

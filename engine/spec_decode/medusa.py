@@ -1,0 +1,110 @@
+"""Medusa heads, arXiv:2401.10774: each guesses one further token from the target's last hidden state alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
+from engine.model.checkpoint.folder import read_json
+from engine.model.layers.embedding import LMHead
+from engine.model.layers.linear import ReplicatedLinear
+from engine.model.loader import tensors_by_file
+from engine.model.models.registry import build
+from engine.spec_decode.drafter import DraftInputs
+from engine.spec_decode.target import Target, check_fits
+
+# In the authors' checkpoints `0.0.linear.weight` is the first layer of head 0, and `0.1.weight` its output layer.
+AUTHORS = re.compile(r"(\d+)\.(\d+)(\.linear)?\.(weight|bias)")
+
+
+class MedusaHeads(nn.Module):
+    """hidden [rows, hidden] -> [rows, heads, hidden], what an output layer makes the logits of each head from."""
+
+    unused: tuple[str, ...] = ()
+
+    def __init__(self, num_heads: int, num_layers: int, hidden_size: int, bias: bool, vocab_size: int | None):
+        """num_layers: residual layers of a head. vocab_size: of the heads' own output layers; None if the target's
+        takes their place."""
+        super().__init__()
+        heads = range(num_heads)
+        self.num_layers = num_layers
+        self.hidden_size = hidden_size
+        #: The first layers of all heads, which have one input.
+        self.first = ReplicatedLinear(hidden_size, {f"blocks.{i}.layers.0": hidden_size for i in heads}, bias)
+        #: The further layers, by head and layer.
+        self.blocks: Any = nn.ModuleList(
+            nn.ModuleList(ReplicatedLinear(hidden_size, hidden_size, bias) for _ in range(1, num_layers)) for _ in heads
+        )
+        single = TPGroup.single()
+        self.lm_heads: Any = nn.ModuleList(LMHead(vocab_size, hidden_size, single) for _ in heads if vocab_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        x = hidden[:, None] + F.silu(self.first(hidden)).unflatten(1, (-1, self.hidden_size))
+        if self.num_layers == 1:
+            return x
+        rows = list(x.unbind(1))
+        for layers in zip(*self.blocks, strict=True):
+            rows = [row + F.silu(layer(row)) for row, layer in zip(rows, layers, strict=True)]
+        return torch.stack(rows, dim=1)
+
+    def checkpoint_name(self, path: str) -> str:
+        """vLLM's name of a tensor."""
+        head, _, rest = path.removeprefix("blocks.").partition(".")
+        layer, _, kind = rest.partition(".")
+        if path.startswith("blocks."):
+            return f"blocks.{head}.layers.{int(layer) + 1}.{kind}"
+        return path.removeprefix("first.")
+
+    def canonical_name(self, name: str) -> str | None:
+        name = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")
+        if found := AUTHORS.fullmatch(name):
+            head, layer, is_residual, kind = found.groups()
+            name = f"blocks.{head}.layers.{layer}.{kind}" if is_residual else f"lm_heads.{head}.{kind}"
+        return None if name.startswith("lm_heads.") and not len(self.lm_heads) else name
+
+
+class MedusaDrafter:
+    aux_layers: tuple[int, ...] = ()
+    block_bytes = 0
+
+    def __init__(self, folder: Path, target: Target, num_tokens: int):
+        """Raise ConfigError or ModelFolderError if the heads do not fit the target, or are fewer than num_tokens."""
+        raw, cfg = read_json(folder, "config.json"), target.config
+        num_heads = raw.get("num_heads") or raw.get("medusa_num_heads") or 5
+        num_layers = raw.get("num_hidden_layers") or raw.get("medusa_num_layers") or 1
+        vocab_size = raw.get("vocab_size", cfg.vocab_size)
+        check_fits(folder, vocab_size, cfg, raw.get("hidden_size"))
+        if (known := raw.get("truncated_vocab_size") or vocab_size) != vocab_size:
+            raise ConfigError("speculative.model", str(folder), f"heads for all {vocab_size} tokens, not for {known}")
+        if num_tokens > num_heads:
+            limit = f"at most {num_heads}, the number of heads in {folder}"
+            raise ConfigError("speculative.num_speculative_tokens", num_tokens, limit)
+        names = [] if target.dummy else [name for found in tensors_by_file(folder).values() for name in found]
+        shares = bool(raw.get("original_lm_head"))
+        bias = any(name.endswith(".bias") for name in names)
+        size = None if shares else vocab_size
+        self._heads = build(
+            lambda: MedusaHeads(num_heads, num_layers, cfg.hidden_size, bias, size), target.dtype, target.device
+        )
+        target.load(self._heads, folder)
+        self._vocabulary = target.vocabulary() if shares else None
+
+    def allocate(self, num_blocks: int) -> None:
+        """Do nothing: heads keep no KV."""
+
+    def propose(self, step: DraftInputs) -> Tensor:
+        count = step.plan.num_drafts
+        if not count or not step.entries:
+            return step.last_rows.new_empty(len(step.entries), 0)
+        x = self._heads(step.hidden[step.last_rows])[:, :count]
+        if self._vocabulary is not None:
+            return self._vocabulary.best(x.flatten(0, 1))[1].view(len(x), count)
+        heads = zip(self._heads.lm_heads, x.unbind(1), strict=False)
+        return torch.stack([head.best(rows)[1] for head, rows in heads], dim=1)

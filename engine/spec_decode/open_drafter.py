@@ -1,0 +1,32 @@
+"""Opens the drafter with weights that a configuration names."""
+
+from __future__ import annotations
+
+from engine.config import EngineConfig
+from engine.model.checkpoint.folder import resolve
+from engine.spec_decode.drafter import ModelDrafter
+from engine.spec_decode.target import Target
+
+
+def open_drafter(config: EngineConfig, target: Target) -> ModelDrafter | None:
+    """Return None if the configuration names none. Raises StartupError if its checkpoint is missing or does not fit."""
+    speculative = config.speculative
+    if speculative is None or not speculative.has_weights:
+        return None
+    if speculative.method == "mtp":
+        from engine.spec_decode.mtp import mtp_drafter
+
+        return mtp_drafter(target)
+    assert speculative.model is not None
+    folder = resolve(speculative.model, weights=not target.dummy)
+    if speculative.method == "eagle3":
+        from engine.spec_decode.eagle3 import eagle3_drafter
+
+        return eagle3_drafter(folder, target)
+    if speculative.method == "medusa":
+        from engine.spec_decode.medusa import MedusaDrafter
+
+        return MedusaDrafter(folder, target, speculative.num_speculative_tokens)
+    from engine.spec_decode.draft_model import DraftModel
+
+    return DraftModel(folder, target, config.max_num_batched_tokens)

@@ -1,0 +1,84 @@
+"""Drafters with weights in a real engine: tokens are those without speculation, whoever drafts."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.spec_decode.draft_length import StepDrafts
+from tests.engine.spec_decode.draft_checkpoints import (
+    DRAFT_VOCAB,
+    HEADS,
+    VOCAB,
+    PlainEagle3,
+    write_authors,
+    write_heads,
+    write_mtp,
+)
+from tests.models import make_model
+
+OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_threads": 1, "num_blocks": 128}
+PROMPTS = [list(range(3, 30)), [5, 6, 7], [40] * 30, [9, 8]]
+PARAMS = {
+    "greedy": {},
+    "seeded": {"temperature": 0.9, "seed": 3},
+    "penalties": {"temperature": 0.9, "seed": 4, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 1},
+}
+METHODS = ["draft_model", "same_model", "eagle3", "mtp", "medusa"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Of each method the target, and the options."""
+    new = tmp_path_factory.mktemp
+    llama = make_model(new("llama"), "llama", tokenizer=True, vocab_size=VOCAB, num_hidden_layers=8)
+    small, glm, eagle3, medusa = (
+        make_model(new("qwen3"), "qwen3"),
+        make_model(new("glm"), "glm4_moe", tokenizer=True, vocab_size=VOCAB),
+        new("e"),
+        new("m"),
+    )
+    write_mtp(glm)
+    write_authors(eagle3, PlainEagle3(False, DRAFT_VOCAB))
+    write_heads(medusa, "authors")
+    return {
+        "draft_model": (llama, {"method": "draft_model", "model": str(small)}),
+        "same_model": (llama, {"method": "draft_model", "model": str(llama)}),
+        "eagle3": (llama, {"method": "eagle3", "model": str(eagle3)}),
+        "mtp": (glm, {"method": "mtp"}),
+        "medusa": (llama, {"method": "medusa", "model": str(medusa)}),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(folders):
+    found = {}
+    for method in ("eagle3", "mtp"):  # one for each target
+        with LLM(folders[method][0], **OPTIONS) as llm:
+            found[folders[method][0]] = {name: run(llm, name) for name in PARAMS}
+    return found
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch):
+    """Draft whatever it costs."""
+    monkeypatch.setattr(StepDrafts, "length", lambda step, acceptance, limit: limit)
+    monkeypatch.setattr("engine.spec_decode.draft_length.SequenceDrafts.acceptance", lambda drafts, length: 0.5)
+
+
+def run(llm: LLM, name: str) -> list[tuple[list[int], str | None]]:
+    params = SamplingParams(max_tokens=20, **{"temperature": 0.0, **PARAMS[name]})
+    outputs = [result.outputs[0] for result in llm.generate(PROMPTS, params, progress=False)]
+    return [(output.token_ids, output.finish_reason) for output in outputs]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_and_ends_are_those_without_speculation(folders, expected, method):
+    folder, options = folders[method]
+    with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
+        for name, right in expected[folder].items():
+            assert run(llm, name) == right
+            if (method, name) == ("same_model", "greedy"):  # which never guesses wrong
+                stats = llm.stats().spec_decode
+                assert stats.num_accepted_tokens == stats.num_draft_tokens
+        assert llm.stats().spec_decode.num_draft_tokens > 0

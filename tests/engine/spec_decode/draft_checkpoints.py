@@ -1,0 +1,190 @@
+"""Small random checkpoints of drafters in the published formats, beside plain versions of what they compute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm, Glm4MoeRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from tests.models import randomise
+
+HIDDEN, VOCAB, DRAFT_VOCAB = 48, 97, 31
+HEADS = 3  # of Medusa
+MTP_LAYER = 3
+LAYER = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 80,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 32,  # less than the target's
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+
+
+class PlainEagle3(torch.nn.Module):
+    """The authors' head in transformers' layers, whose projections take embeddings and hidden states."""
+
+    def __init__(self, norm_before_residual: bool, draft_vocab: int, seed: int = 0):
+        super().__init__()
+        self.config = LlamaConfig(**{**LAYER, "max_position_embeddings": 512}, attn_implementation="eager")
+        self.midlayer = LlamaDecoderLayer(self.config, 0)
+        for name, heads in (("q_proj", 4), ("k_proj", 2), ("v_proj", 2)):
+            setattr(self.midlayer.self_attn, name, torch.nn.Linear(2 * HIDDEN, heads * 16, bias=False))
+        self.midlayer.hidden_norm = LlamaRMSNorm(HIDDEN, 1e-5)
+        self.embed_tokens = torch.nn.Embedding(VOCAB, HIDDEN)
+        self.fc = torch.nn.Linear(3 * HIDDEN, HIDDEN, bias=False)
+        self.norm = LlamaRMSNorm(HIDDEN, 1e-5)
+        self.lm_head = torch.nn.Linear(HIDDEN, draft_vocab, bias=False)
+        self.norm_before_residual = norm_before_residual
+        randomise(self, tied=False, seed=seed)
+        ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:draft_vocab].sort().values
+        self.target_ids = ids if draft_vocab < VOCAB else torch.arange(VOCAB)
+
+    def layer(self, ids, states):
+        """The head's states after all pairs, before the norm."""
+        length, layer = len(ids), self.midlayer
+        positions = torch.arange(length)[None]
+        rope = LlamaRotaryEmbedding(self.config)(states, positions)
+        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+        normed = layer.hidden_norm(states)
+        both = torch.cat((layer.input_layernorm(self.embed_tokens(ids)), normed), -1)
+        attended = layer.self_attn(both[None], position_embeddings=rope, attention_mask=mask)[0][0]
+        x = (normed if self.norm_before_residual else states) + attended
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+
+    @torch.inference_mode()
+    def drafts(self, tokens: list[int], aux, count: int) -> list[int]:
+        """tokens: one more than the rows of `aux`, the newest of them last."""
+        ids, states, found = tokens[1:], self.fc(aux[: len(tokens) - 1]), []
+        for _ in range(count):
+            out = self.layer(torch.tensor(ids), states)[-1:]
+            found.append(int(self.target_ids[self.lm_head(self.norm(out)).argmax()]))
+            ids, states = [*ids, found[-1]], torch.cat((states, out))
+        return found
+
+
+def write_authors(folder, head: PlainEagle3, **changes):
+    """The authors' format, and SpecForge's: no embedding, ids of the target by their distance."""
+    tensors = {name: t.contiguous() for name, t in head.state_dict().items() if name != "embed_tokens.weight"}
+    tensors["d2t"] = head.target_ids - torch.arange(len(head.target_ids))
+    tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool)
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        **LAYER,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": DRAFT_VOCAB,
+    }
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def write_speculators(folder, head: PlainEagle3):
+    """vLLM's speculators: another name of the layer, its fields in an object of their own, an embedding."""
+    tensors = {name.replace("midlayer.", "layers.0."): t.contiguous() for name, t in head.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": {**LAYER, "model_type": "llama"},
+        "draft_vocab_size": VOCAB,
+        "norm_before_residual": head.norm_before_residual,
+        "eagle_aux_hidden_state_layer_ids": [0, 2, 5],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_heads(folder, form: str, layers: int = 1, **changes) -> tuple[list, list]:
+    """Write heads and return, for each, its residual layers as (weight, bias) and its output layer."""
+    generator = torch.Generator().manual_seed(layers)
+
+    def noise(*shape):
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    biases = form == "authors"
+    residual = [
+        [(noise(HIDDEN, HIDDEN), noise(HIDDEN) if biases else None) for _ in range(layers)] for _ in range(HEADS)
+    ]
+    outputs = [] if form == "shared" else [noise(VOCAB, HIDDEN) for _ in range(HEADS)]
+    tensors = {}
+    for head in range(HEADS):
+        for layer, (weight, bias) in enumerate(residual[head]):
+            name = f"{head}.{layer}.linear" if form == "authors" else f"medusa_heads.blocks.{head}.layers.{layer}"
+            tensors[f"{name}.weight"] = weight
+            if bias is not None:
+                tensors[f"{name}.bias"] = bias
+        if outputs:
+            tensors[f"{head}.{layers}.weight" if form == "authors" else f"lm_heads.{head}.weight"] = outputs[head]
+    if form == "authors":
+        config = {"medusa_num_heads": HEADS, "medusa_num_layers": layers, "base_model_name_or_path": "target"}
+        save_file(tensors, folder / "medusa_lm_head.safetensors")
+    else:
+        config = {"model_type": "medusa", "num_heads": HEADS, "num_hidden_layers": layers, "hidden_size": HIDDEN,
+                  "vocab_size": VOCAB, "original_lm_head": form == "shared"}  # fmt: skip
+        save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return residual, outputs
+
+
+class PlainMTP(torch.nn.Module):
+    def __init__(self, folder):
+        super().__init__()
+        self.config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
+        target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.block = Glm4MoeDecoderLayer(self.config, MTP_LAYER)
+        self.enorm, self.hnorm, self.norm = (Glm4MoeRMSNorm(HIDDEN, self.config.rms_norm_eps) for _ in range(3))
+        self.eh_proj = torch.nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
+        randomise(self, tied=False, seed=3)
+        self.embed, self.head = target.model.embed_tokens, target.lm_head
+
+    @torch.inference_mode()
+    def drafts(self, tokens: list[int], hidden, count: int) -> list[int]:
+        ids, states, found = tokens[1:], hidden[: len(tokens) - 1], []
+        for _ in range(count):
+            length = len(ids)
+            x = self.eh_proj(torch.cat((self.enorm(self.embed(torch.tensor(ids))), self.hnorm(states)), -1))
+            rope = Glm4MoeRotaryEmbedding(self.config)(x, torch.arange(length)[None])
+            mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+            out = self.block(x[None], position_embeddings=rope, attention_mask=mask)[0][-1:]
+            found.append(int(self.head(self.norm(out)).argmax()))
+            ids, states = [*ids, found[-1]], torch.cat((states, out))
+        return found
+
+
+def write_mtp(folder: Path) -> PlainMTP:
+    """Add a layer to a model in GLM 4.5's format: numbered after the others, with copies of embedding and head."""
+    head = PlainMTP(folder)
+    tensors, prefix = load_file(folder / "model.safetensors"), f"model.layers.{MTP_LAYER}."
+    for name, tensor in head.state_dict().items():
+        if name.startswith("block."):
+            block = name.removeprefix("block.")
+            if "mlp.experts." in block:  # transformers stacks them
+                parts = (
+                    {"down_proj": tensor}
+                    if "down" in block
+                    else dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True))
+                )
+                for part, stacked in parts.items():
+                    for i, expert in enumerate(stacked):
+                        tensors[f"{prefix}mlp.experts.{i}.{part}.weight"] = expert.contiguous()
+            else:
+                tensors[prefix + block] = tensor.contiguous()
+        elif name.startswith(("enorm", "hnorm", "eh_proj")):
+            tensors[prefix + name] = tensor
+    tensors[f"{prefix}shared_head.norm.weight"] = head.norm.weight.data
+    tensors[f"{prefix}shared_head.head.weight"] = head.head.weight.data.clone()
+    tensors[f"{prefix}embed_tokens.weight"] = head.embed.weight.data.clone()
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return head
