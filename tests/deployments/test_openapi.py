@@ -22,6 +22,7 @@ from schemathesis.specs.openapi.checks import (
 from deployments.app import http_app
 from deployments.openai.batches.config import BatchConfig
 from tests.deployments.fake_api import fake_api, says
+from tests.examples import examples
 
 CHECKS = [
     not_a_server_error,
@@ -70,7 +71,7 @@ def test_no_request_is_answered_with_a_5xx_or_against_the_document(document, mod
     """Without schemathesis' own pytest plugin, which pytest 9.2 breaks."""
 
     @given(case=document.as_strategy(generation_mode=mode))
-    @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(250), deadline=None, suppress_health_check=list(HealthCheck))
     def check(case: schemathesis.Case) -> None:
         case.call_and_validate(checks=CHECKS)
 

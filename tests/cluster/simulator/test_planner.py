@@ -14,7 +14,7 @@ from cluster.simulator.spec import GoodputSlo
 from cluster.simulator.trace import make_trace
 from tests.cluster.simulator.small_cluster import small_cluster
 
-TRACE = make_trace("fixed", 150, 40.0)
+TRACE = make_trace("fixed", 60, 40.0)
 SLO = GoodputSlo(ttft_s=0.3, tpot_s=0.015)
 
 
@@ -33,9 +33,9 @@ def test_the_plan_is_the_smallest_cluster_that_is_good_enough():
 
 
 def test_no_cluster_keeps_what_no_engine_can():
-    plan = Planner(replace(small_cluster(1), slo=GoodputSlo(ttft_s=0.3, tpot_s=0.001)), TRACE, 8).plan()
+    plan = Planner(replace(small_cluster(1), slo=GoodputSlo(ttft_s=0.3, tpot_s=0.001)), TRACE, 4).plan()
     assert plan.best is None
-    assert max(candidate.gpus for candidate in plan.tried) == 8
+    assert max(candidate.gpus for candidate in plan.tried) == 4
 
 
 def test_the_command_prints_a_report_and_a_plan():

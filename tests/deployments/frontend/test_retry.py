@@ -22,6 +22,7 @@ from engine.wire.messages import GenerateRequest, TokenDelta
 from engine.wire.sampling_params import SamplingParams
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, until
 from tests.deployments.replicas.mortal_pool import Death, MortalPool, Outcome, ingress, listen
+from tests.examples import examples
 from tests.scrape import Scrape
 
 PROMPT = [5, 6, 7]
@@ -155,7 +156,7 @@ def broken_runs(draw: st.DrawFn) -> tuple[list[GenerateRequest], dict[str, list[
     return requests, deaths
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(broken_runs())
 def test_no_client_can_tell_whether_engines_died(case):
     async def scenario() -> None:

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from engine.spec_decode.ngram import NgramDrafter
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
+from tests.examples import examples
 from tests.fake_drafter import WildDrafter
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
 from tests.fake_runner import Harness
@@ -141,7 +142,7 @@ class PrefillMachine(SchedulerMachine):
             assert not self.h.prefill_requests
 
 
-RULES = settings(max_examples=150, stateful_step_count=40, deadline=None)
+RULES = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
 TestDecodeScheduler = DecodeMachine.TestCase
 TestPrefillScheduler = PrefillMachine.TestCase

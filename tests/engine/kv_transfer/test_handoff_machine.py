@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.kv_transfer.protocol.events import Failed
 from tests.engine.kv_transfer.handoff_world import BLOCK, CONFIG, World
+from tests.examples import examples
 
 CLOCKS = st.tuples(st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([0.0, -1000.0, 1e6]))  # drift, offset
 
@@ -191,4 +192,4 @@ class HandoffMachine(RuleBasedStateMachine):
 
 
 TestHandoffs = HandoffMachine.TestCase
-TestHandoffs.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestHandoffs.settings = settings(max_examples=examples(200), stateful_step_count=60, deadline=None)

@@ -39,6 +39,7 @@ from tests.engine.runner.sampling_cases import (
     sequences,
     token_ids,
 )
+from tests.examples import examples
 
 DRAWS = 8000
 
@@ -97,7 +98,7 @@ def random_rows(params: SamplingParams, uniform: Tensor, width: int) -> RandomRo
 
 
 @given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**40))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 def test_a_number_is_the_first_that_numpys_philox_gives_for_this_key_and_counter(seed, position):
     source = UniformSource()
     source.draw(3, 4)  # whatever it did before does not matter
@@ -216,7 +217,7 @@ def run_batch(sequences: list[Sequence], slots: list[int]) -> list[int]:
 
 
 @given(batch=st.lists(sequences(), min_size=1, max_size=8), order=st.randoms(use_true_random=False))
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=examples(120), deadline=None, derandomize=True)
 def test_a_row_gets_the_same_token_whatever_it_is_batched_with(batch: list[Sequence], order: random.Random):
     slots = order.sample(range(8), len(batch))
     together = run_batch(batch, slots)
@@ -258,7 +259,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[To
 
 
 @given(rows=st.lists(st.tuples(logit_rows, token_ids, st.integers(0, VOCAB)), min_size=1, max_size=6))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_log_probabilities_ranks_and_top_lists_equal_a_plain_reference(rows):
     # a small slope, so that no two logits are equal and their order is known
     values = [[x / 4 + i * 0.01 for i, x in enumerate(row)] for row, _, _ in rows]

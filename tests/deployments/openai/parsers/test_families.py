@@ -18,6 +18,7 @@ from deployments.openai.parsers.tools.families import FAMILIES as MARKUP
 from engine.text.text_stream import TextChunk
 from tests.deployments.openai.parsers.families import FAMILIES, HARD, HARD_JSON, TOOLS, Family, weather
 from tests.deployments.openai.parsers.reading import call, cut, read, whole
+from tests.examples import examples
 
 by_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.parser)
 XML = [family for family in FAMILIES if family.parser in ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32")]
@@ -88,14 +89,14 @@ def test_call_that_max_tokens_cuts_off_is_content_or_a_call_without_end(family: 
             assert complete[-1].text.startswith(sent)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_how_outputs_are_cut_does_not_matter(data):
     check_cuts(data, num_cuttings=2)
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(data=st.data())
 def test_how_outputs_are_cut_does_not_matter_ten_thousand_times(data):
     check_cuts(data, num_cuttings=10)
