@@ -10,14 +10,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.model.ops.cpu.kernel import I32, I64, device_function
-from engine.model.ops.cpu.vector import BF16, F32P, LANES, VF32, VI32, constant, load16, splat, steps, store16
+from engine.model.ops.cpu.vector import BF16, F32P, HAS_BF16, LANES, VF32, VI32, constant, load16, splat, steps, store16
 
 ROWS, COLUMNS = 8, 2 * LANES  # of the largest tile
 PACK_WORDS = 8  # of a column, that `pack_columns` takes at a time
@@ -43,7 +42,7 @@ def splat_word(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, dtype:
 
 def add_product(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value, dtype: Any) -> ir.Value:
     """total + a * b, of 16 words each."""
-    if dtype == types.uint16 and torch.cpu._is_avx512_bf16_supported():
+    if dtype == types.uint16 and HAS_BF16:
         pairs = ir.VectorType(BF16, 2 * LANES)
         name, signature = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(VF32, [VF32, pairs, pairs])
         function = cgutils.get_or_insert_function(builder.module, signature, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -26,6 +27,7 @@ class BFloat16Type(ir.Type):
         return hash(BFloat16Type)
 
 
+HAS_BF16 = torch.cpu._is_avx512_bf16_supported()
 LANES = 16
 CACHE_LINE_BYTES = 64
 F32 = ir.FloatType()
@@ -60,8 +62,13 @@ def load16(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, dtype: Any
 
 def store16(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, index: ir.Value, dtype: Any) -> None:
     """Write 16 float32 values, rounded to nearest even for bfloat16."""
-    if dtype == types.uint16:
+    if dtype == types.uint16 and HAS_BF16:
         value = builder.fptrunc(value, ir.VectorType(BF16, LANES))
+    elif dtype == types.uint16:  # LLVM would call a function, for each value, that is nowhere
+        bits, half = builder.bitcast(value, VI32), ir.Constant(VI32, [16] * LANES)
+        odd = builder.and_(builder.lshr(bits, half), ir.Constant(VI32, [1] * LANES))
+        bits = builder.add(builder.add(bits, ir.Constant(VI32, [0x7FFF] * LANES)), odd)
+        value = builder.trunc(builder.lshr(bits, half), VI16)
     address = builder.bitcast(builder.gep(pointer, [index]), value.type.as_pointer())
     builder.store(value, address, align=dtype.bitwidth // 8)
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -257,3 +263,19 @@ def test_what_another_request_left_in_a_block_is_not_read():
     assert torch.equal(cpu_attention.paged_attention(q, batch, 0, 0.25), expected)
     decoding = Batch(nowhere[:1], nowhere[:1], start[:2] // 10, batch.kv_len, table, cache, *split([1], [21]))
     assert torch.equal(cpu_attention.paged_attention(q[-1:], decoding, 0, 0.25), expected[-1:])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names a CPU of this kind")
+def test_attention_equals_plain_on_a_cpu_without_avx512(tmp_path):
+    program = """
+import sys, pytest, torch
+torch.cpu._is_avx512_bf16_supported = lambda: False
+sys.exit(pytest.main([sys.argv[1], "-q", "-p", "no:xdist", "-k", "attention and not avx512"]))
+"""
+    other_cpu = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "+avx2,+fma", "NUMBA_CACHE_DIR": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", program, Path(__file__)], env=os.environ | other_cpu, capture_output=True, text=True,
+        timeout=280, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
