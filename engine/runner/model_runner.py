@@ -50,7 +50,7 @@ from engine.wire.plan import StepPlan, StepResult
 from engine.wire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from engine.model.ops.cpu.decode_graphs import CpuDecodeGraphs
+    from engine.model.ops.cpu.step_graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class ModelRunner:
         # the device's own block tables; only changes are sent, since a batch's rows are megabytes with long contexts
         self._tables: Tensor | None = None
         self.graphs: DecodeGraphs | None = None
-        self._decode: CpuDecodeGraphs | None = None
+        self._step_graphs: StepGraphs | None = None
         if self.device.asynchronous:
             self._tables = torch.zeros(slots, -(-longest // self.block_size), dtype=torch.int32, device=device)
             if self._can_capture():
@@ -128,16 +128,16 @@ class ModelRunner:
                     capture_sizes=capture_sizes(slots), budget_bytes=int(config.cuda_graph_memory_gib * 2**30), tp=tp,
                 )  # fmt: skip
         elif self._can_record():
-            from engine.model.ops.cpu.decode_graphs import CpuDecodeGraphs
+            from engine.model.ops.cpu.step_graphs import StepGraphs
 
-            self._decode = CpuDecodeGraphs(self.model.run_layers, -(-longest // self.block_size))
+            self._step_graphs = StepGraphs(self.model.run_layers, -(-longest // self.block_size))
         capture_size_for = self.graphs.capture_size_for if self.graphs else lambda count: None
         self._inputs = InputBuilder(
             config, model_config, self.device, self.kv_cache, self.kv_scales, longest, capture_size_for
         )
 
     def _can_record(self) -> bool:
-        """Return whether decode steps may be made of our own kernels alone, on one rank of a CPU."""
+        """Return whether steps may be made of our own kernels alone, on one rank of a CPU."""
         set_aside = self.config.enforce_eager or self.config.torch_compile or self.model_config.transformers
         ours = dispatch.cpu_kernels(self.dtype, self.device.torch_device) and not self.model_config.bidirectional
         return ours and self.tp.size == 1 and not set_aside
@@ -294,7 +294,9 @@ class ModelRunner:
                 0, inputs.block_tables.rows
             )
         ids = history[inputs.token_index].long()
-        return self._decode.run(self.model.embed(ids), inputs.batch) if self._decode else self.model(ids, inputs.batch)
+        if self._step_graphs is not None:
+            return self._step_graphs.run(self.model.embed(ids), inputs.batch)
+        return self.model(ids, inputs.batch)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a launched step and return its result."""
