@@ -83,7 +83,9 @@ class OpaqueAttention(nn.Module):
         self.batch: Batch | None = None
         self.call = OpaqueCall(lambda q, k, v: attention(q, k, v, self.batch), outputs)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, norms: norm.HeadNorms | None = None) -> Tensor:
+        if norms is not None:
+            q, k = norms.apply(norm.rms_norm_plain, q, k)
         return self.call(q, k, v)
 
 

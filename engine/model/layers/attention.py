@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.rope import rope_table
-from engine.model.ops import attention, encoder_attention
+from engine.model.ops import attention, encoder_attention, norm
 
 
 class Attention(nn.Module):
     """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim].
 
-    q and k are rotated by their positions, possibly in place, and this step's K and V are written to the cache first,
-    so that a token also sees itself and its neighbours. A bidirectional model has whole sequences in every step, and no
-    cache.
+    norms: of the heads of q and k, before they are rotated by their positions, possibly in place. This step's K and V
+    are written to the cache first, so that a token also sees itself and its neighbours. A bidirectional model has whole
+    sequences in every step, and no cache.
     """
 
     def __init__(self, cfg: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device):
@@ -29,15 +29,18 @@ class Attention(nn.Module):
         """[heads], set by a layer that has them."""
         self.table = rope_table(cfg.rope[layer], cfg.head_dim, cfg.max_position_embeddings, dtype, device)
         self.bidirectional = cfg.bidirectional
+        self.rms_norm, _ = norm.select(dtype, device)
         self.rotate = encoder_attention.select_rotation(dtype, device)
         self.encoder_attention = encoder_attention.select(dtype, device)
         self.ops = attention.select(dtype, device)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, norms: norm.HeadNorms | None = None) -> Tensor:
         if self.bidirectional:
+            if norms is not None:
+                q, k = norms.apply(self.rms_norm, q, k)
             q, k = (self.rotate(x, self.table, batch.positions) for x in (q, k))
             return self.encoder_attention(q, k, v, batch, self.scale, self.window).flatten(1)
-        q = self.ops.rotate_and_write(q, k, v, self.table, batch, self.layer)
+        q = self.ops.rotate_and_write(q, k, v, self.table, batch, self.layer, norms)
         attended = self.ops.paged_attention(
             q, batch, self.layer, self.scale, self.window, softcap=self.softcap, sinks=self.sinks
         )

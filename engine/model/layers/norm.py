@@ -32,6 +32,10 @@ class RMSNorm(Sharded):
             return x, self(x)
         return self.add_rms_norm(residual, x, self.weight, self.eps, self.shift)
 
+    def of_heads(self, k_norm: RMSNorm) -> norm.HeadNorms:
+        """This norm for heads of q, and the other for those of k."""
+        return norm.HeadNorms(self.weight, k_norm.weight, self.eps, self.shift)
+
     def shards(self) -> Shards:
         return {"weight": replicated(self.weight)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch
@@ -17,12 +17,13 @@ from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM, 
 class Glm4MoeAttention(LlamaAttention):
     def __init__(self, cfg: ModelConfig, tp: TPGroup, layer: int):
         super().__init__(cfg, tp, layer)
-        self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps) if cfg.qk_norm else None
+        self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps) if cfg.qk_norm else None
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v = self.qkv_proj(x)
-        return self.o_proj(self.attend(self.q_norm(q), self.k_norm(k), v, batch))
+        norms = self.q_norm.of_heads(self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
+        return self.o_proj(self.attend(q, k, v, batch, norms))
 
 
 class Glm4MoeLayer(LlamaLayer):

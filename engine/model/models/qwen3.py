@@ -23,7 +23,7 @@ class Qwen3Attention(LlamaAttention):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v = self.qkv_proj(x)
-        return self.o_proj(self.attend(self.q_norm(q), self.k_norm(k), v, batch))
+        return self.o_proj(self.attend(q, k, v, batch, self.q_norm.of_heads(self.k_norm)))
 
 
 class Qwen3Layer(LlamaLayer):

@@ -1,7 +1,8 @@
 """Attention over the paged KV cache: what every version of the two ops must do. `attention_plain` is the oracle.
 
-rotate_and_write(q, k, v, table, batch, layer) -> q rotated, possibly q itself
+rotate_and_write(q, k, v, table, batch, layer, norms) -> q rotated, possibly q itself
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; each token's values contiguous
+    With norms (see norm.py) the heads of q and k are normalised first.
     q and k are rotated by `batch.positions` (see rope.py), k and v written to the cache at `batch.slot_mapping`. The
     memory of q and k may be overwritten.
 

@@ -7,10 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.batch import Batch
+from engine.model.ops.norm import HeadNorms, rms_norm_plain
 from engine.model.ops.rope import rotate_plain
 
 
-def rotate_and_write(q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: Batch, layer: int) -> Tensor:
+def rotate_and_write(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: Batch, layer: int, norms: HeadNorms | None = None
+) -> Tensor:
+    if norms is not None:
+        q, k = norms.apply(rms_norm_plain, q, k)
     write_kv(rotate_plain(k, table, batch.positions), v, batch, layer)
     return rotate_plain(q, table, batch.positions)
 

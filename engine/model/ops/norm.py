@@ -10,6 +10,7 @@ add_rms_norm(x, y, weight, eps, shift) -> (x + y, its norm)
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,18 @@ from engine.model.ops import dispatch
 
 RMSNormOp = Callable[[Tensor, Tensor, float, float], Tensor]
 AddRMSNormOp = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of the heads of q and of k, whose weights are [head_dim] each."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+    shift: float
+
+    def apply(self, rms_norm: RMSNormOp, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rms_norm(q, self.q, self.eps, self.shift), rms_norm(k, self.k, self.eps, self.shift)
 
 
 def select(dtype: torch.dtype, device: torch.device) -> tuple[RMSNormOp, AddRMSNormOp]:

@@ -38,8 +38,10 @@ from engine.model.ops.cpu.kernel import (
     load,
     take,
 )
+from engine.model.ops.cpu.norm import rms_norm
 from engine.model.ops.cpu.rope import rotate
 from engine.model.ops.cpu.vector import LANES
+from engine.model.ops.norm import HeadNorms
 
 TOKENS = 8  # whose KV a thread writes at a time
 TILE_ROWS = 32  # of a chunk, that read a key while it is in the core's cache
@@ -81,7 +83,11 @@ def write_f32(args: Any) -> None:
 WRITE = Kernel({torch.bfloat16: write_bf16, torch.float32: write_f32})
 
 
-def rotate_and_write(q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: Batch, layer: int) -> Tensor:
+def rotate_and_write(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: Batch, layer: int, norms: HeadNorms | None = None
+) -> Tensor:
+    if norms is not None:
+        q, k = norms.apply(rms_norm, q, k)
     write_kv(rotate(k, table, batch.positions), v, batch, layer)
     return rotate(q, table, batch.positions)
 

@@ -1,31 +1,59 @@
-"""Rotates q and k by their positions and writes K and V to the cache, in one Triton kernel. See ops/attention.py."""
+"""Normalises and rotates q and k, and writes K and V to the cache, in one Triton kernel. See ops/attention.py.
+
+The norms have run under Triton's interpreter only, not on a GPU yet.
+"""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.model.batch import Batch
+from engine.model.ops.norm import HeadNorms
+
+
+@triton.jit
+def normed(x, scale, weight, inside, shift, SHIFTED: tl.constexpr):
+    """Part of RMSNorm's result; rounded as in ops/gpu/norm.py."""
+    factor = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+    wide = x.to(tl.float32) * scale
+    wide = wide * (shift + factor) if SHIFTED else wide.to(x.dtype).to(tl.float32) * factor
+    return wide.to(x.dtype)
 
 
 @triton.jit
 def rotated(
-    x, cos_sin, head,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF_PAD: tl.constexpr,
+    x, cos_sin, head, weight, eps, shift,
+    NORMED: tl.constexpr, SHIFTED: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, HALF_PAD: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one token's heads: both halves [heads, HALF_PAD] in x's dtype, their offsets, and which are in bounds."""
-    i = tl.arange(0, HALF_PAD)[None, :]
+    """Rotate one token's heads, after their norm with NORMED: both halves [heads, HALF_PAD] in x's dtype, which of
+    them are in bounds, and what is not rotated [heads, HEAD_PAD], in its place in the head."""
+    i, d = tl.arange(0, HALF_PAD)[None, :], tl.arange(0, HEAD_PAD)[None, :]
     half: tl.constexpr = ROTARY_DIM // 2
     inside = (head < HEADS) & (i < half)
-    offset = head * HEAD_DIM + i
+    rest_inside = (head < HEADS) & (d >= ROTARY_DIM) & (d < HEAD_DIM)
+    x += head * HEAD_DIM
     cos = tl.load(cos_sin + i, mask=i < half).to(tl.float32)
     sin = tl.load(cos_sin + half + i, mask=i < half).to(tl.float32)
-    a = tl.load(x + offset, mask=inside)
-    b = tl.load(x + offset + half, mask=inside)
-    low = (a * cos - b * sin).to(a.dtype)
-    high = (b * cos + a * sin).to(a.dtype)
-    return low, high, offset, inside
+    a = tl.load(x + i, mask=inside, other=0.0)
+    b = tl.load(x + i + half, mask=inside, other=0.0)
+    rest = b
+    if ROTARY_DIM < HEAD_DIM:
+        rest = tl.load(x + d, mask=rest_inside, other=0.0)
+    if NORMED:
+        wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+        squares = tl.sum(wide_a * wide_a, 1) + tl.sum(wide_b * wide_b, 1)
+        if ROTARY_DIM < HEAD_DIM:
+            squares += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), 1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        a = normed(a, scale, weight + i, i < half, shift, SHIFTED)
+        b = normed(b, scale, weight + half + i, i < half, shift, SHIFTED)
+        if ROTARY_DIM < HEAD_DIM:
+            rest = normed(rest, scale, weight + d, d < HEAD_DIM, shift, SHIFTED)
+    return (a * cos - b * sin).to(a.dtype), (b * cos + a * sin).to(a.dtype), inside, rest, rest_inside
 
 
 @triton.jit
@@ -39,20 +67,28 @@ def to_cache(x, scale, QUANTIZED: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def rotate_and_write_kernel(
-    q, k, v, table, positions, cache, slots, kv_scales, q_stride, k_stride, v_stride, block_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    QUANTIZED: tl.constexpr, HEADS_PAD: tl.constexpr, KV_HEADS_PAD: tl.constexpr, HALF_PAD: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
+    q, k, v, out, table, positions, cache, slots, kv_scales, q_weight, k_weight, eps, shift,
+    q_stride, k_stride, v_stride, block_stride,
+    NORMED: tl.constexpr, SHIFTED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, QUANTIZED: tl.constexpr, HEADS_PAD: tl.constexpr,
+    KV_HEADS_PAD: tl.constexpr, HALF_PAD: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens). q is rotated in place. Tokens with a negative slot are padding and write no KV."""
+    """Grid (tokens). `out` [tokens, HEADS, HEAD_DIM] is q, rotated. Tokens with a negative slot are padding and write
+    no KV."""
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = ROTARY_DIM // 2
     cos_sin = table + tl.load(positions + token) * ROTARY_DIM
-    head = tl.arange(0, HEADS_PAD)[:, None]
-    q += token * q_stride
-    low, high, offset, inside = rotated(q, cos_sin, head, HEADS, HEAD_DIM, ROTARY_DIM, HALF_PAD)
-    tl.store(q + offset, low, mask=inside)
-    tl.store(q + offset + half, high, mask=inside)
+    head, d = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, HEAD_PAD)[None, :]
+    i = tl.arange(0, HALF_PAD)[None, :]
+    low, high, inside, rest, rest_inside = rotated(
+        q + token * q_stride, cos_sin, head, q_weight, eps, shift,
+        NORMED, SHIFTED, HEADS, HEAD_DIM, ROTARY_DIM, HALF_PAD, HEAD_PAD,
+    )  # fmt: skip
+    target = out + (token * HEADS + head) * HEAD_DIM
+    tl.store(target + i, low, mask=inside)
+    tl.store(target + half + i, high, mask=inside)
+    if ROTARY_DIM < HEAD_DIM:
+        tl.store(target + d, rest, mask=rest_inside)
     slot = tl.load(slots + token)
     if slot < 0:
         return
@@ -61,33 +97,36 @@ def rotate_and_write_kernel(
         k_scale, v_scale = tl.load(kv_scales), tl.load(kv_scales + 1)
     dtype: tl.constexpr = cache.dtype.element_ty
     kv_head = tl.arange(0, KV_HEADS_PAD)[:, None]
-    k += token * k_stride
-    low, high, offset, inside = rotated(k, cos_sin, kv_head, KV_HEADS, HEAD_DIM, ROTARY_DIM, HALF_PAD)
+    low, high, inside, rest, rest_inside = rotated(
+        k + token * k_stride, cos_sin, kv_head, k_weight, eps, shift,
+        NORMED, SHIFTED, KV_HEADS, HEAD_DIM, ROTARY_DIM, HALF_PAD, HEAD_PAD,
+    )  # fmt: skip
     heads = cache + slot // PAGE * block_stride + slot % PAGE * HEAD_DIM + kv_head * (PAGE * HEAD_DIM)
-    target = heads + tl.arange(0, HALF_PAD)[None, :]
-    tl.store(target, to_cache(low, k_scale, QUANTIZED, dtype), mask=inside)
-    tl.store(target + half, to_cache(high, k_scale, QUANTIZED, dtype), mask=inside)
-    d = tl.arange(0, HEAD_PAD)[None, :]
-    inside = (kv_head < KV_HEADS) & (d < HEAD_DIM)
-    offset = kv_head * HEAD_DIM + d
+    tl.store(heads + i, to_cache(low, k_scale, QUANTIZED, dtype), mask=inside)
+    tl.store(heads + half + i, to_cache(high, k_scale, QUANTIZED, dtype), mask=inside)
     if ROTARY_DIM < HEAD_DIM:
-        rest = inside & (d >= ROTARY_DIM)
-        tl.store(heads + d, to_cache(tl.load(k + offset, mask=rest), k_scale, QUANTIZED, dtype), mask=rest)
-    v = tl.load(v + token * v_stride + offset, mask=inside)
+        tl.store(heads + d, to_cache(rest, k_scale, QUANTIZED, dtype), mask=rest_inside)
+    inside = (kv_head < KV_HEADS) & (d < HEAD_DIM)
+    v = tl.load(v + token * v_stride + kv_head * HEAD_DIM + d, mask=inside)
     tl.store(heads + KV_HEADS * PAGE * HEAD_DIM + d, to_cache(v, v_scale, QUANTIZED, dtype), mask=inside)
 
 
-def rotate_and_write(q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: Batch, layer: int) -> Tensor:
+def rotate_and_write(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, batch: Batch, layer: int, norms: HeadNorms | None = None
+) -> Tensor:
+    """The result is contiguous, as libraries want it."""
     cache = batch.kv_cache
     _, _, _, kv_heads, page, head_dim = cache.shape
     rotary_dim = table.shape[1]
     kv_scales = cache if batch.kv_scales is None else batch.kv_scales[layer]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q_weight, k_weight, eps, shift = norms or HeadNorms(q, q, 0.0, 0.0)
     rotate_and_write_kernel[len(k),](
-        q, k, v, table, batch.positions, cache[0, layer], batch.slot_mapping, kv_scales,
-        q.stride(0), k.stride(0), v.stride(0), cache.stride(0),
-        HEADS=q.shape[1], KV_HEADS=kv_heads, PAGE=page, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
-        QUANTIZED=batch.kv_scales is not None, HEADS_PAD=triton.next_power_of_2(q.shape[1]),
-        KV_HEADS_PAD=triton.next_power_of_2(kv_heads), HALF_PAD=triton.next_power_of_2(rotary_dim // 2),
-        HEAD_PAD=triton.next_power_of_2(head_dim),
+        q, k, v, out, table, batch.positions, cache[0, layer], batch.slot_mapping, kv_scales,
+        q_weight, k_weight, eps, shift, q.stride(0), k.stride(0), v.stride(0), cache.stride(0),
+        NORMED=norms is not None, SHIFTED=shift != 0.0, HEADS=q.shape[1], KV_HEADS=kv_heads, PAGE=page,
+        HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, QUANTIZED=batch.kv_scales is not None,
+        HEADS_PAD=triton.next_power_of_2(q.shape[1]), KV_HEADS_PAD=triton.next_power_of_2(kv_heads),
+        HALF_PAD=triton.next_power_of_2(rotary_dim // 2), HEAD_PAD=triton.next_power_of_2(head_dim),
     )  # fmt: skip
-    return q
+    return out

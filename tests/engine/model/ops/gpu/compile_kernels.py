@@ -23,6 +23,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from engine.model.ops.gpu import activation, attention, moe, norm, quantize, rope, sampling
+from engine.model.ops.norm import HeadNorms
 from engine.model.quantization.mxfp4 import PackedExperts
 from tests.engine.model.ops.gpu.paged import FLOAT8, Case
 
@@ -101,7 +102,9 @@ def resources(cubin: bytes) -> dict[str, int]:
 def compile_attention(case: Case) -> None:
     q, k, v, batch = case.inputs()
     table = torch.zeros(8192, case.rotary_dim or case.head_dim, dtype=case.dtype)
-    rope.rotate_and_write(q, k, v, table, batch, 1)
+    weight = table[0, :1].expand(case.head_dim).contiguous()
+    for norms in (None, HeadNorms(weight, weight, 1e-6, 0.0)):
+        rope.rotate_and_write(q, k, v, table, batch, 1, norms)
     attention.paged_attention(q, batch, 1, 0.1, case.window, **case.scores())
 
 

@@ -10,6 +10,7 @@ from engine.model.ops import activation, attention_plain, norm
 from engine.model.ops.gpu import activation as gpu_activation
 from engine.model.ops.gpu import norm as gpu_norm
 from engine.model.ops.gpu import rope as gpu_rope
+from engine.model.ops.norm import HeadNorms
 from tests.engine.model.ops.gpu.paged import DEVICE, FLOAT8, Case
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -91,6 +92,24 @@ def test_rotate_and_write_writes_the_bytes_that_plain_writes(case, layer):
     written, batch.kv_cache = batch.kv_cache, before
     assert torch.equal(gpu_rope.rotate_and_write(q, k, v, table, batch, layer), expected)
     assert torch.equal(batch.kv_cache.view(torch.uint8), written.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "case",
+    [WRITES["plain"], WRITES["three heads of 80, blocks of 5"], WRITES["half of each head rotated"], WRITES["float32"]],
+    ids=["plain", "three heads of 80", "half of each head rotated", "float32"],
+)
+def test_heads_are_normalised_before_they_are_rotated_and_written(case, shift):
+    q, k, v, batch = case.inputs()
+    norms = HeadNorms(*(randn(case.head_dim + i, dtype=case.dtype)[i:] for i in range(2)), 1e-6, shift)
+    table, before = randn(64, case.rotary_dim or case.head_dim, dtype=case.dtype), batch.kv_cache.clone()
+    expected = attention_plain.rotate_and_write(q, k, v, table, batch, 1, norms)
+    written, batch.kv_cache = batch.kv_cache, before
+    found = gpu_rope.rotate_and_write(q, k, v, table, batch, 1, norms)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected, atol=6e-2, rtol=2e-2)
+    torch.testing.assert_close(batch.kv_cache, written, atol=6e-2, rtol=2e-2, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import MoEConfig, RopeConfig
@@ -79,6 +82,53 @@ def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(config, monkeypa
     for step in ({0: [5, 6, 7, 8, 9]}, {0: [1], 1: [2, 3]}, {0: [4], 1: [5]}):
         expected, found = (run.step(step) for run in runs)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+class Launches(TorchDispatchMode):
+    """Counts kernels: Triton's, and torch's operations but for those that only make views or take memory."""
+
+    NONE = ("empty", "detach", "_unsafe_view", "_to_copy")
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.names: list[str] = []
+        run = GridExecutor.__call__
+
+        def launch(grid, *args, **options):
+            self.names.append(grid.fn.__name__)
+            with _disable_current_modes():
+                run(grid, *args, **options)
+
+        monkeypatch.setattr(GridExecutor, "__call__", launch)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        if not func.is_view and not name.startswith(self.NONE):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_a_layer_is_nine_kernels_in_a_decode_step(architecture, monkeypatch):
+    """Add and norm; q, k and v; norms of heads, rotation and KV; attention; o; add and norm; gate and up; activation;
+    down."""
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
+    monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
+    monkeypatch.setattr(flash, "select", lambda device: None)
+    launches, steps = Launches(monkeypatch), []
+    for layers in (1, 3):
+        config = tiny_config(
+            architecture=architecture, num_layers=layers, rope=(RopeConfig(),) * layers, window=(None,) * layers
+        )
+        tp = TPGroup.single()
+        run = ByHand(build_model(config, tp, torch.float32, torch.device("cpu")), config, tp=tp)
+        with launches:
+            run.step({0: [5], 1: [6]})
+        steps.append(launches.names)
+        launches.names = []
+    few, many = steps
+    assert few.count("plan_kernel") == many.count("plan_kernel") == 1
+    assert len(many) - len(few) == 2 * 9, Counter(many)
 
 
 @pytest.mark.parametrize("rank", [0, 1, None], ids=["rank 0", "rank 1", "one rank"])
