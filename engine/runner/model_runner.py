@@ -27,7 +27,7 @@ from engine.model.config import ModelConfig
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
 from engine.model.models.llama import Model
 from engine.model.models.registry import build_model
-from engine.model.ops import dispatch
+from engine.model.ops import dispatch, linear
 from engine.runner import kv_cache
 from engine.runner.cuda_graphs import DecodeGraphs, capture_sizes
 from engine.runner.inputs import InputBuilder, PromptLogprobRows, StepInputs
@@ -130,7 +130,7 @@ class ModelRunner:
         elif self._can_record():
             from engine.model.ops.cpu.step_graphs import StepGraphs
 
-            self._step_graphs = StepGraphs(self.model.run_layers, -(-longest // self.block_size))
+            self._step_graphs = StepGraphs(self.model.run_layers, linear.FEW_ROWS, -(-longest // self.block_size))
         capture_size_for = self.graphs.capture_size_for if self.graphs else lambda count: None
         self._inputs = InputBuilder(
             config, model_config, self.device, self.kv_cache, self.kv_scales, longest, capture_size_for

@@ -13,11 +13,9 @@ from torch import Tensor
 from engine.model.batch import Batch
 from engine.model.ops.cpu.attention import row_tiles
 from engine.model.ops.cpu.graph import RUN_ALL, Graph, Memory
-from engine.model.ops.linear import FEW_ROWS
 
 logger = logging.getLogger(__name__)
 
-MAX_TOKENS = FEW_ROWS  # as many rows as our linear layers take
 MAX_GRAPHS = 64
 
 
@@ -43,10 +41,10 @@ class Step:
 class StepGraphs:
     """Computes what `forward` does, with its kernels in one parallel region where that is possible."""
 
-    def __init__(self, forward: Callable[[Tensor, Batch], Tensor], max_blocks: int):
+    def __init__(self, forward: Callable[[Tensor, Batch], Tensor], max_tokens: int, max_blocks: int):
         """forward: embedded tokens [tokens, hidden] and their batch -> hidden states [tokens, hidden].
-        max_blocks: KV blocks of the longest sequence."""
-        self._forward, self._max_blocks = forward, max_blocks
+        max_tokens: larger steps are not recorded. max_blocks: KV blocks of the longest sequence."""
+        self._forward, self._max_tokens, self._max_blocks = forward, max_tokens, max_blocks
         self._memory = Memory()
         # by the number of tokens of each sequence, the last used last; None if they came only once so far
         self._steps: OrderedDict[tuple[int, ...], Step | None] = OrderedDict()
@@ -60,7 +58,7 @@ class StepGraphs:
 
     def run(self, x: Tensor, batch: Batch) -> Tensor:
         """Return hidden states [tokens, hidden], valid until the next step."""
-        if len(x) > MAX_TOKENS or not self._recordable:
+        if len(x) > self._max_tokens or not self._recordable:
             return self._forward(x, batch)
         counts = tuple(batch.query_start.diff().tolist())
         if counts not in self._steps:
