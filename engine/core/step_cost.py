@@ -10,6 +10,7 @@ from engine.wire.plan import StepPlan
 STEP_MEMORY = 200_000.0  # tokens after which a step's weight is 1/e
 PROMPT_MEMORY = 50_000.0  # prompt tokens after which the weight of one is 1/e
 DECODE_MEMORY = 200.0  # steps of about the same size after which the weight of one is 1/e
+TRUSTED_STEPS = 8.0  # of other sizes than the commonest, after which half of a measured slope counts
 WARM_UP_STEPS = 4  # they compile kernels and touch memory for the first time, so their cost is not typical
 
 
@@ -89,13 +90,11 @@ class DecodeCost:
     must not wash out what was learned of other sizes.
     """
 
-    def __init__(self, sizes_per_doubling: int = 1) -> None:
-        self._sizes_per_doubling = sizes_per_doubling
+    def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
 
     def observe_step(self, sequences: int, seconds: float) -> None:
-        size = math.floor(self._sizes_per_doubling * math.log2(sequences))
-        self._buckets.setdefault(size, _Bucket()).add(sequences, seconds)
+        self._buckets.setdefault(sequences.bit_length(), _Bucket()).add(sequences, seconds)
 
     @property
     def coefficients(self) -> tuple[float, float]:
@@ -110,6 +109,37 @@ class DecodeCost:
         for bucket in self._buckets.values():
             line.observe(bucket.sequences, bucket.seconds, weight=bucket.count)
         return line.coefficients
+
+
+class DraftedStepCost(DecodeCost):
+    """Cost of a step that only decodes, by its tokens, drafts included.
+
+    A quarter of a doubling is a size here. The first step of a size does not count, since it may record a graph.
+    """
+
+    def observe_step(self, tokens: int, seconds: float) -> None:
+        size = math.floor(4 * math.log2(tokens))
+        if size in self._buckets:
+            self._buckets[size].add(tokens, seconds)
+        else:
+            self._buckets[size] = _Bucket()
+
+    @property
+    def coefficients(self) -> tuple[float, float]:
+        """(seconds per step, additional seconds per token); zeros while nothing is known.
+
+        The slope is less than was measured as long as it rests on few steps: a token seems cheap until it was tried.
+        """
+        counts = [bucket.count for bucket in self._buckets.values() if bucket.count]
+        if not counts:
+            return 0.0, 0.0
+        line = LinearCost(memory=math.inf)
+        for bucket in self._buckets.values():
+            if bucket.count:
+                line.observe(bucket.sequences, bucket.seconds, weight=bucket.count)
+        fixed, slope = line.coefficients
+        others = sum(counts) - max(counts)
+        return fixed, slope * others / (others + TRUSTED_STEPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +174,7 @@ class StepTimes:
         #: Cost of steps that only decode.
         self.by_sequences = DecodeCost()
         #: Of these too, by the tokens that they compute, drafts included.
-        self.by_decoded_tokens = DecodeCost(sizes_per_doubling=4)
+        self.by_decoded_tokens = DraftedStepCost()
         self.prefill_tokens = self.prefills = 0
         self._steps = 0
         self._prompt_s = self._prompt_tokens = 0.0

@@ -77,6 +77,8 @@ class StepInputs:
     token_index: Tensor
     """[tokens] int64, indices of the input tokens in the flattened history. The history is read only when the step
     runs, because the step before may still have to sample some of them."""
+    first_sequences: Tensor | None
+    """[entries of the plan] int64, of each its first sequence in the batch; None where each entry is one sequence."""
     added: list[NewTokens]
     drafted: DraftedTokens | None
     entries: list[int]  #: of the plan, of each token that is sampled: several in a row where drafts are verified
@@ -85,6 +87,27 @@ class StepInputs:
     sampling: SamplingInputs
     prompt_logprob_rows: list[PromptLogprobRows]
     pooled_rows: list[PooledRows]
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The sequences of a batch: [n] int64 each."""
+
+    slots: np.ndarray
+    counts: np.ndarray  #: tokens that this step computes
+    ends: np.ndarray  #: tokens of each that there are then
+
+    def divided(self, chosen: np.ndarray) -> tuple[Sequences, np.ndarray]:
+        """Make each token of the chosen ones [n] bool a sequence of its own, which sees those before it in the KV that
+        they share. So tokens that verify drafts run by the kernels and graphs of decoding, and have their bits.
+
+        Returns also, for each of these sequences, the first that it has become.
+        """
+        pieces = np.where(chosen, self.counts, 1)
+        owner = np.repeat(np.arange(len(pieces)), pieces)
+        after = np.cumsum(pieces)[owner] - np.arange(len(owner)) - 1  # pieces of the same sequence behind each
+        divided = Sequences(self.slots[owner], np.where(chosen, 1, self.counts)[owner], self.ends[owner] - after)
+        return divided, np.cumsum(pieces) - pieces
 
 
 class InputBuilder:
@@ -131,18 +154,23 @@ class InputBuilder:
         )
         token_index = slots[entry] * self._max_model_len + positions
         width = -(-(int(ends.max()) + plan.num_drafts) // self._block_size)
-        size = self._capture_size_for(len(slots)) if len(slots) == len(positions) else None
+        sequences, first_sequences = Sequences(slots, counts, ends), None
+        if plan.drafts:
+            sequences, first = sequences.divided(np.isin(np.arange(len(slots)), list(plan.drafts)))
+            first_sequences = staged.add(first)
+        size = self._capture_size_for(len(sequences.slots)) if len(sequences.slots) == len(positions) else None
         batch = padded = None
         if size is not None:
-            padded = staged.add(pad_to_capture_size(size, token_index, positions, slot_mapping, slots, ends))
+            columns = token_index, positions, slot_mapping, sequences.slots, sequences.ends
+            padded = staged.add(pad_to_capture_size(size, *columns))
         else:
-            single, chunks = split(plan.counts, ends.tolist())
+            single, chunks = split(sequences.counts.tolist(), sequences.ends.tolist())
             batch = Batch(
                 positions=staged.add(positions),
                 slot_mapping=staged.add(slot_mapping),
-                query_start=staged.add(query_start.astype(np.int32)),
-                kv_len=staged.add(ends.astype(np.int32)),
-                block_table=staged.add(self.block_tables[slots if not self._device.asynchronous else [], :width]),
+                query_start=staged.add(np.concatenate([[0], np.cumsum(sequences.counts)]).astype(np.int32)),
+                kv_len=staged.add(sequences.ends.astype(np.int32)),
+                block_table=staged.add(self.block_tables[[] if self._device.asynchronous else sequences.slots, :width]),
                 kv_cache=self._kv_cache,
                 single=staged.add(single.numpy()),
                 chunks=chunks,
@@ -166,8 +194,11 @@ class InputBuilder:
             staged=staged,
             batch=batch,
             padded=padded,
-            block_tables=self._block_table_rows(plan, slots, width, staged) if self._device.asynchronous else None,
+            block_tables=self._block_table_rows(plan, sequences.slots, width, staged)
+            if self._device.asynchronous
+            else None,
             token_index=staged.add(token_index),
+            first_sequences=first_sequences,
             added=added,
             drafted=drafted,
             entries=entries,

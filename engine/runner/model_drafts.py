@@ -19,13 +19,14 @@ def draft_inputs(
     tokens: [n], those that were sampled, in the order of `inputs.entries`. history: with these tokens.
     out: of the model, hidden states of this size and those of the layers that the drafter wants to see.
     """
-    flat = history.view(-1)
+    flat, first = history.view(-1), inputs.first_sequences
     index = inputs.token_index if inputs.padded is None else inputs.padded[0]
     following = (index + 1).clamp(max=len(flat) - 1)
     return DraftInputs(
         plan=inputs.plan,
         entries=list(dict.fromkeys(inputs.entries)),
         batch=batch,
+        tables=batch.block_table if first is None else batch.block_table.index_select(0, first),
         token_ids=flat[index].long(),
         next_ids=flat[following].long(),
         last_rows=last_rows(inputs, tokens),

@@ -43,7 +43,7 @@ class DraftCache:
     def capacity(self, step: DraftInputs, entry: int) -> int:
         """Tokens for which an entry of the plan has blocks."""
         blocks = self._num_blocks.get(step.plan.slots[entry], 0)
-        return min(blocks, step.batch.block_table.shape[1]) * self.block_size
+        return min(blocks, step.tables.shape[1]) * self.block_size
 
     def own(self, batch: Batch) -> Batch:
         """The target's batch over this cache."""
@@ -58,7 +58,7 @@ class DraftCache:
         positions: of the last token of each entry whose KV is there.
         """
         rows = torch.tensor(entries, device=ids.device)
-        tables = step.batch.block_table.index_select(0, rows)
+        tables = step.tables.index_select(0, rows)
         capacity = torch.tensor([self.capacity(step, entry) for entry in entries], device=ids.device)
         drafts = [ids]
         for _ in range(step.plan.num_drafts - 1):

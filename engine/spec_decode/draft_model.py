@@ -94,7 +94,7 @@ class DraftModel:
         device = step.last_rows.device
         positions, seqs = (torch.from_numpy(x).to(device) for x in (position, seq))
         slots = torch.tensor([step.plan.slots[entry] for entry in entries], device=device)
-        tables = step.batch.block_table.index_select(0, torch.from_numpy(entries).to(device))
+        tables = step.tables.index_select(0, torch.from_numpy(entries).to(device))
         size = self._cache.block_size
         batch = Batch(
             positions=positions,

@@ -46,10 +46,12 @@ class DraftInputs:
     plan: StepPlan
     """`added` names the sequences that entered a slot, `num_drafts` the tokens to propose per entry."""
     entries: list[int]
-    """The n entries of the plan that sampled: sequences of `batch`, and rows of its block table."""
+    """The n entries of the plan that sampled."""
     batch: Batch
     """The target's inputs. A drafter's own KV has the same block ids, so `slot_mapping` and `block_table` hold for it;
-    `kv_cache` is the target's."""
+    `kv_cache` is the target's. Each token of an entry that verified drafts is a sequence of its own here."""
+    tables: Tensor
+    """[entries of the plan, max_blocks] int32, their block tables."""
     token_ids: Tensor
     """[rows] int64, the input tokens."""
     next_ids: Tensor

@@ -95,6 +95,7 @@ class DraftedSequences:
             plan=plan,
             entries=list(range(len(slots))),
             batch=batch,
+            tables=batch.block_table,
             token_ids=history[seqs, positions].long(),
             next_ids=history[seqs, positions + 1].long(),
             last_rows=torch.tensor(last),
