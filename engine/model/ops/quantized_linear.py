@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.ops.dispatch import CPU_DTYPES
+from engine.model.ops import dispatch
 from engine.model.quantization.weight import QuantizedWeight, quantize_rows
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def select(weight: QuantizedWeight, dtype: torch.dtype) -> Multiply | None:
     """The fast version for this weight on its device. Logs once for each kind of weight what becomes of it."""
     device = weight.values.device.type
     multiply: Multiply | None = None
-    if device == "cpu" and dtype in CPU_DTYPES:
+    if dispatch.cpu_kernels(dtype, weight.values.device):
         from engine.model.ops.cpu import quantized_linear as cpu
 
         multiply = cpu.select(weight, dtype)

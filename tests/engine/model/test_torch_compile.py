@@ -27,10 +27,10 @@ from engine.model.config import ModelConfig
 from engine.model.loader import load_weights, pack_weights
 from engine.model.models.registry import build_model
 from engine.model.ops import dispatch
-from engine.model.ops.cpu.quantized_linear import Int4
+from engine.model.ops.cpu.quantized_linear import Integers
 from engine.model.torch_compile import compile_layers
 from tests.batches import ByHand
-from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder
+from tests.engine.model.quantization.checkpoints import W8A8, quantize_folder
 from tests.gpu.engines import check_same, generate, make_core, requests, run
 from tests.late_device import LateDevice
 from tests.models import FAMILIES, made_once, make_model
@@ -107,8 +107,8 @@ def test_a_compiled_model_has_the_logits_of_the_plain_one_for_any_number_of_toke
 @pytest.mark.usefixtures("traced")
 def test_products_with_quantized_weights_stay_what_they_are(tmp_path):
     source = make_model(tmp_path / "source", "qwen2", hidden_size=64, intermediate_size=96)
-    quantize_folder(source, tmp_path / "model", tmp_path / "twin", *FORMATS["awq"])
-    assert isinstance(load(tmp_path / "model").model.layers[0].self_attn.qkv_proj.kernel, Int4)
+    quantize_folder(source, tmp_path / "model", tmp_path / "twin", *W8A8)
+    assert isinstance(load(tmp_path / "model").model.layers[0].self_attn.qkv_proj.kernel, Integers)
     check_same_logits(tmp_path / "model")
 
 

@@ -1,84 +1,193 @@
-"""Products with quantized weights on a CPU, by torch's own kernels, where they pay: docs/quantization.md."""
+"""Products with weights of eight and four bits on a CPU: docs/quantization.md.
+
+Inputs are rounded to int8 too, with a scale for each group of a row that has one in the weight, so that products are
+sums of integers within a group and a row's result depends on nothing beside it. Weights are read once for some rows,
+as they are stored.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.quantization.packing import pack_nibbles
+from engine.model.ops.cpu.integers import (
+    PANEL,
+    QUAD,
+    TILE_ROWS,
+    as_i8,
+    as_u8,
+    multiply_panel,
+    nearest,
+)
+from engine.model.ops.cpu.kernel import (
+    Kernel,
+    as_bf16,
+    as_f32,
+    as_i32,
+    device_function,
+    empty,
+    kernel,
+    load,
+    store,
+    take,
+)
 from engine.model.quantization.weight import QuantizedWeight
 
-INT4_GROUPS = (32, 64, 128, 256)  # sizes that torch's kernel takes
-MANY_ROWS = 128  # dequantizing int4 in every call pays from here on
-SLICE = 1024  # outputs dequantized at a time, which stay in the caches
-ZERO_POINT = 128  # of the inputs: oneDNN is only fast for unsigned ones
+TOKENS = 4  # whose inputs a thread rounds at a time
+INPUT_GROUP = 128  # inputs with one scale, if the checkpoint expects them as they are
+BLOCK_ROWS = 16 * TILE_ROWS  # multiplied by a panel at a time
 
 
-def select(weight: QuantizedWeight, dtype: torch.dtype) -> Int8 | Int4 | None:
-    if weight.activations == torch.int8 and weight.scale.shape[1] == 1 and weight.zero is None and onednn_int8():
-        return Int8(weight)
-    if weight.bits == 4 and weight.group_size in INT4_GROUPS and weight.values.shape[0] % 16 == 0:
-        return Int4(weight, dtype)
-    return None
+@device_function
+def round_rows(cast: Any, args: Any) -> None:
+    """Round inputs to int8, with 0 in columns past `width`. Each group's largest number becomes 127 or -127."""
+    x, values, scales, sums = cast(args[1]), as_i8(args[2]), as_f32(args[3]), as_i32(args[4])
+    tokens, stride, width, groups, size = args[5], args[6], args[7], args[8], args[9]
+    while True:
+        first = take(args, TOKENS)
+        if first >= tokens:
+            break
+        for token in range(first, min(first + TOKENS, tokens)):
+            for group in range(groups):
+                source, target = token * stride + group * size, (token * groups + group) * size
+                filled = min(size, width - group * size)
+                largest = np.float32(1e-12)
+                for i in range(filled):
+                    largest = max(largest, abs(load(x, source + i)))
+                factor = np.float32(127.0) / largest
+                total = np.int32(0)
+                for i in range(filled):
+                    value = nearest(load(x, source + i) * factor)
+                    values[target + i] = value
+                    total += value
+                for i in range(filled, size):
+                    values[target + i] = 0
+                scales[token * groups + group] = largest / np.float32(127.0)
+                sums[token * groups + group] = total
 
 
-def onednn_int8() -> bool:
-    """Whether oneDNN multiplies int8: without VNNI it keeps sums of products in 16 bits, too few for these inputs."""
-    return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
+@kernel
+def round_bf16(args: Any) -> None:
+    round_rows(as_bf16, args)
 
 
-class Int8:
-    """int8 x int8 by oneDNN, with a scale per output and, computed in every call, per row of the input."""
-
-    def __init__(self, weight: QuantizedWeight):
-        self.values = torch.ops.onednn.qlinear_prepack(weight.values, None)
-        self.scale = weight.scale.flatten().contiguous()
-        self.zero = torch.zeros(len(self.scale), dtype=torch.int64)
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        scale = x.abs().amax(-1, keepdim=True).float().clamp_(min=1e-12) / 127
-        values = (x / scale).round_().add_(ZERO_POINT).to(torch.uint8)
-        out = torch.ops.onednn.qlinear_pointwise(
-            values, 1.0, ZERO_POINT, self.values, self.scale, self.zero, None, 1.0, 0, torch.float32, "none", [], ""
-        )
-        out = out.mul_(scale)
-        return (out if bias is None else out.add_(bias)).to(x.dtype)
+@kernel
+def round_f32(args: Any) -> None:
+    round_rows(as_f32, args)
 
 
-class Int4:
-    """int4 with a scale for every 32 to 256 inputs.
+multiply_int8_row, multiply_int8_tile = multiply_panel(8, 1), multiply_panel(8, TILE_ROWS)
+multiply_int4_row, multiply_int4_tile = multiply_panel(4, 1), multiply_panel(4, TILE_ROWS)
 
-    A few rows, as in decoding, are multiplied by the packed weight, which reads a quarter of bfloat16's bytes. That
-    kernel's time grows with every row, so for many rows, as in a prompt, slices of the weight are dequantized in every
-    call. Both forms together take a byte per weight.
-    """
+
+@device_function
+def multiply_rows(cast: Any, row: Any, tile: Any, bits: Any, args: Any) -> None:
+    out, x, x_scales, x_sums = cast(args[1]), args[2], args[3], args[4]
+    weights, scales, zeros, bias = args[5], args[6], args[7], cast(args[8])
+    tokens, outputs, groups, size = args[9], args[10], args[11], args[12]
+    width = groups * size
+    blocks = (tokens + BLOCK_ROWS - 1) // BLOCK_ROWS
+    items = (outputs + PANEL - 1) // PANEL * blocks
+    scratch = np.empty(TILE_ROWS * PANEL, np.float32)
+    sums = as_f32(scratch.ctypes.data)
+    while True:
+        item = take(args, 1)
+        if item >= items:
+            break
+        panel, block = item // blocks, item % blocks
+        values = as_u8(weights + panel * PANEL * width * bits // 8)
+        scale, zero = as_f32(scales + 4 * panel * PANEL * groups), as_u8(zeros + panel * PANEL * groups)
+        filled = min(PANEL, outputs - panel * PANEL)
+        for first in range(block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, tokens), TILE_ROWS):
+            count = min(TILE_ROWS, tokens - first)
+            values_in, scale_in = as_i8(x + first * width), as_f32(x_scales + 4 * first * groups)
+            sum_in = as_i32(x_sums + 4 * first * groups)
+            if count == 1:
+                row(sums, values_in, scale_in, sum_in, 0, values, scale, zero, groups, size)
+            else:
+                tile(sums, values_in, scale_in, sum_in, count - 1, values, scale, zero, groups, size)
+            for r in range(count):
+                target = (first + r) * outputs + panel * PANEL
+                if args[8]:
+                    for o in range(filled):
+                        store(out, target + o, sums[r * PANEL + o] + load(bias, panel * PANEL + o))
+                else:
+                    for o in range(filled):
+                        store(out, target + o, sums[r * PANEL + o])
+    scratch[0] = 0.0  # Numba frees an array after its last use, and does not see the pointer into it
+
+
+@kernel
+def multiply_int8_bf16(args: Any) -> None:
+    multiply_rows(as_bf16, multiply_int8_row, multiply_int8_tile, 8, args)
+
+
+@kernel
+def multiply_int8_f32(args: Any) -> None:
+    multiply_rows(as_f32, multiply_int8_row, multiply_int8_tile, 8, args)
+
+
+@kernel
+def multiply_int4_bf16(args: Any) -> None:
+    multiply_rows(as_bf16, multiply_int4_row, multiply_int4_tile, 4, args)
+
+
+ROUND = Kernel({torch.bfloat16: round_bf16, torch.float32: round_f32})
+MULTIPLY_INT8 = Kernel({torch.bfloat16: multiply_int8_bf16, torch.float32: multiply_int8_f32})
+MULTIPLY_INT4 = Kernel({torch.bfloat16: multiply_int4_bf16})
+
+
+def select(weight: QuantizedWeight, dtype: torch.dtype) -> Integers | None:
+    """None for groups that are not whole words, and where inputs may not be rounded: in float32, unless the checkpoint
+    expects it."""
+    if weight.values.dtype != torch.int8 or (weight.activations is None and dtype != torch.bfloat16):
+        return None
+    if weight.scale.shape[1] > 1 and weight.group_size * weight.bits % (8 * QUAD):
+        return None
+    return Integers(weight, dtype)
+
+
+class Integers:
+    """Weights of eight or four bits by inputs of eight."""
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype):
-        self.group_size = weight.group_size
-        # the kernel wants unsigned values q, and computes (q - 8) * scale + offset
-        self.values = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.values.int() + 8, 1)
-        offset = torch.zeros_like(weight.scale) if weight.zero is None else -weight.zero * weight.scale
-        self.scale_and_offset = torch.stack([weight.scale.T, offset.T], dim=-1).to(dtype).contiguous()
-        self.nibbles = pack_nibbles(weight.values + 8)
-        self.scale, self.offset = (t.to(dtype)[..., None] for t in (weight.scale, offset))
-        byte = torch.arange(256, dtype=torch.int32)
-        self.pairs = torch.stack([(byte >> 4) - 8, (byte & 15) - 8], dim=-1).to(dtype)  # values of every byte
-        self.word = torch.int32 if dtype.itemsize == 2 else torch.int64  # as large as a pair
+        self.outputs, self.inputs = weight.values.shape
+        self.groups = weight.scale.shape[1]
+        if weight.activations is None and weight.group_size % INPUT_GROUP == 0:
+            self.groups = self.inputs // INPUT_GROUP
+        quads = 8 // weight.bits  # of inputs in a word
+        middle = 1 << weight.bits - 1
+        values = F.pad(weight.values, (0, -self.inputs % (QUAD * quads), 0, -self.outputs % PANEL)).int() + middle
+        self.size = values.shape[1] // self.groups
+        # [panels, words, quads in a word, inputs of a quad, outputs] -> [panels, words, outputs, inputs], to a byte
+        parts = values.view(-1, PANEL, values.shape[1] // (QUAD * quads), quads, QUAD).permute(0, 2, 1, 4, 3)
+        self.values = (parts[..., 0] if quads == 1 else parts[..., 0] | parts[..., 1] << 4).to(torch.uint8).contiguous()
+        zero = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero
+        self.scale, self.zero = self.panels(weight.scale), self.panels(zero + middle).to(torch.uint8)
+        self.multiply = MULTIPLY_INT8 if weight.bits == 8 else MULTIPLY_INT4
+        ROUND.compile(dtype)
+        self.multiply.compile(dtype)
+
+    def panels(self, of_groups: Tensor) -> Tensor:
+        """[outputs, groups of the weight] -> [panels, groups, outputs of a panel]"""
+        padded = F.pad(of_groups, (0, 0, 0, -self.outputs % PANEL))
+        padded = padded.repeat_interleave(self.groups // padded.shape[1], dim=1)
+        return padded.view(-1, PANEL, self.groups).transpose(1, 2).contiguous()
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if len(x) < MANY_ROWS:
-            out = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                x.contiguous(), self.values, self.group_size, self.scale_and_offset
-            )
-            return out if bias is None else out.add_(bias)
-        slices = range(0, len(self.nibbles), SLICE)
-        out = torch.cat([F.linear(x, self.rows(slice(start, start + SLICE))) for start in slices], dim=1)
-        return out if bias is None else out.add_(bias)
-
-    def rows(self, rows: slice) -> Tensor:
-        """Dequantize rows [rows, inputs] of the weight, by a table with the two values of every byte in one word."""
-        bytes = self.nibbles[rows]
-        pairs = self.pairs.view(self.word).flatten().index_select(0, bytes.flatten().int())
-        values = pairs.view(self.pairs.dtype).view(len(bytes), -1, self.group_size)
-        return values.mul_(self.scale[rows]).add_(self.offset[rows]).flatten(1)
+        tokens, groups, size = len(x), self.groups, self.size
+        values, scale = empty((tokens, groups * size), torch.int8), empty((tokens, groups), torch.float32)
+        sums, out = empty((tokens, groups), torch.int32), empty((tokens, self.outputs), x.dtype)
+        ROUND.launch(
+            x.dtype, -(-tokens // TOKENS), x, values, scale, sums, tokens, x.stride(0), self.inputs, groups, size
+        )
+        items = -(-tokens // BLOCK_ROWS) * len(self.values)
+        self.multiply.launch(
+            x.dtype, items, out, values, scale, sums, self.values, self.scale, self.zero, 0 if bias is None else bias,
+            tokens, self.outputs, groups, size,
+        )  # fmt: skip
+        return out

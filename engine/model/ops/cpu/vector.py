@@ -142,6 +142,15 @@ def exponentials(_: Any, out: Any, scores: Any, count: Any, factor: Any, top: An
     return types.void(out, F32P, types.int64, f32, f32, F32P, f32), generate
 
 
+def prefetch_line(builder: ir.IRBuilder, address: ir.Value) -> None:
+    byte = ir.IntType(8).as_pointer()
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
+    )
+    read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)
+    builder.call(function, [builder.bitcast(address, byte), read, keep, data])
+
+
 @intrinsic
 def prefetch(_: Any, table: Any, count: Any, offset: Any, size: Any) -> Any:
     """Ask for `size` bytes from each of the first `count` addresses in `table` + `offset` on to be brought into the
@@ -149,17 +158,12 @@ def prefetch(_: Any, table: Any, count: Any, offset: Any, size: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         addresses, number, start, length = args
-        byte = ir.IntType(8).as_pointer()
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32]), "llvm.prefetch.p0"
-        )
         line = ir.Constant(I64, CACHE_LINE_BYTES)
-        read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)
         with cgutils.for_range_slice(builder, ir.Constant(I64, 0), length, line, intp=I64) as (i, _n):
             place = builder.add(start, i)
             with cgutils.for_range(builder, number, intp=I64) as loop:
                 address = builder.add(builder.load(builder.gep(addresses, [loop.index])), place)
-                builder.call(function, [builder.inttoptr(address, byte), read, keep, data])
+                prefetch_line(builder, builder.inttoptr(address, ir.IntType(8).as_pointer()))
         return context.get_dummy_value()
 
     return types.void(types.CPointer(types.int64), types.int64, types.int64, types.int64), generate

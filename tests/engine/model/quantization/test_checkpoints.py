@@ -17,7 +17,6 @@ from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, ModelFolderError
 from engine.model.config import ModelConfig
 from engine.model.models.registry import build_model
-from engine.model.ops.cpu.quantized_linear import onednn_int8
 from tests.batches import load_by_hand
 from tests.engine.model.quantization.checkpoints import (
     BLOCKS,
@@ -79,7 +78,6 @@ def test_every_family_runs_with_quantized_weights(tmp_path, family, name):
     torch.testing.assert_close(logits(tmp_path / "model"), logits(tmp_path / "twin"), atol=1e-4, rtol=0)
 
 
-@pytest.mark.skipif(not onednn_int8(), reason="this CPU has no VNNI")
 def test_inputs_in_eight_bits_stay_close_to_the_weights_that_are_meant(source, tmp_path):
     quantize_folder(source, tmp_path / "model", tmp_path / "twin", *W8A8)
     found, expected = (torch.cat(logits(tmp_path / name)) for name in ("model", "twin"))

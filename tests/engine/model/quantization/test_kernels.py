@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit, types
+from numba.extending import intrinsic
 
 from engine.model.layers.linear import ColumnParallelLinear
 from engine.model.ops import quantized_linear
-from engine.model.ops.cpu.quantized_linear import MANY_ROWS, Int4, Int8, onednn_int8
+from engine.model.ops.cpu.integers import I8P, add_quads_plain, as_i8
+from engine.model.ops.cpu.quantized_linear import Integers
+from engine.model.ops.cpu.vector import VI32
 from engine.model.quantization.eight_bit import EightBit
 from engine.model.quantization.packed_int import AWQ
 from engine.model.quantization.weight import QuantizedWeight
@@ -21,9 +28,8 @@ from tests.engine.model.quantization import checkpoints
 from tests.engine.model.quantization.checkpoints import FP8
 
 PROFILE = settings(max_examples=40, deadline=None, derandomize=True)
-NEEDS_VNNI = pytest.mark.skipif(not onednn_int8(), reason="this CPU has no VNNI")
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
-TOLERANCE = {torch.float32: {"atol": 1e-4, "rtol": 1e-4}, torch.bfloat16: {"atol": 0.05, "rtol": 0.03}}
+TOLERANCE = {torch.float32: {"atol": 1e-3, "rtol": 1e-3}, torch.bfloat16: {"atol": 0.05, "rtol": 0.03}}
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -41,54 +47,97 @@ def weight(outputs: int, inputs: int, bits: int, groups: int, *, zeros: bool, ac
 
 @PROFILE
 @given(
-    rows=st.sampled_from([1, 2, 7, 40, MANY_ROWS - 1, MANY_ROWS, 200]),
-    outputs=st.sampled_from([1, 2, 5, 65]),
+    bits=st.sampled_from([4, 8]),
+    rows=st.sampled_from([1, 2, 6, 7, 100]),
+    outputs=st.integers(1, 200),
     groups=st.integers(1, 3),
-    group_size=st.sampled_from([32, 64, 128, 256]),
+    group_size=st.sampled_from([8, 16, 32, 64, 128]),
+    zeros=st.booleans(),
+    bias=st.booleans(),
+)
+def test_weights_alone_are_multiplied_by_inputs_rounded_by_groups(bits, rows, outputs, groups, group_size, zeros, bias):
+    w = weight(outputs, groups * group_size, bits, groups, zeros=zeros)
+    multiply = quantized_linear.select(w, torch.bfloat16)
+    assert isinstance(multiply, Integers)
+    x, b = randn(rows, w.values.shape[1], dtype=torch.bfloat16), randn(outputs).bfloat16() if bias else None
+    expected = quantized_linear.plain(x, replace(w, activations=torch.int8), b)
+    torch.testing.assert_close(multiply(x, b), expected, **TOLERANCE[torch.bfloat16])
+
+
+@PROFILE
+@given(
+    rows=st.integers(1, 40),
+    outputs=st.integers(1, 140),
+    inputs=st.integers(1, 150),
     zeros=st.booleans(),
     bias=st.booleans(),
     dtype=DTYPES,
 )
-def test_int4_equals_plain(rows, outputs, groups, group_size, zeros, bias, dtype):
-    w = weight(16 * outputs, groups * group_size, 4, groups, zeros=zeros)
+def test_int8_by_int8_equals_plain(rows, outputs, inputs, zeros, bias, dtype):
+    w = weight(outputs, inputs, 8, 1, zeros=zeros, activations=torch.int8)
     multiply = quantized_linear.select(w, dtype)
-    assert isinstance(multiply, Int4)
-    x, b = randn(rows, groups * group_size, dtype=dtype), randn(16 * outputs, dtype=dtype) if bias else None
-    torch.testing.assert_close(multiply(x, b), quantized_linear.plain(x, w, b), **TOLERANCE[dtype])
-
-
-@NEEDS_VNNI
-@PROFILE
-@given(
-    rows=st.integers(1, 40),
-    outputs=st.integers(1, 70),
-    inputs=st.integers(1, 150),
-    bias=st.booleans(),
-    dtype=DTYPES,
-)
-def test_int8_equals_plain(rows, outputs, inputs, bias, dtype):
-    w = weight(outputs, inputs, 8, 1, zeros=False, activations=torch.int8)
-    multiply = quantized_linear.select(w, dtype)
-    assert isinstance(multiply, Int8)
+    assert isinstance(multiply, Integers)
     x, b = randn(rows, inputs, dtype=dtype), randn(outputs, dtype=dtype) if bias else None
     torch.testing.assert_close(multiply(x, b), quantized_linear.plain(x, w, b), **TOLERANCE[dtype])
 
 
-@NEEDS_VNNI
-def test_each_row_has_its_own_scale_whatever_its_neighbours_are():
-    multiply = quantized_linear.select(weight(32, 64, 8, 1, zeros=False, activations=torch.int8), torch.float32)
-    small, large = randn(1, 64), randn(1, 64) * 1e4
-    together = multiply(torch.cat([small, large]), None)
-    torch.testing.assert_close(together[:1], multiply(small, None), atol=0, rtol=0)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_alone_with_one_scale_have_inputs_with_one_for_each_128(bits):
+    w = weight(70, 384, bits, 1, zeros=False)
+    x = randn(3, 384).bfloat16()
+    x[:, 0] = 1000  # with one scale the others would be all but lost
+    by_groups = replace(w, scale=w.scale.expand(-1, 3), activations=torch.int8)
+    expected = quantized_linear.plain(x, by_groups)
+    torch.testing.assert_close(quantized_linear.select(w, torch.bfloat16)(x, None), expected, atol=0.1, rtol=0.01)
+
+
+@pytest.mark.parametrize(("bits", "groups"), [(8, 1), (8, 2), (4, 2)])
+def test_a_row_has_the_same_bits_beside_any_others(bits, groups):
+    multiply = quantized_linear.select(weight(130, 256, bits, groups, zeros=True), torch.bfloat16)
+    x = randn(205, 256).bfloat16() * torch.logspace(-3, 3, 205).bfloat16()[:, None]
+    together = multiply(x, None)
+    for rows in (slice(0, 1), slice(3, 9), slice(7, 8), slice(90, 120)):
+        assert torch.equal(multiply(x[rows], None), together[rows])
+
+
+def test_a_row_of_a_wider_tensor_is_read_where_it_lies():
+    multiply = quantized_linear.select(weight(64, 32, 8, 1, zeros=False, activations=torch.int8), torch.bfloat16)
+    x = randn(9, 96).bfloat16()[:, 32:64]
+    assert torch.equal(multiply(x, None), multiply(x.contiguous(), None))
+
+
+@intrinsic
+def add_four_products(_: Any, total: Any, unsigned: Any, signed: Any) -> Any:
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        vectors = [builder.bitcast(pointer, VI32.as_pointer()) for pointer in args]
+        sums = add_quads_plain(builder, *(builder.load(vector, align=1) for vector in vectors))
+        builder.store(sums, vectors[0], align=1)
+        return context.get_dummy_value()
+
+    return types.void(I8P, I8P, I8P), generate
+
+
+def test_a_cpu_without_vnni_has_the_same_sums():
+    generator = np.random.default_rng(0)
+    a, b = generator.integers(0, 256, 64, np.uint8), generator.integers(-127, 128, 64, np.int8)
+    a[:8], b[:4], b[4:8] = 255, 127, -127
+    out = np.arange(16, dtype=np.int32)
+
+    @njit
+    def run(total, unsigned, signed):
+        add_four_products(as_i8(total), as_i8(unsigned), as_i8(signed))
+
+    run(out.ctypes.data, a.ctypes.data, b.ctypes.data)
+    expected = (a.astype(np.int64) * b).reshape(16, 4).sum(1) + np.arange(16)
+    assert out.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(
     ("w", "said"),
     [
-        (weight(32, 64, 8, 1, zeros=True, activations=torch.int8), "int8 x int8, a scale per output: no kernel on cpu"),
+        (weight(32, 64, 8, 1, zeros=True, activations=torch.int8), "int8 x int8, a scale per output: multiplied as it"),
         (weight(32, 64, 8, 2, zeros=False), "int8, a scale per 32 inputs: no kernel on cpu, dequantized to float32"),
-        (weight(32, 48, 4, 3, zeros=False), "int4, a scale per 16 inputs: no kernel on cpu, dequantized to float32"),
-        (weight(32, 64, 4, 2, zeros=False), "int4, a scale per 32 inputs: multiplied as it is on cpu (Int4)"),
+        (weight(32, 64, 4, 2, zeros=False), "int4, a scale per 32 inputs: no kernel on cpu, dequantized to float32"),
     ],
 )
 def test_one_log_line_says_what_a_kind_of_weight_becomes(caplog, w, said):
