@@ -1,8 +1,8 @@
 """Seconds from `manta serve` to the first answer, phase by phase: `python -m benchmarks.startup`.
 
-Each start has a copy of the working tree, with kernels compiled as `make install` does, an empty home, and a Ray of its
-own. A client asks for one token again and again until it is answered. CPU seconds are of all processes together: on
-a machine that is busy they tell more than the time that passed. Nothing else should run beside it.
+Each start has a copy of the working tree, compiled as `make install` does, an empty home, and a Ray of its own. A
+client asks for one token again and again until it is answered. CPU seconds are of all processes together: on a machine
+that is busy they tell more than the time that passed. Nothing else should run beside it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ PHASES = {  # by the line of the log that ends each, in the order of most starts
     "the engine is up": "ranks ready",
 }
 ANSWERED = "the first answer"
+INSTALLED = ("compileall -q engine placement deployments cluster", "engine.model.ops.cpu")  # by `make install`
 REQUEST = {"model": "pocket", "messages": [{"role": "user", "content": "What is a cache?"}], "max_tokens": 1}
 LIMIT_S = 300.0
 
@@ -78,13 +79,13 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
 
 
 def measure(folder: Path, compiled: bool) -> Startup:
-    """Start a server, and end it at its first answer. compiled: whether kernels are compiled before."""
+    """Start a server, and end it at its first answer. compiled: ahead of the start, as `make install` does."""
     clone, home = folder / "clone", folder / "home"
     copy_tree(clone)
     home.mkdir()
     environment = {"PYTHONPATH": str(clone), "HOME": str(home)}
-    if compiled:
-        subprocess.run([sys.executable, "-m", "engine.model.ops.cpu"], cwd=clone, env=environment, check=True)
+    for module in INSTALLED if compiled else ():
+        subprocess.run([sys.executable, "-m", *module.split()], cwd=clone, env=environment, check=True)
     model = {"name": "pocket", "model": "pocket"}
     started, found = time.monotonic(), dict[str, float]()
     server = ServeRun(folder, {"models": [model]}, environment=environment | haproxy_ports(), manta=True)
@@ -127,7 +128,7 @@ def show_startups(report: Startups) -> None:
 
 def main(
     repeats: Annotated[int, typer.Option(min=1, help="Starts.")] = 5,
-    compiled: Annotated[bool, typer.Option(help="Compile the kernels before, as `make install` does.")] = True,
+    compiled: Annotated[bool, typer.Option(help="Compile Python and kernels before, as `make install` does.")] = True,
     as_json: JsonOption = False,
 ) -> None:
     """Measure how long `manta serve` takes to its first answer."""
