@@ -188,7 +188,8 @@ class Scheduler:
         if not self._builder.requests:
             return None
         self.totals.steps += 1
-        requests, num_drafts = self._builder.requests, 0 if self.speculator is None else self.speculator.num_drafts
+        requests = self._builder.requests
+        num_drafts = 0 if self.speculator is None else self.speculator.num_drafts(requests)
         plan = self._builder.plan(self.totals.steps, self.kv_cache.take_changes(), num_drafts)
         self.metrics.observe_step(plan.num_tokens)
         self.planned.append((plan, requests))
@@ -213,7 +214,9 @@ class Scheduler:
                     continue
             if count > 0 and self._grow(request, request.computed + count):
                 if self.speculator is not None and drafts:
-                    drafts = drafts[: self.kv_cache.room(request, request.computed + count, len(drafts))]
+                    computed = request.computed + count
+                    wanted = min(len(drafts) + self.speculator.lookahead, self.max_model_len - computed)
+                    drafts = drafts[: self.kv_cache.room(request, computed, wanted)]
                     self.speculator.planned(request, len(drafts))
                 self._builder.compute(request, count, drafts)
                 budget -= count + len(drafts)

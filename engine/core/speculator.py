@@ -30,17 +30,25 @@ class Speculator:
         step_cost: seconds of a step that only decodes, fixed and per token."""
         self._limit, self._drafter = config.num_speculative_tokens, drafter
         self._step_cost, self._vocab_size = step_cost, vocab_size
-        self._step = StepDrafts(0, 0.0, 0.0)
+        self._step = self._undrafted = StepDrafts(0, 0.0, 0.0)
         self.totals = SpecDecodeStats()
 
     @property
-    def num_drafts(self) -> int:
-        """Tokens that a drafter with weights is to propose after this step, for each sequence."""
+    def lookahead(self) -> int:
+        """Tokens after its drafts for which a request should have blocks: a drafter with weights computes their KV."""
         return self._limit if self._drafter is None else 0
+
+    def num_drafts(self, requests: list[Request]) -> int:
+        """Return how many tokens a drafter with weights is to propose for each of these requests after this step."""
+        if self._drafter is not None or not self._undrafted.length(OPTIMISM, 1):
+            return 0
+        best = max(self._drafts_of(request).acceptance(len(request.tokens)) for request in requests)
+        return self._undrafted.length(best, self._limit)
 
     def start_step(self, sequences: int) -> None:
         """sequences: those that run."""
-        self._step = StepDrafts(sequences, *self._step_cost())
+        cost = self._step_cost()
+        self._step, self._undrafted = StepDrafts(sequences, *cost), StepDrafts(sequences, *cost)
 
     def waits(self, request: Request) -> bool:
         """Return whether a request should wait for its token in flight, since drafts may follow that."""

@@ -9,9 +9,10 @@ from engine.spec_decode.target import Target
 
 
 def open_drafter(config: EngineConfig, target: Target) -> ModelDrafter | None:
-    """Return None if the configuration names none. Raises StartupError if its checkpoint is missing or does not fit."""
-    speculative = config.speculative
-    if speculative is None or not speculative.has_weights:
+    """Return None if the configuration names none, or if this engine only computes prompts for others. Raises
+    StartupError if its checkpoint is missing or does not fit."""
+    speculative, handoff = config.speculative, config.handoff
+    if speculative is None or not speculative.has_weights or (handoff is not None and handoff.role == "prefill"):
         return None
     if speculative.method == "mtp":
         from engine.spec_decode.mtp import mtp_drafter

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig, HandoffConfig
+from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
 from engine.core.engine import EngineCore
+from engine.spec_decode.draft_length import StepDrafts
 from engine.wire.messages import Abort, GenerateRequest, PrefillReplica, PrefillReplicas
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair
@@ -294,6 +295,22 @@ def test_small_pools_on_both_sides_only_make_it_slower(ranks, alone):
             assert pair.ingress.tokens(f"r{i}") == alone(prompt(length, i), max_tokens=40)
         pair.settle()
         assert results(pair) == len(lengths)
+
+
+@pytest.mark.slow
+def test_a_draft_model_computes_the_prompts_that_come_from_elsewhere_itself(ranks, alone, monkeypatch):
+    monkeypatch.setattr(StepDrafts, "length", lambda step, acceptance, limit: limit)
+    speculative = SpeculativeConfig(method="draft_model", model="pocket", num_speculative_tokens=3)
+    configs = make_config("decode", speculative=speculative), make_config("prefill", speculative=speculative)
+    with Pair(*configs, ranks) as pair:
+        for length in (5, 64, 200):
+            pair.ingress.add(f"greedy {length}", prompt(length), max_tokens=24)
+        for length in (5, 64, 200):
+            assert pair.ingress.tokens(f"greedy {length}") == alone(prompt(length), max_tokens=24)
+        pair.settle()
+        assert results(pair) == 3
+        stats = pair.decode.scheduler.stats().spec_decode
+        assert stats.num_accepted_tokens == stats.num_draft_tokens > 0, "the model drafts for itself"
 
 
 def test_a_prompt_of_16k_tokens_comes_in_small_chunks(ranks, tmp_path):

@@ -82,3 +82,32 @@ def test_tokens_and_ends_are_those_without_speculation(folders, expected, method
                 stats = llm.stats().spec_decode
                 assert stats.num_accepted_tokens == stats.num_draft_tokens
         assert llm.stats().spec_decode.num_draft_tokens > 0
+
+
+def test_in_bfloat16_drafts_are_verified_with_the_bits_of_single_rows(folders):
+    folder, options = folders["same_model"]
+    found = []
+    for speculative in (None, {**options, "num_speculative_tokens": 4}):
+        with LLM(folder, dtype="bfloat16", speculative=speculative, **OPTIONS) as llm:
+            found.append([run(llm, name) for name in PARAMS])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("method", ["same_model", "eagle3"])
+def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expected, method):
+    folder, options = folders[method]
+    with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **{**OPTIONS, "num_blocks": 24}) as llm:
+        for _ in range(2):  # the second time all prompts are cached
+            assert run(llm, "seeded") == expected[folder]["seeded"]
+        assert llm.stats().preemptions > 0 < llm.stats().prefix_hit_tokens
+        assert method == "eagle3" or llm.stats().spec_decode.num_accepted_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp", "medusa"])
+def test_two_ranks_verify_the_drafts_of_the_first(folders, expected, method):
+    folder, options = folders[method]
+    with LLM(folder, tensor_parallel=2, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
+        for name, right in expected[folder].items():
+            assert run(llm, name) == right
+        assert llm.stats().spec_decode.num_draft_tokens > 0
