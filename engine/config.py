@@ -157,7 +157,8 @@ class EngineConfig:
         "not with `enforce_eager`.",
     )
     cuda_graph_memory_gib: float = option(
-        1.0, "GPU memory kept free for CUDA graphs; batch sizes that do not fit run without."
+        1.0,
+        "GPU memory kept free for CUDA graphs. Steps whose size has none are padded to a larger one, or run without.",
     )
     load_format: Literal["auto", "dummy"] = option(
         "auto", "`auto` reads the model's weights; `dummy` makes random ones of the same shapes, for measurements."

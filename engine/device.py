@@ -70,9 +70,9 @@ class Device:
     def event(self) -> DeviceEvent:
         return DeviceEvent()
 
-    def capture(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
-        """Capture `run`, which has run before on the same tensors, as a graph. Return its output and a function that
-        replays it into that output, which need not hold values before the first replay."""
+    def capture(self, run: Run) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
+        """Capture `run`, which has run before on the same tensors, as a graph. Return its output, which need not hold
+        values before the first replay; a function that replays it into that output; and one that destroys it."""
         raise NotImplementedError("a CPU has no graphs")
 
     def used_bytes(self) -> int:
@@ -153,7 +153,7 @@ class CudaDevice(Device):
     def event(self) -> DeviceEvent:
         return CudaEvent()
 
-    def capture(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
+    def capture(self, run: Run) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.torch_device)  # the default stream cannot be captured
             self._pool = torch.cuda.graph_pool_handle()
@@ -165,7 +165,7 @@ class CudaDevice(Device):
                 output = run()
         finally:
             torch.cuda.set_stream(before)  # torch leaves its own stream current when a capture fails
-        return output, graph.replay
+        return output, graph.replay, graph.reset
 
     def used_bytes(self) -> int:
         torch.cuda.synchronize(self.torch_device)

@@ -38,20 +38,26 @@ class LateEvent(DeviceEvent):
 
 
 class CapturedGraph:
-    """It lives for as long as it can be replayed."""
+    alive = True
+
+    def destroy(self) -> None:
+        self.alive = False
 
 
 class LateDevice(Device):
-    """A device whose graphs take `graph_mib` each."""
+    """A device whose graphs take `row_mib` for each row of their output, in a pool as torch's: a capture uses a block
+    that an earlier one has freed if it is large enough, and otherwise takes a new one."""
 
     asynchronous = True
 
-    def __init__(self, graph_mib: float = 1.0):
+    def __init__(self, row_mib: float = 1.0):
         super().__init__(torch.device("cpu"))
         self.results: list[tuple[Tensor, Tensor]] = []
-        self.replays: list[int] = []  # the batch size of every replay
+        self.replays: list[int] = []  # the rows of every replay
         self.capturing: CapturedGraph | None = None
-        self._graph_bytes, self._taken = int(graph_mib * MIB), 0
+        self._row_bytes = int(row_mib * MIB)
+        self._graphs: list[CapturedGraph] = []
+        self._pool: list[int] = []  # the bytes of each block
 
     def staged_copy(self) -> StagedCopy:
         return LateStagedCopy(self.torch_device)
@@ -65,17 +71,23 @@ class LateDevice(Device):
     def event(self) -> DeviceEvent:
         return LateEvent(self)
 
-    def capture(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
+    def capture(self, run: Run) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
         graph = self.capturing = CapturedGraph()
         output = run().clone().fill_(torch.nan)  # capturing computes nothing
         self.capturing = None
-        self._taken += self._graph_bytes
+        size = len(output) * self._row_bytes
+        self._graphs = [graph for graph in self._graphs if graph.alive]
+        self._pool = self._pool if self._graphs else []
+        if not any(block >= size for block in self._pool):
+            self._pool.append(size)
+        self._graphs.append(graph)
 
-        def replay(graph: CapturedGraph = graph) -> None:
+        def replay() -> None:
+            assert graph.alive
             self.replays.append(len(output))
             output.copy_(run())
 
-        return output, replay
+        return output, replay, graph.destroy
 
     def used_bytes(self) -> int:
-        return self._taken
+        return sum(self._pool) if any(graph.alive for graph in self._graphs) else 0

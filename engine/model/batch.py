@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -22,9 +24,9 @@ class Chunk:
 class Batch:
     """Sequences laid end to end, each with the tokens it computes in this step.
 
-    In a batch that only decodes, rows may be padding, so that a few batch sizes are enough (cuda_graphs.py): such a row
-    is a sequence of its own, with slot_mapping -1, position 0 and kv_len 0. Nothing is written or read for it, and
-    attention gives zeros.
+    Some of it may be padding, so that a few sizes are enough (runner/cuda_graphs.py): rows at the end that belong to no
+    sequence, with slot_mapping -1; sequences without rows, with kv_len 0. Nothing is written or read for it, and
+    attention leaves such rows as they are.
     """
 
     positions: Tensor
@@ -41,11 +43,12 @@ class Batch:
     """[num_blocks, layers, 2 (K, V), kv_heads, block_size, head_dim]. A block is contiguous over all layers, so that
     handing it to another pool is one large copy, and a range of heads is contiguous too."""
     single: Tensor
-    """[n] int32, sequences that compute one token; attention treats them apart from the others."""
+    """[n] int32, sequences that compute one token; attention treats them apart from the others. -1 is padding."""
     chunks: list[Chunk]
     """Sequences that compute several tokens, known on the host."""
     tiles: Tensor | None = None
-    """The attention kernel's division of `single` and `chunks`, made by the first layer for all layers."""
+    """The attention kernel's division of `single` and `chunks`, made by the first layer for all layers, unless it is
+    given: see `row_tiles`."""
     plans: dict[tuple[bool, int, int], Tensor] = field(default_factory=dict)
     """On a GPU, the division of the keys over programs: see `plan` in ops/gpu/attention.py."""
     kv_scales: Tensor | None = None
@@ -65,3 +68,16 @@ def split(counts: list[int], kv_lens: list[int]) -> tuple[Tensor, list[Chunk]]:
             chunks.append(Chunk(seq, row, count, kv_len))
         row += count
     return torch.tensor(single, dtype=torch.int32), chunks
+
+
+def row_tiles(chunks: list[Chunk], rows: int) -> NDArray[np.int32]:
+    """Return [tiles, 4]: sequence, first row, number of rows (at most `rows`), and rows of the sequence after these.
+
+    The last rows of each chunk come first: they see the most keys, and a GPU starts tiles in order.
+    """
+    tiles = []
+    for chunk in chunks:
+        for row in range((chunk.count - 1) // rows * rows, -1, -rows):
+            count = min(rows, chunk.count - row)
+            tiles.append((chunk.seq, chunk.first_row + row, count, chunk.count - row - count))
+    return np.array(tiles, dtype=np.int32).reshape(-1, 4)

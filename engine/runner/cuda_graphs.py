@@ -1,17 +1,19 @@
-"""Decode steps as CUDA graphs: a step of n sequences replays a graph that was captured for n sequences or a few more.
+"""Steps as CUDA graphs: a step replays a graph that was captured for as many tokens or a few more.
 
-A step of small batches is hundreds of short kernels, which the host cannot launch as fast as a GPU runs them; a replay
-is one launch. A graph repeats the same kernels on the same memory, so there is one graph for each of a few batch sizes;
-its inputs lie in buffers that never move, and rows beyond n are padding. vLLM and nano-vLLM do the same.
+A step is hundreds of short kernels, which the host cannot launch as fast as a GPU runs them; a replay is one launch. A
+graph repeats the same kernels on the same memory, so there is one graph for each of a few shapes; its inputs lie in
+buffers that never move, and what is beyond the step is padding. There are graphs of steps that only decode, as in vLLM
+and nano-vLLM, and of steps with chunks of prompts among them: the tiles in which attention takes these are one more
+input.
 
-A padding row is token 0 of the history at position 0, with no slot for its KV (-1) and no tokens (kv_len 0). Kernels
-write no KV for it and read none, and its output is never read. Rows do not depend on each other, so the real ones do
-not depend on the padding.
+Padding is tokens that belong to no sequence, with no slot for their KV (-1); sequences without tokens (kv_len 0);
+entries of `Batch.single` that are no sequence (-1); and tiles without rows. No KV is written or read for it, and its
+rows of the output are never read. Rows do not depend on each other, so the real ones do not depend on the padding.
 
-A size is captured when it first comes: that step runs as usual, on the padded buffers, which compiles and warms up its
-kernels, and is then captured. So a start waits for no graph that nobody needs, and a small server holds few of them. A
-capture takes about as long as a few steps without graphs, and some MiB; once these reach the budget, further sizes run
-without graphs: slower, and otherwise the same.
+All graphs are captured as the engine starts, the largest first: they share one pool of memory, in which a capture can
+use what a larger one before it has freed, so that all together take little more than the largest. One that does not fit
+into the budget is left out, and its steps are padded to the next larger one that there is. None of this has run on a
+GPU yet.
 """
 
 from __future__ import annotations
@@ -21,61 +23,134 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.device import Device
+from engine.device import ALIGNMENT, Device
 from engine.distributed.tp_group import TPGroup
-from engine.model.batch import Batch
+from engine.model.batch import Batch, Chunk, row_tiles
 
 logger = logging.getLogger(__name__)
 
-MAX_CAPTURE_SIZE = 512  # sequences; with more, a step takes so long that launching its kernels costs nothing
+MAX_DECODE_SIZE = 512  # sequences; with more, a step takes so long that launching its kernels costs nothing
+MAX_MIXED_SIZE = 1024  # tokens of a step with chunks, likewise
+MIXED_SIZE_STEP = 128  # rows of a tile in a matrix product, so that padding to a multiple costs next to nothing
 MIB = 2**20
 
 
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to capture, in order: 1, 2, 4, multiples of 8, and min(max_num_seqs, MAX_CAPTURE_SIZE).
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The sizes of a step that a graph holds."""
 
-    Padding costs little, since weights are read for 8 rows in the time of one; graphs cost memory.
-    """
-    top = min(max_num_seqs, MAX_CAPTURE_SIZE)
-    return [size for size in (1, 2, 4, *range(8, top, 8)) if size < top] + [top]
+    tokens: int
+    seqs: int
+    tile_rows: int = 0  #: rows of a tile of attention; 0 in a step that only decodes
+
+    @property
+    def tiles(self) -> int:
+        """Tiles that its chunks need at most: full ones, and a last one of each chunk."""
+        return self.tokens // self.tile_rows + min(self.seqs, self.tokens // 2) if self.tile_rows else 0
 
 
-def pad_to_capture_size(
-    size: int,
+@dataclass(frozen=True, slots=True)
+class StepColumns:
+    """The inputs of a step, as parts of one buffer, so that they travel in one copy."""
+
+    token_index: Any  #: [tokens] int64, where each token lies in the flattened history
+    positions: Any  #: [tokens] int64, as the next; see Batch
+    slot_mapping: Any
+    slots: Any  #: [seqs] int64, rows of the block tables
+    kv_len: Any  #: [seqs] int32, as the others; see Batch
+    query_start: Any  #: [seqs + 1]
+    single: Any  #: [seqs]
+    tiles: Any  #: [tiles * 4], from `row_tiles`
+
+    @classmethod
+    def of(cls, buffer: Any, shape: StepShape, int64: Any) -> StepColumns:
+        """Cut a buffer [`buffer_size(shape)`] int32, an array or a tensor. int64: that dtype of its library."""
+        return cls(*[buffer[a:b].view(int64) if wide else buffer[a:b] for a, b, wide in layout(shape)])
+
+
+@cache
+def layout(shape: StepShape) -> list[tuple[int, int, bool]]:
+    """Return where each column of a buffer of int32 begins and ends, and whether it is int64."""
+    wide = [shape.tokens] * 3 + [shape.seqs]
+    sizes = [2 * size for size in wide] + [shape.seqs, shape.seqs + 1, shape.seqs, 4 * shape.tiles]
+    columns, begin, unit = [], 0, ALIGNMENT // 4
+    for i, size in enumerate(sizes):
+        columns.append((begin, begin + size, i < len(wide)))
+        begin += -(-size // unit) * unit  # kernels are compiled anew for columns that are aligned otherwise
+    return columns
+
+
+def buffer_size(shape: StepShape) -> int:
+    return layout(shape)[-1][1]
+
+
+def empty_step(shape: StepShape) -> NDArray[np.int32]:
+    """Return a buffer that holds padding only."""
+    buffer = np.zeros(buffer_size(shape), dtype=np.int32)
+    columns = StepColumns.of(buffer, shape, np.int64)
+    columns.slot_mapping[:] = columns.single[:] = -1
+    return buffer
+
+
+def pad_step(
+    shape: StepShape,
     token_index: NDArray[np.int64],
     positions: NDArray[np.int64],
     slot_mapping: NDArray[np.int64],
     slots: NDArray[np.int64],
     kv_len: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """Return [5, size]: these inputs of each sequence, and padding. It is one array so that it travels in one copy.
+    query_start: NDArray[np.int64],
+    single: NDArray[np.int32],
+    chunks: list[Chunk],
+) -> NDArray[np.int32]:
+    """Return a buffer with the columns of a step, and padding."""
+    buffer = empty_step(shape)
+    columns = StepColumns.of(buffer, shape, np.int64)
+    tokens, seqs = len(positions), len(slots)
+    columns.token_index[:tokens], columns.positions[:tokens] = token_index, positions
+    columns.slot_mapping[:tokens] = slot_mapping
+    columns.slots[:seqs], columns.kv_len[:seqs] = slots, kv_len
+    columns.query_start[: seqs + 1], columns.query_start[seqs + 1 :] = query_start, tokens
+    columns.single[: len(single)] = single
+    if chunks:
+        tiles = row_tiles(chunks, shape.tile_rows)
+        columns.tiles[: tiles.size] = tiles.reshape(-1)
+    return buffer
 
-    token_index: where each token lies in the flattened history. slots: rows of the block tables. Others: see Batch.
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """Return the sizes of decode steps to capture: 1, 2, 4, multiples of 8, and min(max_num_seqs, MAX_DECODE_SIZE).
+
+    Padding costs little, since weights are read for 8 rows in the time of one; graphs cost memory.
     """
-    columns = (token_index, positions, slot_mapping, slots, kv_len)
-    padded = np.zeros((len(columns), size), dtype=np.int64)
-    for row, column in zip(padded, columns, strict=True):
-        row[: len(column)] = column
-    padded[2, len(slots) :] = -1
-    return padded
+    top = min(max_num_seqs, MAX_DECODE_SIZE)
+    return [size for size in (1, 2, 4, *range(8, top, 8)) if size < top] + [top]
+
+
+def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Return the sizes of steps with chunks to capture, in tokens."""
+    top = min(max_num_batched_tokens, MAX_MIXED_SIZE)
+    return [*range(MIXED_SIZE_STEP, top, MIXED_SIZE_STEP), top]
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    inputs: Tensor  #: [5, size], from `pad_to_capture_size`: every replay reads its inputs here
-    output: Tensor  #: [size, hidden]: every replay writes its result here
+    inputs: Tensor  #: from `pad_step`: every replay reads its inputs here
+    output: Tensor  #: [tokens, hidden]: every replay writes its result here
     replay: Callable[[], None]
+    destroy: Callable[[], None]
 
 
-class DecodeGraphs:
-    """The captured decode steps of one rank. Ranks that share a model call `run` with the same sizes in the same order,
-    and decide alike."""
+class CudaGraphs:
+    """The captured steps of one rank. Ranks that share a model capture the same shapes in the same order."""
 
     def __init__(
         self,
@@ -86,95 +161,94 @@ class DecodeGraphs:
         kv_cache: Tensor,
         kv_scales: Tensor | None,
         *,
-        capture_sizes: Sequence[int],
         budget_bytes: int,
         tp: TPGroup,
     ):
-        """forward: token ids [size] int64 and their batch -> hidden states.
+        """forward: token ids [tokens] int64 and their batch -> hidden states.
         history: [slots, max_model_len] token ids. tables: [slots, max_blocks] int32. Their contents change between
         steps; their addresses do not.
         budget_bytes: device memory for all graphs together.
         """
-        self.capture_sizes = list(capture_sizes)
         self._device, self._forward, self._tp = device, forward, tp
         self._history, self._tables, self._kv_cache, self._kv_scales = history, tables, kv_cache, kv_scales
-        self._query_start = torch.arange(self.capture_sizes[-1] + 1, dtype=torch.int32, device=device.torch_device)
-        self._graphs: dict[int, Graph] = {}
-        tp.before_close(self._graphs.clear)
+        self._graphs: dict[StepShape, Graph] = {}
+        tp.before_close(self._destroy)
         self._budget_bytes, self.used_bytes = budget_bytes, 0
-        self._full = False
+        self.captured: list[StepShape] = []
+        """Shapes that have a graph, the smallest first."""
 
-    def capture_size_for(self, count: int) -> int | None:
-        """Return the size to which a step of `count` sequences is padded; None if it is larger than all sizes."""
-        index = bisect_left(self.capture_sizes, count)
-        return self.capture_sizes[index] if index < len(self.capture_sizes) else None
+    def capture(self, shapes: Sequence[StepShape]) -> None:
+        """Capture those of these shapes that fit into the budget, the largest first, until one cannot be captured."""
+        started, in_use, left_out = time.perf_counter(), self._device.used_bytes(), []
+        for shape in sorted(shapes, key=lambda shape: (shape.tokens, shape.tile_rows), reverse=True):
+            problem = self._capture(shape)
+            # all ranks decide alike: a collective must not be in a graph on some of them only
+            answers = self._tp.exchange(f"{self._device.used_bytes() - in_use} {problem}")
+            used, problems = zip(*(answer.split(" ", 1) for answer in answers), strict=True)
+            if any(problems):
+                self._destroy(shape)
+                why = next(filter(None, problems))
+                logger.warning("steps run without more graphs: %s cannot be captured: %s", shape, why)
+                break
+            if max(map(int, used)) > self._budget_bytes:
+                self._destroy(shape)
+                left_out.append(shape.tokens)
+                continue
+            self.used_bytes = max(map(int, used))
+            self.captured.insert(0, shape)
+        if left_out:
+            logger.warning("graphs of these sizes do not fit into cuda_graph_memory_gib: %s", sorted(left_out))
+        logger.info(
+            "graphs captured: %d of decode steps, %d of mixed steps, seconds=%.1f MiB=%.1f budget_MiB=%.0f",
+            sum(not shape.tile_rows for shape in self.captured), sum(bool(shape.tile_rows) for shape in self.captured),
+            time.perf_counter() - started, self.used_bytes / MIB, self._budget_bytes / MIB,
+        )  # fmt: skip
 
-    @property
-    def captured(self) -> list[int]:
-        """Batch sizes that have a graph."""
-        return sorted(self._graphs)
+    def shape_for(self, tokens: int, seqs: int) -> StepShape | None:
+        """Return the smallest captured shape that holds a step; None if there is none."""
+        first = bisect_left(self.captured, tokens, key=lambda shape: shape.tokens)
+        return next((shape for shape in self.captured[first:] if shape.tile_rows or tokens == seqs), None)
 
-    def run(self, inputs: Tensor) -> Tensor:
-        """Return the hidden states [size, hidden] of a step, valid until the next step of this size.
+    def run(self, shape: StepShape, inputs: Tensor) -> Tensor:
+        """Return the hidden states [tokens, hidden] of a step, valid until the next step of this shape.
 
-        inputs: from `pad_to_capture_size`, on the device.
+        inputs: from `pad_step`, on the device.
         """
-        graph = self._graphs.get(inputs.shape[1])
-        if graph is not None:
-            graph.inputs.copy_(inputs)
-            graph.replay()
-            return graph.output
-        hidden = self._compute(inputs)
-        if not self._full:
-            self._capture(inputs)
-        return hidden
+        graph = self._graphs[shape]
+        graph.inputs.copy_(inputs)
+        graph.replay()
+        return graph.output
 
-    def batch(self, inputs: Tensor) -> Batch:
-        """Return the batch of a step, padding included. inputs: as `run` takes them."""
-        _, positions, slot_mapping, slots, kv_len = inputs.unbind()
-        size = len(slots)
-        return Batch(
-            positions=positions,
-            slot_mapping=slot_mapping,
-            query_start=self._query_start[: size + 1],
-            kv_len=kv_len.int(),
-            block_table=self._tables.index_select(0, slots),
+    def _compute(self, shape: StepShape, inputs: Tensor) -> Tensor:
+        columns = StepColumns.of(inputs, shape, torch.int64)
+        batch = Batch(
+            positions=columns.positions,
+            slot_mapping=columns.slot_mapping,
+            query_start=columns.query_start,
+            kv_len=columns.kv_len,
+            block_table=self._tables.index_select(0, columns.slots),
             kv_cache=self._kv_cache,
-            single=self._query_start[:size],
-            chunks=[],
+            single=columns.single,
+            # one that stands for all of them: what kernels read of theirs on the host is a limit
+            chunks=[Chunk(0, 0, shape.tokens, 0)] if shape.tile_rows else [],
+            tiles=columns.tiles.view(-1, 4) if shape.tile_rows else None,
             kv_scales=self._kv_scales,
         )
+        return self._forward(self._history.view(-1)[columns.token_index].long(), batch)
 
-    def _compute(self, inputs: Tensor) -> Tensor:
-        return self._forward(self._history.view(-1)[inputs[0]].long(), self.batch(inputs))
-
-    def _capture(self, example: Tensor) -> None:
-        size, started = example.shape[1], time.perf_counter()
-        inputs = example.clone()  # in memory that belongs to the graph
-        before = self._device.used_bytes()
-        graph, problem = None, ""
+    def _capture(self, shape: StepShape) -> str:
+        """Return the reason if this shape cannot be captured."""
+        inputs = torch.from_numpy(empty_step(shape)).to(self._device.torch_device)
         try:
-            graph = Graph(inputs, *self._device.capture(lambda: self._compute(inputs)))
+            self._compute(shape, inputs)  # compiles its kernels and warms them up
+            self._graphs[shape] = Graph(inputs, *self._device.capture(lambda: self._compute(shape, inputs)))
         except RuntimeError as error:
             first = error.__context__ or error  # ending a broken capture raises another error
-            problem = str(first) or type(first).__name__
-        # all ranks decide alike: a collective must not be in a graph on some of them only
-        problem = next(filter(None, self._tp.exchange(problem)), "")
-        if problem or graph is None:
-            self._full = True
-            logger.warning("decode steps run without more graphs: batch_size=%d cannot be captured: %s", size, problem)
-            return
-        grown = max(map(int, self._tp.exchange(str(max(0, self._device.used_bytes() - before)))))
-        self._graphs[size] = graph
-        self.used_bytes += grown
-        logger.info(
-            "decode graph captured batch_size=%d ms=%.0f MiB=%.1f total_MiB=%.1f budget_MiB=%.0f",
-            size, 1e3 * (time.perf_counter() - started), grown / MIB, self.used_bytes / MIB, self._budget_bytes / MIB,
-        )  # fmt: skip
-        if self.used_bytes >= self._budget_bytes:
-            self._full = True
-            logger.warning(
-                "decode graphs have reached their budget cuda_graph_memory_gib=%.2f: batch sizes other than %s run "
-                "without graphs",
-                self._budget_bytes / 2**30, self.captured,
-            )  # fmt: skip
+            return str(first) or type(first).__name__
+        return ""
+
+    def _destroy(self, *shapes: StepShape) -> None:
+        """Destroy the graphs of these shapes, or all; not only the references to them, which an error may hold too."""
+        for shape in shapes or list(self._graphs):
+            if shape in self._graphs:
+                self._graphs.pop(shape).destroy()

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.device import Device, StagedCopy
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
-from engine.runner.cuda_graphs import pad_to_capture_size
+from engine.runner.cuda_graphs import StepShape, pad_step
 from engine.runner.logits_processors import LogitsEdits
 from engine.runner.pooler import PooledRows
 from engine.runner.sampler import (
@@ -70,9 +70,10 @@ class StepInputs:
     plan: StepPlan
     staged: StagedCopy
     batch: Batch | None
-    """Without its block table if the device has tables of its own; `block_tables` then selects its rows."""
-    padded: Tensor | None
-    """Replaces `batch` in a step that runs as a graph; see cuda_graphs.pad_to_capture_size."""
+    """Without its block table if the device has tables of its own; `block_tables` then selects its rows. None if nobody
+    computes it but a graph."""
+    graph: tuple[StepShape, Tensor] | None
+    """In a step that runs as a graph, its shape, and `cuda_graphs.pad_step`."""
     block_tables: BlockTableRows | None
     token_index: Tensor
     """[tokens] int64, indices of the input tokens in the flattened history. The history is read only when the step
@@ -121,10 +122,12 @@ class InputBuilder:
         kv_cache: Tensor,
         kv_scales: Tensor | None,
         max_model_len: int,
-        capture_size_for: Callable[[int], int | None] = lambda count: None,
+        shape_for: Callable[[int, int], StepShape | None] = lambda tokens, seqs: None,
+        drafts: bool = False,
     ):
-        """capture_size_for: returns the size of the graph for a decode step of so many sequences, or None."""
-        self._device, self._capture_size_for = device, capture_size_for
+        """shape_for: returns the shape of the graph for a step of so many tokens and sequences, or None.
+        drafts: a drafter computes the batch once more, without graphs."""
+        self._device, self._shape_for, self._drafts = device, shape_for, drafts
         self._kv_cache, self._kv_scales = kv_cache, kv_scales
         self._block_size, self._max_model_len = kv_cache.shape[4], max_model_len
         self._vocab_size = model_config.vocab_size
@@ -158,17 +161,18 @@ class InputBuilder:
         if plan.drafts:
             sequences, first = sequences.divided(np.isin(np.arange(len(slots)), list(plan.drafts)))
             first_sequences = staged.add(first)
-        size = self._capture_size_for(len(sequences.slots)) if len(sequences.slots) == len(positions) else None
-        batch = padded = None
-        if size is not None:
-            columns = token_index, positions, slot_mapping, sequences.slots, sequences.ends
-            padded = staged.add(pad_to_capture_size(size, *columns))
-        else:
-            single, chunks = split(sequences.counts.tolist(), sequences.ends.tolist())
+        single, chunks = split(sequences.counts.tolist(), sequences.ends.tolist())
+        first_rows = np.concatenate([[0], np.cumsum(sequences.counts)])
+        shape = self._shape_for(len(positions), len(sequences.slots))
+        batch = graph = None
+        if shape is not None:
+            columns = token_index, positions, slot_mapping, sequences.slots, sequences.ends, first_rows
+            graph = shape, staged.add(pad_step(shape, *columns, single.numpy(), chunks))
+        if shape is None or self._drafts:
             batch = Batch(
                 positions=staged.add(positions),
                 slot_mapping=staged.add(slot_mapping),
-                query_start=staged.add(np.concatenate([[0], np.cumsum(sequences.counts)]).astype(np.int32)),
+                query_start=staged.add(first_rows.astype(np.int32)),
                 kv_len=staged.add(sequences.ends.astype(np.int32)),
                 block_table=staged.add(self.block_tables[[] if self._device.asynchronous else sequences.slots, :width]),
                 kv_cache=self._kv_cache,
@@ -193,7 +197,7 @@ class InputBuilder:
             plan=plan,
             staged=staged,
             batch=batch,
-            padded=padded,
+            graph=graph,
             block_tables=self._block_table_rows(plan, sequences.slots, width, staged)
             if self._device.asynchronous
             else None,

@@ -6,21 +6,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.batch import Batch
 from engine.runner.inputs import StepInputs
 from engine.spec_decode.drafter import DraftInputs
 
 
-def draft_inputs(
-    inputs: StepInputs, batch: Batch, tokens: Tensor, history: Tensor, out: Tensor, size: int
-) -> DraftInputs:
+def draft_inputs(inputs: StepInputs, tokens: Tensor, history: Tensor, out: Tensor, size: int) -> DraftInputs:
     """Return a step's inputs of the drafter.
 
     tokens: [n], those that were sampled, in the order of `inputs.entries`. history: with these tokens.
     out: of the model, hidden states of this size and those of the layers that the drafter wants to see.
     """
-    flat, first = history.view(-1), inputs.first_sequences
-    index = inputs.token_index if inputs.padded is None else inputs.padded[0]
+    batch = inputs.batch
+    assert batch is not None
+    flat, index, first = history.view(-1), inputs.token_index, inputs.first_sequences
+    out = out[: len(index)]  # a graph's has padding
     following = (index + 1).clamp(max=len(flat) - 1)
     return DraftInputs(
         plan=inputs.plan,

@@ -27,9 +27,9 @@ from engine.model.config import ModelConfig
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
 from engine.model.models.llama import Model
 from engine.model.models.registry import build_model
-from engine.model.ops import dispatch, linear
+from engine.model.ops import attention, dispatch, linear
 from engine.runner import kv_cache
-from engine.runner.cuda_graphs import DecodeGraphs, capture_sizes
+from engine.runner.cuda_graphs import CudaGraphs, StepShape, decode_sizes, mixed_sizes
 from engine.runner.inputs import InputBuilder, PromptLogprobRows, StepInputs
 from engine.runner.model_drafts import draft_inputs
 from engine.runner.pooler import Pooled, Pooler
@@ -43,6 +43,7 @@ from engine.runner.sampler import (
     process_rows,
     sample,
 )
+from engine.runner.warm_up import warm_up_plans
 from engine.spec_decode.drafter import ModelDrafter
 from engine.spec_decode.open_drafter import open_drafter
 from engine.spec_decode.target import Target
@@ -118,23 +119,49 @@ class ModelRunner:
         self._history = torch.zeros(slots, longest, dtype=torch.int32, device=device)
         # the device's own block tables; only changes are sent, since a batch's rows are megabytes with long contexts
         self._tables: Tensor | None = None
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: CudaGraphs | None = None
         self._step_graphs: StepGraphs | None = None
         if self.device.asynchronous:
             self._tables = torch.zeros(slots, -(-longest // self.block_size), dtype=torch.int32, device=device)
             if self._can_capture():
-                self.graphs = DecodeGraphs(
+                self.graphs = CudaGraphs(
                     self.device, self.model, self._history, self._tables, self.kv_cache, self.kv_scales,
-                    capture_sizes=capture_sizes(slots), budget_bytes=int(config.cuda_graph_memory_gib * 2**30), tp=tp,
+                    budget_bytes=int(config.cuda_graph_memory_gib * 2**30), tp=tp,
                 )  # fmt: skip
         elif self._can_record():
             from engine.model.ops.cpu.step_graphs import StepGraphs
 
             self._step_graphs = StepGraphs(self.model.run_layers, linear.FEW_ROWS, -(-longest // self.block_size))
-        capture_size_for = self.graphs.capture_size_for if self.graphs else lambda count: None
         self._inputs = InputBuilder(
-            config, model_config, self.device, self.kv_cache, self.kv_scales, longest, capture_size_for
-        )
+            config, model_config, self.device, self.kv_cache, self.kv_scales, longest,
+            self.graphs.shape_for if self.graphs else lambda tokens, seqs: None,
+            drafts=self.drafter is not None,
+        )  # fmt: skip
+        if self.device.asynchronous:
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Compute steps of every kind, so that no request waits while a kernel is compiled, and capture the graphs."""
+        started = time.perf_counter()
+        if self.model_config.head == "lm":
+            for plan in warm_up_plans(self.config, self.max_model_len):
+                self.collect(self.launch(self.prepare(plan)))
+            self.kv_cache[0] = 0  # where these steps left their KV
+        if self.graphs is not None:
+            with torch.inference_mode():
+                self.graphs.capture(self._graph_shapes())
+        logger.info("warmed up seconds=%.1f", time.perf_counter() - started)
+
+    def _graph_shapes(self) -> list[StepShape]:
+        model, config = self.model_config, self.config
+        heads = model.num_heads, model.num_kv_heads, model.head_dim
+        # each draft is a sequence of its own
+        seqs = config.max_num_seqs * (1 + (config.speculative.num_speculative_tokens if config.speculative else 0))
+        shapes = [StepShape(size, size) for size in decode_sizes(seqs)]
+        for size in mixed_sizes(config.max_num_batched_tokens):
+            rows = attention.tile_rows(size, *heads, self.dtype, self.device.torch_device)
+            shapes.append(StepShape(size, min(size, seqs), rows))
+        return shapes
 
     def _can_record(self) -> bool:
         """Return whether steps may be made of our own kernels alone, on one rank of a CPU."""
@@ -152,7 +179,7 @@ class ModelRunner:
         elif self.device.torch_device.type == "cuda" and not dispatch.triton_found():
             why = "plain torch takes the place of Triton's kernels"
         if why:
-            logger.info("decode steps run without graphs: %s", why)
+            logger.info("steps run without graphs: %s", why)
         return why is None
 
     def _load(self, folder: Path, tp: TPGroup) -> Model:
@@ -199,11 +226,14 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info()
         used = total - free
         graphs = 0 if self.config.enforce_eager else int(self.config.cuda_graph_memory_gib * 2**30)
+        longest = self.model_config.longest_sequence(self.config.max_model_len)
+        sequences = 4 * self.config.max_num_seqs * (longest + -(-longest // self.block_size))  # history, block tables
         logger.info(
-            "profiled the largest step: %.2f GiB beside %.2f GiB in use; %.2f GiB are kept for graphs",
-            activations / 2**30, used / 2**30, graphs / 2**30,
+            "profiled the largest step: %.2f GiB beside %.2f GiB in use; %.2f GiB are kept for graphs, %.2f for tokens "
+            "and block tables",
+            activations / 2**30, used / 2**30, graphs / 2**30, sequences / 2**30,
         )  # fmt: skip
-        return int(total * self.config.gpu_memory_utilization) - used - activations - graphs
+        return int(total * self.config.gpu_memory_utilization) - used - activations - graphs - sequences
 
     @torch.inference_mode()
     def run_dummy_step(self, tokens: int, seqs: int) -> None:
@@ -275,24 +305,20 @@ class ModelRunner:
         pooled = self._pooler.launch(hidden, inputs.pooled_rows) if inputs.pooled_rows else []
         drafts = None
         if self.drafter is not None:
-            batch = inputs.batch
-            if inputs.padded is not None and self.graphs is not None:
-                batch = self.graphs.batch(inputs.padded)
-            assert batch is not None
-            step = draft_inputs(inputs, batch, tokens, self._history, out, size)
+            step = draft_inputs(inputs, tokens, self._history, out, size)
             drafts = self.device.fetch(self.drafter.propose(step))
         tokens = self.device.fetch(tokens)
         return LaunchedStep(inputs, tokens, logprobs, prompt_logprobs, pooled, drafts, self.device.event())
 
     def _forward(self, inputs: StepInputs, history: Tensor) -> Tensor:
-        if inputs.padded is not None:
-            assert self.graphs is not None
-            return self.graphs.run(inputs.padded)
-        assert inputs.batch is not None
-        if self._tables is not None and inputs.block_tables is not None:
+        if inputs.batch is not None and self._tables is not None and inputs.block_tables is not None:
             inputs.batch.block_table = self._tables[:, : inputs.block_tables.width].index_select(
                 0, inputs.block_tables.rows
             )
+        if inputs.graph is not None:
+            assert self.graphs is not None
+            return self.graphs.run(*inputs.graph)
+        assert inputs.batch is not None
         ids = history[inputs.token_index].long()
         if self._step_graphs is not None:
             return self._step_graphs.run(self.model.embed(ids), inputs.batch)

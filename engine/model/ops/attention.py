@@ -15,8 +15,8 @@ paged_attention(q, batch, layer, scale, window, *, softcap, sinks, chunk) -> [to
     sinks: [heads] of q's dtype, a score for each head of a key that has no value, which takes weight from the others
     (gpt-oss, arXiv:2508.10925).
 
-A token with slot -1 and a sequence with kv_len 0 are padding: nothing is written or read for them, and the sequence's
-row of the output is 0.
+Tokens with slot -1, sequences with kv_len 0, and -1 in `batch.single` are padding: nothing is written or read for them.
+Of their rows in the output, those of a sequence are 0; those of none may be anything.
 """
 
 from __future__ import annotations
@@ -40,3 +40,12 @@ def select(dtype: torch.dtype, device: torch.device) -> ModuleType:
         flash.select(device)  # now, as the model is built, and not in its first step
         return flash
     return attention_plain
+
+
+def tile_rows(longest: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Rows that a tile of `Batch.tiles` has at most, with chunks of up to `longest` rows."""
+    if not dispatch.gpu_kernels(dtype, device):
+        return longest  # tiles are not used
+    from engine.model.ops.gpu import attention
+
+    return attention.tile_rows(longest, heads, kv_heads, head_dim, dtype, device)

@@ -138,7 +138,7 @@ def test_an_engine_compiles_before_its_first_request_and_then_says_the_same_also
         for wanted, answers in zip(batches, expected, strict=True):
             check_same(run(core, wanted), answers, 1e-4)
     core.close()
-    assert set(device.replays) == {1, 8}
+    assert {1, 8} < set(device.replays), "and steps with prompts"
     assert "torch.compile is on" in lines[0] and "has compiled layers=3 seconds=" in lines[1]
 
 

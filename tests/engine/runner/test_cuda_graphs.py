@@ -10,13 +10,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
+from engine.core.step_cost import StepTimes
 from engine.device import PinnedCopy
+from engine.model.batch import split
 from engine.model.ops import dispatch
-from engine.runner.cuda_graphs import MAX_CAPTURE_SIZE, capture_sizes, pad_to_capture_size
+from engine.runner.cuda_graphs import (
+    MAX_DECODE_SIZE,
+    MAX_MIXED_SIZE,
+    StepColumns,
+    StepShape,
+    decode_sizes,
+    mixed_sizes,
+    pad_step,
+)
+from engine.runner.model_runner import ModelRunner
 from engine.wire.messages import GenerateRequest, TokenLogprob
 from engine.wire.sampling_params import SamplingParams
 from tests.late_device import LateDevice
@@ -60,7 +73,8 @@ def generate(monkeypatch) -> Generate:
         with monkeypatch.context() as patch:
             if device is not None:
                 patch.setattr("engine.runner.model_runner.open_device", lambda name: device)
-            defaults = {"block_size": 4, "max_num_seqs": 8, "num_blocks": 64, "num_threads": 1, "dtype": "float32"}
+            defaults = {"block_size": 4, "max_num_seqs": 8, "num_blocks": 64, "num_threads": 1, "dtype": "float32",
+                        "max_num_batched_tokens": 20}  # fmt: skip
             core = EngineCore.build(EngineConfig(model=str(folder), **{**defaults, **options}))
         if cores is not None:
             cores.append(core)
@@ -91,7 +105,14 @@ def test_a_model_gives_the_same_tokens_with_padded_graphs_as_plainly_on_a_cpu(fa
     for name, (_, logprobs) in graphs.items():
         expected = [logprob.logprob for logprob in plain[name][1]]
         assert [logprob.logprob for logprob in logprobs] == pytest.approx(expected, abs=1e-4)
-    assert set(device.replays) == {1, 2, 4, 8}, "and every capture size was replayed"
+    assert set(device.replays) == {1, 2, 4, 8, 20}, "and every graph was replayed"
+
+
+def test_every_step_is_a_graph_prompts_and_decodes_together_too(folder_of, generate):
+    device, cores = LateDevice(), []
+    generate(folder_of("llama"), requests(), device, cores)
+    assert len(device.replays) == cores[0].scheduler.totals.steps
+    assert device.replays.count(20) > 3
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -145,17 +166,17 @@ def test_prompt_logprobs_come_late_and_are_the_same(folder_of, generate):
 
 
 def test_what_rows_beyond_the_batch_hold_changes_nothing(folder_of, generate, monkeypatch):
-    """Padding is never read: with a nonsense token in it, and NaN in the KV of block 0, the answers stay the same."""
-    folder = folder_of("llama")
-    wanted = requests(3)
+    """Padding is never read: with a nonsense token and a nonsense position in it the answers stay the same."""
+    folder, wanted = folder_of("llama"), requests(3)
     expected = generate(folder, wanted, LateDevice())
 
-    def other_pad(size, *columns):
-        padded = pad_to_capture_size(size, *columns)
-        padded[0, len(columns[3]) :] = 11  # another token of the history
-        return padded
+    def other_pad(shape, token_index, *columns):
+        buffer = pad_step(shape, token_index, *columns)
+        padded = StepColumns.of(buffer, shape, np.int64)
+        padded.token_index[len(token_index) :], padded.positions[len(token_index) :] = 11, 7
+        return buffer
 
-    monkeypatch.setattr("engine.runner.inputs.pad_to_capture_size", other_pad)
+    monkeypatch.setattr("engine.runner.inputs.pad_step", other_pad)
     assert generate(folder, wanted, LateDevice()) == expected
 
 
@@ -170,43 +191,106 @@ def test_padding_leaves_the_kv_cache_as_it_was(folder_of, generate):
     torch.testing.assert_close(padded, plain)
 
 
-def test_batch_sizes_that_come_after_the_budget_is_used_run_without_graphs(folder_of, generate, caplog):
-    folder, device, cores = folder_of("llama"), LateDevice(graph_mib=10), []
-    wanted = requests()
-    caplog.set_level(logging.INFO, logger="engine.runner.cuda_graphs")
-    got = generate(folder, wanted, device, cores, cuda_graph_memory_gib=20 / 1024)
-    assert got == generate(folder, wanted, None)
-    graphs = cores[0].runner.graphs
-    assert graphs is not None and len(graphs.captured) == 2 and graphs.used_bytes == 20 * 2**20
-    captured = [record.message for record in caplog.records if "decode graph captured" in record.message]
-    assert len(captured) == 2 and "MiB=10.0 total_MiB=10.0 budget_MiB=20" in captured[0]
-    assert f"reached their budget cuda_graph_memory_gib=0.02: batch sizes other than {graphs.captured}" in caplog.text
+def shapes(core: EngineCore) -> list[int]:
+    return [shape.tokens for shape in core.runner.graphs.captured]
 
 
-def test_a_graph_is_captured_once_and_only_for_sizes_that_came(folder_of, generate):
-    device, cores = LateDevice(), []
-    generate(folder_of("llama"), requests(1), device, cores)
-    assert cores[0].runner.graphs.captured == [1] and set(device.replays) == {1}
-    assert cores[0].runner.graphs.used_bytes == 2**20
+def test_graphs_of_all_sizes_take_no_more_memory_than_the_largest(folder_of, generate):
+    """A pool can give a capture only what a larger one before it has freed."""
+    device, cores = LateDevice(row_mib=2), []
+    generate(folder_of("llama"), requests(3), device, cores)
+    assert shapes(cores[0]) == [1, 2, 4, 8, 20]
+    assert cores[0].runner.graphs.used_bytes == 40 * 2**20
 
 
-def test_capture_sizes_are_few_and_end_with_the_largest_batch():
-    assert capture_sizes(1) == [1]
-    assert capture_sizes(3) == [1, 2, 3]
-    assert capture_sizes(20) == [1, 2, 4, 8, 16, 20]
-    assert (
-        capture_sizes(256)[:8] == [1, 2, 4, 8, 16, 24, 32, 40]
-        and capture_sizes(256)[-1] == 256
-        and len(capture_sizes(256)) == 35
+def test_graphs_that_do_not_fit_into_the_budget_are_left_out_and_the_others_are_not(folder_of, generate, caplog):
+    device, cores, wanted = LateDevice(), [], requests()
+    got = generate(folder_of("llama"), wanted, device, cores, cuda_graph_memory_gib=5 / 1024)
+    assert got == generate(folder_of("llama"), wanted, None)
+    assert shapes(cores[0]) == [1, 2, 4] and set(device.replays) == {1, 2, 4}
+    assert cores[0].runner.graphs.used_bytes == 4 * 2**20
+    assert "do not fit into cuda_graph_memory_gib: [8, 20]" in caplog.text
+
+
+def test_a_step_whose_size_has_no_graph_replays_the_next_larger_one(folder_of, generate):
+    class Full(LateDevice):
+        def capture(self, run):
+            if len(self._graphs) == 2:
+                raise RuntimeError("out of memory")
+            return super().capture(run)
+
+    device, cores, wanted = Full(), [], requests()
+    assert generate(folder_of("llama"), wanted, device, cores) == generate(folder_of("llama"), wanted, None)
+    assert shapes(cores[0]) == [8, 20]
+    assert len(device.replays) == cores[0].scheduler.totals.steps and set(device.replays) == {8, 20}
+
+
+def note_calls(monkeypatch, owner: type, name: str, calls: list[str]) -> None:
+    method = getattr(owner, name)
+
+    def noted(*args):
+        calls.append(name)
+        return method(*args)
+
+    monkeypatch.setattr(owner, name, noted)
+
+
+def test_the_first_request_finds_everything_compiled_and_captured_and_its_steps_are_the_first_that_count(
+    folder_of, generate, monkeypatch, caplog
+):
+    """What the warm-up computes is neither a step of the engine's statistics nor of what it learns of their cost."""
+    device, wanted = LateDevice(), requests(1, max_tokens=2)
+    caplog.set_level(logging.INFO, logger="engine.runner")
+    steps: list[str] = []
+    for owner, name in ((ModelRunner, "launch"), (StepTimes, "observe_step"), (EngineCore, "add")):
+        note_calls(monkeypatch, owner, name, steps)
+    generate(folder_of("llama"), wanted, device, overlap=False)
+    before, after = steps[: steps.index("add")], steps[steps.index("add") + 1 :]
+    assert set(before) == {"launch"} and after == ["launch", "observe_step"] * 2
+    assert "graphs captured: 4 of decode steps, 1 of mixed steps, seconds=" in caplog.text
+    assert "warmed up seconds=" in caplog.text
+
+
+def test_sizes_are_few_and_end_with_the_largest_step():
+    assert decode_sizes(1) == [1]
+    assert decode_sizes(3) == [1, 2, 3]
+    assert decode_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert decode_sizes(256)[:8] == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert decode_sizes(256)[-1] == 256 and len(decode_sizes(256)) == 35
+    assert decode_sizes(10_000)[-1] == MAX_DECODE_SIZE
+    assert mixed_sizes(20) == [20] and mixed_sizes(128) == [128] and mixed_sizes(300) == [128, 256, 300]
+    assert mixed_sizes(8192) == [128 * i for i in range(1, 9)] and mixed_sizes(8192)[-1] == MAX_MIXED_SIZE
+
+
+@given(st.data())
+def test_every_step_that_a_shape_is_for_fits_into_it_and_is_there_again(data):
+    counts = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+    tokens, seqs = sum(counts), len(counts)
+    shape = StepShape(data.draw(st.integers(tokens, 80)), data.draw(st.integers(seqs, 9)), data.draw(st.integers(1, 5)))
+    query_start = np.cumsum([0, *counts])
+    single, chunks = split(counts, counts)
+    column = np.arange(tokens) + 5
+    buffer = pad_step(
+        shape, column, column + 1, column + 2, column[:seqs], query_start[1:], query_start, single.numpy(), chunks
     )
-    assert capture_sizes(10_000)[-1] == MAX_CAPTURE_SIZE
-
-
-def test_rows_of_padding_are_sequences_without_tokens_or_a_place_for_kv():
-    ones = np.ones(3, dtype=np.int64)
-    padded = pad_to_capture_size(8, 5 * ones, 6 * ones, 7 * ones, 2 * ones, 9 * ones)
-    assert padded[:, :3].T.tolist() == [[5, 6, 7, 2, 9]] * 3
-    assert padded[:, 3:].T.tolist() == [[0, 0, -1, 0, 0]] * 5
+    for columns in (
+        StepColumns.of(buffer, shape, np.int64),
+        StepColumns.of(torch.from_numpy(buffer), shape, torch.int64),
+    ):
+        pad = shape.tokens - tokens
+        assert columns.token_index.tolist() == [*column.tolist(), *[0] * pad]
+        assert columns.positions.tolist() == [*(column + 1).tolist(), *[0] * pad]
+        assert columns.slot_mapping.tolist() == [*(column + 2).tolist(), *[-1] * pad]
+        pad = shape.seqs - seqs
+        assert columns.slots.tolist() == [*column[:seqs].tolist(), *[0] * pad]
+        assert columns.kv_len.tolist() == [*query_start[1:].tolist(), *[0] * pad]
+        assert columns.query_start.tolist() == [*query_start.tolist(), *[tokens] * pad]
+        assert columns.single.tolist() == [*single.tolist(), *[-1] * (shape.seqs - len(single))]
+        tiles = [tuple(tile) for tile in columns.tiles.reshape(-1, 4).tolist()]
+        rows = [row for _, first, count, _ in tiles for row in range(first, first + count)]
+        assert sorted(rows) == [
+            row for chunk in chunks for row in range(chunk.first_row, chunk.first_row + chunk.count)
+        ]
 
 
 def test_a_staged_copy_brings_arrays_of_every_kind_in_one_copy():

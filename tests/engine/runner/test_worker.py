@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch.distributed as dist
@@ -34,11 +33,11 @@ class FakeNccl:
 
     def __init__(self, gloo: Any, device: LateDevice, log: list[str]):
         self._gloo, self._device, self._log = gloo, device, log
-        self._graphs: WeakSet[CapturedGraph] = WeakSet()
+        self._graphs: list[CapturedGraph] = []
 
     def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> dist.Work:
         if self._device.capturing is not None:
-            self._graphs.add(self._device.capturing)
+            self._graphs.append(self._device.capturing)
         return self._gloo.allreduce(tensors, options)
 
     def _allgather_base(self, out: Tensor, x: Tensor, options: Any) -> dist.Work:
@@ -47,13 +46,16 @@ class FakeNccl:
     def abort(self) -> None:
         waited = threading.Event()
         for _ in range(100):
-            if not self._graphs:
+            if not self._holds():
                 return
             waited.wait(PATIENCE_S / 100)
         self._log.append("abort hangs")
 
     def __del__(self) -> None:
-        self._log.append("end hangs" if self._graphs else "ended")
+        self._log.append("end hangs" if self._holds() else "ended")
+
+    def _holds(self) -> bool:
+        return any(graph.alive for graph in self._graphs)
 
 
 class Ranks:

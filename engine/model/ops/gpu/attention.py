@@ -8,10 +8,10 @@ that one long sequence among short ones takes no longer than its share of the wh
 the device, once for all layers of a kind. Of a tile's programs the last to end combines the results of all.
 
 CUDA graphs can hold it: the grid and every argument follow from shapes alone, and lengths are read on the device. A
-sequence with kv_len 0 pads such a batch; its output is 0. So does a tile without rows, which writes nothing. Results
-depend on where the keys are split and so, in the last bits, on the other sequences of the batch. Tile sizes are
-estimates. Capped scores, sinks, chunks, plans and the combination in place have run under Triton's interpreter only,
-not on a GPU yet.
+sequence with kv_len 0 pads such a batch; its output is 0. So do a sequence -1 and a tile without rows, for which
+nothing is written. Results depend on where the keys are split and so, in the last bits, on the other sequences of the
+batch. Tile sizes are estimates. Capped scores, sinks, chunks, plans, padding of chunks and the combination in place
+have run under Triton's interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.model.batch import Batch
+from engine.model.batch import Batch, row_tiles
 
 LOG2_E = math.log2(math.e)
 CHUNK_ROWS, SMALL_CHUNK_ROWS, DECODE_ROWS = 128, 32, 16  # rows x heads of a tile; tl.dot wants 16 at least
@@ -59,9 +61,10 @@ def load_tiles(
     """Sequence, first row and rows of each tile, and its keys [start, stop)."""
     here = tile < count
     if DECODE:
-        seq = tl.load(single + tile, mask=here, other=0)
+        seq = tl.load(single + tile, mask=here, other=-1)
+        rows = (seq >= 0).to(tl.int32)  # -1 is padding
+        seq = tl.maximum(seq, 0)
         row = tl.load(query_start + seq, mask=here, other=0)
-        rows = here.to(tl.int32)
         after = tl.zeros_like(seq)
     else:
         seq = tl.load(tiles + 4 * tile, mask=here, other=0)
@@ -285,9 +288,9 @@ def paged_attention(
         block_m = max(DECODE_ROWS, triton.next_power_of_2(group))
         launch(q, out, batch, layer, scale, window, softcap, sinks, chunk, len(batch.single), block_m, decode=True)
     if batch.chunks:
-        block_m = chunk_rows(max(c.count for c in batch.chunks), group, q)
+        block_m = chunk_rows(max(c.count for c in batch.chunks), group, q.shape[2], q.dtype, q.device)
         if batch.tiles is None:
-            batch.tiles = row_tiles(batch, block_m // group)
+            batch.tiles = on_device(row_tiles(batch.chunks, block_m // group), q.device)
         launch(q, out, batch, layer, scale, window, softcap, sinks, chunk, len(batch.tiles), block_m, decode=False)
     return out
 
@@ -349,28 +352,26 @@ def counters(device: torch.device) -> Tensor:
     return torch.zeros(2 * PROGRAMS_PER_PROCESSOR * processors(device), dtype=torch.int32, device=device)
 
 
-def chunk_rows(longest: int, group: int, q: Tensor) -> int:
-    """Rows x heads of a tile, a power of two, for the longest chunk of a batch."""
+def tile_rows(longest: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Rows of a tile for the longest chunk of a batch; times the heads that share a KV head, nearly a power of two."""
+    group = heads // kv_heads
+    return chunk_rows(longest, group, head_dim, dtype, device) // group
+
+
+def chunk_rows(longest: int, group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Rows x heads of a tile, a power of two."""
     small = max(SMALL_CHUNK_ROWS, triton.next_power_of_2(group))
-    if longest * group <= small or q.dtype == torch.float32:  # 128 rows of float32 do not fit into the registers
+    if longest * group <= small or dtype == torch.float32:  # 128 rows of float32 do not fit into the registers
         return small
-    large = CHUNK_ROWS if q.shape[2] <= SMALL_HEAD_DIM or hopper(q.device) else CHUNK_ROWS // 2
+    large = CHUNK_ROWS if head_dim <= SMALL_HEAD_DIM or hopper(device) else CHUNK_ROWS // 2
     return max(large, small)
 
 
-def row_tiles(batch: Batch, rows: int) -> Tensor:
-    """[tiles, 4] int32: sequence, first row, number of rows (at most `rows`), and rows of the sequence after these.
-
-    The last rows of each chunk come first: they see the most keys, and the GPU starts tiles in order.
-    """
-    tiles = []
-    for chunk in batch.chunks:
-        for row in range((chunk.count - 1) // rows * rows, -1, -rows):
-            count = min(rows, chunk.count - row)
-            tiles.append((chunk.seq, chunk.first_row + row, count, chunk.count - row - count))
-    device = batch.query_start.device
-    pinned = device.type == "cuda"  # so that the copy waits for nothing
-    return torch.tensor(tiles, dtype=torch.int32, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
+def on_device(tiles: NDArray[np.int32], device: torch.device) -> Tensor:
+    host = torch.from_numpy(tiles)
+    if device.type == "cuda":
+        host = host.pin_memory()  # so that the copy waits for nothing
+    return host.to(device, non_blocking=True)
 
 
 @cache

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model.batch import Batch, split
-from engine.model.ops import activation, attention_plain, encoder_attention, linear, norm, rope
+from engine.model.ops import activation, argmax, attention_plain, encoder_attention, linear, norm, rope
 from engine.model.ops.cpu import activation as cpu_activation
+from engine.model.ops.cpu import argmax as cpu_argmax
 from engine.model.ops.cpu import attention as cpu_attention
 from engine.model.ops.cpu import encoder_attention as cpu_encoder_attention
 from engine.model.ops.cpu import norm as cpu_norm
@@ -54,6 +55,26 @@ def test_a_sum_and_its_norm_have_the_bits_of_both_computed_apart(tokens, size, s
     total, normed = cpu_norm.add_rms_norm(x, y[1:], weight, 1e-6, shift)
     assert torch.equal(total, x + y[1:])
     assert torch.equal(normed, cpu_norm.rms_norm(total, weight, 1e-6, shift))
+
+
+@PROFILE
+@given(
+    rows=st.integers(1, 5),
+    size=st.sampled_from([1, 7, 1024, 3000]),
+    planted=st.lists(st.sampled_from([float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3.5])),
+    below=st.booleans(),
+)
+def test_the_likeliest_token_is_the_lowest_of_equals_and_nan_if_there_is_any(rows, size, planted, below):
+    logits = randn(rows, size, dtype=torch.bfloat16)
+    if below:  # zeros that count
+        logits = -logits.abs()
+    generator = torch.Generator().manual_seed(len(planted))
+    for value in planted:
+        logits[torch.randint(rows, (1,), generator=generator), torch.randint(size, (2,), generator=generator)] = value
+    values, ids = cpu_argmax.argmax(logits[:, : max(size - 1, 1)])
+    expected, where = argmax.argmax_plain(logits[:, : max(size - 1, 1)])
+    torch.testing.assert_close(values, expected, atol=0, rtol=0, equal_nan=True)
+    assert ids.tolist() == where.tolist()
 
 
 @PROFILE

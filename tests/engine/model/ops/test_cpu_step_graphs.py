@@ -83,12 +83,16 @@ def test_a_decode_step_is_two_regions_whatever_its_layers(tmp_path, monkeypatch)
     core.add(GenerateRequest(request_id="0", prompt=[5, 6, 7], params=SamplingParams(temperature=0.0, max_tokens=9)))
     for _ in range(4):
         core.step()
-    launches = []
-    launch = Kernel.launch
-    monkeypatch.setattr(Kernel, "launch", lambda kernel, *args: (launches.append(kernel), launch(kernel, *args)))
+    regions, launch = [], Kernel.launch
+
+    def counted(kernel: Kernel, dtype: torch.dtype, items: int, *args: Any) -> None:
+        regions.extend([kernel] if items > 1 else [])  # one item needs one thread
+        launch(kernel, dtype, items, *args)
+
+    monkeypatch.setattr(Kernel, "launch", counted)
     core.step()
     core.close()
-    assert len(launches) == 2
+    assert len(regions) == 2
 
 
 def test_a_model_with_steps_of_its_own_runs_kernel_by_kernel_and_says_so_once(tmp_path, caplog):

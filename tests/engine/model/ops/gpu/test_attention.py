@@ -7,8 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.model.batch import Batch, Chunk
 from engine.model.ops import attention_plain
 from engine.model.ops.gpu import attention, rope
+from engine.runner.cuda_graphs import StepColumns, StepShape, pad_step
 from tests.engine.model.ops.gpu.paged import DEVICE, FLOAT8, LAYERS, Case
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -114,6 +116,29 @@ def test_a_batch_that_is_replayed_with_other_lengths_gives_their_results():
     batch.kv_cache.nan_to_num_(0.5)
     expected = attention_plain.paged_attention(q, batch, 0, 0.1)
     torch.testing.assert_close(attention.paged_attention(q, batch, 0, 0.1), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["rows and chunks", "keys of chunks in four splits", "rows that decode"])
+def test_a_step_that_is_padded_to_the_shape_of_a_graph_gives_what_it_gives_alone(name):
+    case = CASES[name]
+    q, k, v, batch = case.inputs()
+    attention_plain.write_kv(k, v, batch, 1)
+    expected = attention_plain.paged_attention(q, batch, 1, 0.1)
+    rows = attention.tile_rows(96, case.heads, case.kv_heads, case.head_dim, case.dtype, DEVICE)
+    shape, columns = StepShape(96, 9, rows), [batch.positions, batch.positions, batch.slot_mapping]
+    columns += [torch.arange(len(batch.block_table)), batch.kv_len, batch.query_start, batch.single]
+    buffer = pad_step(shape, *(column.cpu().numpy() for column in columns), batch.chunks)
+    padded = StepColumns.of(torch.from_numpy(buffer).to(DEVICE), shape, torch.int64)
+    table = torch.cat(
+        [batch.block_table, batch.block_table.new_zeros(9 - len(batch.kv_len), batch.block_table.shape[1])]
+    )
+    given = Batch(
+        positions=padded.positions, slot_mapping=padded.slot_mapping, query_start=padded.query_start,
+        kv_len=padded.kv_len, block_table=table, kv_cache=batch.kv_cache, single=padded.single,
+        chunks=[Chunk(0, 0, 96, 0)], tiles=padded.tiles.view(-1, 4),
+    )  # fmt: skip
+    found = attention.paged_attention(torch.cat([q, q.new_full((96 - len(q), *q.shape[1:]), torch.nan)]), given, 1, 0.1)
+    torch.testing.assert_close(found[: len(q)], expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
 
 
 def test_offsets_in_a_cache_of_more_than_two_to_the_31_values_do_not_overflow():

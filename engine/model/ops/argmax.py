@@ -1,0 +1,31 @@
+"""The likeliest token of each row.
+
+argmax(logits) -> the largest logit of each row [rows] float32, and its index [rows] int64, the lowest of equals; NaN,
+    and its index, where there is any
+    logits: [rows, size], each row's values contiguous
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.model.ops import dispatch
+
+Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def select(dtype: torch.dtype, device: torch.device) -> Argmax:
+    """The fastest version."""
+    if dtype == torch.bfloat16 and dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu import argmax as cpu
+
+        return cpu.argmax
+    return argmax_plain
+
+
+def argmax_plain(logits: Tensor) -> tuple[Tensor, Tensor]:
+    values, ids = logits.float().max(-1)
+    return values, ids
