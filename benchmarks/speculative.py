@@ -36,6 +36,7 @@ PAGE = ROOT / "docs" / "handoff.md"
 RENAMED = {"block": "page", "num_free": "free_pages", "watermark": "reserve"}  # the edit that is asked for
 COMMON_TOKENS = 100  # of which the hard text is made: what follows two of them has been seen before, and differs
 MANY = 64
+PROMPT_TOKENS = 1000
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -86,21 +87,22 @@ def loads(tokenizer: Tokenizer, rng: random.Random, output_tokens: int) -> Itera
     summary = " ".join(paragraph.split(". ")[0] + "." for paragraph in paragraphs)
 
     def text(name: str, prompt: str, answer: str) -> Load:
-        return Load(name, [tokenizer.encode(prompt)[-1200:]], [tokenizer.encode(answer)[:output_tokens]])
+        tokens = tokenizer.encode(prompt)[:PROMPT_TOKENS] + tokenizer.encode(f"\n\n{name}:\n\n")
+        return Load(name, [tokens], [tokenizer.encode(answer)[:output_tokens]])
 
     def hard(streams: int) -> Load:
         prompts = [rng.choices(range(10, 10 + COMMON_TOKENS), k=64) for _ in range(streams)]
         answers = [rng.choices(range(10, 10 + COMMON_TOKENS), k=output_tokens) for _ in range(streams)]
         return Load(f"random text, {streams} streams" if streams > 1 else "random text", prompts, answers)
 
-    edit = text("code editing", f"{code[:4000]}\n\nRename block to page:\n\n", edited)
+    edit = text("code editing", code, edited)
     yield edit
-    yield text("summary of a page", f"{' '.join(paragraphs)}\n\nThe first sentence of each paragraph:\n\n", summary)
+    yield text("summary of a page", " ".join(paragraphs), summary)
     yield hard(1)
     yield hard(MANY)
     assert edit.answers is not None
-    yield Load(f"code editing, {MANY} streams", [[i + 10, *edit.prompts[0][-200:]] for i in range(MANY)],
-               edit.answers * MANY)  # fmt: skip
+    prompts = [[i + 10, *edit.prompts[0][:500]] for i in range(MANY)]
+    yield Load(f"code editing, {MANY} streams", prompts, edit.answers * MANY)
     form = SamplingParams(temperature=0.0, max_tokens=200, structured_outputs=StructuredOutputsParams(json=SCHEMA))
     yield Load("JSON schema", [tokenizer.encode(f"A person {i}:") for i in range(4)], None, form)
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
+
+from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
 from tests.fake_runner import Harness, expected_output
 
 OUTSIDE = [-1, 2**20, 2**40]  # of any vocabulary
+
+
+def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft as many tokens as there may be, whatever they cost and however they fared."""
+    monkeypatch.setattr(StepDrafts, "_least", lambda step: -1.0)
+    monkeypatch.setattr(StepDrafts, "length", lambda step, acceptance, limit: limit)
+    monkeypatch.setattr(SequenceDrafts, "pause", lambda drafts, length: None)
 
 
 class WildDrafter:

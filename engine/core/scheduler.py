@@ -205,9 +205,9 @@ class Scheduler:
         for behind, request in zip(range(len(queue) - 1, -1, -1), queue, strict=True):
             if request.state is not State.RUNNING or request.verifying or request.waiting_for_grammar:
                 continue  # the first of these were preempted by one before them
-            count = min(request.pending, budget - behind)
-            drafts: list[int] = []
-            if self.speculator is not None and request.pending == 1 == count:
+            pending = request.pending
+            count, drafts = min(pending, budget - behind), None
+            if self.speculator is not None and pending == 1 == count:
                 if request.in_flight == 0:
                     drafts = self.speculator.draft(request, budget - behind - count)
                 elif self.speculator.waits(request):
@@ -219,7 +219,7 @@ class Scheduler:
                     drafts = drafts[: self.kv_cache.room(request, computed, wanted)]
                     self.speculator.planned(request, len(drafts))
                 self._builder.compute(request, count, drafts)
-                budget -= count + len(drafts)
+                budget -= count + len(drafts or ())
         return budget
 
     def _admit(self, budget: int, now: float) -> None:
@@ -342,7 +342,7 @@ class Scheduler:
             if request.state in (State.FINISHED, State.LEASED):
                 continue  # ended after this step was planned
             computed, tokens = plan.starts[i] + plan.counts[i], result.tokens[i]
-            if self.speculator is not None and tokens:
+            if self.speculator is not None and (i in plan.drafts or i in result.drafts):
                 rejected = self.speculator.verified(request, len(tokens) - 1, result.drafts.get(i, []))
                 computed -= rejected
                 request.computed -= rejected if request.state is State.RUNNING else 0
@@ -397,7 +397,8 @@ class Scheduler:
         )
         if reason is None:
             if request.grammar is not None:
-                request.grammar.start_masks(self.speculator.guess(request) if self.speculator is not None else None)
+                speculator = self.speculator
+                request.grammar.start_masks(None if speculator is None else speculator.guess(request) or [])
             return Event(request, delta)
         if reason == "stop" and not self._is_eos(request, token):
             if token in request.params.stop_token_ids:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import takewhile
+from itertools import islice, takewhile
 
-from engine.config import SpeculativeConfig
+from engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from engine.core.request import Request
 from engine.spec_decode.draft_length import OPTIMISM, SequenceDrafts, StepDrafts
 from engine.spec_decode.drafter import HostDrafter
@@ -42,38 +42,48 @@ class Speculator:
         """Return how many tokens a drafter with weights is to propose for each of these requests after this step."""
         if self._drafter is not None or not self._undrafted.length(OPTIMISM, 1):
             return 0
-        best = max(self._drafts_of(request).acceptance(len(request.tokens)) for request in requests)
+        best = max(self._start(request).acceptance(len(request.tokens)) for request in requests)
         return self._undrafted.length(best, self._limit)
 
     def start_step(self, sequences: int) -> None:
         """sequences: those that run."""
-        cost = self._step_cost()
-        self._step, self._undrafted = StepDrafts(sequences, *cost), StepDrafts(sequences, *cost)
+        fixed, slope = self._step_cost()
+        self._step, self._undrafted = StepDrafts(sequences, fixed, slope), StepDrafts(sequences, fixed, slope)
 
     def waits(self, request: Request) -> bool:
         """Return whether a request should wait for its token in flight, since drafts may follow that."""
-        drafts = self._drafts_of(request)
-        count = self._length(request, drafts, self._limit)
+        drafts = request.drafts or self._start(request)
+        if not self._pays(drafts, len(request.tokens)):
+            return False
         # the first is a guess of the token in flight
-        return count > 0 and (drafts.drafter is None or len(self._proposed(drafts, count + 1)) > 1)
+        limit = self._left(request, self._limit)
+        return limit > 0 and (drafts.drafter is None or len(drafts.drafter.propose(limit + 1)) > 1)
 
-    def draft(self, request: Request, room: int) -> list[int]:
+    def draft(self, request: Request, room: int) -> list[int] | None:
         """Return up to `room` tokens that may follow the newest one of a request."""
-        drafts = self._drafts_of(request)
         grammar = request.grammar
         if grammar is None:
-            return self._proposed(drafts, self._length(request, drafts, min(room, self._limit)))
-        room = min(room, len(grammar.drafts))  # chosen as its masks were computed
-        return grammar.drafts[: self._left(request, room) if grammar.forced else self._length(request, drafts, room)]
+            return self.guess(request, room)
+        drafts = grammar.drafts[: self._left(request, room)]  # guessed as their masks were computed
+        if grammar.forced or not drafts:
+            return drafts
+        return drafts[: self._step.length(self._start(request).acceptance(len(request.tokens)), len(drafts))]
 
-    def guess(self, request: Request) -> list[int]:
-        """Return what `draft` would, for the masks of a grammar."""
-        drafts = self._drafts_of(request)
-        return self._proposed(drafts, self._length(request, drafts, self._limit))
+    def guess(self, request: Request, room: int = MAX_SPECULATIVE_TOKENS) -> list[int] | None:
+        """Return the drafts of a request as far as no grammar has a say."""
+        drafts = request.drafts or self._start(request)
+        length = len(request.tokens)
+        if not self._pays(drafts, length) or (limit := self._left(request, min(room, self._limit))) <= 0:
+            return None
+        proposed = drafts.proposed if drafts.drafter is None else drafts.drafter.propose(limit)
+        if not proposed:
+            return None
+        known = takewhile(lambda token: 0 <= token < self._vocab_size, proposed[:limit])
+        return list(islice(known, self._step.length(drafts.acceptance(length), limit)))
 
     def planned(self, request: Request, count: int) -> None:
         """Record that the next step verifies so many drafts of a request."""
-        drafts = self._drafts_of(request)
+        drafts = self._start(request)
         drafts.in_flight = count
         self._step.add(drafts.acceptance(len(request.tokens)), count)
 
@@ -82,7 +92,7 @@ class Speculator:
 
         proposed: by a drafter with weights, tokens that may follow the newest one.
         """
-        drafts = self._drafts_of(request)
+        drafts = self._start(request)
         drafted, drafts.in_flight, drafts.proposed = drafts.in_flight, 0, proposed
         if drafted:
             if request.grammar is None or not request.grammar.forced:
@@ -98,26 +108,22 @@ class Speculator:
         if self._drafter is not None:
             self._drafter.finish(request.tokens, request.num_prompt)
 
-    def _drafts_of(self, request: Request) -> SequenceDrafts:
+    def _start(self, request: Request) -> SequenceDrafts:
+        """Return the drafts of a request, which may be its first."""
         if request.drafts is None:
             request.drafts = SequenceDrafts(None if self._drafter is None else self._drafter.follow(request.tokens))
         return request.drafts
 
-    def _length(self, request: Request, drafts: SequenceDrafts, limit: int) -> int:
-        """Return how many tokens are worth drafting."""
-        length, limit = len(request.tokens), self._left(request, limit)
-        acceptance = drafts.acceptance(length)
-        count = self._step.length(acceptance, limit)
-        if acceptance and limit and not count and self._step.length(OPTIMISM, 1):
+    def _pays(self, drafts: SequenceDrafts, length: int) -> bool:
+        """Return whether one drafted token is worth its time in a sequence of this length."""
+        if length < drafts.resume_at:
+            return False
+        if drafts.acceptance(length) > self._step.least_acceptance:
+            return True
+        if self._step.least_acceptance < OPTIMISM:
             drafts.pause(length)  # its own rate of acceptance is to blame, not the load
-        return count
+        return False
 
     def _left(self, request: Request, limit: int) -> int:
         """Return how many tokens a request may still get before its last, which is never a draft; `limit` at most."""
         return max(0, min(limit, request.max_tokens - request.num_output - request.in_flight - 1))
-
-    def _proposed(self, drafts: SequenceDrafts, count: int) -> list[int]:
-        if not count:
-            return []
-        proposed = drafts.proposed if drafts.drafter is None else drafts.drafter.propose(count)
-        return list(takewhile(lambda token: 0 <= token < self._vocab_size, proposed[:count]))

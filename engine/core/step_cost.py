@@ -11,6 +11,7 @@ STEP_MEMORY = 200_000.0  # tokens after which a step's weight is 1/e
 PROMPT_MEMORY = 50_000.0  # prompt tokens after which the weight of one is 1/e
 DECODE_MEMORY = 200.0  # steps of about the same size after which the weight of one is 1/e
 TRUSTED_STEPS = 8.0  # of other sizes than the commonest, after which half of a measured slope counts
+FIT_EVERY = 8  # steps
 WARM_UP_STEPS = 4  # they compile kernels and touch memory for the first time, so their cost is not typical
 
 
@@ -117,10 +118,15 @@ class DraftedStepCost(DecodeCost):
     A quarter of a doubling is a size here. The first step of a size does not count, since it may record a graph.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._observed, self._fitted = 0, (0, (0.0, 0.0))
+
     def observe_step(self, tokens: int, seconds: float) -> None:
         size = math.floor(4 * math.log2(tokens))
         if size in self._buckets:
             self._buckets[size].add(tokens, seconds)
+            self._observed += 1
         else:
             self._buckets[size] = _Bucket()
 
@@ -130,6 +136,11 @@ class DraftedStepCost(DecodeCost):
 
         The slope is less than was measured as long as it rests on few steps: a token seems cheap until it was tried.
         """
+        if self._fitted[0] * FIT_EVERY <= self._observed:  # seldom, since this is asked in every step
+            self._fitted = self._observed // FIT_EVERY + 1, self._fit()
+        return self._fitted[1]
+
+    def _fit(self) -> tuple[float, float]:
         counts = [bucket.count for bucket in self._buckets.values() if bucket.count]
         if not counts:
             return 0.0, 0.0

@@ -75,6 +75,11 @@ class StepDrafts:
     def __init__(self, sequences: int, fixed: float, slope: float):
         """sequences: that decode in this step."""
         self._slope, self._seconds, self._yield = slope, fixed + slope * sequences, float(sequences)
+        self.least_acceptance = self._least()
+        """Rate of acceptance above which a drafted token is worth its time; 1 while the cost of a step is not known."""
+
+    def _least(self) -> float:
+        return self._slope * self._yield / self._seconds if self._seconds else 1.0
 
     def length(self, acceptance: float, limit: int) -> int:
         """Return how many tokens to draft for one sequence."""
@@ -90,3 +95,4 @@ class StepDrafts:
         """Count the drafts of a sequence as part of the step."""
         self._seconds += self._slope * count
         self._yield += sum(acceptance**j for j in range(1, count + 1))
+        self.least_acceptance = self._least()

@@ -4,12 +4,12 @@ import random
 
 from benchmarks.speculative import Bench, Load
 from engine.config import EngineConfig, SpeculativeConfig
-from engine.spec_decode.draft_length import StepDrafts
+from tests.fake_drafter import draft_always
 from tests.models import make_model
 
 
 def test_given_texts_take_the_place_of_what_the_model_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(StepDrafts, "length", lambda step, acceptance, limit: limit)
+    draft_always(monkeypatch)
     prompt = random.Random(0).sample(range(3, 97), 30)
     config = EngineConfig(model=str(make_model(tmp_path, "llama")), num_threads=1, num_blocks=64, max_model_len=128)
     bench = Bench(config, SpeculativeConfig(method="ngram", num_speculative_tokens=4))

@@ -131,5 +131,4 @@ def test_a_drafted_token_seems_cheap_until_steps_with_some_were_measured_and_the
     for seconds in [5.0, *[0.014] * 200]:
         cost.observe_step(5, seconds)
         slopes.append(cost.coefficients[1])
-    assert slopes[:2] == pytest.approx([0.0, 0.001 / 9])
-    assert slopes[1] < slopes[10] < slopes[-1] == pytest.approx(0.001, rel=0.1)
+    assert slopes[0] == 0.0 < slopes[20] < slopes[-1] == pytest.approx(0.001, rel=0.1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.spec_decode.draft_length import StepDrafts
 from tests.engine.spec_decode.draft_checkpoints import (
     DRAFT_VOCAB,
     HEADS,
@@ -15,6 +14,7 @@ from tests.engine.spec_decode.draft_checkpoints import (
     write_heads,
     write_mtp,
 )
+from tests.fake_drafter import draft_always
 from tests.models import make_model
 
 OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_threads": 1, "num_blocks": 128}
@@ -62,7 +62,7 @@ def expected(folders):
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
     """Draft whatever it costs."""
-    monkeypatch.setattr(StepDrafts, "length", lambda step, acceptance, limit: limit)
+    draft_always(monkeypatch)
     monkeypatch.setattr("engine.spec_decode.draft_length.SequenceDrafts.acceptance", lambda drafts, length: 0.5)
 
 

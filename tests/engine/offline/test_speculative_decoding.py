@@ -7,9 +7,8 @@ import pytest
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError
 from engine.offline.outputs import CompletionOutput
-from engine.spec_decode.draft_length import StepDrafts
 from engine.wire.structured_outputs import StructuredOutputsParams
-from tests.fake_drafter import WildDrafter
+from tests.fake_drafter import WildDrafter, draft_always
 from tests.models import make_model
 
 OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_threads": 1, "num_blocks": 128}
@@ -46,7 +45,7 @@ def wild(monkeypatch) -> WildDrafter:
     """Takes the place of prompt lookup, and drafts wherever it may."""
     drafter = WildDrafter()
     monkeypatch.setattr("engine.core.engine.NgramDrafter", lambda shortest, longest: drafter)
-    monkeypatch.setattr(StepDrafts, "length", lambda step, acceptance, limit: limit)
+    draft_always(monkeypatch)
     return drafter
 
 
@@ -79,7 +78,7 @@ def test_whatever_is_drafted_the_texts_are_those_without(folder, expected, wild,
 
 
 def test_prompt_lookup_gives_the_texts_without_in_fewer_steps(folder, expected, monkeypatch):
-    monkeypatch.setattr(StepDrafts, "length", lambda step, acceptance, limit: limit)
+    draft_always(monkeypatch)
     with LLM(folder, speculative={"method": "ngram", "prompt_lookup_min": 1}, **OPTIONS) as llm:
         for name, right in expected.items():
             check(run(llm, name), right)
