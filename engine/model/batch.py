@@ -49,8 +49,8 @@ class Batch:
     tiles: Tensor | None = None
     """The attention kernel's division of `single` and `chunks`, made by the first layer for all layers, unless it is
     given: see `row_tiles`."""
-    plans: dict[tuple[bool, int, int], Tensor] = field(default_factory=dict)
-    """On a GPU, the division of the keys over programs: see `plan` in ops/gpu/attention.py."""
+    plans: dict[object, Tensor] = field(default_factory=dict)
+    """What attention on a GPU derives from lengths, once for all layers: see `plan` in ops/gpu/attention.py."""
     kv_scales: Tensor | None = None
     """[layers, 2 (K, V)] float32 for a cache in float8_e4m3fn: a value is what is stored times its scale. The tensor
     stays at its address for as long as the cache does."""

@@ -24,6 +24,7 @@ USEFUL = {
     "xxhash": "KV transfer over TCP",
     "numba": "fast kernels on the CPU, where the reference is computed",
     "nixl": "KV transfer over NIXL",
+    "flashinfer": "FlashInfer, which attends in decode steps on Hopper and Blackwell",
     "flash_attn_interface": "FlashAttention 3, an attention backend beside ours on Hopper",
     "llguidance": "structured outputs",
 }

@@ -35,10 +35,9 @@ def select(dtype: torch.dtype, device: torch.device) -> ModuleType:
 
         return attention
     if dispatch.gpu_kernels(dtype, device):
-        from engine.model.ops.gpu import flash
+        from engine.model.ops.gpu import attention_libraries
 
-        flash.select(device)  # now, as the model is built, and not in its first step
-        return flash
+        return attention_libraries
     return attention_plain
 
 

@@ -15,7 +15,6 @@ from engine.model.config import MoEConfig, RopeConfig
 from engine.model.models.gpt_oss import GptOssExperts
 from engine.model.models.registry import build_model
 from engine.model.ops import dispatch
-from engine.model.ops.gpu import flash
 from engine.model.quantization.mxfp4 import MXFP4, PackedExperts
 from tests.batches import ByHand
 from tests.engine.model.model_configs import tiny_config
@@ -74,7 +73,6 @@ def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(config, monkeypa
     for parameter in plain.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
-    monkeypatch.setattr(flash, "select", lambda device: None)
     model = build_model(config, TPGroup.single(), torch.float32, torch.device("cpu"))
     model.load_state_dict(plain.state_dict())
 
@@ -114,7 +112,6 @@ def test_a_layer_is_nine_kernels_in_a_decode_step(architecture, monkeypatch):
     down."""
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
-    monkeypatch.setattr(flash, "select", lambda device: None)
     launches, steps = Launches(monkeypatch), []
     for layers in (1, 3):
         config = tiny_config(

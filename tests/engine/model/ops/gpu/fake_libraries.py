@@ -1,4 +1,4 @@
-"""What FlashAttention 3 says of its function, computed slowly; the kernel itself needs a GPU."""
+"""What the attention libraries say of their functions, computed slowly; the kernels themselves need a GPU."""
 
 from __future__ import annotations
 
@@ -50,12 +50,54 @@ def flash_attn_3() -> ModuleType:
         max_seqlen_q: int, softmax_scale: float, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
     ) -> Tensor:  # fmt: skip
         check(k_cache, v_cache, page_table)
-        assert max_seqlen_q >= cu_seqlens_q.diff().max() and cu_seqlens_q.dtype == torch.int32
+        assert max_seqlen_q >= max(cu_seqlens_q.diff().tolist()) and cu_seqlens_q.dtype == torch.int32
         window = causal_window(causal, window_size)
         pages = (k_cache, v_cache)
         return attend_all(q, pages, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window)
 
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    return module
+
+
+def flash_attn_4() -> ModuleType:
+    """flash_attn/cute/interface.py of 4.0.0b36: flash_attn_varlen_func."""
+    module = ModuleType("flash_attn.cute")
+
+    def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, page_table: Tensor,
+        max_seqlen_q: int, softmax_scale: float, causal: bool = False,
+        window_size: tuple[int | None, int | None] = (None, None), num_splits: int = 1,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        check(k, v, page_table)
+        left, right = (-1 if side is None else side for side in window_size)
+        window = causal_window(causal, (left, right))
+        return attend_all(q, (k, v), cu_seqlens_q, seqused_k, page_table, softmax_scale, window), None
+
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    return module
+
+
+def flash_infer() -> ModuleType:
+    """flashinfer/decode.py of 0.7.2.post1: trtllm_batch_decode_with_kv_cache. Its kernels take addresses of q, lengths
+    and the table without strides (csrc/xqa/xqa_wrapper.cu), and pages with any strides but the last."""
+    module = ModuleType("flashinfer.decode")
+
+    def trtllm_batch_decode_with_kv_cache(
+        query: Tensor, kv_cache: tuple[Tensor, Tensor], workspace_buffer: Tensor, block_tables: Tensor,
+        seq_lens: Tensor, max_seq_len: int, bmm1_scale: float = 1.0, bmm2_scale: float = 1.0, window_left: int = -1,
+        out: Tensor | None = None, kv_layout: str = "HND",
+    ) -> Tensor:  # fmt: skip
+        assert query.is_contiguous() and block_tables.is_contiguous() and seq_lens.is_contiguous()
+        assert len(query) == len(seq_lens) == len(block_tables), "every sequence has one row"
+        assert kv_layout == "HND" and isinstance(kv_cache, tuple) and not any(workspace_buffer.tolist())
+        lengths = seq_lens.tolist()
+        assert min(lengths) > 0 and max(lengths) <= max_seq_len
+        pages = tuple(x.transpose(1, 2) for x in kv_cache)
+        check(*pages, block_tables)
+        starts = torch.arange(len(query) + 1)
+        return attend_all(query, pages, starts, seq_lens, block_tables, bmm1_scale, (window_left, 0)) * bmm2_scale
+
+    module.trtllm_batch_decode_with_kv_cache = trtllm_batch_decode_with_kv_cache
     return module
 
 

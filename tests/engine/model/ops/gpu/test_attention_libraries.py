@@ -1,0 +1,216 @@
+"""When libraries attend, and with what arguments. On a GPU `check` does so with the real ones."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.model.ops import attention_plain
+from engine.model.ops.gpu import attention, attention_libraries
+from tests.engine.model.ops.gpu import fake_libraries
+from tests.engine.model.ops.gpu.paged import FLOAT8, Case
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fakes compute on a CPU")
+CASES = {
+    "rows and chunks": Case([(300, 1), (0, 33), (50, 18)], block_size=64),
+    "rows": Case([(300, 1), (5, 1)], block_size=64),
+    "rows and padding": Case([(300, 1), (0, 0), (5, 1)], block_size=64),
+    "a window": Case([(300, 1), (40, 9)], block_size=64, window=7),
+    "a window for rows": Case([(300, 1), (40, 1)], block_size=64, window=7),
+    "seven heads of a KV head": Case([(300, 1), (40, 9)], heads=14, block_size=16, head_dim=80),
+}
+FAKES = {
+    "flashinfer.decode": fake_libraries.flash_infer,
+    "flash_attn.cute": fake_libraries.flash_attn_4,
+    "flash_attn_interface": fake_libraries.flash_attn_3,
+}
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+
+class NoHostReads(TorchDispatchMode):
+    """Raises where a capture would: when the host asks the device for a number."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return func(*args, **(kwargs or {}))
+
+
+def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    with NoHostReads():
+        out = run()
+    return out, lambda: out.copy_(run())
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Pretend that these libraries are installed, on a card of this capability."""
+
+    def pretend(*installed: str, capability: tuple[int, int] = HOPPER) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        for name, make in FAKES.items():
+            monkeypatch.setitem(sys.modules, name, make() if name in installed else None)
+
+    monkeypatch.setattr(attention_libraries, "capture", capture)
+    monkeypatch.setattr(attention_libraries, "WORKSPACE_BYTES", 1024)
+    caches = attention_libraries.select, attention_libraries.load
+    for cached in caches:
+        cached.cache_clear()
+    yield pretend
+    for cached in caches:
+        cached.cache_clear()
+
+
+def chosen(case: Case) -> tuple[bool, bool]:
+    """Whether libraries compute decode steps, and others."""
+    shape = attention_libraries.Shape(
+        case.dtype, case.heads, case.kv_heads, case.block_size, case.head_dim, case.window
+    )
+    decode, others = attention_libraries.select(torch.device("cpu"), shape)
+    return decode is not None, others is not None
+
+
+def check(case: Case) -> None:
+    q, k, v, batch = case.inputs()
+    attention_plain.write_kv(k, v, batch, 1)
+    batch.kv_cache.nan_to_num_()  # only our own kernel does without
+    expected = attention_plain.paged_attention(q, batch, 1, 0.1, case.window)
+    found = attention_libraries.paged_attention(q, batch, 1, 0.1, case.window)
+    real = [row for row, (_, new) in enumerate(case.sequences) if new] if not batch.chunks else slice(None)
+    torch.testing.assert_close(found[real], expected[real], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("library", "capability", "kinds"),
+    [
+        ("flashinfer.decode", HOPPER, (True, False)),
+        ("flash_attn_interface", HOPPER, (True, True)),
+        ("flash_attn.cute", BLACKWELL, (True, True)),
+    ],
+    ids=["FlashInfer", "FlashAttention 3", "FlashAttention 4"],
+)
+def test_a_library_is_called_so_that_it_gives_what_plain_gives(install, case, library, capability, kinds):
+    install(library, capability=capability)
+    assert chosen(case) == kinds
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "line"),
+    [
+        (FAKES, HOPPER, "decode steps by FlashInfer, others by FlashAttention 3"),
+        (FAKES, BLACKWELL, "decode steps by FlashInfer, others by FlashAttention 4"),
+        (("flashinfer.decode",), HOPPER, "decode steps by FlashInfer, others by Triton"),
+        (FAKES, (8, 0), "decode steps by Triton, others by Triton"),
+        ((), HOPPER, "decode steps by Triton, others by Triton"),
+    ],
+)
+def test_the_first_library_that_is_made_for_the_card_is_taken_and_told_once(
+    install, caplog, installed, capability, line
+):
+    install(*installed, capability=capability)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            chosen(CASES["rows"])
+    assert [record.message for record in caplog.records].count(f"attention: {line}") == 1
+
+
+def wrong(query: Tensor, *args: object, **options: object) -> Tensor:
+    return torch.zeros_like(query)
+
+
+def failing(*args: object, **options: object) -> Tensor:
+    raise RuntimeError("no kernel image is available")
+
+
+def waiting(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, **options: object) -> Tensor:
+    """As flash-attention's main since #2711."""
+    assert cache_seqlens.max().item() > 0
+    return fake_libraries.flash_attn_3().flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens, **options)
+
+
+def freezing() -> Callable[..., Tensor]:
+    """It keeps the lengths that it sees first, as a graph keeps a number of the host's."""
+    seen: dict[int, Tensor] = {}
+
+    def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, **options: object) -> Tensor:
+        lengths = seen.setdefault(id(cache_seqlens), cache_seqlens.clone())
+        return fake_libraries.flash_attn_3().flash_attn_with_kvcache(q, k_cache, v_cache, lengths, **options)
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (wrong, "off by"),
+        (failing, "no kernel image is available"),
+        (waiting, "not permitted when stream is capturing"),
+        (freezing(), "off by"),
+    ],
+    ids=["wrong", "failing", "waiting", "freezing"],
+)
+def test_c4_a_library_that_is_wrong_or_that_a_graph_cannot_hold_is_left_out_by_one_line(
+    install, monkeypatch, caplog, function, reason
+):
+    install()
+    module = ModuleType("flash_attn_interface")
+    module.flash_attn_with_kvcache = function
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    with caplog.at_level(logging.INFO):
+        assert chosen(CASES["rows"]) == (False, False)
+    (line,) = [record.message for record in caplog.records if "FlashAttention 3 is left out" in record.message]
+    assert reason in line
+
+
+def test_b1_decode_without_a_window_asks_for_none(install, monkeypatch):
+    """A window keeps FlashAttention 2 from packing the heads of a KV head: "none" has to be said as none."""
+    install("flashinfer.decode")
+    calls: list[dict] = []
+    function = sys.modules["flashinfer.decode"].trtllm_batch_decode_with_kv_cache
+
+    def attend(*args: object, **options: object) -> Tensor:
+        calls.append(options)
+        return function(*args, **options)
+
+    monkeypatch.setattr(sys.modules["flashinfer.decode"], "trtllm_batch_decode_with_kv_cache", attend)
+    check(CASES["rows"])
+    assert {call["window_left"] for call in calls} == {-1}
+
+
+def test_b2_rows_that_decode_beside_a_chunk_are_split_over_programs_as_if_alone(install):
+    """They are launched apart from the chunk, in tiles of their own, each with all query heads of a KV head."""
+    install("flashinfer.decode")
+    case = Case([(2100, 1), (0, 33)], heads=2, kv_heads=1, block_size=64)
+    q, k, v, batch = case.inputs()
+    attention_plain.write_kv(k, v, batch, 1)
+    attention_libraries.paged_attention(q, batch, 1, 0.1)
+    decode = [item for item in batch.plans[True, 0, 0].tolist() if item[0] >= 0]
+    assert len(decode) > 4 and {(item[0], item[2]) for item in decode} == {(0, 1)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASES["rows"].but(cache_dtype=FLOAT8),
+        CASES["rows"].but(dtype=torch.float32),
+        CASES["rows"].but(softcap=1.5),
+        CASES["rows"].but(sinks=True),
+        CASES["rows"].but(chunk=16),
+    ],
+    ids=["float8 cache", "float32", "capped scores", "sinks", "chunks"],
+)
+def test_what_libraries_are_not_asked_for_our_own_kernel_computes(install, case):
+    install(*FAKES)
+    q, k, v, batch = case.inputs()
+    attention_plain.write_kv(k, v, batch, 1)
+    expected = attention.paged_attention(q, batch, 1, 0.1, **case.scores())
+    assert torch.equal(attention_libraries.paged_attention(q, batch, 1, 0.1, **case.scores()), expected)
