@@ -128,7 +128,7 @@ class ModelRunner:
                     self.device, self.model, self._history, self._tables, self.kv_cache, self.kv_scales,
                     budget_bytes=int(config.cuda_graph_memory_gib * 2**30), tp=tp,
                 )  # fmt: skip
-        elif self._can_record():
+        elif tp.size == 1 and self._can_capture() and dispatch.cpu_kernels(self.dtype, device):
             from engine.model.ops.cpu.step_graphs import StepGraphs
 
             self._step_graphs = StepGraphs(self.model.run_layers, linear.FEW_ROWS, -(-longest // self.block_size))
@@ -163,17 +163,13 @@ class ModelRunner:
             shapes.append(StepShape(size, min(size, seqs), rows))
         return shapes
 
-    def _can_record(self) -> bool:
-        """Return whether steps may be made of our own kernels alone, on one rank of a CPU."""
-        set_aside = self.config.enforce_eager or self.config.torch_compile or self.model_config.transformers
-        ours = dispatch.cpu_kernels(self.dtype, self.device.torch_device) and not self.model_config.bidirectional
-        return ours and self.tp.size == 1 and not set_aside
-
     def _can_capture(self) -> bool:
         """Return whether no kernel needs numbers on the host, which a graph cannot hold."""
         why = None
         if self.config.enforce_eager:
             why = "enforce_eager"
+        elif self.device.torch_device.type == "cpu" and (self.config.torch_compile or self.model_config.transformers):
+            why = "its kernels are not ours"
         elif self.model_config.bidirectional:
             why = "this model does not decode"
         elif self.device.torch_device.type == "cuda" and not dispatch.triton_found():

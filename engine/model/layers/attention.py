@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.rope import rope_table
-from engine.model.ops import attention, encoder_attention, norm
+from engine.model.ops import attention, encoder_attention, norm, norm_plain
 
 
 class Attention(nn.Module):
@@ -34,7 +34,9 @@ class Attention(nn.Module):
         self.encoder_attention = encoder_attention.select(dtype, device)
         self.ops = attention.select(dtype, device)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, norms: norm.HeadNorms | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, norms: norm_plain.HeadNorms | None = None
+    ) -> Tensor:
         if self.bidirectional:
             if norms is not None:
                 q, k = norms.apply(self.rms_norm, q, k)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.ops import norm
+from engine.model.ops import norm, norm_plain
 from engine.model.shard import Sharded, Shards, replicated
 
 
@@ -32,9 +32,9 @@ class RMSNorm(Sharded):
             return x, self(x)
         return self.add_rms_norm(residual, x, self.weight, self.eps, self.shift)
 
-    def of_heads(self, k_norm: RMSNorm) -> norm.HeadNorms:
+    def of_heads(self, k_norm: RMSNorm) -> norm_plain.HeadNorms:
         """This norm for heads of q, and the other for those of k."""
-        return norm.HeadNorms(self.weight, k_norm.weight, self.eps, self.shift)
+        return norm_plain.HeadNorms(self.weight, k_norm.weight, self.eps, self.shift)
 
     def shards(self) -> Shards:
         return {"weight": replicated(self.weight)}

@@ -41,7 +41,7 @@ from engine.model.ops.cpu.kernel import (
 from engine.model.ops.cpu.norm import rms_norm
 from engine.model.ops.cpu.rope import rotate
 from engine.model.ops.cpu.vector import LANES
-from engine.model.ops.norm import HeadNorms
+from engine.model.ops.norm_plain import HeadNorms
 
 TOKENS = 8  # whose KV a thread writes at a time
 TILE_ROWS = 32  # of a chunk, that read a key while it is in the core's cache

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.model.batch import Batch
-from engine.model.ops.norm import HeadNorms
+from engine.model.ops.norm_plain import HeadNorms
 
 
 @triton.jit

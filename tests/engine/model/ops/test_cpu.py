@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model.batch import Batch, split
-from engine.model.ops import activation, argmax, attention_plain, encoder_attention, linear, norm, rope
+from engine.model.ops import activation, argmax, attention_plain, encoder_attention, linear, norm_plain, rope
 from engine.model.ops.cpu import activation as cpu_activation
 from engine.model.ops.cpu import argmax as cpu_argmax
 from engine.model.ops.cpu import attention as cpu_attention
@@ -35,7 +35,7 @@ def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @given(tokens=st.integers(1, 40), size=st.integers(1, 100), shift=st.sampled_from([0.0, 1.0]), dtype=DTYPES)
 def test_rms_norm_equals_plain(tokens, size, shift, dtype):
     x, weight = randn(tokens, size, dtype=dtype), randn(size, dtype=dtype)
-    expected = norm.rms_norm_plain(x, weight, 1e-6, shift)
+    expected = norm_plain.rms_norm_plain(x, weight, 1e-6, shift)
     torch.testing.assert_close(cpu_norm.rms_norm(x, weight, 1e-6, shift), expected, **TOLERANCE[dtype])
 
 
@@ -44,7 +44,7 @@ def test_rms_norm_equals_plain(tokens, size, shift, dtype):
 def test_rms_norm_of_heads_reads_a_part_of_the_merged_projection(tokens, heads, size, dtype):
     merged, weight = randn(tokens, heads + 3, size, dtype=dtype), randn(size, dtype=dtype)
     x = merged[:, 1 : 1 + heads]
-    expected = norm.rms_norm_plain(x, weight, 1e-6, 0.0)
+    expected = norm_plain.rms_norm_plain(x, weight, 1e-6, 0.0)
     torch.testing.assert_close(cpu_norm.rms_norm(x, weight, 1e-6, 0.0), expected, **TOLERANCE[dtype])
 
 

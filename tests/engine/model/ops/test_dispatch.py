@@ -12,7 +12,7 @@ import torch
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.models.registry import build_model
-from engine.model.ops import activation, attention, attention_plain, dispatch, norm
+from engine.model.ops import activation, attention, attention_plain, dispatch, norm, norm_plain
 from tests.engine.model.model_configs import tiny_config
 
 ON_GPU = (torch.bfloat16, torch.device("cuda:0"))
@@ -30,7 +30,7 @@ def without_triton(monkeypatch):
 def test_a_gpu_without_triton_gets_plain_torch_and_one_warning(without_triton, caplog):
     with caplog.at_level(logging.WARNING):
         assert attention.select(*ON_GPU) is attention_plain
-        assert norm.select(*ON_GPU) == (norm.rms_norm_plain, norm.add_rms_norm_plain)
+        assert norm.select(*ON_GPU) == (norm_plain.rms_norm_plain, norm_plain.add_rms_norm_plain)
         assert activation.select("silu", *ON_GPU) is activation.silu_mul
     assert [record.message for record in caplog.records] == [
         "triton is not installed: plain torch runs in its place, many times slower on a GPU"

@@ -23,7 +23,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from engine.model.ops.gpu import activation, attention, moe, norm, quantize, rope, sampling
-from engine.model.ops.norm import HeadNorms
+from engine.model.ops.norm_plain import HeadNorms
 from engine.model.quantization.mxfp4 import PackedExperts
 from tests.engine.model.ops.gpu.paged import FLOAT8, Case
 

@@ -10,7 +10,7 @@ from engine.model.ops import activation, attention_plain, norm
 from engine.model.ops.gpu import activation as gpu_activation
 from engine.model.ops.gpu import norm as gpu_norm
 from engine.model.ops.gpu import rope as gpu_rope
-from engine.model.ops.norm import HeadNorms
+from engine.model.ops.norm_plain import HeadNorms
 from tests.engine.model.ops.gpu.paged import DEVICE, FLOAT8, Case
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
