@@ -1,0 +1,157 @@
+"""The engine beside vLLM's CPU backend and OpenVINO GenAI: the same weights, token ids, threads and KV memory.
+
+Each engine has a process of its own, with the Python of the environment it is installed in. They run every load in
+turn, round by round, so that what else the machine does hits all alike. Ratios are of medians, to the better peer.
+
+How to make the environments stands in docs/measurements/performance.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.command import JsonOption, print_report, run
+from cluster.cli.bench.tables import figure, make_table, show
+
+WARM_UP = 1000  # number of the repetition that is not counted
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that arrive all at once. A length is drawn from (shortest, longest)."""
+
+    name: str
+    requests: int
+    input: tuple[int, int]
+    output: tuple[int, int]
+    figure: str = "output"  #: tokens/s that count: output, or prompt
+    prefixes: int = 1  #: different beginnings, which neighbours share
+    prefix: int = 0  #: tokens of each
+    turns: int = 1  #: of a chat: each prompt is the one before, its answer, and new tokens
+    sampled: bool = False
+    stream: bool = False  #: one request, whose tokens are timed
+
+
+LOADS = (
+    Load("64 equal requests", 64, (128, 128), (64, 64)),
+    Load("mixed lengths, sampled", 48, (16, 1024), (16, 256), sampled=True),
+    Load("long prompts", 8, (500, 4000), (8, 8), figure="prompt"),
+    Load("shared prefixes", 48, (32, 32), (32, 32), prefixes=4, prefix=1024),
+    Load("short chats", 16, (16, 64), (16, 64), turns=4, sampled=True),
+    Load("one stream", 1, (128, 128), (128, 128), stream=True),
+)
+FIGURES = {"output": "output tokens/s", "prompt": "prompt tokens/s", "first": "ms to the first", "each": "ms per token"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    load: str
+    figure: str
+    engines: dict[str, list[float]]  #: of each repetition
+    ratio: float | None  #: of the engine's median to the better peer's
+
+    @classmethod
+    def of(cls, load: Load, figure: str, engines: dict[str, list[float]]) -> Row:
+        medians = {name: statistics.median(values) for name, values in engines.items()}
+        own = medians.pop("manta")
+        best = min if load.stream else max
+        return cls(load.name, FIGURES[figure], engines, own / best(medians.values()) if medians else None)
+
+
+@dataclass(frozen=True, slots=True)
+class PeersReport:
+    model: str
+    threads: int
+    repetitions: int
+    rows: list[Row]
+
+
+class Worker:
+    """The process of an engine."""
+
+    def __init__(self, name: str, python: str, model: str, threads: int):
+        environment = dict(os.environ)
+        if openmp := next(Path(python).absolute().parents[1].glob("lib/libiomp5.so"), None):
+            environment["LD_PRELOAD"] = str(openmp)  # which vLLM's documentation recommends
+        command = [python, "-m", "benchmarks.peer_engines", name, model, str(threads)]
+        self.name = name
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self._read()
+
+    def measure(self, load: Load, repetition: int) -> dict[str, float]:
+        assert self._process.stdin
+        print(json.dumps({"load": asdict(load), "repetition": repetition}), file=self._process.stdin, flush=True)
+        return self._read()
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        raise SystemExit(f"{self.name} has ended; its own error stands above")
+
+
+def compare(loads: Sequence[Load], workers: list[Worker], repetitions: int) -> list[Row]:
+    rows = []
+    for load in loads:
+        found: dict[str, list[dict[str, float]]] = {worker.name: [] for worker in workers}
+        for repetition in (WARM_UP, *range(repetitions)):
+            for worker in workers:
+                measured = worker.measure(load, repetition)
+                if repetition != WARM_UP:
+                    found[worker.name].append(measured)
+        for key in ("first", "each") if load.stream else (load.figure,):
+            rows.append(Row.of(load, key, {name: [run[key] for run in runs] for name, runs in found.items()}))
+        print(f"{load.name}: done", file=sys.stderr)
+    return rows
+
+
+def show_report(report: PeersReport) -> None:
+    names = list(report.rows[0].engines)
+    table = make_table("load", "", *names, "to the better peer")
+    for row in report.rows:
+        medians = [figure(statistics.median(values), 1) for values in row.engines.values()]
+        table.add_row(row.load, row.figure, *medians, "" if row.ratio is None else f"{row.ratio:.2f}")
+    show(f"{report.model}, {report.threads} threads, medians of {report.repetitions}", table)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Folder of the model; OpenVINO's version lies beside it, as ov-NAME.")],
+    vllm: Annotated[str | None, typer.Option(help="Python of the environment with vLLM.")] = None,
+    openvino: Annotated[str | None, typer.Option(help="Python of the environment with OpenVINO GenAI.")] = None,
+    loads: Annotated[str, typer.Option(help="Parts of the names of loads, with commas; default: all.")] = "",
+    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each load, after one that warms up.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of each engine.")] = 2,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the engine beside its peers on a CPU.
+
+    Example: python -m benchmarks.peers --model DIR/llama-160m --vllm ~/vllm/bin/python --openvino ~/ov/bin/python
+    """
+    pythons = {"manta": sys.executable, "vllm": vllm, "openvino": openvino}
+    chosen = [load for load in LOADS if any(part.strip() in load.name for part in loads.split(","))]
+    if not chosen:
+        raise typer.BadParameter(f"none of {', '.join(load.name for load in LOADS)}", param_hint="--loads")
+    workers = [Worker(name, python, model, threads) for name, python in pythons.items() if python]
+    rows = compare(chosen, workers, repetitions)
+    for worker in workers:
+        worker.close()
+    print_report(PeersReport(Path(model).name, threads, repetitions, rows), as_json, show_report)
+
+
+if __name__ == "__main__":
+    run(main)
