@@ -1,4 +1,7 @@
-"""Start and failure of `serve run`. How it ends in order: haproxy/test_prefill_decode.py, test_rank_groups.py."""
+"""Start and failure of `serve run` and `manta serve`.
+
+How they end in order: haproxy/test_prefill_decode.py, test_rank_groups.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import httpx
 import pytest
 
 from cluster.autoscaling.slo import POLICY
-from tests.serve.serve_run import ServeRun, wait_until
+from tests.serve.serve_run import ServeRun, haproxy_ports, wait_until
 
 pytestmark = pytest.mark.serve
 
@@ -37,18 +40,23 @@ def impatient_client(url: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("manta", "model", "message"),
     [
         pytest.param(
+            False,
             {"engine": {"block_sise": 16}},
             "models[0].engine.block_sise must be one of the known keys",
             marks=pytest.mark.slow,
         ),
-        ({"engine": {"kv_cache_memory_gib": 1e-6}}, "raise kv_cache_memory_gib"),
+        (True, {"engine": {"kv_cache_memory_gib": 1e-6}}, "raise kv_cache_memory_gib"),
     ],
+    ids=["serve run", "manta serve"],
 )
-def test_mistake_in_the_configuration_ends_serve_run_with_one_clear_line(tmp_path, model_folder, model, message):
-    server = ServeRun(tmp_path, {"models": [{"name": "tiny", "model": str(model_folder), **model}]})
+def test_mistake_in_the_configuration_ends_the_server_with_one_clear_line(
+    tmp_path, model_folder, manta, model, message
+):
+    args = {"models": [{"name": "tiny", "model": str(model_folder), **model}]}
+    server = ServeRun(tmp_path, args, environment=haproxy_ports(), manta=manta)
     try:
         server.wait_for_line("manta cannot start. ", timeout_s=120)
         assert server.wait(timeout_s=30) != 0

@@ -112,7 +112,8 @@ def test_products_with_quantized_weights_stay_what_they_are(tmp_path):
     check_same_logits(tmp_path / "model")
 
 
-@pytest.mark.parametrize("backend", ["traced", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["traced", "inductor"])
 def test_two_ranks_have_the_logits_of_one_also_with_experts(backend, folder_of, request):
     request.getfixturevalue(backend)
     folder, ranks = folder_of("qwen3_moe"), make_ranks(2)
