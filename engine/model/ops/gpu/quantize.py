@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.model.quantization.weight import FP8, FP8_MAX, INT8_MAX
 
+SCALED_COLUMNS = 1024
 ROUNDS = 12582912.0  # 1.5 * 2^23: floats of this size are integers, and sums are rounded to the nearest, ties to even
 
 
@@ -43,3 +44,32 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, group_size: int | None = None) 
         SIZE=size, SIZE_PAD=pad, INTEGER=dtype == torch.int8, ROUNDS=ROUNDS, num_warps=min(16, max(1, pad // 512)),
     )  # fmt: skip
     return values, scale
+
+
+@triton.jit
+def scale_products_kernel(sums, rows_scale, scale, bias, out, columns, BIASED: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (rows, columns / BLOCK)."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < columns
+    wide = tl.load(sums + row * columns + i, mask=inside, other=0).to(tl.float32)
+    wide = wide * tl.load(rows_scale + row) * tl.load(scale + i, mask=inside, other=0.0)
+    if BIASED:
+        wide += tl.load(bias + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + i, wide.to(out.dtype.element_ty), mask=inside)
+
+
+def scale_products(sums: Tensor, rows_scale: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Turn products of int8 [rows, columns] int32 into those that they stand for, in one pass.
+
+    It has run under Triton's interpreter only, not on a GPU yet.
+
+    rows_scale: [rows, 1] float32; scale: [1, columns] float32
+    """
+    rows, columns = sums.shape
+    out = torch.empty(rows, columns, dtype=dtype, device=sums.device)
+    scale_products_kernel[rows, triton.cdiv(columns, SCALED_COLUMNS)](
+        sums, rows_scale, scale, sums if bias is None else bias, out, columns,
+        BIASED=bias is not None, BLOCK=SCALED_COLUMNS,
+    )  # fmt: skip
+    return out

@@ -1,5 +1,5 @@
-"""Products with quantized weights on an NVIDIA GPU, by torch's own kernels. Nothing here is copied to the host, so CUDA
-graphs can hold it."""
+"""Products with quantized weights on an NVIDIA GPU, by torch's own kernels; int4.py has ours. Nothing here is copied to
+the host, so CUDA graphs can hold it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.ops import dispatch
-from engine.model.quantization.packing import pack_nibbles
 from engine.model.quantization.weight import FP8, QuantizedWeight
 
 BLOCK = 128  # rows and columns that share a scale in block-wise FP8
 INT4_GROUPS = (32, 64, 128, 256)
-INT4_TILES = 8  # tiles of 16 inputs that the int4 kernel multiplies at a time
 INT8_ROWS = 32  # _int_mm takes no fewer than 17
 
 Quantize = Callable[..., tuple[Tensor, Tensor]]  # `quantize_rows` in quantization/weight.py
+Multiply = Callable[[Tensor, Tensor | None], Tensor]
 
 
-def select(weight: QuantizedWeight, dtype: torch.dtype) -> RowFP8 | BlockFP8 | Int8 | Int4 | None:
+def select(weight: QuantizedWeight, dtype: torch.dtype) -> Multiply | None:
     capability = torch.cuda.get_device_capability(weight.values.device)
     outputs, inputs = weight.values.shape
     per_row = weight.scale.shape[1] == 1
@@ -32,8 +31,9 @@ def select(weight: QuantizedWeight, dtype: torch.dtype) -> RowFP8 | BlockFP8 | I
             return BlockFP8(weight)
     if weight.activations == torch.int8 and per_row and weight.zero is None and outputs % 8 == inputs % 8 == 0:
         return Int8(weight)
-    aligned = inputs % (INT4_TILES * 16) == outputs % 8 == 0
-    if weight.bits == 4 and weight.group_size in INT4_GROUPS and aligned and dtype == torch.bfloat16:
+    if weight.bits == 4 and weight.group_size in INT4_GROUPS and dtype == torch.bfloat16 and dispatch.triton_found():
+        from engine.model.ops.gpu.int4 import Int4
+
         return Int4(weight)
     return None
 
@@ -109,20 +109,9 @@ class Int8:
         values, scale = self.quantize(x, torch.int8)
         rows = len(values)
         sums = torch._int_mm(F.pad(values, (0, 0, 0, max(0, INT8_ROWS - rows))), self.values)[:rows]
+        if dispatch.triton_found():
+            from engine.model.ops.gpu.quantize import scale_products
+
+            return scale_products(sums, scale, self.scale, bias, x.dtype)
         out = sums.float() * scale * self.scale
         return (out if bias is None else out + bias).to(x.dtype)
-
-
-class Int4:
-    """int4 with a scale for every 32 to 256 inputs, multiplied by tinygemm."""
-
-    def __init__(self, weight: QuantizedWeight):
-        self.group_size = weight.group_size
-        # the kernel wants unsigned values q, and computes (q - 8) * scale + offset
-        self.values = torch.ops.aten._convert_weight_to_int4pack(pack_nibbles(weight.values + 8), INT4_TILES)
-        offset = torch.zeros_like(weight.scale) if weight.zero is None else -weight.zero * weight.scale
-        self.scale_and_offset = torch.stack([weight.scale.T, offset.T], dim=-1).bfloat16().contiguous()
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        out = torch.ops.aten._weight_int4pack_mm(x.contiguous(), self.values, self.group_size, self.scale_and_offset)
-        return out if bias is None else out + bias

@@ -22,9 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine.model.ops.gpu import activation, attention, moe, norm, quantize, rope, sampling
+from engine.model.ops.gpu import activation, attention, int4, moe, norm, quantize, rope, sampling
 from engine.model.ops.norm_plain import HeadNorms
 from engine.model.quantization.mxfp4 import PackedExperts
+from engine.model.quantization.weight import QuantizedWeight
 from tests.engine.model.ops.gpu.paged import FLOAT8, Case
 
 DECODE, CHUNK = Case([(4000, 1)] * 3, heads=8, head_dim=128, block_size=64), Case([(0, 200)], heads=8, head_dim=128)
@@ -122,6 +123,11 @@ def compile_elementwise() -> None:
     quantize.quantize_rows(x, FLOAT8)
     quantize.quantize_rows(x, FLOAT8, 128)
     quantize.quantize_rows(x, torch.int8)
+    quantize.scale_products(torch.zeros(4, 8192, dtype=torch.int32), column, column.T, None, torch.bfloat16)
+    scale, values = torch.ones(4096, 32), torch.zeros(4096, 4096, dtype=torch.int8)
+    packed = int4.Int4(QuantizedWeight(values, scale, None, 4, None))
+    for rows in (1, 64, 100):
+        packed(x.new_zeros(rows, 4096), None)
 
 
 def compile_packed_experts() -> None:

@@ -49,6 +49,9 @@ def test_kernels_of_common_models_compile_for_hopper_and_the_experts_kernel_for_
         "draw_any_kernel",
         "grouped_kernel",
         "quantize_kernel",
+        "scale_products_kernel",
+        "int4_linear_kernel",
+        "dequantize_kernel",
     }
     assert kinds(kernels) == expected
     rows, chunk, small_chunk = (kernel for kernel in kernels if kernel["kernel"] == "attend_kernel")

@@ -5,9 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.model.ops import quantized_linear
+from engine.model.ops.gpu.int4 import MANY, Int4
 from engine.model.ops.gpu.quantize import quantize_rows
+from engine.model.ops.gpu.quantized_linear import Int8
 from engine.model.quantization import weight
-from engine.model.quantization.weight import FP8
+from engine.model.quantization.weight import FP8, QuantizedWeight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -39,3 +42,31 @@ def test_rows_of_zeros_stay_zero(into):
     values, scale = quantize_rows(torch.zeros(3, 32, device=DEVICE), into)
     assert (values.float() == 0).all()
     assert (scale > 0).all()
+
+
+def make_weight(bits: int, outputs: int, inputs: int, groups: int, *, zeros: bool = False) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(outputs)
+    limit = 2 ** (bits - 1)
+    values = torch.randint(-limit, limit, (outputs, inputs), generator=generator, dtype=torch.int8)
+    scale = torch.rand(outputs, groups, generator=generator) / limit + 0.01
+    zero = torch.randint(-limit, limit, (outputs, groups), generator=generator).float() if zeros else None
+    activations = torch.int8 if bits == 8 else None
+    return QuantizedWeight(values.to(DEVICE), scale.to(DEVICE), zero, bits, activations)
+
+
+@pytest.mark.parametrize("rows", [1, 20, MANY + 1], ids=["one row", "some rows", "b4: many rows are dequantized for"])
+@pytest.mark.parametrize(("groups", "zeros"), [(8, False), (2, True), (1, True)])
+@pytest.mark.parametrize("bias", [None, torch.full((40,), 3.0, dtype=torch.bfloat16, device=DEVICE)], ids=["", "bias"])
+def test_a_product_with_int4_equals_plain(rows, groups, zeros, bias):
+    packed = make_weight(4, 40, 256, groups, zeros=zeros)
+    x = torch.randn(rows, 300, generator=torch.Generator().manual_seed(rows)).to(DEVICE, torch.bfloat16)[:, :256]
+    expected = quantized_linear.plain(x, packed, bias)
+    torch.testing.assert_close(Int4(packed)(x, bias), expected, atol=8e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("bias", [None, torch.full((48,), 3.0, dtype=torch.bfloat16, device=DEVICE)], ids=["", "bias"])
+def test_b5_a_product_of_int8_is_scaled_in_one_pass_and_equals_plain(rows, bias):
+    packed = make_weight(8, 48, 64, 1)
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)).to(DEVICE, torch.bfloat16)
+    torch.testing.assert_close(Int8(packed)(x, bias), quantized_linear.plain(x, packed, bias), atol=1e-2, rtol=1e-2)

@@ -1,0 +1,97 @@
+"""Products with weights in int4, in Triton. Few rows are multiplied with the weight as it is. For many it is
+dequantized first and cuBLAS multiplies: one more pass over the weight, beside a product that reads it
+once per tile of rows.
+
+It has run under Triton's interpreter and compiles for Ampere and Hopper, but has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.model.quantization.weight import QuantizedWeight
+
+FEW, MANY = 16, 64  # rows of a tile; of more than MANY the weight is dequantized
+BLOCK_N, BLOCK_K = 32, 128
+
+
+@triton.jit
+def load_int4(
+    values, scales, offsets, n, start, size_n, size_k,
+    GROUP: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The weights [len(n), BLOCK_K] of the outputs `n` and of the inputs from `start` on, which are in one group.
+
+    values: [size_n, size_k / 2], two codes to a byte, the first in its low bits; a weight is code * scale + offset
+    scales, offsets: [size_n, size_k / GROUP]
+    """
+    here = n < size_n
+    byte = start // 2 + tl.arange(0, BLOCK_K // 2)
+    pair = tl.load(values + n[:, None] * (size_k // 2) + byte[None, :], mask=here[:, None], other=0).to(tl.int32)
+    codes = tl.interleave(pair & 15, pair >> 4).to(tl.float32)
+    group = n * (size_k // GROUP) + start // GROUP
+    scale, offset = tl.load(scales + group, mask=here, other=0.0), tl.load(offsets + group, mask=here, other=0.0)
+    return (codes * scale[:, None] + offset[:, None]).to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def int4_linear_kernel(
+    x, values, scales, offsets, out, rows, size_n, size_k, stride_x,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Grid (size_n / BLOCK_N); all rows are in one tile."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, size_k, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(x + m[:, None] * stride_x + k[None, :], mask=(m < rows)[:, None], other=0.0)
+        b = load_int4(values, scales, offsets, n, start, size_n, size_k, GROUP, BLOCK_K, a.dtype)
+        acc = tl.dot(a, b.trans(), acc)
+    target = out + m[:, None] * size_n + n[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < size_n)[None, :])
+
+
+@triton.jit
+def dequantize_kernel(
+    values, scales, offsets, out, size_n, size_k,
+    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Grid (size_n / BLOCK_N, size_k / BLOCK_K)."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(1) * BLOCK_K
+    weight = load_int4(values, scales, offsets, n, start, size_n, size_k, GROUP, BLOCK_K, out.dtype.element_ty)
+    target = out + n.to(tl.int64)[:, None] * size_k + start + tl.arange(0, BLOCK_K)[None, :]
+    tl.store(target, weight, mask=(n < size_n)[:, None])
+
+
+class Int4:
+    """int4 with a scale for every 32 to 256 inputs."""
+
+    def __init__(self, weight: QuantizedWeight):
+        self.size, self.group_size = weight.values.shape, weight.group_size
+        codes = (weight.values + 8).to(torch.uint8)
+        self.values = codes[:, 1::2] << 4 | codes[:, ::2]
+        self.scale = weight.scale.contiguous()
+        self.offset = -8.0 * self.scale if weight.zero is None else -(8.0 + weight.zero) * self.scale
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        (outputs, inputs), rows = self.size, len(x)
+        packed, blocks = (self.values, self.scale, self.offset), {"GROUP": self.group_size, "BLOCK_N": BLOCK_N}
+        block_k = min(self.group_size, BLOCK_K)
+        if rows > MANY:
+            weight = torch.empty(self.size, dtype=x.dtype, device=x.device)
+            dequantize_kernel[triton.cdiv(outputs, BLOCK_N), inputs // block_k](
+                *packed, weight, outputs, inputs, **blocks, BLOCK_K=block_k
+            )  # fmt: skip
+            return F.linear(x, weight, bias)
+        out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+        int4_linear_kernel[triton.cdiv(outputs, BLOCK_N),](
+            x, *packed, out, rows, outputs, inputs, x.stride(0),
+            **blocks, BLOCK_M=FEW if rows <= FEW else MANY, BLOCK_K=block_k, num_stages=4,
+        )  # fmt: skip
+        return out if bias is None else out + bias
