@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.core.block_pool import BlockPool
 from engine.core.request import Request
 from engine.wire.plan import BlockChange
@@ -23,6 +25,21 @@ class KVCacheManager:
             return []
         full = (len(request.tokens) - 1) // self._pool.block_size
         return self._pool.match(request.hashes(full, self._pool.block_size))
+
+    def in_flight(self, request: Request, matched: int, running: Iterable[Request]) -> bool:
+        """Whether the block after the `matched` ones is in a step under way for another request: a step later it will
+        be in the cache."""
+        count, size = matched + 1, self._pool.block_size
+        if not self._pool.enable_prefix_caching or request.skip_reading_prefix_cache:
+            return False
+        if count * size >= len(request.tokens):
+            return False
+        wanted = request.hashes(count, size)[-1]
+        return any(
+            other.num_cached_blocks < count <= min(other.computed, len(other.tokens)) // size
+            and other.hashes(count, size)[-1] == wanted
+            for other in running
+        )
 
     def reserve(self, request: Request, matched: list[int], tokens: int, watermark: int) -> bool:
         """Give a request the matched blocks, and new ones for the rest of `tokens` tokens. False, and nothing has

@@ -238,10 +238,13 @@ class Scheduler:
 
     def _reserve(self, request: Request, startable: bool, now: float) -> bool:
         """Decide where a prompt is computed, and give the request its blocks: it then waits for a slot, or for its KV
-        from another engine. False if it has to wait for blocks or a slot, and everyone behind it with it."""
+        from another engine. False if it has to wait, for blocks, a slot or a prefix that another request computes, and
+        everyone behind it with it."""
         if not startable and not self.handoffs.decides:
             return False
         matched = self.kv_cache.match(request)
+        if self.kv_cache.in_flight(request, len(matched), self.queue.running):
+            return False
         cached = len(matched) * self.pool.block_size
         decision = self.handoffs.decide(request, cached, self.queue.running)
         if not (startable or decision.remote) or not self._reserve_blocks(request, matched, decision.remote):

@@ -258,3 +258,25 @@ def test_times_are_given_with_the_last_delta():
     (event,) = h.scheduler.commit(h.runner.execute(h.runner.prepare(plan)), now=15.0)
     assert event.delta.times.scheduled_s == 2.0
     assert event.delta.times.first_token_s == event.delta.times.finished_s == 5.0
+
+
+def test_a_prefix_that_another_request_computes_in_this_step_is_not_computed_twice(depth):
+    h = Harness(num_blocks=64, max_model_len=64, depth=depth, max_num_batched_tokens=16)
+    for i in range(4):
+        h.add(f"r{i}", [*ids(24), 40 + i], max_tokens=4)
+    h.run()
+    assert sum(count for plan in h.plans for count in plan.counts if count > 1) == 25, "only the first prompt"
+    assert h.scheduler.totals.prefix_hit_tokens == 3 * 24
+
+
+def test_a_cleared_cache_makes_nobody_wait_for_blocks_that_are_not_entered_again(depth):
+    h = Harness(num_blocks=64, max_model_len=64, depth=depth)
+    h.add("a", ids(12), max_tokens=40)
+    while not h.outputs["a"]:
+        h.step()
+    h.scheduler.pool.clear_cache()
+    h.add("b", ids(12), max_tokens=4)
+    while not h.outputs["b"]:
+        h.step()
+    assert "a" not in h.finished
+    h.run()
