@@ -15,7 +15,6 @@ from engine.model.ops.cpu.vector import F32, F32P, LANES, VF32, VI32, constant, 
 
 VECTORS = 4  # of 16 outputs, whose weights lie side by side: a panel
 PANEL = VECTORS * LANES
-TILE_ROWS = 6  # of the input, multiplied at a time: with a panel, as many sums as registers hold
 AHEAD = 4096  # bytes of a weight that are asked for early: no hardware prefetcher looks past the end of a page
 QUAD = 4  # inputs of one output that lie side by side: an instruction multiplies and adds them
 I8, I16 = ir.IntType(8), ir.IntType(16)
@@ -127,6 +126,21 @@ def multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -
     """a * b + c, rounded once: the same in code for any number of rows."""
     kind = ir.FunctionType(VF32, [VF32, VF32, VF32])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), [a, b, c])
+
+
+@intrinsic
+def magnitude(_: Any, value: Any) -> Any:
+    """The bits of a float32 without its sign: integers in the order of absolute values, with infinity and NaN last."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.and_(builder.bitcast(args[0], I32), ir.Constant(I32, 0x7FFFFFFF))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def from_bits(_: Any, bits: Any) -> Any:
+    return types.float32(types.int32), lambda context, builder, sig, a: builder.bitcast(a[0], F32)
 
 
 @intrinsic

@@ -17,9 +17,10 @@ from torch import Tensor
 from engine.model.ops.cpu.integers import (
     PANEL,
     QUAD,
-    TILE_ROWS,
     as_i8,
     as_u8,
+    from_bits,
+    magnitude,
     multiply_panel,
     nearest,
 )
@@ -37,9 +38,11 @@ from engine.model.ops.cpu.kernel import (
 )
 from engine.model.quantization.weight import QuantizedWeight
 
+SMALLEST_BITS = np.float32(1e-12).view(np.int32)  # of a group of zeros
 TOKENS = 4  # whose inputs a thread rounds at a time
 INPUT_GROUP = 128  # inputs with one scale, if the checkpoint expects them as they are
-BLOCK_ROWS = 16 * TILE_ROWS  # multiplied by a panel at a time
+INT8_ROWS, INT4_ROWS = 6, 5  # multiplied by a panel at a time: as many sums as registers hold
+BLOCK_ROWS = 90  # that a thread takes at a time
 
 
 @device_function
@@ -55,9 +58,10 @@ def round_rows(cast: Any, args: Any) -> None:
             for group in range(groups):
                 source, target = token * stride + group * size, (token * groups + group) * size
                 filled = min(size, width - group * size)
-                largest = np.float32(1e-12)
+                bits = SMALLEST_BITS
                 for i in range(filled):
-                    largest = max(largest, abs(load(x, source + i)))
+                    bits = max(bits, magnitude(load(x, source + i)))
+                largest = from_bits(bits)
                 factor = np.float32(127.0) / largest
                 total = np.int32(0)
                 for i in range(filled):
@@ -80,19 +84,19 @@ def round_f32(args: Any) -> None:
     round_rows(as_f32, args)
 
 
-multiply_int8_row, multiply_int8_tile = multiply_panel(8, 1), multiply_panel(8, TILE_ROWS)
-multiply_int4_row, multiply_int4_tile = multiply_panel(4, 1), multiply_panel(4, TILE_ROWS)
+multiply_int8_row, multiply_int8_tile = multiply_panel(8, 1), multiply_panel(8, INT8_ROWS)
+multiply_int4_row, multiply_int4_tile = multiply_panel(4, 1), multiply_panel(4, INT4_ROWS)
 
 
 @device_function
-def multiply_rows(cast: Any, row: Any, tile: Any, bits: Any, args: Any) -> None:
+def multiply_rows(cast: Any, row: Any, tile: Any, tile_rows: Any, bits: Any, args: Any) -> None:
     out, x, x_scales, x_sums = cast(args[1]), args[2], args[3], args[4]
     weights, scales, zeros, bias = args[5], args[6], args[7], cast(args[8])
     tokens, outputs, groups, size = args[9], args[10], args[11], args[12]
     width = groups * size
     blocks = (tokens + BLOCK_ROWS - 1) // BLOCK_ROWS
     items = (outputs + PANEL - 1) // PANEL * blocks
-    scratch = np.empty(TILE_ROWS * PANEL, np.float32)
+    scratch = np.empty(tile_rows * PANEL, np.float32)
     sums = as_f32(scratch.ctypes.data)
     while True:
         item = take(args, 1)
@@ -102,8 +106,8 @@ def multiply_rows(cast: Any, row: Any, tile: Any, bits: Any, args: Any) -> None:
         values = as_u8(weights + panel * PANEL * width * bits // 8)
         scale, zero = as_f32(scales + 4 * panel * PANEL * groups), as_u8(zeros + panel * PANEL * groups)
         filled = min(PANEL, outputs - panel * PANEL)
-        for first in range(block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, tokens), TILE_ROWS):
-            count = min(TILE_ROWS, tokens - first)
+        for first in range(block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, tokens), tile_rows):
+            count = min(tile_rows, tokens - first)
             values_in, scale_in = as_i8(x + first * width), as_f32(x_scales + 4 * first * groups)
             sum_in = as_i32(x_sums + 4 * first * groups)
             if count == 1:
@@ -123,17 +127,17 @@ def multiply_rows(cast: Any, row: Any, tile: Any, bits: Any, args: Any) -> None:
 
 @kernel
 def multiply_int8_bf16(args: Any) -> None:
-    multiply_rows(as_bf16, multiply_int8_row, multiply_int8_tile, 8, args)
+    multiply_rows(as_bf16, multiply_int8_row, multiply_int8_tile, INT8_ROWS, 8, args)
 
 
 @kernel
 def multiply_int8_f32(args: Any) -> None:
-    multiply_rows(as_f32, multiply_int8_row, multiply_int8_tile, 8, args)
+    multiply_rows(as_f32, multiply_int8_row, multiply_int8_tile, INT8_ROWS, 8, args)
 
 
 @kernel
 def multiply_int4_bf16(args: Any) -> None:
-    multiply_rows(as_bf16, multiply_int4_row, multiply_int4_tile, 4, args)
+    multiply_rows(as_bf16, multiply_int4_row, multiply_int4_tile, INT4_ROWS, 4, args)
 
 
 ROUND = Kernel({torch.bfloat16: round_bf16, torch.float32: round_f32})

@@ -100,6 +100,19 @@ def test_a_row_has_the_same_bits_beside_any_others(bits, groups):
         assert torch.equal(multiply(x[rows], None), together[rows])
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_stays_so_and_leaves_the_others_alone(groups, broken):
+    multiply = quantized_linear.select(weight(64, 256, 8, groups, zeros=True), torch.bfloat16)
+    x = randn(8, 256).bfloat16()
+    expected = multiply(x, None)
+    x[3, 200] = broken
+    found = multiply(x, None)
+    assert not found[3].isfinite().any()
+    others = [row for row in range(8) if row != 3]
+    assert torch.equal(found[others], expected[others])
+
+
 def test_a_row_of_a_wider_tensor_is_read_where_it_lies():
     multiply = quantized_linear.select(weight(64, 32, 8, 1, zeros=False, activations=torch.int8), torch.bfloat16)
     x = randn(9, 96).bfloat16()[:, 32:64]
