@@ -16,31 +16,45 @@ ROUNDS = 12582912.0  # 1.5 * 2^23: floats of this size are integers, and sums ar
 
 @triton.jit
 def quantize_kernel(
-    x, values, scale, stride, groups, largest,
+    x, values, scale, rows, stride, groups, largest, scale_stride, group_stride,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, INTEGER: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, groups of SIZE columns)."""
+    """Grid (rows, groups of SIZE columns). Rows from `rows` on are zeros."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = group * SIZE + tl.arange(0, SIZE_PAD)
     inside = tl.arange(0, SIZE_PAD) < SIZE
-    wide = tl.load(x + row * stride + i, mask=inside, other=0.0).to(tl.float32)
+    wide = tl.load(x + row * stride + i, mask=inside & (row < rows), other=0.0).to(tl.float32)
     step = tl.div_rn(tl.maximum(tl.max(tl.abs(wide), 0), 1e-12), largest)
     wide = tl.clamp(tl.div_rn(wide, tl.zeros_like(wide) + step), -largest, largest)
     if INTEGER:
         wide = (wide + ROUNDS) - ROUNDS
     tl.store(values + row * groups * SIZE + i, wide.to(values.dtype.element_ty), mask=inside)
-    tl.store(scale + row * groups + group, step)
+    tl.store(scale + row * scale_stride + group * group_stride, step)
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, group_size: int | None = None) -> tuple[Tensor, Tensor]:
     """x [rows, columns], with any stride between rows -> values [rows, columns], scale [rows, groups] float32."""
-    rows, columns = x.shape
-    size = group_size or columns
-    values = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    scale = torch.empty(rows, columns // size, dtype=torch.float32, device=x.device)
+    size = group_size or x.shape[1]
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale = torch.empty(len(x), x.shape[1] // size, dtype=torch.float32, device=x.device)
+    return quantize(x, values, scale, size)
+
+
+def quantize_blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The same in float8 as cuBLAS wants it: with a multiple of 4 rows, and the scales of a group next to each other.
+
+    It has run under Triton's interpreter only, not on a GPU yet.
+    """
+    rows, columns = triton.cdiv(len(x), 4) * 4, x.shape[1]
+    values = torch.empty(rows, columns, dtype=FP8, device=x.device)
+    return quantize(x, values, torch.empty(columns // size, rows, dtype=torch.float32, device=x.device).T, size)
+
+
+def quantize(x: Tensor, values: Tensor, scale: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    dtype, (rows, groups) = values.dtype, scale.shape
     pad = triton.next_power_of_2(size)
-    quantize_kernel[rows, columns // size](
-        x, values, scale, x.stride(0), columns // size, FP8_MAX if dtype == FP8 else INT8_MAX,
+    quantize_kernel[rows, groups](
+        x, values, scale, len(x), x.stride(0), groups, FP8_MAX if dtype == FP8 else INT8_MAX, *scale.stride(),
         SIZE=size, SIZE_PAD=pad, INTEGER=dtype == torch.int8, ROUNDS=ROUNDS, num_warps=min(16, max(1, pad // 512)),
     )  # fmt: skip
     return values, scale

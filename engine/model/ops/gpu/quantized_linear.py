@@ -27,7 +27,8 @@ def select(weight: QuantizedWeight, dtype: torch.dtype) -> Multiply | None:
     if weight.activations == FP8 and outputs % 16 == inputs % 16 == 0 and dtype == torch.bfloat16:
         if per_row and capability >= (8, 9):
             return RowFP8(weight)
-        if capability[0] == 9 and cuda_version() >= (12, 9) and in_square_blocks(weight):  # cuBLAS has it for Hopper
+        # cuBLAS has it for Hopper
+        if capability[0] == 9 and cuda_version() >= (12, 9) and in_square_blocks(weight) and dispatch.triton_found():
             return BlockFP8(weight)
     if weight.activations == torch.int8 and per_row and weight.zero is None and outputs % 8 == inputs % 8 == 0:
         return Int8(weight)
@@ -78,7 +79,9 @@ class BlockFP8:
     """float8 x float8, with a scale per 128 x 128 weights and per 128 inputs of each row."""
 
     def __init__(self, weight: QuantizedWeight):
-        self.quantize = find_quantize_rows()
+        from engine.model.ops.gpu.quantize import quantize_blocks
+
+        self.quantize = quantize_blocks
         self.values = weight.values.T
         scale = weight.scale[::BLOCK]  # [outputs / 128, inputs / 128]
         # [inputs / 128, rounded up to a multiple of 4; outputs / 128], the inputs next to each other
@@ -86,11 +89,11 @@ class BlockFP8:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         rows = len(x)
-        values, scale = self.quantize(F.pad(x, (0, 0, 0, -rows % 4)), FP8, BLOCK)  # cuBLAS wants a multiple of 4
+        values, scale = self.quantize(x, BLOCK)
         kind = F.ScalingType
         out = F.scaled_mm(
             values, self.values,
-            scale.T.contiguous().T, kind.BlockWise1x128,  # the rows next to each other
+            scale, kind.BlockWise1x128,
             self.scale, kind.BlockWise128x128,
             output_dtype=x.dtype,
         )  # fmt: skip

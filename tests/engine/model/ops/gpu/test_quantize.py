@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine.model.ops import quantized_linear
 from engine.model.ops.gpu.int4 import MANY, Int4
-from engine.model.ops.gpu.quantize import quantize_rows
+from engine.model.ops.gpu.quantize import quantize_blocks, quantize_rows
 from engine.model.ops.gpu.quantized_linear import Int8
 from engine.model.quantization import weight
 from engine.model.quantization.weight import FP8, QuantizedWeight
@@ -35,6 +35,17 @@ def test_rows_are_rounded_as_by_plain_torch(rows, groups, size, power, grouped, 
     expected, expected_scale = weight.quantize_rows(x.cpu(), into, size if grouped else None)
     assert torch.equal(scale, expected_scale)
     assert torch.equal(values.view(torch.int8), expected.view(torch.int8))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 6])
+def test_b6_blocks_are_rounded_in_one_launch_as_cublas_wants_them(rows):
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows)).to(DEVICE, torch.bfloat16)
+    values, scale = quantize_blocks(x, 128)
+    expected, expected_scale = quantize_rows(x, FP8, 128)
+    assert len(values) % 4 == 0 and len(values) - rows < 4
+    assert torch.equal(values[:rows].view(torch.int8), expected.view(torch.int8))
+    assert not values[rows:].float().any()
+    assert torch.equal(scale[:rows], expected_scale) and scale.stride() == (1, len(values))
 
 
 @pytest.mark.parametrize("into", [FP8, torch.int8])
