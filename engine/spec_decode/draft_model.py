@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.model.models.registry import build_model
@@ -26,6 +27,8 @@ class DraftModel:
 
     def __init__(self, folder: Path, target: Target, max_num_batched_tokens: int):
         cfg = ModelConfig.from_folder(folder)
+        if cfg.head != "lm":
+            raise ConfigError("speculative.model", str(folder), "a model that generates")
         check_fits(folder, cfg.vocab_size, target.config)
         longest = max(cfg.max_position_embeddings, target.config.max_position_embeddings) + target.block_size
         cfg = replace(cfg, max_position_embeddings=longest)
@@ -42,22 +45,20 @@ class DraftModel:
         plan, newest = step.plan, step.last_rows
         self._cache.follow(plan)
         self._computed |= {new.slot: 0 for new in plan.added}
-        spans = self._spans(step)
+        spans = self._spans(step, self._budget if plan.num_drafts else 0)
         drafts = newest.new_full((len(step.entries), plan.num_drafts), -1)
         if not spans:
             return drafts
         hidden = self._model(*self._inputs(step, spans))
         # the rows of the newest tokens, of the sequences that have caught up
-        offsets = dict(
-            zip((entry for entry, _, _ in spans), np.cumsum([0, *(e - s for _, s, e in spans)]), strict=False)
-        )
+        first_rows = np.cumsum([0, *(stop - start for _, start, stop in spans)]).tolist()
         caught_up = {
-            entry: offsets[entry] - start
-            for entry, start, stop in spans
+            entry: row - start
+            for row, (entry, start, stop) in zip(first_rows, spans, strict=False)
             if stop == plan.starts[entry] + plan.counts[entry] + 1
         }
         rows = [i for i, entry in enumerate(step.entries) if entry in caught_up]
-        if not rows or not plan.num_drafts:
+        if not rows:
             return drafts
         entries = [step.entries[i] for i in rows]
         positions = step.batch.positions[newest[rows]] + 1
@@ -70,13 +71,13 @@ class DraftModel:
         drafts[rows] = self._cache.continue_drafts(step, entries, first, positions, forward)
         return drafts
 
-    def _spans(self, step: DraftInputs) -> list[tuple[int, int, int]]:
+    def _spans(self, step: DraftInputs, budget: int) -> list[tuple[int, int, int]]:
         """Return entries of the plan, and the tokens [start, stop) that are computed of each now: all that are known,
-        and those that were just sampled, as far as the budget and the blocks reach."""
-        plan, budget, spans = step.plan, self._budget, []
+        and those that were just sampled, as far as the budget and the blocks reach. The rest can wait."""
+        plan, spans = step.plan, []
         for entry, (slot, first, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
             # a sequence that has caught up computes its newest token again: its KV before that is right
-            start = min(self._computed.get(slot, 0), first)
+            start = self._computed[slot] = min(self._computed.get(slot, 0), first)
             stop = min(first + count + 1, start + budget, self._cache.capacity(step, entry))
             if start < stop:
                 spans.append((entry, start, stop))

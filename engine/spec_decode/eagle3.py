@@ -54,10 +54,8 @@ class Eagle3Config:
         # positions beyond those of its training too, to the end of the last block
         raw["max_position_embeddings"] = target.config.max_position_embeddings + target.block_size
         layers, count = ModelConfig.from_fields(raw, folder), target.config.num_layers
-        aux = raw.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_config", {}).get(
-            "eagle_aux_hidden_state_layer_ids"
-        )
-        aux = tuple(aux or (2, count // 2, count - 3))
+        key = "eagle_aux_hidden_state_layer_ids"
+        aux = tuple(raw.get(key) or (raw.get("eagle_config") or {}).get(key) or (2, count // 2, count - 3))
         if aux != tuple(sorted(set(aux) & set(range(count)))):
             limit = f"made for a target of {count} layers, three of which it names in rising order"
             raise ConfigError("speculative.model", f"{folder} (layers {aux})", limit)

@@ -12,10 +12,10 @@ import torch
 
 from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
 from engine.core.engine import EngineCore
-from engine.spec_decode.draft_length import StepDrafts
 from engine.wire.messages import Abort, GenerateRequest, PrefillReplica, PrefillReplicas
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair
+from tests.fake_drafter import draft_always
 from tests.models import make_model
 
 BLOCK = 16
@@ -299,7 +299,7 @@ def test_small_pools_on_both_sides_only_make_it_slower(ranks, alone):
 
 @pytest.mark.slow
 def test_a_draft_model_computes_the_prompts_that_come_from_elsewhere_itself(ranks, alone, monkeypatch):
-    monkeypatch.setattr(StepDrafts, "length", lambda step, acceptance, limit: limit)
+    draft_always(monkeypatch)
     speculative = SpeculativeConfig(method="draft_model", model="pocket", num_speculative_tokens=3)
     configs = make_config("decode", speculative=speculative), make_config("prefill", speculative=speculative)
     with Pair(*configs, ranks) as pair:

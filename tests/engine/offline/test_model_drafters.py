@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine import LLM, SamplingParams
+from engine.errors import ConfigError, ModelFolderError
 from tests.engine.spec_decode.draft_checkpoints import (
     DRAFT_VOCAB,
     HEADS,
@@ -111,3 +112,18 @@ def test_two_ranks_verify_the_drafts_of_the_first(folders, expected, method):
         for name, right in expected[folder].items():
             assert run(llm, name) == right
         assert llm.stats().spec_decode.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "eagle3"}, "speculative.model must be given with method eagle3"),
+        ({"method": "mtp", "model": "pocket"}, "speculative.model must be left out with method mtp"),
+        ({"method": "draft_model", "model": "/nowhere"}, "model '/nowhere': no such folder"),
+        ({"method": "mtp"}, "a method other than mtp for Qwen3ForCausalLM"),
+    ],
+)
+def test_drafters_that_cannot_start_are_refused_in_one_line(options, message):
+    with pytest.raises((ConfigError, ModelFolderError), match=message) as refused:
+        LLM("pocket", speculative=options, num_threads=1)
+    assert "\n" not in str(refused.value)

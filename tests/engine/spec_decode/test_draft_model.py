@@ -76,3 +76,12 @@ def test_no_draft_goes_beyond_the_blocks_of_a_sequence(folder, target):
 def test_a_model_of_another_vocabulary_is_refused(tmp_path, target):
     with pytest.raises(ConfigError, match="made for a vocabulary of size 97"):
         DraftModel(make_model(tmp_path, "llama", vocab_size=96), target, 64)
+
+
+def test_tokens_of_steps_without_drafts_are_computed_when_drafts_are_wanted_again(folder, target):
+    sequences = sequences_of(DraftModel(folder, target, 64), count=1)
+    list(sequences.step({0: 6}, 3))
+    list(sequences.step({0: 1}, 3, {0: [7, 8, 9]}))  # their KV is wrong
+    for _ in range(6):
+        list(sequences.step({0: 1}, 0))
+    assert next(sequences.step({0: 1}, 4))[1] == continuation(folder, sequences.tokens[0][:15], 4)
