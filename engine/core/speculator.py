@@ -72,10 +72,12 @@ class Speculator:
     def guess(self, request: Request, room: int = MAX_SPECULATIVE_TOKENS) -> list[int] | None:
         """Return the drafts of a request as far as no grammar has a say."""
         drafts = request.drafts or self._start(request)
-        length = len(request.tokens)
+        length, proposed = len(request.tokens), drafts.proposed
+        drafts.proposed = []  # they follow this token, and no later one
         if not self._pays(drafts, length) or (limit := self._left(request, min(room, self._limit))) <= 0:
             return None
-        proposed = drafts.proposed if drafts.drafter is None else drafts.drafter.propose(limit)
+        if drafts.drafter is not None:
+            proposed = list(drafts.drafter.propose(limit))
         if not proposed:
             return None
         known = takewhile(lambda token: 0 <= token < self._vocab_size, proposed[:limit])

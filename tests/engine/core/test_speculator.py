@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from engine.config import SpeculativeConfig
+from engine.core.request import Request
+from engine.core.speculator import Speculator
+from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.fake_drafter import WildDrafter
-from tests.fake_runner import Harness, expected_output
+from tests.fake_runner import VOCAB, Harness, expected_output
 
 FORM = StructuredOutputsParams(regex="what the fake grammar says")
 PROMPT = [1, 2, 3]
@@ -126,3 +130,12 @@ def test_the_tokens_of_a_step_come_in_one_delta():
         h.step()
     assert [delta.position for delta in deltas] == [0, *range(1, 31, 6)]
     assert [len(delta.token_ids) for delta in deltas] == [1, 6, 6, 6, 6, 6]
+
+
+def test_proposals_of_a_drafter_with_weights_are_for_one_token_only():
+    speculator = Speculator(SpeculativeConfig(method="ngram"), None, lambda: (1.0, 0.02), VOCAB)
+    request = Request.create(GenerateRequest(request_id="a", prompt=PROMPT), (0, 1), 64, now=0.0)
+    speculator.start_step(1)
+    assert speculator.verified(request, 0, [7, 8, VOCAB, 9]) == 0
+    assert speculator.draft(request, 10) == [7, 8]
+    assert speculator.draft(request, 10) is None
