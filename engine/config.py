@@ -149,7 +149,8 @@ class EngineConfig:
         0.9, "Fraction of a GPU's memory that weights, KV cache and activations may fill together."
     )
     enforce_eager: bool = option(
-        False, "Do without CUDA graphs: launch every kernel from the host. Slower, with the same tokens."
+        False,
+        "Do without graphs of steps: launch every kernel by itself. Slower, with the same tokens.",
     )
     torch_compile: bool = option(
         False,

@@ -73,14 +73,17 @@ class StepGraphs:
     def _record(self, counts: tuple[int, ...], x: Tensor, batch: Batch) -> Tensor:
         """Run this step as usual, and record it, if then a replay has the same bits: only kernels of ours are replayed.
 
-        What is recorded is another step, at the start of its sequences, so that what is missing in a replay shows.
+        What is recorded is another step, of the same shape at the start of its sequences, or one token after it where
+        the real one is there. So whatever a replay lacks shows.
         """
-        inputs = x.roll(1, -1)
+        inputs, lengths = x.roll(1, -1), torch.tensor(counts, dtype=torch.int32)
+        room = (self._max_blocks - 1) * batch.kv_cache.shape[4]
+        later = (batch.kv_len == lengths) & (lengths < room)
         own = Batch(
-            positions=torch.cat([torch.arange(count) for count in counts]),
+            positions=torch.cat([torch.arange(n) + k for n, k in zip(counts, later.tolist(), strict=True)]),
             slot_mapping=batch.slot_mapping.clone(),
             query_start=batch.query_start.clone(),
-            kv_len=torch.tensor(counts, dtype=torch.int32),
+            kv_len=lengths + later,
             block_table=torch.zeros(len(counts), self._max_blocks, dtype=torch.int32),
             kv_cache=batch.kv_cache,
             single=batch.single.clone(),
