@@ -130,9 +130,8 @@ class Request:
     def pending(self) -> int:
         """Tokens left to compute. Prefill, a prompt chunk, a cache hit, decode and
         a request whose KV arrived from another pool are all this one subtraction."""
-        if self.num_output + self.in_flight >= self.max_tokens:
-            return 0  # its last token is on the way
-        return len(self.tokens) + self.in_flight - self.computed
+        coming = len(self.tokens) + self.in_flight
+        return 0 if coming - self.num_prompt >= self.max_tokens else coming - self.computed  # 0: its last is on the way
 
     @property
     def queued_tokens(self) -> int:

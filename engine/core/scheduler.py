@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -42,8 +41,7 @@ NO_TOKEN = "no token can be sampled: all are banned, or the model's logits are n
 NOT_FINITE = "the model's hidden states are not finite"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Output of a step for the client of a request."""
 
     request: Request
@@ -212,7 +210,8 @@ class Scheduler:
                     drafts = self.speculator.draft(request, budget - behind - count)
                 elif self.speculator.waits(request):
                     continue
-            if count > 0 and self._grow(request, request.computed + count):
+            tokens = request.computed + count
+            if count > 0 and (tokens <= len(request.blocks) * self.pool.block_size or self._grow(request, tokens)):
                 if self.speculator is not None and drafts:
                     computed = request.computed + count
                     wanted = min(len(drafts) + self.speculator.lookahead, self.max_model_len - computed)
@@ -351,7 +350,8 @@ class Scheduler:
                 request.computed -= rejected if request.state is State.RUNNING else 0
             if request.state is State.RUNNING:
                 self.kv_cache.cache_blocks(request, min(computed, len(request.tokens)))
-            self._collect_prompt_logprobs(request, plan.starts[i], result.prompt_logprobs[i])
+            if result.prompt_logprobs[i]:
+                self._collect_prompt_logprobs(request, plan.starts[i], result.prompt_logprobs[i])
             if request.prefill_request is not None:
                 self._report(request, computed, tokens, result.logprobs[i])
             elif tokens:
@@ -388,16 +388,16 @@ class Scheduler:
             self.kv_cache.cache_blocks(request, min(request.computed, len(request.tokens)))
         self.totals.generation_tokens += count
         self.metrics.observe_token(request, now)
-        delta = TokenDelta(
-            request_id=request.request_id,
-            position=position,
-            token_ids=tokens[:count],
-            logprobs=None if logprobs is None else logprobs[:count],
-            num_cached_tokens=request.num_cached if first else 0,
-            prompt_logprobs=request.prompt_logprobs if first else None,
-            times=request.times(now) if first else None,
-            timeline=request.take_timeline() if request.timeline else [],
-        )
+        delta = TokenDelta(request_id=request.request_id, position=position, token_ids=tokens[:count])
+        if first or logprobs or request.timeline:
+            delta = msgspec.structs.replace(
+                delta,
+                logprobs=None if logprobs is None else logprobs[:count],
+                num_cached_tokens=request.num_cached if first else 0,
+                prompt_logprobs=request.prompt_logprobs if first else None,
+                times=request.times(now) if first else None,
+                timeline=request.take_timeline(),
+            )
         if reason is None:
             if request.grammar is not None:
                 speculator = self.speculator

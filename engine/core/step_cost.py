@@ -168,12 +168,14 @@ class StepWork:
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepWork:
-        decodes = prefills = 0
-        for i, (count, samples) in enumerate(zip(plan.counts, plan.samples, strict=True)):
-            decodes += samples and (count == 1 or i in plan.drafts)
-            prefills += samples and count > 1 and i not in plan.drafts
+        ended = sum(plan.samples)
+        tokens = plan.num_tokens
+        if tokens == ended == len(plan.counts):
+            return cls(ended, 0, 0)
+        pairs = enumerate(zip(plan.counts, plan.samples, strict=True))
+        decodes = sum(samples and (count == 1 or i in plan.drafts) for i, (count, samples) in pairs)
         drafts = sum(map(len, plan.drafts.values()))
-        return cls(decodes, plan.num_tokens - decodes - drafts, prefills, drafts)
+        return cls(decodes, tokens - decodes - drafts, ended - decodes, drafts)
 
 
 class StepTimes:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 
@@ -58,16 +58,12 @@ class Batch:
     """[tokens] int64, 1 for tokens of the second text of a pair; None if there are no pairs."""
 
 
-def split(counts: list[int], kv_lens: list[int]) -> tuple[Tensor, list[Chunk]]:
+def split(counts: ArrayLike, kv_lens: ArrayLike) -> tuple[Tensor, list[Chunk]]:
     """Return `single`, on the host, and `chunks` of a Batch, from each sequence's tokens in this step and in all."""
-    single, chunks, row = [], [], 0
-    for seq, (count, kv_len) in enumerate(zip(counts, kv_lens, strict=True)):
-        if count == 1:
-            single.append(seq)
-        else:
-            chunks.append(Chunk(seq, row, count, kv_len))
-        row += count
-    return torch.tensor(single, dtype=torch.int32), chunks
+    counts = np.asarray(counts)
+    single, several = np.flatnonzero(counts == 1).astype(np.int32), np.flatnonzero(counts != 1)
+    columns = several, (counts.cumsum() - counts)[several], counts[several], np.asarray(kv_lens)[several]
+    return torch.from_numpy(single), [Chunk(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def row_tiles(chunks: list[Chunk], rows: int) -> NDArray[np.int32]:

@@ -135,6 +135,7 @@ class InputBuilder:
         self.block_tables = np.zeros((slots, -(-max_model_len // self._block_size)), dtype=np.int32)
         self._sequences: dict[int, NewSequence] = {}  # by slot
         self._pooling: dict[int, PoolingParams] = {}  # of those in it that are pooled
+        self._prompt_logprobs: set[int] = set()  # slots of those whose prompt's are wanted
         self._eos = model_config.eos_token_ids
         self._edits: list[LogitsEdits | None] = [None] * slots
         self._plain = np.zeros(slots, dtype=bool)  # sequences that need nothing but their most likely token
@@ -161,7 +162,7 @@ class InputBuilder:
         if plan.drafts:
             sequences, first = sequences.divided(np.isin(np.arange(len(slots)), list(plan.drafts)))
             first_sequences = staged.add(first)
-        single, chunks = split(sequences.counts.tolist(), sequences.ends.tolist())
+        single, chunks = split(sequences.counts, sequences.ends)
         first_rows = np.concatenate([[0], np.cumsum(sequences.counts)])
         shape = self._shape_for(len(positions), len(sequences.slots))
         batch = graph = None
@@ -180,19 +181,21 @@ class InputBuilder:
                 chunks=chunks,
                 kv_scales=self._kv_scales,
             )
-        entries = [i for i, samples in enumerate(plan.samples) if samples]
+        entries = np.flatnonzero(plan.samples).tolist()
         pooled_rows: list[PooledRows] = []
         if self._pooling:
             pooled_rows = self._pooled_rows(plan, query_start)
             entries = [i for i in entries if plan.slots[i] not in self._pooling]
             if batch is not None:
                 batch.token_types = self._token_types(plan, positions, entry, staged)
-        drafted, sampled_rows, sampled = None, query_start[1:][entries] - 1, ends[entries]
+        sampling = np.array(entries, dtype=np.int64)
+        drafted, sampled_rows, sampled = None, query_start[1:][sampling] - 1, ends[sampling]
         if plan.drafts:
             drafted = self._drafted(plan, ends, staged)
             back = np.concatenate([np.arange(len(plan.drafts.get(i, ())), -1, -1) for i in entries])
             entries = [i for i in entries for _ in range(len(plan.drafts.get(i, ())) + 1)]
-            sampled_rows, sampled = query_start[1:][entries] - 1 - back, ends[entries] - back
+            sampling = np.array(entries, dtype=np.int64)
+            sampled_rows, sampled = query_start[1:][sampling] - 1 - back, ends[sampling] - back
         return StepInputs(
             plan=plan,
             staged=staged,
@@ -207,8 +210,8 @@ class InputBuilder:
             drafted=drafted,
             entries=entries,
             sampled_rows=staged.add(sampled_rows),
-            written=staged.add(slots[entries] * self._max_model_len + np.minimum(sampled, self._max_model_len - 1)),
-            sampling=self._sampling(plan, slots, entries, sampled, staged),
+            written=staged.add(slots[sampling] * self._max_model_len + np.minimum(sampled, self._max_model_len - 1)),
+            sampling=self._sampling(plan, slots[sampling], entries, sampled, staged),
             prompt_logprob_rows=self._prompt_logprob_rows(plan, query_start, staged),
             pooled_rows=pooled_rows,
         )
@@ -217,6 +220,9 @@ class InputBuilder:
         params, edits = sequence.params, LogitsEdits.of(sequence.params, self._eos)
         self._sequences[sequence.slot], self._edits[sequence.slot] = sequence, edits
         self._plain[sequence.slot] = params.greedy and params.logprobs is None and edits is None
+        self._prompt_logprobs.discard(sequence.slot)
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs.add(sequence.slot)
         self._pooling.pop(sequence.slot, None)
         if sequence.pooling is not None:
             self._pooling[sequence.slot] = sequence.pooling
@@ -241,13 +247,12 @@ class InputBuilder:
     def _sampling(
         self, plan: StepPlan, slots: np.ndarray, entries: list[int], sampled: np.ndarray, staged: StagedCopy
     ) -> SamplingInputs:
-        """sampled: positions of the tokens that are sampled."""
-        if self._plain[slots[entries]].all():
+        """slots, entries, sampled: of each token that is sampled its slot, entry of the plan and position."""
+        if self._plain[slots].all():
             inputs = SamplingInputs([], None, [None] * len(entries))
         else:
             rows = []
-            for i, position in zip(entries, sampled.tolist(), strict=True):
-                slot = plan.slots[i]
+            for slot, position in zip(slots.tolist(), sampled.tolist(), strict=True):
                 new = self._sequences[slot]
                 rows.append(SampledRow(slot, position, new.num_prompt, new.seed, new.params, self._edits[slot]))
             inputs = prepare_sampling(rows, self._vocab_size, self._uniform, staged.add, sorts=self._sorts)
@@ -280,7 +285,9 @@ class InputBuilder:
     def _prompt_logprob_rows(
         self, plan: StepPlan, query_start: np.ndarray, staged: StagedCopy
     ) -> list[PromptLogprobRows]:
-        rows = []
+        rows: list[PromptLogprobRows] = []
+        if not self._prompt_logprobs:
+            return rows
         for i, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
             sequence = self._sequences[slot]
             stop = min(start + count, sequence.num_prompt - 1)

@@ -326,10 +326,14 @@ class ModelRunner:
         inputs = launched.inputs
         count = len(inputs.plan.slots)
         result = StepResult(inputs.plan.step, [[] for _ in range(count)], [None] * count, [None] * count)
-        sampled = iter(launched.tokens.tolist())
-        for i in dict.fromkeys(inputs.entries):
-            drafts = inputs.plan.drafts.get(i, [])
-            result.tokens[i] = accepted_tokens([next(sampled) for _ in range(len(drafts) + 1)], drafts)
+        if inputs.plan.drafts:
+            sampled = iter(launched.tokens.tolist())
+            for i in dict.fromkeys(inputs.entries):
+                drafts = inputs.plan.drafts.get(i, [])
+                result.tokens[i] = accepted_tokens([next(sampled) for _ in range(len(drafts) + 1)], drafts)
+        else:
+            for i, token in zip(inputs.entries, launched.tokens.tolist(), strict=True):
+                result.tokens[i] = [token]
         if launched.drafts is not None:
             result.drafts.update(zip(dict.fromkeys(inputs.entries), launched.drafts.tolist(), strict=True))
         if launched.logprobs is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -103,8 +104,7 @@ class SamplingInputs:
         return not (self.random or self.edits or self.masked or self.any_logprobs)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRow:
+class SampledRow(NamedTuple):
     """A sequence whose next token is about to be sampled."""
 
     slot: int
@@ -128,9 +128,10 @@ def prepare_sampling(
     """
     groups: dict[int, list[int]] = {}
     edited = []
+    widths = {}
     for row, sequence in enumerate(sequences):
         if not sequence.params.greedy:
-            width = candidate_width(sequence.params, vocab_size)
+            width = widths[row] = candidate_width(sequence.params, vocab_size)
             groups.setdefault(width if sorts else min(width, 1) * vocab_size, []).append(row)
         if sequence.edits is not None:
             edited.append(RowEdits(row, sequence.slot, sequence.num_prompt, sequence.position, sequence.edits))
@@ -141,7 +142,7 @@ def prepare_sampling(
     random = []
     for width, rows in groups.items():
         chosen = [sequences[row] for row in rows]
-        top_k = [candidate_width(s.params, vocab_size) or vocab_size for s in chosen]
+        top_k = [widths[row] or vocab_size for row in rows]
         random.append(
             RandomRows(
                 rows=to_device(np.array(rows, dtype=np.int64)),

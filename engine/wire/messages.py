@@ -96,7 +96,7 @@ class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
     """Start and end of the last attempt to have the prompt computed by another engine."""
 
 
-class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Output of one step for one request. The delta with a `finish_reason` is the last.
 
     A delta without tokens and `finish_reason` only brings the timeline of a request that waits for a token.
