@@ -43,6 +43,11 @@ class SequenceDrafts:
             return OPTIMISM
         return (self._accepted + OPTIMISM * OPTIMISM_WEIGHT) / (self._tried + OPTIMISM_WEIGHT)
 
+    @property
+    def untried(self) -> bool:
+        """Whether its rate of acceptance is a mere hope, at the start and after a pause."""
+        return self._retries or not self._tried
+
     def record(self, drafted: int, accepted: int, length: int) -> None:
         """Record how many of the drafted tokens were accepted. The tokens after the first rejected one say nothing."""
         self.num_drafted += drafted
