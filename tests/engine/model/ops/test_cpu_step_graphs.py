@@ -69,12 +69,13 @@ def generate(core: EngineCore) -> list[tuple[int, float]]:
     return answers
 
 
-@pytest.mark.parametrize("architecture", MODELS)
-def test_a_model_gives_the_same_bits_in_one_region_and_kernel_by_kernel(architecture, tmp_path):
-    core = make_core(tmp_path, architecture, enable_prefix_caching=False)
+@pytest.mark.parametrize(("architecture", "quantization"), [*((name, None) for name in MODELS), ("Llama", "int8")])
+def test_a_model_gives_the_same_bits_in_one_region_and_kernel_by_kernel(architecture, quantization, tmp_path):
+    core = make_core(tmp_path, architecture, enable_prefix_caching=False, quantization=quantization)
     first, second = generate(core), generate(core)
     assert core.runner._step_graphs.recorded >= {(1,), (1, 1), (1, 1, 1), (7,), (1, 7), (1, 1, 7)}
-    assert first == second == generate(make_core(tmp_path, architecture, enforce_eager=True))
+    eager = make_core(tmp_path, architecture, enforce_eager=True, quantization=quantization)
+    assert first == second == generate(eager)
 
 
 def test_a_decode_step_is_two_regions_whatever_its_layers(tmp_path, monkeypatch):
