@@ -40,11 +40,9 @@ TILE_ROWS = 128  # of one head, that read a key while it is in the core's cache
 
 
 @device_function
-def find_keys(
-    space: Space, side: int, start: int, count: int, k: int, v: int, k_stride: int, v_stride: int
-) -> None:  # fmt: skip
+def find_keys(space: Space, start: int, count: int, k: int, v: int, k_stride: int, v_stride: int) -> None:
     """Set the addresses of a tile's keys and values; what is only there to fill it repeats the last."""
-    key_at, value_at = as_i64(space.key_at + 8 * TILE_TOKENS * side), as_i64(space.value_at + 8 * TILE_TOKENS * side)
+    key_at, value_at = as_i64(space.key_at), as_i64(space.value_at)
     for t in range(TILE_TOKENS):
         token = start + min(t, count - 1)
         key_at[t], value_at[t] = k + token * k_stride, v + token * v_stride
@@ -72,7 +70,7 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
         end = as_i64(space.ends)[rows - 1]
         for start in range(as_i64(space.begins)[0] // TILE_TOKENS * TILE_TOKENS, end, TILE_TOKENS):
             count = min(end - start, TILE_TOKENS)
-            find_keys(space, 0, start, count, k, v, k_stride, v_stride)
+            find_keys(space, start, count, k, v, k_stride, v_stride)
             attend_tile(
                 space, cast, size, 0, 0, rows, start, count, head_dim, 0, 0, 0, 0, scale, np.float32(0.0)
             )  # fmt: skip
