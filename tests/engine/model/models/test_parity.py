@@ -111,15 +111,17 @@ def test_a_sequence_past_the_original_context_turns_by_the_long_factors(tmp_path
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path, family):
-    folder = make_model(tmp_path, family, seed=2)
-    pair, half = Pair(folder), Pair(folder, torch.bfloat16)
-    prompt = pair.prompt(45, seed=1)
-    exact = pair.by_hand().step({0: prompt})
-    ours = half.by_hand().step({0: prompt})
-    theirs = half.reference(torch.tensor([prompt])).logits[0].float()
-    # of the token in the middle: a router that hesitates may choose another expert for some
-    error, their_error = ((logits - exact).abs().mean(1).median() for logits in (ours, theirs))
-    assert error < 1.2 * their_error
+    total = their_total = 0.0
+    for seed in range(2, 6 if "moe" in family else 3):  # a router that hesitates may choose another expert
+        folder = make_model(tmp_path / str(seed), family, seed=seed)
+        pair, half = Pair(folder), Pair(folder, torch.bfloat16)
+        prompt = pair.prompt(45, seed=1)
+        exact = pair.by_hand().step({0: prompt})
+        ours = half.by_hand().step({0: prompt})
+        theirs = half.reference(torch.tensor([prompt])).logits[0].float()
+        error, their_error = ((logits - exact).abs().mean(1).median() for logits in (ours, theirs))
+        total, their_total = total + error, their_total + their_error
+    assert total < 1.2 * their_total
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
