@@ -6,10 +6,13 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError
+from engine.model.ops import dispatch
 from engine.offline.outputs import CompletionOutput
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.fake_drafter import WildDrafter, draft_always
+from tests.late_device import LateDevice
 from tests.models import make_model
+from tests.sync_guard import forbid_waits
 
 OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_threads": 1, "num_blocks": 128}
 TEXTS = ["The quick brown fox the quick brown", "A cache a cache a", "What is the meaning of this? What is", "dog dog"]
@@ -49,6 +52,16 @@ def wild(monkeypatch) -> WildDrafter:
     return drafter
 
 
+@pytest.fixture
+def late(monkeypatch) -> LateDevice:
+    """Takes the place of a GPU."""
+    device = LateDevice()
+    monkeypatch.setattr("engine.runner.model_runner.open_device", lambda name: device)
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
+    forbid_waits(monkeypatch)
+    return device
+
+
 def run(llm: LLM, name: str) -> list[CompletionOutput]:
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **PARAMS[name]})
     return [result.outputs[0] for result in llm.generate(TEXTS, params, progress=False)]
@@ -75,6 +88,19 @@ def test_whatever_is_drafted_the_texts_are_those_without(folder, expected, wild,
             check(run(llm, name), right)
         stats = llm.stats().spec_decode
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def test_on_a_gpu_drafts_are_verified_in_graphs_and_the_host_waits_for_no_kind_of_request(
+    folder, expected, late, monkeypatch
+):
+    draft_always(monkeypatch)
+    options = {**OPTIONS, "num_blocks": 28, "speculative": {"method": "ngram", "prompt_lookup_min": 1}}
+    with LLM(folder, **options) as llm:
+        for name, right in expected.items():
+            check(run(llm, name), right)
+        stats = llm.stats()
+    assert stats.spec_decode.num_accepted_tokens > 0 < stats.preemptions
+    assert len(late.replays) == stats.steps
 
 
 def test_prompt_lookup_gives_the_texts_without_in_fewer_steps(folder, expected, monkeypatch):

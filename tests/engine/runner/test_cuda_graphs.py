@@ -29,11 +29,14 @@ from engine.runner.cuda_graphs import (
     mixed_sizes,
     pad_step,
 )
+from engine.runner.inputs import InputBuilder
 from engine.runner.model_runner import ModelRunner
+from engine.runner.sampler import mark_non_finite
 from engine.wire.messages import GenerateRequest, TokenLogprob
 from engine.wire.sampling_params import SamplingParams
 from tests.late_device import LateDevice
 from tests.models import FAMILIES, made_once
+from tests.sync_guard import HostWaits, forbid_waits
 
 Answers = dict[str, tuple[list[int], list[TokenLogprob]]]
 Generate = Callable[..., Answers]
@@ -73,22 +76,23 @@ def generate(monkeypatch) -> Generate:
         with monkeypatch.context() as patch:
             if device is not None:
                 patch.setattr("engine.runner.model_runner.open_device", lambda name: device)
+                forbid_waits(patch)
             defaults = {"block_size": 4, "max_num_seqs": 8, "num_blocks": 64, "num_threads": 1, "dtype": "float32",
                         "max_num_batched_tokens": 20}  # fmt: skip
             core = EngineCore.build(EngineConfig(model=str(folder), **{**defaults, **options}))
-        if cores is not None:
-            cores.append(core)
-        answers: Answers = {request.request_id: ([], []) for request in wanted}
-        for request in wanted:
-            core.add(request)
-        while core.has_work:
-            for event in core.step():
-                assert event.delta.error is None, event.delta.error
-                tokens, logprobs = answers[event.delta.request_id]
-                tokens += event.delta.token_ids
-                logprobs += event.delta.logprobs or []
-            core.scheduler.check()
-        core.close()
+            if cores is not None:
+                cores.append(core)
+            answers: Answers = {request.request_id: ([], []) for request in wanted}
+            for request in wanted:
+                core.add(request)
+            while core.has_work:
+                for event in core.step():
+                    assert event.delta.error is None, event.delta.error
+                    tokens, logprobs = answers[event.delta.request_id]
+                    tokens += event.delta.token_ids
+                    logprobs += event.delta.logprobs or []
+                core.scheduler.check()
+            core.close()
         return answers
 
     return run
@@ -157,6 +161,43 @@ def test_steps_stay_right_when_blocks_run_out_and_slots_change_hands(folder_of, 
     tight = {"num_blocks": 34, "max_num_seqs": 5, "max_model_len": 100, "max_num_batched_tokens": 16}
     assert generate(folder, wanted, device, cores, **tight) == generate(folder, wanted, None, **tight)
     assert cores[0].scheduler.totals.preemptions > 0
+
+
+WAITS = {
+    "number": lambda tokens: int(tokens[0]),
+    "truth": lambda tokens: bool(tokens.any()),
+    "tolist": lambda tokens: tokens.tolist(),
+    "numpy": lambda tokens: tokens.numpy(),
+    "array": lambda tokens: np.asarray(tokens),
+    "cpu": lambda tokens: tokens.cpu(),
+    "nonzero": lambda tokens: tokens.nonzero(),
+    "masked_select": lambda tokens: tokens.masked_select(tokens > 3),
+    "boolean index": lambda tokens: tokens[tokens > 3],
+    "unique": lambda tokens: tokens.unique(),
+    "repeat_interleave": lambda tokens: torch.arange(len(tokens)).repeat_interleave(tokens.clamp(0, 1)),
+    "tensor of a list": lambda tokens: tokens + torch.tensor([1]),
+    "tensor of an array": lambda tokens: torch.from_numpy(np.zeros(1)).to(tokens.device),
+    "index that is a list": lambda tokens: tokens[[0]],
+    "number at an index": lambda tokens: tokens.clone().__setitem__(torch.zeros_like(tokens), 1),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_step_in_which_the_host_would_wait_is_found(name, folder_of, generate, monkeypatch):
+    def waiting(best, tokens):
+        WAITS[name](tokens)
+        return mark_non_finite(best, tokens)
+
+    monkeypatch.setattr("engine.runner.model_runner.mark_non_finite", waiting)
+    with pytest.raises(HostWaits):
+        generate(folder_of("llama"), requests(1), LateDevice())
+
+
+def test_inputs_that_are_read_before_they_are_sent_are_found(folder_of, generate, monkeypatch):
+    build = InputBuilder.build
+    monkeypatch.setattr(InputBuilder, "build", lambda builder, plan: build(builder, plan).written.tolist())
+    with pytest.raises(HostWaits, match="tolist"):
+        generate(folder_of("llama"), requests(1), LateDevice())
 
 
 def test_prompt_logprobs_come_late_and_are_the_same(folder_of, generate):
