@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -172,6 +172,14 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()  # what torch only keeps for later is not in use
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return total - free
+
+
+def copy_to(values: ArrayLike, torch_device: torch.device) -> Tensor:
+    """Copy values to a device. They go through pinned memory, because the host waits for copies of any other."""
+    host = torch.from_numpy(np.asarray(values))
+    if torch_device.type == "cuda":
+        host = host.pin_memory()  # torch keeps it until the copy has ended
+    return host.to(torch_device, non_blocking=True)
 
 
 def is_gpu(name: str) -> bool:

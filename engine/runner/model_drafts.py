@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.device import copy_to
 from engine.runner.inputs import StepInputs
 from engine.spec_decode.drafter import DraftInputs
 
@@ -42,8 +43,8 @@ def last_rows(inputs: StepInputs, tokens: Tensor) -> Tensor:
         return inputs.sampled_rows
     drafted = [[*inputs.plan.drafts.get(i, ()), -1] for i in dict.fromkeys(inputs.entries)]
     firsts = np.cumsum([0, *map(len, drafted)])[:-1]
-    expected = torch.tensor([token for some in drafted for token in some], device=tokens.device)
+    expected = copy_to([token for some in drafted for token in some], tokens.device)
     row = torch.arange(len(tokens), device=tokens.device)
     differs = torch.where(tokens == expected, len(tokens), row)
-    newest = differs.flip(0).cummin(0).values.flip(0)[torch.from_numpy(firsts).to(tokens.device)]
+    newest = differs.flip(0).cummin(0).values.flip(0)[copy_to(firsts, tokens.device)]
     return inputs.sampled_rows[newest]

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.device import Device
+from engine.device import Device, copy_to
 from engine.errors import ModelFolderError
 from engine.model.config import ModelConfig
 from engine.model.models.llama import Model
@@ -101,7 +101,7 @@ class Pooler:
         vectors = vectors.to(self._dtype)  # a mean is in float32
         if self._config.head == "score":
             return self._model.scores(vectors).float()
-        ids = torch.tensor([row.params.score_token_ids for row in rows], device=vectors.device)
+        ids = copy_to([row.params.score_token_ids for row in rows], vectors.device)
         return self._model.logits(vectors).gather(1, ids)
 
     def _result(self, params: PoolingParams, vector: np.ndarray) -> bytes:

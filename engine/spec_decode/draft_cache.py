@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.device import copy_to
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.spec_decode.drafter import DraftInputs
@@ -57,9 +58,9 @@ class DraftCache:
 
         positions: of the last token of each entry whose KV is there.
         """
-        rows = torch.tensor(entries, device=ids.device)
+        rows = copy_to(entries, ids.device)
         tables = step.tables.index_select(0, rows)
-        capacity = torch.tensor([self.capacity(step, entry) for entry in entries], device=ids.device)
+        capacity = copy_to([self.capacity(step, entry) for entry in entries], ids.device)
         drafts = [ids]
         for _ in range(step.plan.num_drafts - 1):
             positions = positions + 1

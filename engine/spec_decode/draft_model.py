@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from engine.device import copy_to
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.batch import Batch, split
@@ -61,14 +61,15 @@ class DraftModel:
         if not rows:
             return drafts
         entries = [step.entries[i] for i in rows]
-        positions = step.batch.positions[newest[rows]] + 1
-        offset = torch.tensor([caught_up[entry] for entry in entries], device=newest.device)
+        chosen = copy_to(rows, newest.device)
+        positions = step.batch.positions[newest[chosen]] + 1
+        offset = copy_to([caught_up[entry] for entry in entries], newest.device)
 
         def forward(ids: Tensor, batch: Batch) -> Tensor:
             return self._model.best(self._model(ids, batch))[1]
 
         first = self._model.best(hidden[positions + offset])[1]
-        drafts[rows] = self._cache.continue_drafts(step, entries, first, positions, forward)
+        drafts[chosen] = self._cache.continue_drafts(step, entries, first, positions, forward)
         return drafts
 
     def _spans(self, step: DraftInputs, budget: int) -> list[tuple[int, int, int]]:
@@ -93,18 +94,18 @@ class DraftModel:
         position = np.arange(query_start[-1]) + (starts - query_start[:-1])[seq]
         single, chunks = split(counts.tolist(), stops.tolist())
         device = step.last_rows.device
-        positions, seqs = (torch.from_numpy(x).to(device) for x in (position, seq))
-        slots = torch.tensor([step.plan.slots[entry] for entry in entries], device=device)
-        tables = step.tables.index_select(0, torch.from_numpy(entries).to(device))
+        positions, seqs = (copy_to(x, device) for x in (position, seq))
+        slots = copy_to([step.plan.slots[entry] for entry in entries], device)
+        tables = step.tables.index_select(0, copy_to(entries, device))
         size = self._cache.block_size
         batch = Batch(
             positions=positions,
             slot_mapping=tables[seqs, positions // size].long() * size + positions % size,
-            query_start=torch.from_numpy(query_start.astype(np.int32)).to(device),
-            kv_len=torch.from_numpy(stops.astype(np.int32)).to(device),
+            query_start=copy_to(query_start.astype(np.int32), device),
+            kv_len=copy_to(stops.astype(np.int32), device),
             block_table=tables,
             kv_cache=self._cache.kv,
-            single=single.to(device),
+            single=copy_to(single.numpy(), device),
             chunks=chunks,
         )
         return step.history[slots[seqs], positions].long(), batch

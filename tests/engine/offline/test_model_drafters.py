@@ -104,6 +104,15 @@ def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expe
         assert method == "eagle3" or llm.stats().spec_decode.num_accepted_tokens > 0
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_on_a_gpu_the_host_does_not_wait_for_drafts(folders, expected, late, method):
+    folder, options = folders[method]
+    with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
+        assert run(llm, "penalties") == expected[folder]["penalties"]
+        assert len(late.replays) == llm.stats().steps
+        assert llm.stats().spec_decode.num_draft_tokens > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp", "medusa"])
 def test_two_ranks_verify_the_drafts_of_the_first(folders, expected, method):

@@ -6,13 +6,10 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError
-from engine.model.ops import dispatch
 from engine.offline.outputs import CompletionOutput
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.fake_drafter import WildDrafter, draft_always
-from tests.late_device import LateDevice
 from tests.models import make_model
-from tests.sync_guard import forbid_waits
 
 OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_threads": 1, "num_blocks": 128}
 TEXTS = ["The quick brown fox the quick brown", "A cache a cache a", "What is the meaning of this? What is", "dog dog"]
@@ -50,16 +47,6 @@ def wild(monkeypatch) -> WildDrafter:
     monkeypatch.setattr("engine.core.engine.NgramDrafter", lambda shortest, longest: drafter)
     draft_always(monkeypatch)
     return drafter
-
-
-@pytest.fixture
-def late(monkeypatch) -> LateDevice:
-    """Takes the place of a GPU."""
-    device = LateDevice()
-    monkeypatch.setattr("engine.runner.model_runner.open_device", lambda name: device)
-    monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
-    forbid_waits(monkeypatch)
-    return device
 
 
 def run(llm: LLM, name: str) -> list[CompletionOutput]:

@@ -19,13 +19,12 @@ from __future__ import annotations
 import math
 from functools import cache
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.device import copy_to
 from engine.model.batch import Batch, row_tiles
 
 LOG2_E = math.log2(math.e)
@@ -290,7 +289,7 @@ def paged_attention(
     if batch.chunks:
         block_m = chunk_rows(max(c.count for c in batch.chunks), group, q.shape[2], q.dtype, q.device)
         if batch.tiles is None:
-            batch.tiles = on_device(row_tiles(batch.chunks, block_m // group), q.device)
+            batch.tiles = copy_to(row_tiles(batch.chunks, block_m // group), q.device)
         launch(q, out, batch, layer, scale, window, softcap, sinks, chunk, len(batch.tiles), block_m, decode=False)
     return out
 
@@ -365,13 +364,6 @@ def chunk_rows(longest: int, group: int, head_dim: int, dtype: torch.dtype, devi
         return small
     large = CHUNK_ROWS if head_dim <= SMALL_HEAD_DIM or hopper(device) else CHUNK_ROWS // 2
     return max(large, small)
-
-
-def on_device(tiles: NDArray[np.int32], device: torch.device) -> Tensor:
-    host = torch.from_numpy(tiles)
-    if device.type == "cuda":
-        host = host.pin_memory()  # so that the copy waits for nothing
-    return host.to(device, non_blocking=True)
 
 
 @cache

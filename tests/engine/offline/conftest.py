@@ -1,0 +1,19 @@
+"""What the tests of the offline engine share."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.model.ops import dispatch
+from tests.late_device import LateDevice
+from tests.sync_guard import forbid_waits
+
+
+@pytest.fixture
+def late(monkeypatch) -> LateDevice:
+    """Takes the place of a GPU, for which the host may not wait while it launches steps."""
+    device = LateDevice()
+    monkeypatch.setattr("engine.runner.model_runner.open_device", lambda name: device)
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
+    forbid_waits(monkeypatch)
+    return device
