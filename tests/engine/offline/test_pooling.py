@@ -120,6 +120,15 @@ def test_scores_of_a_generative_reranker_are_its_probability_of_yes(tmp_path, op
     assert scores(llm, "what", ["a fox", "dogs"]) == pytest.approx([1 / (1 + np.exp(-s)) for s in expected], abs=1e-5)
 
 
+def test_on_a_gpu_a_generative_reranker_has_the_same_scores_and_the_host_does_not_wait(tmp_path, open_llm, request):
+    folder = make_model(tmp_path, "qwen3", tokenizer=True)
+    write_json(folder / "modules.json", [logit_score()])
+    write_json(folder / "1_LogitScore/config.json", {"true_token_id": 5, "false_token_id": 6})
+    expected = scores(open_llm(folder), "what", ["a fox", "dogs"])
+    request.getfixturevalue("late")
+    assert scores(open_llm(folder), "what", ["a fox", "dogs"]) == pytest.approx(expected, abs=1e-5)
+
+
 def logit_score() -> dict:
     return {
         "idx": 1,

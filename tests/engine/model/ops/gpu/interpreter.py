@@ -1,10 +1,13 @@
-"""Makes Triton's interpreter compute as a GPU does where it does not.
+"""Makes Triton's interpreter compute as a GPU does where it does not, and run programs in no order.
 
 It runs on NumPy, which has neither bfloat16 nor float8: it multiplies the bits of bfloat16 in tl.dot, and cuts digits
 off where a GPU rounds to nearest. Private names of Triton 3.6 to 3.9.
 """
 
 from __future__ import annotations
+
+import random
+from itertools import product
 
 import numpy as np
 import torch
@@ -23,6 +26,22 @@ TORCH = {  # each type, and one for its bits
 def make_exact() -> None:
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = dot
+
+
+def shuffle_programs(seed: int) -> None:
+    """Start the programs of every grid in random order, where the interpreter walks through them."""
+    rng = random.Random(seed)
+
+    def set_grid_dim(builder: interpreter.InterpreterBuilder, *dims: int) -> None:
+        builder.grid_dim = dims
+        builder.to_start = list(product(*map(range, dims)))
+        rng.shuffle(builder.to_start)
+
+    def set_grid_idx(builder: interpreter.InterpreterBuilder, *index: int) -> None:
+        builder.grid_idx = builder.to_start.pop()
+
+    interpreter.InterpreterBuilder.set_grid_dim = set_grid_dim
+    interpreter.InterpreterBuilder.set_grid_idx = set_grid_idx
 
 
 def convert(values: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode: object) -> np.ndarray:
