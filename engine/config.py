@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -76,10 +77,11 @@ class HandoffConfig:
 class SpeculativeConfig:
     """Options of speculative decoding, by vLLM's names (docs/speculative_decoding.md)."""
 
-    method: Literal["ngram", "draft_model", "eagle3", "mtp", "medusa"] = field(
+    method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "medusa"] = field(
         metadata={
-            "help": "`ngram` proposes what followed the newest tokens earlier in prompt and output. The others have "
-            "weights: a smaller model, or heads that read the hidden states of this one."
+            "help": "`ngram` proposes what followed the newest tokens earlier in prompt and output, `suffix` what "
+            "mostly did there and in earlier answers. The others have weights: a smaller model, or heads that read the "
+            "hidden states of this one."
         }
     )
     model: str | None = option(None, "`draft_model`, `eagle3` and `medusa`: folder or Hub id of the weights.")
@@ -88,6 +90,12 @@ class SpeculativeConfig:
     )
     prompt_lookup_min: int = option(2, "`ngram`: newest tokens that must have stood in the text before, at least.")
     prompt_lookup_max: int = option(5, "`ngram`: newest tokens that are compared; of several places the longest wins.")
+    suffix_decoding_max_tree_depth: int = option(24, "`suffix`: tokens of a match and of the draft after it, together.")
+    suffix_decoding_max_cached_requests: int = option(10_000, "`suffix`: earlier answers that are kept; 0 keeps none.")
+    suffix_decoding_max_spec_factor: float = option(1.0, "`suffix`: drafted tokens per token of the match.")
+    suffix_decoding_min_token_prob: float = option(
+        0.1, "`suffix`: least share of the matches that go on with all the drafted tokens."
+    )
 
     def __post_init__(self) -> None:
         check_choices(self, "speculative.")
@@ -101,11 +109,19 @@ class SpeculativeConfig:
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             limit = f"at least 1, and at most prompt_lookup_max ({self.prompt_lookup_max})"
             raise ConfigError("speculative.prompt_lookup_min", self.prompt_lookup_min, limit)
+        for key, fits, limit in (
+            ("max_tree_depth", self.suffix_decoding_max_tree_depth >= 2, "at least 2"),
+            ("max_cached_requests", self.suffix_decoding_max_cached_requests >= 0, "at least 0"),
+            ("max_spec_factor", 0 < self.suffix_decoding_max_spec_factor < inf, "above 0"),
+            ("min_token_prob", 0 <= self.suffix_decoding_min_token_prob <= 1, "between 0 and 1"),
+        ):
+            if not fits:
+                raise ConfigError(f"speculative.suffix_decoding_{key}", getattr(self, f"suffix_decoding_{key}"), limit)
 
     @property
     def has_weights(self) -> bool:
         """Whether the drafts are made on the device, beside the model."""
-        return self.method != "ngram"
+        return self.method not in ("ngram", "suffix")
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> SpeculativeConfig:
@@ -116,6 +132,8 @@ class SpeculativeConfig:
                 raise ConfigError(f"speculative.{key}", value, f"left out; there are {', '.join(hints)}")
             if hints[key] is int and type(value) is not int:
                 raise ConfigError(f"speculative.{key}", value, "an integer")
+            if hints[key] is float and type(value) not in (int, float):
+                raise ConfigError(f"speculative.{key}", value, "a number")
         if "method" not in options:
             raise ConfigError("speculative.method", None, "given")
         return cls(**options)

@@ -29,10 +29,10 @@ class WildDrafter:
         self.rest_of: Callable[[list[int]], list[int]] = lambda tokens: []
         """Returns what the sequence with these tokens goes on with."""
 
-    def follow(self, tokens: list[int]) -> WildSequence:
+    def follow(self, tokens: list[int], cache_salt: str) -> WildSequence:
         return WildSequence(self, tokens)
 
-    def finish(self, tokens: list[int], num_prompt: int) -> None:
+    def finish(self, tokens: list[int], num_prompt: int, cache_salt: str) -> None:
         assert tokens[:num_prompt]
 
     def know(self, harness: Harness) -> None:

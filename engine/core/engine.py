@@ -35,7 +35,9 @@ from engine.kv_transfer.protocol.actions import AcceptPrefill, RefusePrefill
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.runner.model_runner import LaunchedStep, ModelRunner
+from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.ngram import NgramDrafter
+from engine.spec_decode.suffix import SuffixDrafter
 from engine.text.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
 from engine.wire.messages import CancelDispatch, DispatchPrefill, EngineStats, GenerateRequest
 from engine.wire.plan import StepPlan, StepResult
@@ -122,9 +124,11 @@ class EngineCore:
             handoffs = HandoffManager(policy, channel.peer, own)
         speculator = None
         if config.speculative is not None and model_config.head == "lm":
-            drafter = None
-            if not config.speculative.has_weights:
+            drafter: HostDrafter | None = None
+            if config.speculative.method == "ngram":
                 drafter = NgramDrafter(config.speculative.prompt_lookup_min, config.speculative.prompt_lookup_max)
+            elif config.speculative.method == "suffix":
+                drafter = SuffixDrafter(config.speculative)
             step_cost = step_times.by_decoded_tokens
             speculator = Speculator(
                 config.speculative, drafter, lambda: step_cost.coefficients, model_config.vocab_size

@@ -109,12 +109,15 @@ class Speculator:
         if drafts is not None and drafts.num_drafted:
             request.note(f"{drafts.num_accepted} of {drafts.num_drafted} drafted tokens were accepted")
         if self._drafter is not None:
-            self._drafter.finish(request.tokens, request.num_prompt)
+            self._drafter.finish(request.tokens, request.num_prompt, request.cache_salt)
 
     def _start(self, request: Request) -> SequenceDrafts:
         """Return the drafts of a request, which may be its first."""
         if request.drafts is None:
-            request.drafts = SequenceDrafts(None if self._drafter is None else self._drafter.follow(request.tokens))
+            drafter = None
+            if self._drafter is not None:
+                drafter = self._drafter.follow(request.tokens, request.cache_salt)
+            request.drafts = SequenceDrafts(drafter)
         return request.drafts
 
     def _pays(self, drafts: SequenceDrafts, length: int) -> bool:

@@ -27,10 +27,11 @@ class SequenceDrafter(Protocol):
 class HostDrafter(Protocol):
     """Guesses from token ids alone, in the scheduler: pure Python, a few microseconds per proposal."""
 
-    def follow(self, tokens: list[int]) -> SequenceDrafter:
-        """Begin a sequence. tokens: read at each proposal; until then they only ever grow."""
+    def follow(self, tokens: list[int], cache_salt: str) -> SequenceDrafter:
+        """Begin a sequence. tokens: read at each proposal; until then they only ever grow. cache_salt: what was learnt
+        from sequences of another one is of no influence."""
 
-    def finish(self, tokens: list[int], num_prompt: int) -> None:
+    def finish(self, tokens: list[int], num_prompt: int, cache_salt: str) -> None:
         """Learn from a sequence that has ended: prompt, then output."""
 
 

@@ -11,6 +11,14 @@ INDEXED_AT_ONCE = 4096  # tokens per proposal, under a millisecond; a longer pro
 CANDIDATES = 8  # earlier places that are compared, newest first
 
 
+def match_length(text: Sequence[int], place: int, tokens: list[int], known: int, longest: int) -> int:
+    """Return how many of the newest tokens, `longest` at most, stand in `text` before `place`. At least `known` do."""
+    length, limit, end = known, min(longest, place, len(tokens)), len(tokens)
+    while length < limit and text[place - 1 - length] == tokens[end - 1 - length]:
+        length += 1
+    return length
+
+
 class NgramDrafter:
     """Finds the longest match of the last tokens, of `shortest` to `longest` of them; the newest of equal ones."""
 
@@ -18,23 +26,26 @@ class NgramDrafter:
         assert 1 <= shortest <= longest
         self.shortest, self.longest = shortest, longest
 
-    def follow(self, tokens: list[int]) -> NgramSequence:
-        return NgramSequence(self, tokens)
+    def follow(self, tokens: list[int], cache_salt: str) -> NgramSequence:
+        return NgramSequence(self.shortest, self.longest, tokens)
 
-    def finish(self, tokens: list[int], num_prompt: int) -> None:
+    def finish(self, tokens: list[int], num_prompt: int, cache_salt: str) -> None:
         pass
 
 
 class NgramSequence:
     """The places of every n-gram of `shortest` tokens in one sequence, indexed as it grows."""
 
-    def __init__(self, drafter: NgramDrafter, tokens: list[int]):
-        self._shortest, self._longest, self._tokens = drafter.shortest, drafter.longest, tokens
+    def __init__(self, shortest: int, longest: int, tokens: list[int]):
+        self._shortest, self._longest, self._tokens = shortest, longest, tokens
         self._newest: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its newest place
-        self._before: list[int] = [0] * drafter.shortest  # by such an index: the one of the place before; 0 if none
+        self._before: list[int] = [0] * shortest  # by such an index: the one of the place before; 0 if none
 
-    def propose(self, limit: int) -> Sequence[int]:
-        """Return nothing while a long prompt is still being indexed."""
+    def places(self) -> list[int]:
+        """Return where the newest `shortest` tokens stood before: the indices after them, newest first.
+
+        Returns none while a long prompt is still being indexed.
+        """
         tokens, size, end = self._tokens, self._shortest, len(self._tokens)
         indexed = range(len(self._before), min(end, len(self._before) + INDEXED_AT_ONCE))
         for index in indexed:
@@ -43,16 +54,20 @@ class NgramSequence:
             self._newest[gram] = index
         if len(self._before) < end or end <= size:
             return []
-        best, longest = 0, 0
+        places: list[int] = []
         place = self._newest.get(tuple(tokens[end - size :]), 0)
-        for _ in range(CANDIDATES):
-            if not place or longest == self._longest:
+        while place and len(places) < CANDIDATES:
+            places.append(place)
+            place = self._before[place]
+        return places
+
+    def propose(self, limit: int) -> Sequence[int]:
+        tokens, end, best, longest = self._tokens, len(self._tokens), 0, 0
+        for place in self.places():
+            if longest == self._longest:
                 break
-            length = size
-            while length < min(self._longest, place) and tokens[place - 1 - length] == tokens[end - 1 - length]:
-                length += 1
+            length = match_length(tokens, place, tokens, self._shortest, self._longest)
             if length > longest:
                 best, longest = place, length
-            place = self._before[place]
         period = end - best  # what repeats itself is taken to go on so
         return [tokens[best + i % period] for i in range(limit)] if best else []

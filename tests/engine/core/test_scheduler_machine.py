@@ -4,7 +4,9 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from engine.config import SpeculativeConfig
 from engine.spec_decode.ngram import NgramDrafter
+from engine.spec_decode.suffix import SuffixDrafter
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.examples import examples
@@ -14,10 +16,14 @@ from tests.fake_runner import Harness
 
 MAX_MODEL_LEN = 24
 PREFIXES = [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9], [10], []]
+SUFFIX = SpeculativeConfig(method="suffix", suffix_decoding_max_spec_factor=3.0, suffix_decoding_max_cached_requests=3)
 
 prefixes = st.sampled_from(PREFIXES)
 drafters = st.one_of(
-    st.none(), st.builds(WildDrafter, st.integers(0, 100)), st.builds(NgramDrafter, st.just(1), st.integers(1, 3))
+    st.none(),
+    st.builds(WildDrafter, st.integers(0, 100)),
+    st.builds(NgramDrafter, st.just(1), st.integers(1, 3)),
+    st.builds(SuffixDrafter, st.just(SUFFIX), st.integers(1, 2)),
 )
 forms = st.sampled_from([None, StructuredOutputsParams(regex="what the fake grammar says")])
 rests = st.lists(st.integers(1, 49), min_size=1, max_size=15)

@@ -100,6 +100,28 @@ def test_prompt_lookup_gives_the_texts_without_in_fewer_steps(folder, expected, 
         assert stats.steps < stats.generation_tokens / 4
 
 
+def test_suffix_decoding_gives_the_texts_without_and_learns_from_them(folder, expected, monkeypatch):
+    draft_always(monkeypatch)
+    with LLM(folder, speculative={"method": "suffix", "suffix_decoding_max_spec_factor": 4}, **OPTIONS) as llm:
+        steps = []
+        for _ in range(2):
+            before = llm.stats().steps
+            for name, right in expected.items():
+                check(run(llm, name), right)
+            steps.append(llm.stats().steps - before)
+        assert steps[1] < steps[0] / 2, "the second time all is known"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_two_ranks_verify_the_same_drafts_of_the_scheduler(folder, expected, method, monkeypatch):
+    draft_always(monkeypatch)
+    with LLM(folder, tensor_parallel=2, speculative={"method": method}, **OPTIONS) as llm:
+        for name, right in expected.items():
+            check(run(llm, name), right)
+        assert llm.stats().spec_decode.num_accepted_tokens > 0
+
+
 def test_preempted_requests_go_on_with_drafts(folder, expected, wild):
     with LLM(folder, speculative={"method": "ngram"}, **{**OPTIONS, "num_blocks": 16}) as llm:
         prompts = [llm.tokenizer.encode(text) for text in TEXTS]
@@ -113,10 +135,17 @@ def test_preempted_requests_go_on_with_drafts(folder, expected, wild):
     ("options", "message"),
     [
         ({}, "speculative.method must be given"),
-        ({"method": "guess"}, "speculative.method must be one of ngram, draft_model, eagle3, mtp, medusa, got 'guess'"),
+        (
+            {"method": "guess"},
+            "speculative.method must be one of ngram, suffix, draft_model, eagle3, mtp, medusa, got 'guess'",
+        ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "between 1 and 32"),
         ({"method": "ngram", "num_speculative_tokens": "4"}, "an integer"),
         ({"method": "ngram", "prompt_lookup_min": 9}, "at most prompt_lookup_max"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "between 0 and 1, got 2"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": "1"}, "a number"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 1}, "at least 2"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "at least 0"),
         ({"method": "ngram", "draft": 4}, "left out; there are method, model, num_speculative_tokens"),
     ],
 )
