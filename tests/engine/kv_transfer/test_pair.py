@@ -313,6 +313,26 @@ def test_a_draft_model_computes_the_prompts_that_come_from_elsewhere_itself(rank
         assert stats.num_accepted_tokens == stats.num_draft_tokens > 0, "the model drafts for itself"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_follow_prompts_that_come_from_elsewhere(ranks, alone, monkeypatch, method):
+    draft_always(monkeypatch)
+    speculative = SpeculativeConfig(method=method)
+    configs = make_config("decode", speculative=speculative), make_config("prefill", speculative=speculative)
+    with Pair(*configs, ranks) as pair:
+        for length in (5, 64, 200):
+            tokens = prompt(length) * 2
+            pair.ingress.add(f"greedy {length}", tokens, max_tokens=60)
+            pair.ingress.add(f"random {length}", tokens, max_tokens=60, **RANDOM)
+        for length in (5, 64, 200):
+            tokens = prompt(length) * 2
+            assert pair.ingress.tokens(f"greedy {length}") == alone(tokens, max_tokens=60)
+            assert pair.ingress.tokens(f"random {length}") == alone(tokens, max_tokens=60, **RANDOM)
+        pair.settle()
+        assert results(pair) == 6
+        assert pair.decode.scheduler.stats().spec_decode.num_accepted_tokens > 0
+
+
 def test_a_prompt_of_16k_tokens_comes_in_small_chunks(ranks, tmp_path):
     model = make_model(tmp_path, "llama", max_position_embeddings=16_500)
     options = {"model": str(model), "num_blocks": 1040}
