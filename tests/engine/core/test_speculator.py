@@ -7,6 +7,7 @@ import pytest
 from engine.config import SpeculativeConfig
 from engine.core.request import Request
 from engine.core.speculator import Speculator
+from engine.spec_decode.suffix import SuffixDrafter
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -130,6 +131,19 @@ def test_the_tokens_of_a_step_come_in_one_delta():
         h.step()
     assert [delta.position for delta in deltas] == [0, 1, *range(3, 31, 6)]
     assert [len(delta.token_ids) for delta in deltas] == [1, 2, 6, 6, 6, 6, 4]
+
+
+def test_an_answer_makes_the_same_request_shorter_if_its_cache_salt_is_the_same(depth):
+    drafter = SuffixDrafter(SpeculativeConfig(method="suffix"))
+    h = Harness(num_blocks=64, max_model_len=64, drafter=drafter, depth=depth, enable_prefix_caching=False)
+    steps = []
+    for name, salt in (("first", "mine"), ("other", "yours"), ("again", "mine")):
+        before = len(h.plans)
+        h.add(name, PROMPT, max_tokens=31, cache_salt=salt)
+        h.run()
+        assert h.outputs[name] == OUTPUT
+        steps.append(len(h.plans) - before)
+    assert steps[0] == steps[1] > 2 * steps[2]
 
 
 def test_proposals_of_a_drafter_with_weights_are_for_one_token_only():
