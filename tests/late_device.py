@@ -73,7 +73,8 @@ class LateDevice(Device):
 
     def capture(self, run: Run) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
         graph = self.capturing = CapturedGraph()
-        output = run().clone().fill_(torch.nan)  # capturing computes nothing
+        output, again = self.record(run)
+        output.fill_(torch.nan)  # capturing computes nothing
         self.capturing = None
         size = len(output) * self._row_bytes
         self._graphs = [graph for graph in self._graphs if graph.alive]
@@ -85,9 +86,14 @@ class LateDevice(Device):
         def replay() -> None:
             assert graph.alive
             self.replays.append(len(output))
-            output.copy_(run())
+            again()
 
         return output, replay, graph.destroy
+
+    def record(self, run: Run) -> tuple[Tensor, Callable[[], None]]:
+        """Return the output of `run`, and a function that computes it again in the same place."""
+        output = run().clone()
+        return output, lambda: output.copy_(run())
 
     def used_bytes(self) -> int:
         return sum(self._pool) if any(graph.alive for graph in self._graphs) else 0

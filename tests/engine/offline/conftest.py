@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 
 from engine.model.ops import dispatch
-from tests.late_device import LateDevice
 from tests.sync_guard import forbid_waits
+from tests.tape import TapedDevice, tape_kernels
 
 
 @pytest.fixture
-def late(monkeypatch) -> LateDevice:
+def late(monkeypatch) -> TapedDevice:
     """Takes the place of a GPU, for which the host may not wait while it launches steps."""
-    device = LateDevice()
+    device = TapedDevice()
     monkeypatch.setattr("engine.runner.model_runner.open_device", lambda name: device)
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
     forbid_waits(monkeypatch)
+    tape_kernels(monkeypatch)
     return device

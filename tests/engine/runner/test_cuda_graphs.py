@@ -23,6 +23,7 @@ from engine.model.ops import dispatch
 from engine.runner.cuda_graphs import (
     MAX_DECODE_SIZE,
     MAX_MIXED_SIZE,
+    CudaGraphs,
     StepColumns,
     StepShape,
     decode_sizes,
@@ -34,9 +35,10 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.sampler import mark_non_finite
 from engine.wire.messages import GenerateRequest, TokenLogprob
 from engine.wire.sampling_params import SamplingParams
-from tests.late_device import LateDevice
+from tests.late_device import NOISE
 from tests.models import FAMILIES, made_once
 from tests.sync_guard import HostWaits, forbid_waits
+from tests.tape import TapedDevice, tape_kernels
 
 Answers = dict[str, tuple[list[int], list[TokenLogprob]]]
 Generate = Callable[..., Answers]
@@ -70,13 +72,14 @@ def requests(count: int = 7, **params) -> list[GenerateRequest]:
 @pytest.fixture
 def generate(monkeypatch) -> Generate:
     def run(
-        folder: Path, wanted: list[GenerateRequest], device: LateDevice | None, cores: list[EngineCore] | None = None,
+        folder: Path, wanted: list[GenerateRequest], device: TapedDevice | None, cores: list[EngineCore] | None = None,
         **options,
     ) -> Answers:  # fmt: skip
         with monkeypatch.context() as patch:
             if device is not None:
                 patch.setattr("engine.runner.model_runner.open_device", lambda name: device)
                 forbid_waits(patch)
+                tape_kernels(patch)
             defaults = {"block_size": 4, "max_num_seqs": 8, "num_blocks": 64, "num_threads": 1, "dtype": "float32",
                         "max_num_batched_tokens": 20}  # fmt: skip
             core = EngineCore.build(EngineConfig(model=str(folder), **{**defaults, **options}))
@@ -100,7 +103,7 @@ def generate(monkeypatch) -> Generate:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_gives_the_same_tokens_with_padded_graphs_as_plainly_on_a_cpu(family, folder_of, generate):
-    folder, device = folder_of(family), LateDevice()
+    folder, device = folder_of(family), TapedDevice()
     wanted = requests(logprobs=2)
     plain, graphs = generate(folder, wanted, None), generate(folder, wanted, device)
     assert {name: tokens for name, (tokens, _) in graphs.items()} == {
@@ -113,7 +116,7 @@ def test_a_model_gives_the_same_tokens_with_padded_graphs_as_plainly_on_a_cpu(fa
 
 
 def test_every_step_is_a_graph_prompts_and_decodes_together_too(folder_of, generate):
-    device, cores = LateDevice(), []
+    device, cores = TapedDevice(), []
     generate(folder_of("llama"), requests(), device, cores)
     assert len(device.replays) == cores[0].scheduler.totals.steps
     assert device.replays.count(20) > 3
@@ -122,7 +125,7 @@ def test_every_step_is_a_graph_prompts_and_decodes_together_too(folder_of, gener
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_sampled_tokens_are_the_same_however_steps_are_run(overlap, enforce_eager, folder_of, generate):
-    folder, device = folder_of("llama"), LateDevice()
+    folder, device = folder_of("llama"), TapedDevice()
     wanted = [*requests(temperature=1.0, seed=5, top_p=0.9, frequency_penalty=0.3)]
     got = generate(folder, wanted, device, overlap=overlap, enforce_eager=enforce_eager)
     assert got == generate(folder, wanted, None)
@@ -141,14 +144,14 @@ EDITS = [
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_edits_that_need_the_newest_token_are_right_while_only_the_device_has_it(overlap, folder_of, generate):
-    def run(edits: list[dict], device: LateDevice | None, **options) -> Answers:
+    def run(edits: list[dict], device: TapedDevice | None, **options) -> Answers:
         wanted = [
             replace(request, params=replace(request.params, **edits[i % len(edits)]))
             for i, request in enumerate(requests(9, max_tokens=14, temperature=0.7))
         ]
         return generate(folder_of("qwen3"), wanted, device, **options)
 
-    found, without = run(EDITS, LateDevice(), overlap=overlap), run([{}], None)
+    found, without = run(EDITS, TapedDevice(), overlap=overlap), run([{}], None)
     assert found == run(EDITS, None)
     for i, name in enumerate(found):
         assert (found[name] != without[name]) == bool(EDITS[i % len(EDITS)])
@@ -156,7 +159,7 @@ def test_edits_that_need_the_newest_token_are_right_while_only_the_device_has_it
 
 def test_steps_stay_right_when_blocks_run_out_and_slots_change_hands(folder_of, generate):
     """Preempted and resumed sequences get other blocks and other slots, and the device's copy of the tables follows."""
-    folder, device, cores = folder_of("qwen3"), LateDevice(), []
+    folder, device, cores = folder_of("qwen3"), TapedDevice(), []
     wanted = requests(12, max_tokens=30)
     tight = {"num_blocks": 34, "max_num_seqs": 5, "max_model_len": 100, "max_num_batched_tokens": 16}
     assert generate(folder, wanted, device, cores, **tight) == generate(folder, wanted, None, **tight)
@@ -190,26 +193,72 @@ def test_a_step_in_which_the_host_would_wait_is_found(name, folder_of, generate,
 
     monkeypatch.setattr("engine.runner.model_runner.mark_non_finite", waiting)
     with pytest.raises(HostWaits):
-        generate(folder_of("llama"), requests(1), LateDevice())
+        generate(folder_of("llama"), requests(1), TapedDevice())
 
 
 def test_inputs_that_are_read_before_they_are_sent_are_found(folder_of, generate, monkeypatch):
     build = InputBuilder.build
     monkeypatch.setattr(InputBuilder, "build", lambda builder, plan: build(builder, plan).written.tolist())
     with pytest.raises(HostWaits, match="tolist"):
-        generate(folder_of("llama"), requests(1), LateDevice())
+        generate(folder_of("llama"), requests(1), TapedDevice())
+
+
+def test_a_branch_that_a_graph_has_frozen_is_found(folder_of, generate, monkeypatch):
+    compute, wanted = CudaGraphs._compute, requests(1)
+
+    def branching(graphs, shape, inputs):
+        out = compute(graphs, shape, inputs)
+        return out if StepColumns.of(inputs, shape, torch.int64).kv_len.any() else torch.zeros_like(out)
+
+    expected = generate(folder_of("llama"), wanted, None)
+    monkeypatch.setattr(CudaGraphs, "_compute", branching)
+    assert generate(folder_of("llama"), wanted, TapedDevice(), enforce_eager=True) == expected
+    assert generate(folder_of("llama"), wanted, TapedDevice()) != expected
+
+
+def test_memory_that_a_graph_reads_and_nobody_holds_is_found(folder_of, generate, monkeypatch):
+    compute, capture, held = CudaGraphs._compute, CudaGraphs._capture, []
+
+    def reading(graphs, shape, inputs):
+        held.append(torch.zeros(3, 1, 1))
+        return compute(graphs, shape, inputs) + held[0][0]
+
+    def freeing(graphs, shape):
+        try:
+            return capture(graphs, shape)
+        finally:
+            held.clear()
+
+    monkeypatch.setattr(CudaGraphs, "_compute", reading)
+    monkeypatch.setattr(CudaGraphs, "_capture", freeing)
+    with pytest.raises(AssertionError, match="nobody else holds"):
+        generate(folder_of("llama"), requests(1), TapedDevice())
+
+
+def test_what_a_graph_leaves_in_its_memory_is_gone(folder_of, generate, monkeypatch):
+    compute, left = CudaGraphs._compute, []
+
+    def leaving(graphs, shape, inputs):
+        out = compute(graphs, shape, inputs)
+        left.append(out + 1)
+        return left[-1] - 1
+
+    monkeypatch.setattr(CudaGraphs, "_compute", leaving)
+    wanted = requests(1)
+    generate(folder_of("llama"), wanted, TapedDevice())
+    assert (left[-1].view(torch.uint8) == NOISE).all()
 
 
 def test_prompt_logprobs_come_late_and_are_the_same(folder_of, generate):
     folder = folder_of("llama")
     wanted = requests(3, prompt_logprobs=1)
-    assert generate(folder, wanted, LateDevice()) == generate(folder, wanted, None)
+    assert generate(folder, wanted, TapedDevice()) == generate(folder, wanted, None)
 
 
 def test_what_rows_beyond_the_batch_hold_changes_nothing(folder_of, generate, monkeypatch):
     """Padding is never read: with a nonsense token and a nonsense position in it the answers stay the same."""
     folder, wanted = folder_of("llama"), requests(3)
-    expected = generate(folder, wanted, LateDevice())
+    expected = generate(folder, wanted, TapedDevice())
 
     def other_pad(shape, token_index, *columns):
         buffer = pad_step(shape, token_index, *columns)
@@ -218,13 +267,13 @@ def test_what_rows_beyond_the_batch_hold_changes_nothing(folder_of, generate, mo
         return buffer
 
     monkeypatch.setattr("engine.runner.inputs.pad_step", other_pad)
-    assert generate(folder, wanted, LateDevice()) == expected
+    assert generate(folder, wanted, TapedDevice()) == expected
 
 
 def test_padding_leaves_the_kv_cache_as_it_was(folder_of, generate):
     cores: list[EngineCore] = []
     folder, wanted = folder_of("llama"), requests(3)
-    for device in (LateDevice(), None):
+    for device in (TapedDevice(), None):
         generate(folder, wanted, device, cores, enable_prefix_caching=False, overlap=False)
     padded, plain = (core.runner.kv_cache for core in cores)
     written = plain.abs().sum(dim=(1, 2, 3, 5)) > 0
@@ -238,14 +287,14 @@ def shapes(core: EngineCore) -> list[int]:
 
 def test_graphs_of_all_sizes_take_no_more_memory_than_the_largest(folder_of, generate):
     """A pool can give a capture only what a larger one before it has freed."""
-    device, cores = LateDevice(row_mib=2), []
+    device, cores = TapedDevice(row_mib=2), []
     generate(folder_of("llama"), requests(3), device, cores)
     assert shapes(cores[0]) == [1, 2, 4, 8, 20]
     assert cores[0].runner.graphs.used_bytes == 40 * 2**20
 
 
 def test_graphs_that_do_not_fit_into_the_budget_are_left_out_and_the_others_are_not(folder_of, generate, caplog):
-    device, cores, wanted = LateDevice(), [], requests()
+    device, cores, wanted = TapedDevice(), [], requests()
     got = generate(folder_of("llama"), wanted, device, cores, cuda_graph_memory_gib=5 / 1024)
     assert got == generate(folder_of("llama"), wanted, None)
     assert shapes(cores[0]) == [1, 2, 4] and set(device.replays) == {1, 2, 4}
@@ -254,7 +303,7 @@ def test_graphs_that_do_not_fit_into_the_budget_are_left_out_and_the_others_are_
 
 
 def test_a_step_whose_size_has_no_graph_replays_the_next_larger_one(folder_of, generate):
-    class Full(LateDevice):
+    class Full(TapedDevice):
         def capture(self, run):
             if len(self._graphs) == 2:
                 raise RuntimeError("out of memory")
@@ -280,7 +329,7 @@ def test_the_first_request_finds_everything_compiled_and_captured_and_its_steps_
     folder_of, generate, monkeypatch, caplog
 ):
     """What the warm-up computes is neither a step of the engine's statistics nor of what it learns of their cost."""
-    device, wanted = LateDevice(), requests(1, max_tokens=2)
+    device, wanted = TapedDevice(), requests(1, max_tokens=2)
     caplog.set_level(logging.INFO, logger="engine.runner")
     steps: list[str] = []
     for owner, name in ((ModelRunner, "launch"), (StepTimes, "observe_step"), (EngineCore, "add")):
@@ -355,7 +404,7 @@ def test_a_staged_copy_brings_arrays_of_every_kind_in_one_copy():
 
 
 def test_a_step_that_cannot_be_captured_runs_without_graphs_and_says_why(folder_of, generate, caplog):
-    class Unable(LateDevice):
+    class Unable(TapedDevice):
         def capture(self, run):
             try:
                 raise RuntimeError("operation not permitted when stream is capturing")
