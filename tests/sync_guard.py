@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -55,12 +56,17 @@ def refuse(what: str, value: object = None) -> None:
         raise HostWaits(what)
 
 
+@cache
+def is_composite(func: Any) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+
+
 class Operations(TorchDispatchMode):
     """Refuses operations whose result has a size, or is a number, that only the device knows."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        if is_composite(func):
             with self:  # in inference mode it would otherwise run unseen
                 return func.decompose(*args, **kwargs)
         packet = func.overloadpacket

@@ -83,6 +83,10 @@ class Tape(TorchDispatchMode):
             storage = tensors[0].untyped_storage()
             owners = torch._C._storage_Use_Count(storage._cdata) - len(tensors) - 1  # `storage`
             assert owners > 0, f"a graph reads {tuple(tensors[0].shape)} that nobody else holds any more"
+        with _disable_current_modes():  # no Python runs that could make the host wait
+            self._run()
+
+    def _run(self) -> None:
         self._poison()
         for func, args, kwargs, made in self._launches:
             for tensor, value in zip(made, tensors_in(func(*args, **kwargs)), strict=True):
