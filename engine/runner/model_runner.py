@@ -168,7 +168,7 @@ class ModelRunner:
         why = None
         if self.config.enforce_eager:
             why = "enforce_eager"
-        elif self.device.torch_device.type == "cpu" and (self.config.torch_compile or self.model_config.transformers):
+        elif not self.device.asynchronous and (self.config.torch_compile or self.model_config.transformers):
             why = "its kernels are not ours"
         elif self.model_config.bidirectional:
             why = "this model does not decode"
