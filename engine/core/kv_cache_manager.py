@@ -21,7 +21,7 @@ class KVCacheManager:
 
     def match(self, request: Request) -> list[int]:
         """Return cached blocks that hold a prefix of the request; its last token is always computed, for its logits."""
-        if not self._pool.enable_prefix_caching or request.skip_reading_prefix_cache:
+        if not self._reads_cache(request):
             return []
         full = (len(request.tokens) - 1) // self._pool.block_size
         return self._pool.match(request.hashes(full, self._pool.block_size))
@@ -30,9 +30,7 @@ class KVCacheManager:
         """Whether the block after the `matched` ones is in a step under way for another request: a step later it will
         be in the cache."""
         count, size = matched + 1, self._pool.block_size
-        if not self._pool.enable_prefix_caching or request.skip_reading_prefix_cache:
-            return False
-        if count * size >= len(request.tokens):
+        if not self._reads_cache(request) or count * size >= len(request.tokens):
             return False
         wanted = request.hashes(count, size)[-1]
         return any(
@@ -103,6 +101,9 @@ class KVCacheManager:
         """Return the changes since the last call, oldest first."""
         changes, self._changes = self._changes, []
         return changes
+
+    def _reads_cache(self, request: Request) -> bool:
+        return self._pool.enable_prefix_caching and not request.skip_reading_prefix_cache
 
     def _send(self, request: Request, index: int) -> None:
         """Send the blocks from `index` on to the runner."""

@@ -213,9 +213,8 @@ class Scheduler:
             tokens = request.computed + count
             if count > 0 and (tokens <= len(request.blocks) * self.pool.block_size or self._grow(request, tokens)):
                 if self.speculator is not None and drafts:
-                    computed = request.computed + count
-                    wanted = min(len(drafts) + self.speculator.lookahead, self.max_model_len - computed)
-                    drafts = drafts[: self.kv_cache.room(request, computed, wanted)]
+                    wanted = min(len(drafts) + self.speculator.lookahead, self.max_model_len - tokens)
+                    drafts = drafts[: self.kv_cache.room(request, tokens, wanted)]
                     self.speculator.planned(request, len(drafts))
                 self._builder.compute(request, count, drafts)
                 budget -= count + len(drafts or ())

@@ -106,9 +106,14 @@ class DecodeCost:
         if len(self._buckets) == 1:
             (only,) = self._buckets.values()
             return only.seconds / 2, only.seconds / 2 / only.sequences
+        return self._line()
+
+    def _line(self) -> tuple[float, float]:
+        """Return the coefficients of a line through the means of all sizes that count."""
         line = LinearCost(memory=math.inf)
         for bucket in self._buckets.values():
-            line.observe(bucket.sequences, bucket.seconds, weight=bucket.count)
+            if bucket.count:
+                line.observe(bucket.sequences, bucket.seconds, weight=bucket.count)
         return line.coefficients
 
 
@@ -144,11 +149,7 @@ class DraftedStepCost(DecodeCost):
         counts = [bucket.count for bucket in self._buckets.values() if bucket.count]
         if not counts:
             return 0.0, 0.0
-        line = LinearCost(memory=math.inf)
-        for bucket in self._buckets.values():
-            if bucket.count:
-                line.observe(bucket.sequences, bucket.seconds, weight=bucket.count)
-        fixed, slope = line.coefficients
+        fixed, slope = self._line()
         others = sum(counts) - max(counts)
         return fixed, slope * others / (others + TRUSTED_STEPS)
 
