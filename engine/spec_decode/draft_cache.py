@@ -47,8 +47,8 @@ class DraftCache:
         return min(blocks, step.tables.shape[1]) * self.block_size
 
     def own(self, batch: Batch) -> Batch:
-        """The target's batch over this cache."""
-        return replace(batch, kv_cache=self.kv, kv_scales=None, tiles=None)
+        """The target's batch over this cache. What attention derived for the heads of the target stays with that."""
+        return replace(batch, kv_cache=self.kv, kv_scales=None, tiles=None, plans={})
 
     def continue_drafts(
         self, step: DraftInputs, entries: list[int], ids: Tensor, positions: Tensor, forward: Forward
