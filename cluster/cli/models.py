@@ -18,7 +18,7 @@ NATIVE_TESTS = f"{ONE_RANK_TESTS}; preemption, 2 and 4 ranks, graphs, quantized 
 @dataclass(frozen=True, slots=True)
 class Architecture:
     name: str
-    """As in config.json."""
+    """The architecture as config.json names it."""
     models: str
     """Models that have it, where the name does not say so."""
     path: Literal["native", "transformers"]

@@ -147,7 +147,7 @@ class Results:
 
     @property
     def duration_s(self) -> float:
-        """Until the last request ended."""
+        """Seconds from the start until the last request ended."""
         return max(float(np.nanmax(self.last_at, initial=0.0)), 1e-9)
 
     def report(

@@ -47,9 +47,9 @@ class MessageResponse:
     message_id: str
     output: ChatOutput
     max_tokens: int
-    """As the request asked for, which may be more than the context holds."""
+    """The limit that the request asked for, which may be more than the context holds."""
     _index: int = field(default=-1, init=False)
-    """Of the newest block."""
+    """Index of the newest content block, -1 before the first."""
     _block: Content | None = field(default=None, init=False)
     """The block that is open."""
     _called: bool = field(default=False, init=False)

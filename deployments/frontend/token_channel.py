@@ -19,7 +19,7 @@ from engine.wire.messages import Abort, TokenBatch, TokenDelta
 logger = logging.getLogger(__name__)
 
 MAX_UNMERGED = 32
-"""With fewer deltas waiting, each is read as it came."""
+"""Deltas are merged only when more than this many are waiting; otherwise each is read as it came."""
 
 
 class Inbox(asyncio.Queue[TokenDelta | None]):

@@ -16,7 +16,7 @@ SESSION_HEADER = "x-session-id"  # the header of Serve's HAProxy, which then als
 MAX_SESSION_ID = 256
 MAX_REQUEST_ID = 128
 BACKGROUND_CLIENT = "background_client"
-"""In the state of a request that this server sends to itself, and whose API key was checked before: its client."""
+"""Key in the state of a request that this server sends to itself: the client, whose API key was checked before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class AuthConfig:
     """Prefix of all paths at a proxy in front, which may keep it in requests or take it off."""
     max_body_bytes: int = 16 * 2**20
     body_timeout_s: float = 60.0
-    """From the first byte of a request to the last one of its body."""
+    """Seconds from the first byte of a request to the last byte of its body."""
     max_upload_bytes: int = 200 * 2**20
     """Limit for bodies of UPLOAD_PATH, which have accordingly more time than others."""
     cors_origins: tuple[str, ...] = ()

@@ -95,7 +95,7 @@ SYNTAX = {
         value_end="</parameter>\n",
     ),
 }
-"""By the name of the parser. The calls of those that are not here cannot be enforced."""
+"""The syntax of calls, by the name of the parser. A grammar cannot enforce the calls of parsers that are missing."""
 OLD_MISTRAL = CallSyntax("[TOOL_CALLS]{gap}[", "{object}", ",{gap}", "]")  # without a token [ARGS]
 
 

@@ -24,17 +24,17 @@ class ChatOutputChunk(msgspec.Struct, frozen=True):
     """What one step adds to one choice. msgspec, because a stream builds one per token."""
 
     index: int
-    """Of the choice."""
+    """The index of the choice."""
     events: list[OutputEvent]
     num_tool_calls: int
     """Calls that the choice had before these events."""
     logprobs: list[ChatTokenLogprob]
-    """Of all its tokens, those of tags too; empty if the request does not ask for any."""
+    """Log-probabilities of all its tokens, those of tags included; empty unless the request asks for them."""
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     token_ids: list[int]
     prompt_logprobs: list[TokenLogprob | None] | None
-    """In the first chunk of a choice, if the request asks for them."""
+    """Present in the first chunk of a choice, if the request asks for them."""
 
 
 @dataclass(slots=True)

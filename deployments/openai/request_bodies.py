@@ -60,9 +60,9 @@ class ResponseFormat(StrictModel):
     json_schema: JsonSchema | None = None
     """Given with the type `json_schema`, and only then."""
     format: dict[str, Any] | None = None
-    """Of a structural tag, as in vLLM."""
+    """The format of a structural tag, as in vLLM."""
     structures: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
-    """Of a structural tag in its older form, together with `triggers`."""
+    """The structures of a structural tag in its older form, which has `triggers` as well."""
     triggers: list[str] | None = Field(default=None, fail_fast=True)
 
 

@@ -149,7 +149,7 @@ class ChatChunk(msgspec.Struct, omit_defaults=True):
     system_fingerprint: str | None = None
     service_tier: str | None = None
     prompt_token_ids: list[int] | None = None
-    """In the first chunk."""
+    """Present in the first chunk if the request asks for them."""
 
 
 class CompletionLogprobs(msgspec.Struct):

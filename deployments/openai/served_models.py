@@ -10,7 +10,7 @@ from engine.errors import ModelNotFound, RequestError
 
 
 class ServedModels(Mapping[str, ServedModel]):
-    """By the names that models are served under. If there is only one, it also answers requests that name none."""
+    """Models by the names they are served under. If there is only one, it also answers requests that name none."""
 
     def __init__(self, models: Mapping[str, ServedModel]):
         self._models = models

@@ -127,7 +127,7 @@ class PooledModel:
     def _tokenize_some(
         self, texts: Sequence[Input], params: PoolingParams, encode: Encode[Input], names: list[str]
     ) -> list[PackedPrompt]:
-        """For a thread. Raises RequestError that names the text."""
+        """Encode and pack the texts. Meant for a worker thread. Raises RequestError, which names the text at fault."""
         limit, packed = self._info.max_model_len, []
         if params.truncate_prompt_tokens is None:
             for text, name in zip(texts, names, strict=True):
@@ -152,7 +152,7 @@ class PooledModel:
 
 
 def _embeddings(vectors: Sequence[bytes], encoding_format: str) -> list[EmbeddingObject]:
-    """For a thread: one vector at a time becomes JSON, so that the event loop can turn in between."""
+    """Write vectors as JSON, one at a time, so that the event loop can turn in between. Meant for a worker thread."""
 
     def encoded(vector: bytes) -> Any:
         if encoding_format == "base64":

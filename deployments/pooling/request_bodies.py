@@ -106,7 +106,7 @@ class ScoreBody(PairsBody):
 
     queries: str | Inputs[str] | None = None
     documents: str | Inputs[str] | None = None
-    """As many as there are queries, or any number for a single query."""
+    """There must be as many documents as queries, or any number for a single query."""
     text_1: str | Inputs[str] | None = None
     """vLLM's older name for `queries`."""
     text_2: str | Inputs[str] | None = None

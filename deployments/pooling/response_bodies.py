@@ -51,7 +51,7 @@ class RankedText(msgspec.Struct):
 
 class RankedDocument(msgspec.Struct):
     index: int
-    """Of the document in the request."""
+    """The document's position in the request, from 0."""
     relevance_score: float
     document: RankedText | msgspec.UnsetType = msgspec.UNSET
 

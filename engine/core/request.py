@@ -75,7 +75,7 @@ class Request:
     timeline: list[TimelineEvent] = field(default_factory=list)
     """Events since its last delta."""
     prefill: Literal["auto", "local", "remote"] = "auto"
-    """Where the client wants the prompt computed, as in GenerateRequest."""
+    """The place at which the client wants the prompt computed, as in GenerateRequest."""
     handoff_id: str = ""
     """Newest handoff of its prompt to another engine."""
     num_remote_attempts: int = 0

@@ -73,7 +73,7 @@ class StepInputs:
     """Without its block table if the device has tables of its own; `block_tables` then selects its rows. None if nobody
     computes it but a graph."""
     graph: tuple[StepShape, Tensor] | None
-    """In a step that runs as a graph, its shape, and `cuda_graphs.pad_step`."""
+    """The shape of a step that runs as a graph, with the buffer that `cuda_graphs.pad_step` returns."""
     block_tables: BlockTableRows | None
     token_index: Tensor
     """[tokens] int64, indices of the input tokens in the flattened history. The history is read only when the step

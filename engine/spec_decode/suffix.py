@@ -28,7 +28,7 @@ Gram = tuple[str | int, ...]  # a cache salt, and tokens
 class Answer:
     tokens: array[int]
     before: array[int]
-    """By token: the place where the n-gram that it follows stood before; 0 if nowhere."""
+    """For each token, the place where the n-gram before it stood earlier; 0 if it stood nowhere."""
     cache_salt: str
 
 
@@ -112,7 +112,7 @@ class SuffixSequence:
         self._own = NgramSequence(drafter.shortest, drafter.longest, tokens)
 
     def propose(self, limit: int) -> list[int]:
-        """Of several places those of the longest match count."""
+        """Return tokens that followed the longest earlier match of the newest tokens, at most `limit`."""
         drafter, tokens, end = self._drafter, self._tokens, len(self._tokens)
         found: list[tuple[Sequence[int], int]] = [(tokens, place) for place in self._own.places()]
         found += drafter.places(tokens, self._salt)

@@ -144,7 +144,7 @@ class SpecDecodeStats(msgspec.Struct, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = []
-    """By their position in a draft."""
+    """Accepted tokens by their position in a draft, the first one first."""
 
     def observe(self, drafted: int, accepted: int) -> None:
         self.num_drafts += 1
@@ -204,7 +204,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     spec_decode: SpecDecodeStats | None = None
     """None without speculative decoding."""
     histograms: dict[str, Histogram] = {}
-    """By the names of engine/core/stats.py."""
+    """Histograms by the names that engine/core/stats.py gives them."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -219,7 +219,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     handoffs: HandoffStats | None = None
     """None without `EngineConfig.handoff`."""
     live_handoffs: list[HandoffInfo] = []
-    """At most MAX_LIVE_HANDOFFS."""
+    """The newest handoffs in flight, at most MAX_LIVE_HANDOFFS of them."""
     fingerprint: str = ""
     """Equal in engines that can hand KV over to each other; empty without `handoff`."""
     refused: dict[str, dict[str, int]] = {}

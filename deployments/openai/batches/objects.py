@@ -46,7 +46,7 @@ class FileQuery(BaseModel):
     """The last id of the page before."""
     limit: int = Field(default=10_000, ge=1, le=10_000)
     order: Literal["asc", "desc"] = "desc"
-    """By the time of creation."""
+    """Sort order, by the time of creation."""
 
 
 class DeletedFile(msgspec.Struct):

@@ -170,7 +170,7 @@ class ResponsesBody(SamplingBody):
 
     @property
     def functions(self) -> dict[str, OfferedFunction]:
-        """By the names by which the model knows them."""
+        """The functions on offer, by the names under which the model knows them."""
         return {function.full_name: function for function in self._functions}
 
     def check(self) -> None:

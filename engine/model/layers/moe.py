@@ -88,7 +88,7 @@ class Experts(Sharded):
     stacked = False
     """Whether the checkpoint holds the weights of all experts in one tensor."""
     kernels: tuple[list[ops.Weight], list[ops.Weight]] | None = None
-    """On a CPU, if weights are quantized: what stands for each expert's `gate_up`, and for each one's `down`."""
+    """On a CPU, the quantized weights of each expert's `gate_up` and `down`; None if weights are not quantized."""
 
     def __init__(
         self, hidden_size: int, moe: MoEConfig, activation: str, tp: TPGroup, format: WeightFormat | None = None

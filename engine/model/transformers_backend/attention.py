@@ -98,7 +98,7 @@ class PagedAttention:
         self.layer, self.mask, self.tp, self.step = call.layer, call.mask, tp, step
         self.ops = attention.select(dtype, device)
         self.table: Tensor | None = None
-        """For the call that follows: q and k are not rotated yet."""
+        """Cosines and sines by which the next call rotates q and k; None if they are rotated already."""
         self.heads, self.kv_heads = cfg.num_heads // tp.size, cfg.kv_heads_per_rank(tp.size)
         self.first_head, self.first_kv_head = tp.rank * self.heads, tp.rank * cfg.num_kv_heads // tp.size
         self.scale = cfg.attention_scale
@@ -123,7 +123,7 @@ class PagedAttention:
         return out[None]
 
     def rotate_later(self, theirs: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """In place of `theirs`, of which the results come to this attention and nowhere else."""
+        """Replace `theirs`, whose results reach only this attention: leave the rotation to our kernel."""
         table = self.step.table(cos, sin) if cos.dtype == q.dtype else None
         if table is None:
             return theirs(q, k, cos, sin)

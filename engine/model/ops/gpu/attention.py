@@ -347,7 +347,8 @@ def plan(batch: Batch, tiles: int, wanted: int, window: int, chunk: int, block_n
 
 @cache
 def counters(device: torch.device) -> Tensor:
-    """For programs to count themselves; every kernel leaves zeros. Steps do not overlap, so one tensor does for all."""
+    """Return counters by which programs count themselves. Every kernel leaves zeros, and steps do not overlap, so that
+    one tensor serves all."""
     return torch.zeros(2 * PROGRAMS_PER_PROCESSOR * processors(device), dtype=torch.int32, device=device)
 
 
