@@ -249,7 +249,7 @@ class InputBuilder:
     ) -> SamplingInputs:
         """slots, entries, sampled: of each token that is sampled its slot, entry of the plan and position."""
         if self._plain[slots].all():
-            inputs = SamplingInputs([], None, [None] * len(entries))
+            inputs = SamplingInputs([], None)
         else:
             rows = []
             for slot, position in zip(slots.tolist(), sampled.tolist(), strict=True):

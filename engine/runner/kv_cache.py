@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, ModelFolderError, OutOfMemory
+from engine.kv_transfer.transport import nixl
 from engine.model.config import ModelConfig
 from engine.model.loader import tensors_by_file
 
@@ -49,6 +50,8 @@ def choose_num_blocks(
     Raises OutOfMemory if the configured `max_model_len` does not fit, or nothing fits at all.
     """
     block_bytes = torch.Size(block_shape(model, block_size, tp)).numel() * dtype.itemsize + drafter_bytes
+    if device.type == "cuda" and config.handoff is not None and config.handoff.transport != "tcp":
+        free_bytes -= nixl.MAX_BUFFERS * nixl.buffer_bytes(block_bytes)
     longest = model.longest_sequence(config.max_model_len)
     desired = config.max_num_seqs * -(-longest // block_size)
     if not block_bytes:

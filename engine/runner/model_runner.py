@@ -358,16 +358,16 @@ class ModelRunner:
         if sampling.plain:
             return mark_non_finite(*self.model.best(hidden[inputs.sampled_rows])), None
         logits = self.model.logits(hidden[inputs.sampled_rows])
-        requested = {row: count for row, count in enumerate(sampling.logprobs) if count is not None}
-        raw = torch.stack([logits[row] for row in requested]) if requested else None
+        asked = sampling.logprobs
+        raw = None if asked is None else logits.index_select(0, asked.rows)
         process_rows(logits, sampling, self._history)
         tokens = sample(logits, sampling)
-        if raw is None:
+        if asked is None or raw is None:
             return tokens, None
-        chosen = torch.stack([tokens[row] for row in requested]).clamp(min=0)
-        counts = list(requested.values())
+        chosen = tokens.index_select(0, asked.rows).clamp(min=0)
+        counts = list(asked.counts.values())
         table = logprob_table(raw, chosen, max(counts)).fetched(self.device.fetch)
-        return tokens, ([inputs.entries[row] for row in requested], counts, table)
+        return tokens, ([inputs.entries[row] for row in asked.counts], counts, table)
 
     def _prompt_logprobs(self, hidden: Tensor, rows: PromptLogprobRows) -> list[LogprobTable]:
         targets = self._history.view(-1)[rows.targets].long()

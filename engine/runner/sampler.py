@@ -85,23 +85,27 @@ class MaskedRows:
     allowed: Tensor  #: [n, bytes] uint8, one bit per token, lowest first
 
 
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Rows whose log-probabilities are requested."""
+
+    rows: Tensor  #: [n] int64
+    counts: dict[int, int]  #: alternatives to report of each, by its number
+
+
 @dataclass(slots=True)
 class SamplingInputs:
     """The work on each row of logits, prepared on the host. Greedy rows need none."""
 
     random: list[RandomRows]
     edits: BatchEdits | None
-    logprobs: list[int | None]  #: per row, number of alternatives to report
+    logprobs: LogprobRows | None = None
     masked: MaskedRows | None = None
-
-    @property
-    def any_logprobs(self) -> bool:
-        return any(count is not None for count in self.logprobs)
 
     @property
     def plain(self) -> bool:
         """Every row takes its most likely token and nothing else is requested."""
-        return not (self.random or self.edits or self.masked or self.any_logprobs)
+        return not (self.random or self.edits or self.masked or self.logprobs)
 
 
 class SampledRow(NamedTuple):
@@ -155,7 +159,9 @@ def prepare_sampling(
             )
         )
     edits = logits_processors.prepare(edited, vocab_size, to_device)
-    return SamplingInputs(random, edits, [s.params.logprobs for s in sequences])
+    counts = {row: s.params.logprobs for row, s in enumerate(sequences) if s.params.logprobs is not None}
+    logprobs = LogprobRows(to_device(np.array(list(counts), dtype=np.int64)), counts) if counts else None
+    return SamplingInputs(random, edits, logprobs)
 
 
 def candidate_width(params: SamplingParams, vocab_size: int) -> int:

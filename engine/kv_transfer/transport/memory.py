@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.device import CudaEvent
 from engine.kv_transfer.transport.base import Layout, runs
 
 Bytes = NDArray[np.uint8]
+WORDS = (torch.complex128, torch.int64, torch.uint8)  # a GPU's indexed copy moves one element per thread
 
 
 class BlockMemory:
@@ -33,6 +33,7 @@ class BlockMemory:
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
             self._stream.wait_stream(torch.cuda.current_stream(self.device))  # where the cache is filled with zeros
+            self._words = self._in_words(self.tensor)
         else:
             # numpy, since torch would start a team of threads for every thread that copies
             self._array: Bytes = self.tensor.numpy()
@@ -51,15 +52,6 @@ class BlockMemory:
             with torch.cuda.stream(self._stream):
                 yield
 
-    def synchronize(self, limit_s: float) -> None:
-        """Wait for all work on the memory's own stream. Raises RuntimeError after `limit_s`."""
-        if self._stream is None:
-            return
-        with self.apart():
-            event = CudaEvent()
-        if not event.reached(limit_s):
-            raise RuntimeError(f"the GPU has not moved KV for {limit_s:g} s")
-
     def direct(self, count: int) -> bool:
         """Whether `count` heads of a block are one piece of host memory, which sockets can read and write."""
         return self._stream is None and count == self.layout.heads
@@ -74,10 +66,10 @@ class BlockMemory:
         if self._stream is not None:
             with self.apart():
                 index = torch.tensor(blocks, device=self.device)
-                heads = self.tensor[index, :, start : start + count].reshape(-1)
+                heads = self._words[index, :, start : start + count].reshape(-1)
                 copied = heads.to("cpu", non_blocking=True)  # into pinned memory
                 self._stream.synchronize()
-            found: Bytes = copied.numpy()
+            found: Bytes = copied.view(torch.uint8).numpy()
             return found
         out = np.empty((len(blocks), self.layout.slabs, count, self.layout.head_bytes), np.uint8)
         for i, n in runs(blocks):
@@ -95,5 +87,9 @@ class BlockMemory:
             return
         with self.apart():
             index = torch.tensor(blocks, device=self.device)
-            self.tensor[index, :, heads] = torch.as_tensor(data, device=self.device).view(shape)
+            self._words[index, :, heads] = self._in_words(torch.as_tensor(data, device=self.device).view(shape))
         self._stream.synchronize()
+
+    def _in_words(self, data: Tensor) -> Tensor:
+        """View bytes [..., head_bytes] as the largest words that fit."""
+        return data.view(next(word for word in WORDS if self.layout.head_bytes % word.itemsize == 0))

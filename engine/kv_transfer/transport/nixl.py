@@ -2,7 +2,8 @@
 
 Transfers write to buffers of the transport's own, which are copied into the cache. A transfer under way cannot be
 taken back for sure: when its peer hangs, nobody knows whether it will still write. It then keeps its buffer, and the
-blocks of the cache are free at once. The copy takes 0.4 of the time of the transfer itself (CPU, 16 MB, two processes
+blocks of the cache are free at once. Reads share MAX_BUFFERS, which the memory for KV leaves room for; each read may
+have one whatever the others have, and only those of transfers that hang or fail come on top. The copy takes 0.4 of the time of the transfer itself (CPU, 16 MB, two processes
 of one machine).
 
 NIXL itself has no checksums; the links that it uses do.
@@ -35,7 +36,8 @@ from engine.kv_transfer.transport.memory import BlockMemory
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20  # per transfer: small enough that a slow link shows progress
-MAX_TRANSFERS = 4  # under way at a time
+MAX_TRANSFERS = 4  # of one read under way at a time
+MAX_BUFFERS = 8  # of all reads, which tens of prefill engines may make at a time
 POLL_S = 0.0001
 PROGRESS_US = 10_000  # interval at which UCX makes progress even if it has not asked to
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -101,11 +103,15 @@ class NixlTransport:
                 progress.check()
                 if piece is not None and len(transfers) < MAX_TRANSFERS:
                     with nixl_errors(), self._lock:
-                        transfers.append(self._start(peer, remote, piece, size))
-                    piece = next(pieces, None)
-                elif self._done(transfers[0]):
+                        if room := not transfers or self._buffers_in_use < MAX_BUFFERS:
+                            transfers.append(self._start(peer, remote, piece, size))
+                    if room:
+                        piece = next(pieces, None)
+                        continue
+                if self._done(transfers[0]):
                     progress.made()
-                    self._copy_to_cache(transfers.popleft(), reads, size)
+                    self._copy_to_cache(transfers[0], reads, size)
+                    transfers.popleft()
                 else:
                     stop.wait(POLL_S)
         finally:
@@ -164,8 +170,13 @@ class NixlTransport:
             raise
         return transfer
 
+    @property
+    def _buffers_in_use(self) -> int:
+        """The number of those that reads under way hold."""
+        return len(self._registered) - 1 - len(self._free) - len(self._left) - len(self._lost)
+
     def _new_buffer(self) -> Tensor:
-        size = max(PIECE_BYTES, self._memory.layout.piece_bytes(self._memory.layout.heads))
+        size = buffer_bytes(self._memory.layout.piece_bytes(self._memory.layout.heads))
         with self._memory.apart():
             buffer = torch.empty(size, dtype=torch.uint8, device=self._memory.device)
         self._registered.append(self._register(buffer))
@@ -202,6 +213,13 @@ class NixlTransport:
         with self._lock:
             if release(transfer.handle):
                 self._free.append(transfer.buffer)
+            else:
+                self._lost.append(transfer)
+
+
+def buffer_bytes(block_bytes: int) -> int:
+    """Return the size of a buffer, for a cache with blocks of `block_bytes`."""
+    return max(PIECE_BYTES, block_bytes)
 
 
 def warn_if_memory_cannot_be_pinned() -> None:

@@ -9,10 +9,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -553,6 +555,42 @@ def test_a_paused_source_fails_the_read_and_serves_when_it_goes_on(make_tcp: Mak
     before[4] = there[3]
     assert torch.equal(here, before)
     source.kill()
+
+
+@needs_nixl
+def test_c6_reads_share_buffers_and_each_goes_on_with_one(make_nixl: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "PIECE_BYTES", 1)
+    monkeypatch.setattr(nixl, "MAX_BUFFERS", 2)
+    ids = list(range(20))
+    there = [full_cache(20, 2, seed=seed) for seed in range(3)]
+    here = torch.zeros_like(torch.cat(there))
+    reader, sources = make_nixl(here), [make_nixl(cache) for cache in there]
+    assert isinstance(reader, NixlTransport)
+
+    def read(i: int) -> None:
+        local = list(range(20 * i, 20 * i + 20))
+        reader.read(sources[i].describe(), BlockReads(ids, local, ALL), NEVER)
+
+    read(0)
+    assert len(reader._free) == 2
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(read, range(3)))
+    assert torch.equal(here, torch.cat(there))
+    assert len(reader._free) <= 2 + 2 and reader._buffers_in_use == 0
+
+
+@pytest.mark.parametrize(("head_dim", "word_bytes"), [(4, 16), (2, 8), (3, 1)])
+def test_c7_a_gpu_moves_words_and_not_bytes(head_dim: int, word_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    source, target = torch.randn(9, 2, 2, 4, 1, head_dim), torch.zeros(9, 2, 2, 4, 1, head_dim)
+    memories = [BlockMemory(cache) for cache in (source, target)]
+    for memory in memories:
+        memory._stream, memory._words = SimpleNamespace(synchronize=int), memory._in_words(memory.tensor)
+    data = memories[0].gather([7, 2, 3], 1, 2)
+    memories[1].scatter([0, 8, 4], 2, 2, data)
+    assert data.dtype == np.uint8 and memories[1]._words.itemsize == word_bytes
+    assert torch.equal(target[[0, 8, 4]][:, :, :, 2:], source[[7, 2, 3]][:, :, :, 1:3])
+    assert not target[[1, 2, 3, 5, 6, 7]].any() and not target[:, :, :, :2].any()
 
 
 @needs_nixl

@@ -77,11 +77,16 @@ def test_whatever_is_drafted_the_texts_are_those_without(folder, expected, wild,
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
+@pytest.mark.parametrize(
+    "speculative",
+    [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "suffix", "suffix_decoding_max_spec_factor": 4}],
+    ids=["ngram", "suffix"],
+)
 def test_on_a_gpu_drafts_are_verified_in_graphs_and_the_host_waits_for_no_kind_of_request(
-    folder, expected, late, monkeypatch
+    speculative, folder, expected, late, monkeypatch
 ):
     draft_always(monkeypatch)
-    options = {**OPTIONS, "num_blocks": 28, "speculative": {"method": "ngram", "prompt_lookup_min": 1}}
+    options = {**OPTIONS, "num_blocks": 28, "speculative": speculative}
     with LLM(folder, **options) as llm:
         for name, right in expected.items():
             check(run(llm, name), right)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
@@ -253,6 +254,31 @@ def test_prompt_logprobs_come_late_and_are_the_same(folder_of, generate):
     folder = folder_of("llama")
     wanted = requests(3, prompt_logprobs=1)
     assert generate(folder, wanted, TapedDevice()) == generate(folder, wanted, None)
+
+
+def test_log_probabilities_of_more_rows_are_no_more_launches(folder_of, generate, monkeypatch):
+    counts, sample = {}, ModelRunner._sample
+
+    def counted(runner, hidden, inputs):
+        with Counter() as counter:
+            result = sample(runner, hidden, inputs)
+        counts[len(inputs.entries)] = counter.operations
+        return result
+
+    monkeypatch.setattr(ModelRunner, "_sample", counted)
+    generate(folder_of("llama"), requests(8, logprobs=2), None)
+    assert max(counts) > 3
+    assert counts[max(counts)] == counts[1]
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations of a `with` block."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_what_rows_beyond_the_batch_hold_changes_nothing(folder_of, generate, monkeypatch):

@@ -4,7 +4,7 @@ import psutil
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, HandoffConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, OutOfMemory
 from engine.runner import kv_cache
@@ -65,6 +65,14 @@ def test_a_gpu_gives_all_that_was_measured_as_free(option):
     config = EngineConfig(device=option)
     blocks, _ = kv_cache.choose_num_blocks(config, 16, large, torch.bfloat16, CUDA, ONE, 40 * GIB)
     assert blocks == 40 * GIB // (32 * 2 * 32 * 128 * 16 * 2)
+
+
+@pytest.mark.parametrize(("transport", "buffers"), [("auto", 8), ("nixl", 8), ("tcp", 0)])
+def test_c6_a_gpu_leaves_room_for_the_buffers_that_kv_arrives_in(transport, buffers):
+    handoff = HandoffConfig(role="decode", transport=transport)
+    large = tiny_config(num_layers=32, num_kv_heads=32, head_dim=128, max_position_embeddings=32768)
+    free = 1000 * 32 * 2 * 32 * 128 * 16 * 2
+    assert choose(device=CUDA, free=free, model=large, dtype=torch.bfloat16, handoff=handoff)[0] == 1000 - buffers
 
 
 def test_a_request_of_max_model_len_that_fits_exactly_is_taken():

@@ -232,7 +232,7 @@ def test_a_greedy_batch_prepares_nothing_and_draws_no_number():
 
     params = SamplingParams(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1)
     inputs = prepare_sampling([SampledRow(i, 5, 2, i, params) for i in range(6)], VOCAB, NoNumbers())
-    assert (inputs.random, inputs.edits, inputs.any_logprobs) == ([], None, False)
+    assert (inputs.random, inputs.edits, inputs.logprobs) == ([], None, None)
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
     assert sample(logits, inputs).tolist() == logits.argmax(-1).tolist()
 
