@@ -51,7 +51,7 @@ from engine.wire.plan import StepPlan, StepResult
 from engine.wire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from engine.model.ops.cpu.step_graphs import StepGraphs
+    from engine.model.ops.cpu.step_graph import StepGraph
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class ModelRunner:
         # the device's own block tables; only changes are sent, since a batch's rows are megabytes with long contexts
         self._tables: Tensor | None = None
         self.graphs: CudaGraphs | None = None
-        self._step_graphs: StepGraphs | None = None
+        self._step_graph: StepGraph | None = None
         if self.device.asynchronous:
             self._tables = torch.zeros(slots, -(-longest // self.block_size), dtype=torch.int32, device=device)
             if self._can_capture():
@@ -129,9 +129,11 @@ class ModelRunner:
                     budget_bytes=int(config.cuda_graph_memory_gib * 2**30), tp=tp,
                 )  # fmt: skip
         elif tp.size == 1 and self._can_capture() and dispatch.cpu_kernels(self.dtype, device):
-            from engine.model.ops.cpu.step_graphs import StepGraphs
+            from engine.model.ops.cpu.step_graph import record
 
-            self._step_graphs = StepGraphs(self.model.run_layers, linear.FEW_ROWS, -(-longest // self.block_size))
+            max_blocks = -(-longest // self.block_size)
+            x = torch.zeros(linear.FEW_ROWS, model_config.hidden_size, dtype=self.dtype)
+            self._step_graph = record(self.model.run_layers, x, max_blocks, self.kv_cache, self.kv_scales)
         self._inputs = InputBuilder(
             config, model_config, self.device, self.kv_cache, self.kv_scales, longest,
             self.graphs.shape_for if self.graphs else lambda tokens, seqs: None,
@@ -316,8 +318,8 @@ class ModelRunner:
             return self.graphs.run(*inputs.graph)
         assert inputs.batch is not None
         ids = history[inputs.token_index].long()
-        if self._step_graphs is not None:
-            return self._step_graphs.run(self.model.embed(ids), inputs.batch)
+        if self._step_graph is not None:
+            return self._step_graph.run(self.model.embed(ids), inputs.batch)
         return self.model(ids, inputs.batch)
 
     def collect(self, launched: LaunchedStep) -> StepResult:

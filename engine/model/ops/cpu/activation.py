@@ -9,7 +9,19 @@ import torch
 from torch import Tensor
 
 from engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT
-from engine.model.ops.cpu.kernel import Kernel, as_bf16, as_f32, device_function, empty, exp, kernel, load, store, take
+from engine.model.ops.cpu.kernel import (
+    Kernel,
+    TokenCount,
+    as_bf16,
+    as_f32,
+    device_function,
+    empty,
+    exp,
+    kernel,
+    load,
+    store,
+    take,
+)
 
 TOKENS = 2  # taken by a thread at a time
 
@@ -80,5 +92,5 @@ def swigluoai_mul(x: Tensor) -> Tensor:
 def gated(op: Kernel, x: Tensor) -> Tensor:
     tokens, size = x.shape[0], x.shape[1] // 2
     out = empty((tokens, size), x.dtype)
-    op.launch(x.dtype, -(-tokens // TOKENS), x, out, tokens, size)
+    op.launch(x.dtype, -(-tokens // TOKENS), x, out, TokenCount(tokens), size)
     return out

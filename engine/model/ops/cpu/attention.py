@@ -27,6 +27,7 @@ from engine.model.ops.cpu.attention_tile import (
 )
 from engine.model.ops.cpu.kernel import (
     Kernel,
+    TokenCount,
     as_bf16,
     as_f32,
     as_i32,
@@ -36,6 +37,7 @@ from engine.model.ops.cpu.kernel import (
     empty,
     kernel,
     load,
+    store,
     take,
 )
 from engine.model.ops.cpu.norm import rms_norm
@@ -60,6 +62,8 @@ def write_rows(cast: Any, args: Any) -> None:
             break
         for token in range(first, min(first + TOKENS, tokens)):
             slot = slots[token]
+            if slot < 0:
+                continue
             base = slot // block_size * block_stride + slot % block_size * head_dim
             for head in range(kv_heads):
                 k_from, v_from = token * k_stride + head * head_dim, token * v_stride + head * head_dim
@@ -101,7 +105,7 @@ def write_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
     items = -(-k.shape[0] // TOKENS)
     WRITE.launch(
         k.dtype, items, k, v, cache[0, layer], batch.slot_mapping,
-        k.shape[0], k.stride(0), v.stride(0), kv_heads, block_size, head_dim, cache.stride(0),
+        TokenCount(k.shape[0]), k.stride(0), v.stride(0), kv_heads, block_size, head_dim, cache.stride(0),
     )  # fmt: skip
 
 
@@ -133,13 +137,13 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
     head of one row; queries of an item with the same KV head find it in the core's cache."""
     q, out, numbers = cast(args[1]), cast(args[3]), as_f32(args[4])
     tiles, kv_lens = as_i64(args[5]), as_i32(args[6])
-    items, max_rows, table_stride, q_stride, out_stride = args[8], args[9], args[10], args[11], args[12]
-    kv_heads, span, group, block_size, head_dim, block_stride, window, chunk = (
-        args[13], args[14], args[15], args[16], args[17], args[18], args[19], args[20],
-    )  # fmt: skip
-    scale, softcap, sinks = numbers[0], numbers[1], cast(args[21])
+    table_stride, q_stride, out_stride, kv_heads, group = args[8], args[9], args[10], args[11], args[12]
+    block_size, head_dim, block_stride, window, chunk = args[13], args[14], args[15], args[16], args[17]
+    scale, softcap, sinks = numbers[0], numbers[1], cast(args[18])
     head_size = size * block_size * head_dim
+    max_rows, span = tiles[1], 1 if tiles[2] else kv_heads
     ranges = kv_heads // span
+    items = tiles[0] * ranges
     max_queries = max_rows * span * group
     memory = memory_for(max_queries, head_dim)
     space = space_in(memory, max_queries, head_dim)
@@ -147,13 +151,18 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
         item = take(args, 1)
         if item >= items:
             break
-        tile, first_head = 4 * (item // ranges), item % ranges * span
+        tile, first_head = 4 * (1 + item // ranges), item % ranges * span
         seq, row, rows, behind = tiles[tile], tiles[tile + 1], tiles[tile + 2], tiles[tile + 3]
+        if kv_lens[seq] == 0:  # padding
+            for r in range(row, row + rows):
+                for i in range(first_head * group * head_dim, (first_head + span) * group * head_dim):
+                    store(out, r * out_stride + i, np.float32(0.0))
+            continue
         kv_len = np.int64(kv_lens[seq]) - behind  # of the last row; each row before it sees one token less
         for query in range(span * rows * group):
             r, head = query // group % rows, (first_head + query // (rows * group)) * group + query % group
             begin_query(space, query, cast, q, (row + r) * q_stride + head * head_dim, head_dim)
-            if args[21]:
+            if args[18]:
                 as_f32(space.tops)[query] = load(sinks, head) * LOG2_E
                 as_f32(space.totals)[query * LANES] = np.float32(1.0)
             length = kv_len - rows + 1 + r
@@ -219,23 +228,19 @@ def paged_attention(
     out = empty(q.shape, q.dtype)
     if batch.tiles is None:
         batch.tiles = row_tiles(batch)
-    tiles, max_rows = batch.tiles, TILE_ROWS if batch.chunks else 1
-    # all heads of a row at once, unless that leaves threads idle or exceeds the core's cache
-    spread = max_rows > 1 or len(tiles) < ITEMS_PER_THREAD * torch.get_num_threads()
-    span = 1 if spread else kv_heads
-    items = len(tiles) * (kv_heads // span)
     ATTEND.launch(
-        q.dtype, items, q, cache[0, layer], out, constants(scale, softcap or 0.0), tiles, batch.kv_len,
-        batch.block_table, items, max_rows, batch.block_table.stride(0), q.stride(0), out.stride(0),
-        kv_heads, span, q.shape[1] // kv_heads, block_size, head_dim, cache.stride(0), window or NO_WINDOW,
+        q.dtype, (len(batch.tiles) - 1) * kv_heads, q, cache[0, layer], out, constants(scale, softcap or 0.0),
+        batch.tiles, batch.kv_len, batch.block_table, batch.block_table.stride(0), q.stride(0), out.stride(0),
+        kv_heads, q.shape[1] // kv_heads, block_size, head_dim, cache.stride(0), window or NO_WINDOW,
         chunk or NO_WINDOW, 0 if sinks is None else sinks,
     )  # fmt: skip
     return out
 
 
 def row_tiles(batch: Batch) -> Tensor:
-    """[tiles, 4] int64: sequence, first row, number of rows, and how many rows the sequence has after these.
+    """[1 + tiles, 4] int64: sequence, first row, number of rows, and how many rows the sequence has after these.
 
+    Before them stand the number of tiles, the rows that one may have, and whether threads take its KV heads one by one.
     The last rows of a chunk come first, since they see the most keys: threads then finish together.
     """
     tiles = []
@@ -244,5 +249,7 @@ def row_tiles(batch: Batch) -> Tensor:
             rows = min(TILE_ROWS, chunk.count - row)
             tiles.append((chunk.seq, chunk.first_row + row, rows, chunk.count - row - rows))
     first_rows = batch.query_start[batch.single].tolist()
-    tiles += [(seq, row, 1, 0) for seq, row in zip(batch.single.tolist(), first_rows, strict=True)]
-    return torch.tensor(tiles, dtype=torch.int64).view(-1, 4)
+    tiles += [(seq, row, 1, 0) for seq, row in zip(batch.single.tolist(), first_rows, strict=True) if seq >= 0]
+    # all heads of a row at once, unless that leaves threads idle or exceeds the core's cache
+    spread = bool(batch.chunks) or len(tiles) < ITEMS_PER_THREAD * torch.get_num_threads()
+    return torch.tensor([(len(tiles), TILE_ROWS if batch.chunks else 1, spread, 0), *tiles], dtype=torch.int64)

@@ -26,7 +26,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from engine.model.ops.cpu.kernel import I64, Kernel, as_i64, device_function, kernel, recorder
+from engine.model.ops.cpu.kernel import I64, Kernel, TokenCount, as_i64, device_function, kernel, recorder
 
 WIDTH = 40  # numbers of a kernel in a graph: its arguments as `Kernel.launch` packs them, and at the end these two
 ENTRY, INSIDE = WIDTH - 2, WIDTH - 1  # its address, and how many threads may have work of it in hand
@@ -110,19 +110,22 @@ WAITS = np.array([MAX_SPINS, 0, 0], dtype=np.int64)  # of all replays in this pr
 
 
 class Memory:
-    """Memory for what the kernels of some graphs write, of which one runs at a time. A block is used again as soon as
+    """Memory for what the kernels of a graph write, with room for `max_tokens` tokens. A block is used again as soon as
     no tensor lies in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
         self._blocks: dict[int, Tensor] = {}  # by their storages
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        size = dtype.itemsize * math.prod(shape)
+        """shape: [tokens, ...]"""
+        whole = self._max_tokens, *shape[1:]
+        size = dtype.itemsize * math.prod(whole)
         block = min((b for b in self._blocks.values() if len(b) >= size and is_free(b)), key=len, default=None)
         if block is None:
             block = torch.empty(-(-size // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8)
             self._blocks[block.untyped_storage()._cdata] = block
-        return block[:size].view(dtype).view(shape)
+        return block[:size].view(dtype).view(whole)[: shape[0]]
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -138,12 +141,14 @@ def is_free(block: Tensor) -> bool:
 
 class Graph:
     """The kernels that this thread launches inside a `with` block, which also run. Nothing else that happens there will
-    happen in a replay. Tensors that they read and write stay at their addresses."""
+    happen in a replay. Tensors that they read and write stay at their addresses; replays may be of other numbers of
+    tokens, up to `max_tokens`."""
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
+    def __init__(self, max_tokens: int) -> None:
+        self.memory = Memory(max_tokens)
         self._rows: list[list[int]] = []
         self._kept: list[Tensor] = []
+        self._token_counts: list[int] = []  # where they are in the flattened table
         self._table = np.empty((0, WIDTH), dtype=np.int64)
         self._threads = 1
 
@@ -158,11 +163,14 @@ class Graph:
         """Called by a kernel that is launched."""
         padding = ENTRY - len(packed)
         assert padding >= 0, "WIDTH is too small"
+        first = WIDTH * len(self._rows) + 1
+        self._token_counts += [first + i for i, arg in enumerate(args) if isinstance(arg, TokenCount)]
         self._rows.append([*packed, *[0] * padding, entry, 0])
         self._kept += [arg for arg in args if isinstance(arg, Tensor) and arg not in self.memory]
         self._threads = max(self._threads, items)
 
-    def replay(self) -> None:
-        """Run all kernels again, on whatever their tensors hold by now."""
+    def replay(self, tokens: int) -> None:
+        """Run all kernels again for so many tokens, on whatever their tensors hold by now."""
         self._table[:, 0] = 0
+        self._table.reshape(-1)[self._token_counts] = tokens
         RUN_ALL.launch(torch.int64, self._threads, WAITS.ctypes.data, self._table.ctypes.data, len(self._table))

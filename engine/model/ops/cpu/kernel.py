@@ -149,6 +149,10 @@ class Recorder(threading.local):
 recorder = Recorder()
 
 
+class TokenCount(int):
+    """The number of a step's tokens, as an argument of a kernel: in a replay of a graph it may be another."""
+
+
 class Kernel:
     """A kernel's entry points by dtype, called with tensors and integers."""
 

@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from engine.model.ops.cpu.kernel import I32, I64, Kernel, as_bf16, empty, kernel, take
+from engine.model.ops.cpu.kernel import I32, I64, Kernel, TokenCount, as_bf16, empty, kernel, take
 from engine.model.ops.cpu.vector import BF16, LANES, VF32, VI32, constant, load16
 
 VECTORS = 4
@@ -126,7 +126,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, *, block: int) -> T
     out = empty((len(x), outputs), x.dtype)
     MULTIPLY.launch(
         x.dtype, outputs // COLUMN, x, torch.ops.mkldnn.data_ptr(weight), 0 if bias is None else bias, out,
-        len(x), inputs, outputs, x.stride(0), block,
+        TokenCount(len(x)), inputs, outputs, x.stride(0), block,
     )  # fmt: skip
     return out
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.model.ops.cpu.kernel import (
     Kernel,
+    TokenCount,
     as_bf16,
     as_f32,
     constants,
@@ -95,12 +96,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
     rows = x.shape[1] if x.dim() == 3 else 1
     out = empty(x.shape, x.dtype)
     items = -(-x.shape[0] // TOKENS)
-    RMS_NORM.launch(x.dtype, items, x, weight, out, constants(eps, shift), x.shape[0], x.stride(0), rows, x.shape[-1])
+    RMS_NORM.launch(
+        x.dtype, items, x, weight, out, constants(eps, shift), TokenCount(x.shape[0]), x.stride(0), rows, x.shape[-1]
+    )
     return out
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, shift: float) -> tuple[Tensor, Tensor]:
     total, out = empty(x.shape, x.dtype), empty(x.shape, x.dtype)
     tokens, size = x.shape
-    ADD_RMS_NORM.launch(x.dtype, -(-tokens // TOKENS), x, y, weight, total, out, constants(eps, shift), tokens, size)
+    ADD_RMS_NORM.launch(
+        x.dtype, -(-tokens // TOKENS), x, y, weight, total, out, constants(eps, shift), TokenCount(tokens), size
+    )
     return total, out

@@ -26,6 +26,7 @@ from engine.model.ops.cpu.integers import (
 )
 from engine.model.ops.cpu.kernel import (
     Kernel,
+    TokenCount,
     as_bf16,
     as_f32,
     as_i32,
@@ -187,11 +188,21 @@ class Integers:
         values, scale = empty((tokens, groups * size), torch.int8), empty((tokens, groups), torch.float32)
         sums, out = empty((tokens, groups), torch.int32), empty((tokens, self.outputs), x.dtype)
         ROUND.launch(
-            x.dtype, -(-tokens // TOKENS), x, values, scale, sums, tokens, x.stride(0), self.inputs, groups, size
+            x.dtype,
+            -(-tokens // TOKENS),
+            x,
+            values,
+            scale,
+            sums,
+            TokenCount(tokens),
+            x.stride(0),
+            self.inputs,
+            groups,
+            size,
         )
         items = -(-tokens // BLOCK_ROWS) * len(self.values)
         self.multiply.launch(
             x.dtype, items, out, values, scale, sums, self.values, self.scale, self.zero, 0 if bias is None else bias,
-            tokens, self.outputs, groups, size,
+            TokenCount(tokens), self.outputs, groups, size,
         )  # fmt: skip
         return out

@@ -7,7 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.model.ops.cpu.kernel import Kernel, as_bf16, as_f32, as_i64, device_function, kernel, load, store, take
+from engine.model.ops.cpu.kernel import (
+    Kernel,
+    TokenCount,
+    as_bf16,
+    as_f32,
+    as_i64,
+    device_function,
+    kernel,
+    load,
+    store,
+    take,
+)
 
 TOKENS = 4  # taken by a thread at a time
 
@@ -47,5 +58,7 @@ ROTATE = Kernel({torch.bfloat16: rotate_bf16, torch.float32: rotate_f32})
 def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
     tokens, heads, head_dim = x.shape
     half = table.shape[1] // 2
-    ROTATE.launch(x.dtype, -(-tokens // TOKENS), x, table, positions, tokens, x.stride(0), heads, head_dim, half)
+    ROTATE.launch(
+        x.dtype, -(-tokens // TOKENS), x, table, positions, TokenCount(tokens), x.stride(0), heads, head_dim, half
+    )
     return x

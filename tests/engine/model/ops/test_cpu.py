@@ -156,6 +156,34 @@ def test_attention_over_pages_equals_plain(
     torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_nothing_is_written_or_read_for_padding(dtype, decodes):
+    """Rows without slots, a row and a chunk of sequences without KV, and an entry of `single` that is no sequence."""
+    counts, kv_lens = ([1, 1, 1], [5, 0, 9]) if decodes else ([1, 1, 3, 2], [5, 0, 9, 0])
+    tokens = sum(counts) + 2
+    single, chunks = split(counts, kv_lens)
+    batch = Batch(
+        positions=torch.zeros(tokens, dtype=torch.int64),
+        slot_mapping=torch.tensor([4, -1, 8, *([-1, -1] if decodes else [9, 10, -1, -1, -1, -1])]),
+        query_start=torch.tensor([0, *counts]).cumsum(0).int(),
+        kv_len=torch.tensor(kv_lens, dtype=torch.int32),
+        block_table=torch.tensor([[0], [2**31 - 1], [0], [2**31 - 1]], dtype=torch.int32)[: len(counts)],
+        kv_cache=randn(3, 1, 2, 2, 16, 32, dtype=dtype),
+        single=torch.cat((single, single.new_tensor([-1]))),
+        chunks=chunks,
+    )
+    q, k, v = randn(tokens, 8, 32, dtype=dtype).split((4, 2, 2), dim=1)
+    cache = batch.kv_cache.clone()
+    cpu_attention.write_kv(k, v, batch, 0)
+    written, batch.kv_cache = batch.kv_cache, cache
+    attention_plain.write_kv(k, v, batch, 0)
+    assert torch.equal(written, batch.kv_cache)
+    found = cpu_attention.paged_attention(q, batch, 0, 0.2)[: sum(counts)]
+    expected = attention_plain.paged_attention(q, batch, 0, 0.2)[: sum(counts)]
+    torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
+
+
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs dot products of bfloat16")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(192, 64), (128, 768), (64, 1056), (128, 4864)])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.model.ops.cpu import activation, norm
-from engine.model.ops.cpu.graph import MAX_SPINS, Graph, Memory, wait_for_zero
+from engine.model.ops.cpu.graph import MAX_SPINS, Graph, wait_for_zero
 from engine.model.ops.cpu.kernel import Kernel, as_i64, kernel
 
 TOKENS, SIZE = 40, 96  # work for more than one thread
@@ -43,33 +43,43 @@ def layers(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def test_a_replay_computes_what_the_kernels_would_on_what_their_tensors_hold_by_then():
-    x, graph = torch.randn(TOKENS, SIZE), Graph(Memory())
+    x, graph = torch.randn(TOKENS, SIZE), Graph(TOKENS)
     with graph:
         out = layers(x, 3)
     for _ in range(4):
         x.copy_(torch.randn(TOKENS, SIZE))
-        graph.replay()
+        graph.replay(TOKENS)
         assert torch.equal(out, layers(x, 3))
 
 
 def test_what_no_kernel_reads_any_more_makes_room_for_what_later_ones_write():
-    memory, x = Memory(), torch.randn(TOKENS, SIZE)
-    held = []
+    x, held = torch.randn(TOKENS, SIZE), []
     for count in (2, 20):
-        with Graph(memory):
+        graph = Graph(TOKENS)
+        with graph:
             layers(x, count)
-        held.append(len(memory))
+        held.append(len(graph.memory))
     assert held[0] == held[1]
 
 
+def test_a_graph_of_a_few_tokens_is_replayed_for_more_and_for_fewer():
+    x, graph = torch.zeros(TOKENS, SIZE), Graph(TOKENS)
+    with graph:
+        out = layers(x[:3], 3)
+    for tokens in (TOKENS, 1, 17):
+        x[:tokens] = torch.randn(tokens, SIZE)
+        graph.replay(tokens)
+        assert torch.equal(out.as_strided((tokens, out.shape[1]), out.stride()), layers(x[:tokens], 3))
+
+
 def test_another_thread_launches_its_kernels_beside_a_recording():
-    x, graph, results = torch.randn(TOKENS, SIZE), Graph(Memory()), []
+    x, graph, results = torch.randn(TOKENS, SIZE), Graph(TOKENS), []
     with graph:
         other = threading.Thread(target=lambda: results.append(layers(x, 1)))
         other.start()
         other.join()
     assert torch.equal(results[0], layers(x, 1))
-    graph.replay()
+    graph.replay(TOKENS)
 
 
 def test_a_thread_that_waits_for_long_spins_then_yields_then_sleeps_and_spins_less_the_next_time():

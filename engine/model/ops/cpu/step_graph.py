@@ -1,0 +1,115 @@
+"""Steps of few tokens on a CPU, as a graph that is recorded as the engine starts and holds all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.model.batch import Batch, split
+from engine.model.ops.cpu.attention import row_tiles
+from engine.model.ops.cpu.graph import RUN_ALL, Graph
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[Tensor, Batch], Tensor]
+
+
+def record(
+    forward: Forward, x: Tensor, max_blocks: int, kv_cache: Tensor, kv_scales: Tensor | None
+) -> StepGraph | None:
+    """Record the kernels of a model; None if not all of them are ours. Nothing must be in the KV cache yet.
+
+    forward: embedded tokens [tokens, hidden] and their batch -> hidden states [tokens, hidden].
+    x: [max_tokens, hidden], where the graph reads embedded tokens: larger steps are computed without it.
+    max_blocks: KV blocks of the longest sequence.
+    """
+    graph = StepGraph(forward, x, max_blocks, kv_cache, kv_scales)
+    recorded = graph.record()
+    kv_cache[0] = 0  # where that left its KV
+    if not recorded:
+        logger.info("steps run kernel by kernel: not all of this model's are ours")
+    return graph if recorded else None
+
+
+class StepGraph:
+    """Computes what the model does, with its kernels in one parallel region: see `record`.
+
+    Kernels find the sequences of a step, and how its rows are divided among them, in memory whose addresses stay; the
+    number of its tokens is written into the graph. So one recording serves steps that decode, prompts and mixtures.
+    """
+
+    def __init__(self, forward: Forward, x: Tensor, max_blocks: int, kv_cache: Tensor, kv_scales: Tensor | None):
+        self._forward, self._x, max_tokens = forward, x, len(x)
+        self._kv_cache, self._kv_scales = kv_cache, kv_scales
+        self._positions, self._slot_mapping = torch.zeros(2, max_tokens, dtype=torch.int64)
+        self._kv_len = torch.zeros(max_tokens, dtype=torch.int32)
+        self._block_table = torch.zeros(max_tokens, max_blocks, dtype=torch.int32)
+        self._tiles = torch.zeros(1 + max_tokens, 4, dtype=torch.int64)
+        self._graph = Graph(max_tokens)
+        RUN_ALL.compile(torch.int64)
+
+    def run(self, x: Tensor, batch: Batch) -> Tensor:
+        """Return hidden states [tokens, hidden], valid until the next step."""
+        return self._forward(x, batch) if len(x) > len(self._x) else self._replay(x, batch)
+
+    @torch.inference_mode()
+    def record(self) -> bool:
+        """Return whether a replay has the bits of the step itself: only kernels of ours are replayed.
+
+        What is recorded is a step of other tokens in other sequences, so whatever a replay lacks shows; and of more of
+        them, since what is not in the graph's memory has no room for more.
+        """
+        x, batch = self._example([1, 2, 2, 1])
+        sequences = len(batch.kv_len)
+        self._copy(x, batch)
+        fixed = replace(
+            batch,
+            positions=self._positions[: len(x)],
+            slot_mapping=self._slot_mapping[: len(x)],
+            kv_len=self._kv_len[:sequences],
+            block_table=self._block_table[:sequences],
+            tiles=self._tiles,
+        )
+        with self._graph:
+            hidden = self._forward(self._x[: len(x)], fixed)
+        if hidden not in self._graph.memory:
+            return False
+        self._hidden = hidden.as_strided((len(self._x), hidden.shape[1]), hidden.stride())
+        x, batch = self._example([2, 1])
+        replayed, expected = self._replay(x, batch), self._forward(x, batch)
+        return torch.equal(replayed.view(torch.uint8), expected.view(torch.uint8))  # also where a model gives NaN
+
+    def _example(self, counts: Sequence[int]) -> tuple[Tensor, Batch]:
+        """Return a step of sequences that begin with so many tokens, one or two. They share the first block."""
+        rows, lengths = torch.arange(sum(counts)), torch.tensor(counts, dtype=torch.int32)
+        single, chunks = split(counts, counts)
+        batch = Batch(
+            positions=rows % 2,
+            slot_mapping=rows.where(rows < self._kv_cache.shape[4], -1),
+            query_start=torch.tensor([0, *counts]).cumsum(0).int(),
+            kv_len=lengths,
+            block_table=torch.zeros(len(counts), self._block_table.shape[1], dtype=torch.int32),
+            kv_cache=self._kv_cache,
+            single=single,
+            chunks=chunks,
+            kv_scales=self._kv_scales,
+        )
+        x = torch.randn(len(rows), self._x.shape[1], generator=torch.Generator().manual_seed(len(rows)))
+        return x.to(self._x.dtype), batch
+
+    def _replay(self, x: Tensor, batch: Batch) -> Tensor:
+        self._copy(x, batch)
+        self._graph.replay(len(x))
+        return self._hidden[: len(x)]
+
+    def _copy(self, x: Tensor, batch: Batch) -> None:
+        """Copy the inputs of a step to where the graph reads them."""
+        tiles, tokens, (sequences, blocks) = row_tiles(batch), len(x), batch.block_table.shape
+        self._x[:tokens] = x
+        self._positions[:tokens], self._slot_mapping[:tokens] = batch.positions, batch.slot_mapping
+        self._kv_len[:sequences], self._block_table[:sequences, :blocks] = batch.kv_len, batch.block_table
+        self._tiles[: len(tiles)] = tiles
