@@ -1,4 +1,5 @@
-"""The Triton kernels run on a GPU where there is one, and elsewhere under Triton's interpreter, in random order."""
+"""The Triton kernels run on a GPU where there is one, and elsewhere under Triton's interpreter, in random order and
+within the memory of their tensors."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ def exact_interpreter():
     from tests.engine.model.ops.gpu import interpreter
 
     interpreter.make_exact()
+    interpreter.check_bounds()
     interpreter.shuffle_programs(seed=0)
     with np.errstate(all="ignore"):  # exp(1000), log(0) and inf - inf are no news on a GPU
         yield

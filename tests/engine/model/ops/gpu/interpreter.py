@@ -1,4 +1,5 @@
-"""Makes Triton's interpreter compute as a GPU does where it does not, and run programs in no order.
+"""Makes Triton's interpreter compute as a GPU does where it does not, run programs in no order, and refuse to leave the
+memory of a kernel's tensors.
 
 It runs on NumPy, which has neither bfloat16 nor float8: it multiplies the bits of bfloat16 in tl.dot, and cuts digits
 off where a GPU rounds to nearest. Private names of Triton 3.6 to 3.9.
@@ -8,10 +9,13 @@ from __future__ import annotations
 
 import random
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
@@ -42,6 +46,64 @@ def shuffle_programs(seed: int) -> None:
 
     interpreter.InterpreterBuilder.set_grid_dim = set_grid_dim
     interpreter.InterpreterBuilder.set_grid_idx = set_grid_idx
+
+
+class OutOfBounds(IndexError):
+    """A program has read or written what belongs to no tensor of its kernel. On a GPU it would be somebody else's."""
+
+
+class CheckedMemory:
+    """Triton's loads, stores and atomics, of the storages that were let in last."""
+
+    def __init__(self, memory: Any):
+        self._memory = memory
+        self._begins = self._ends = np.empty(0, np.uint64)
+
+    def let_in(self, tensors: list[Tensor]) -> None:
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        spans = np.array(sorted((begin, begin + size) for begin, size in storages.items()), np.uint64)
+        self._begins, self._ends = spans.reshape(-1, 2).T
+
+    def load(self, pointers: NDArray[Any], mask: NDArray[Any], other: NDArray[Any], dtype: Any) -> NDArray[Any]:
+        self._check(pointers, mask, np.dtype(dtype).itemsize)
+        return self._memory.load(pointers, mask, other, dtype)
+
+    def store(self, pointers: NDArray[Any], values: NDArray[Any], mask: NDArray[Any]) -> None:
+        self._check(pointers, mask, values.itemsize)
+        self._memory.store(pointers, values, mask)
+
+    def atomic_rmw(self, how: Any, pointers: NDArray[Any], values: NDArray[Any], mask: NDArray[Any], sem: Any) -> Any:
+        self._check(pointers, mask, values.itemsize)
+        return self._memory.atomic_rmw(how, pointers, values, mask, sem)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+    def _check(self, pointers: NDArray[Any], mask: NDArray[Any], size: int) -> None:
+        first = np.asarray(pointers, np.uint64)[np.asarray(mask, bool)]
+        if not len(first):
+            return
+        span = np.searchsorted(self._begins, first, "right") - 1
+        outside = (span < 0) | (first + np.uint64(size) > self._ends[span])
+        if outside.any():
+            wrong = int(first[outside][0])
+            nearest = int(np.abs(np.stack([self._begins, self._ends]).astype(np.int64) - wrong).min())
+            raise OutOfBounds(f"{outside.sum()} of {len(first)} addresses, the first {nearest} bytes from a tensor")
+
+
+def check_bounds() -> None:
+    """Have every kernel refuse addresses outside the storages of the tensors that it is launched with."""
+    if isinstance(interpreter._interpreter, CheckedMemory):
+        return
+    memory = interpreter._interpreter = CheckedMemory(interpreter._interpreter)
+    to_host = interpreter.GridExecutor._init_args_hst
+
+    def let_in(executor: interpreter.GridExecutor, args: Any, options: dict[str, Any]) -> Any:
+        found, others = to_host(executor, args, options)
+        memory.let_in([value for value in (*found, *others.values()) if isinstance(value, Tensor)])
+        return found, others
+
+    interpreter.GridExecutor._init_args_hst = let_in
 
 
 def convert(values: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode: object) -> np.ndarray:
