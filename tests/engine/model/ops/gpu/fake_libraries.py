@@ -1,4 +1,5 @@
-"""What the attention libraries say of their functions, computed slowly; the kernels themselves need a GPU."""
+"""What the attention libraries say of their functions, computed slowly, behind the arguments that they declare
+(library_signatures.py); the kernels themselves need a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tests.engine.model.ops.gpu.library_signatures import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLASH_INFER
 
 
 def attend(q: Tensor, pages: tuple[Tensor, Tensor], table: Tensor, length: int, scale: float, window: Any) -> Tensor:
@@ -55,12 +58,12 @@ def flash_attn_3() -> ModuleType:
         pages = (k_cache, v_cache)
         return attend_all(q, pages, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, window)
 
-    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    module.flash_attn_with_kvcache = FLASH_ATTENTION_3.bound(flash_attn_with_kvcache)
     return module
 
 
 def flash_attn_4() -> ModuleType:
-    """flash_attn/cute/interface.py of 4.0.0b36: flash_attn_varlen_func."""
+    """flash_attn/cute/interface.py: flash_attn_varlen_func."""
     module = ModuleType("flash_attn.cute")
 
     def flash_attn_varlen_func(
@@ -73,12 +76,12 @@ def flash_attn_4() -> ModuleType:
         window = causal_window(causal, (left, right))
         return attend_all(q, (k, v), cu_seqlens_q, seqused_k, page_table, softmax_scale, window), None
 
-    module.flash_attn_varlen_func = flash_attn_varlen_func
+    module.flash_attn_varlen_func = FLASH_ATTENTION_4.bound(flash_attn_varlen_func)
     return module
 
 
 def flash_infer() -> ModuleType:
-    """flashinfer/decode.py of 0.7.2.post1: trtllm_batch_decode_with_kv_cache. Its kernels take addresses of q, lengths
+    """flashinfer/decode.py: trtllm_batch_decode_with_kv_cache. Its kernels take addresses of q, lengths
     and the table without strides (csrc/xqa/xqa_wrapper.cu), and pages with any strides but the last."""
     module = ModuleType("flashinfer.decode")
 
@@ -97,7 +100,7 @@ def flash_infer() -> ModuleType:
         starts = torch.arange(len(query) + 1)
         return attend_all(query, pages, starts, seq_lens, block_tables, bmm1_scale, (window_left, 0)) * bmm2_scale
 
-    module.trtllm_batch_decode_with_kv_cache = trtllm_batch_decode_with_kv_cache
+    module.trtllm_batch_decode_with_kv_cache = FLASH_INFER.bound(trtllm_batch_decode_with_kv_cache)
     return module
 
 
