@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -47,12 +48,16 @@ def of_numpy(value: object) -> bool:
     return isinstance(value, Tensor) and not value.untyped_storage().resizable()
 
 
-def refuse(what: str, value: object = None) -> None:
-    """Raise HostWaits, unless `value` is the host's own or the caller stands for something else."""
-    frame = sys._getframe(1)
+def in_stand_in() -> bool:
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code not in STAND_INS:
         frame = frame.f_back
-    if frame is None and not of_numpy(value):
+    return frame is not None
+
+
+def refuse(what: str, value: object = None) -> None:
+    """Raise HostWaits, unless `value` is the host's own or the caller stands for something else."""
+    if not in_stand_in() and not of_numpy(value):
         raise HostWaits(what)
 
 

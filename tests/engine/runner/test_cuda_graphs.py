@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,12 +14,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.core.step_cost import StepTimes
 from engine.device import PinnedCopy
 from engine.model.batch import split
-from engine.model.ops import dispatch
 from engine.runner.cuda_graphs import (
     MAX_DECODE_SIZE,
     MAX_MIXED_SIZE,
@@ -34,21 +31,11 @@ from engine.runner.cuda_graphs import (
 from engine.runner.inputs import InputBuilder
 from engine.runner.model_runner import ModelRunner
 from engine.runner.sampler import mark_non_finite
-from engine.wire.messages import GenerateRequest, TokenLogprob
-from engine.wire.sampling_params import SamplingParams
 from tests.late_device import NOISE
+from tests.late_engine import Answers, generate, requests
 from tests.models import FAMILIES, made_once
-from tests.sync_guard import HostWaits, forbid_waits
-from tests.tape import TapedDevice, tape_kernels
-
-Answers = dict[str, tuple[list[int], list[TokenLogprob]]]
-Generate = Callable[..., Answers]
-
-
-@pytest.fixture(autouse=True)
-def plain_ops(monkeypatch) -> None:
-    """The others have twins of their own on each device, and those for a CPU know no padding."""
-    monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
+from tests.sync_guard import HostWaits
+from tests.tape import TapedDevice
 
 
 @pytest.fixture(scope="module")
@@ -56,54 +43,8 @@ def folder_of(tmp_path_factory) -> Callable[[str], Path]:
     return made_once(tmp_path_factory)
 
 
-def requests(count: int = 7, **params) -> list[GenerateRequest]:
-    """Prompts of different lengths, which arrive together and end one after the other."""
-    rng = random.Random(count)
-    prompts = [[rng.randrange(3, 97) for _ in range(rng.randrange(1, 30))] for _ in range(count)]
-    return [
-        GenerateRequest(
-            request_id=str(i),
-            prompt=prompt,
-            params=SamplingParams(**{"temperature": 0.0, "max_tokens": 4 + 2 * i, "ignore_eos": True, **params}),
-        )
-        for i, prompt in enumerate(prompts)
-    ]
-
-
-@pytest.fixture
-def generate(monkeypatch) -> Generate:
-    def run(
-        folder: Path, wanted: list[GenerateRequest], device: TapedDevice | None, cores: list[EngineCore] | None = None,
-        **options,
-    ) -> Answers:  # fmt: skip
-        with monkeypatch.context() as patch:
-            if device is not None:
-                patch.setattr("engine.runner.model_runner.open_device", lambda name: device)
-                forbid_waits(patch)
-                tape_kernels(patch)
-            defaults = {"block_size": 4, "max_num_seqs": 8, "num_blocks": 64, "num_threads": 1, "dtype": "float32",
-                        "max_num_batched_tokens": 20}  # fmt: skip
-            core = EngineCore.build(EngineConfig(model=str(folder), **{**defaults, **options}))
-            if cores is not None:
-                cores.append(core)
-            answers: Answers = {request.request_id: ([], []) for request in wanted}
-            for request in wanted:
-                core.add(request)
-            while core.has_work:
-                for event in core.step():
-                    assert event.delta.error is None, event.delta.error
-                    tokens, logprobs = answers[event.delta.request_id]
-                    tokens += event.delta.token_ids
-                    logprobs += event.delta.logprobs or []
-                core.scheduler.check()
-            core.close()
-        return answers
-
-    return run
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_gives_the_same_tokens_with_padded_graphs_as_plainly_on_a_cpu(family, folder_of, generate):
+def test_a_model_gives_the_same_tokens_with_padded_graphs_as_plainly_on_a_cpu(family, folder_of):
     folder, device = folder_of(family), TapedDevice()
     wanted = requests(logprobs=2)
     plain, graphs = generate(folder, wanted, None), generate(folder, wanted, device)
@@ -116,7 +57,7 @@ def test_a_model_gives_the_same_tokens_with_padded_graphs_as_plainly_on_a_cpu(fa
     assert set(device.replays) == {1, 2, 4, 8, 20}, "and every graph was replayed"
 
 
-def test_every_step_is_a_graph_prompts_and_decodes_together_too(folder_of, generate):
+def test_every_step_is_a_graph_prompts_and_decodes_together_too(folder_of):
     device, cores = TapedDevice(), []
     generate(folder_of("llama"), requests(), device, cores)
     assert len(device.replays) == cores[0].scheduler.totals.steps
@@ -125,7 +66,7 @@ def test_every_step_is_a_graph_prompts_and_decodes_together_too(folder_of, gener
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("enforce_eager", [True, False])
-def test_sampled_tokens_are_the_same_however_steps_are_run(overlap, enforce_eager, folder_of, generate):
+def test_sampled_tokens_are_the_same_however_steps_are_run(overlap, enforce_eager, folder_of):
     folder, device = folder_of("llama"), TapedDevice()
     wanted = [*requests(temperature=1.0, seed=5, top_p=0.9, frequency_penalty=0.3)]
     got = generate(folder, wanted, device, overlap=overlap, enforce_eager=enforce_eager)
@@ -144,7 +85,7 @@ EDITS = [
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_edits_that_need_the_newest_token_are_right_while_only_the_device_has_it(overlap, folder_of, generate):
+def test_edits_that_need_the_newest_token_are_right_while_only_the_device_has_it(overlap, folder_of):
     def run(edits: list[dict], device: TapedDevice | None, **options) -> Answers:
         wanted = [
             replace(request, params=replace(request.params, **edits[i % len(edits)]))
@@ -158,7 +99,7 @@ def test_edits_that_need_the_newest_token_are_right_while_only_the_device_has_it
         assert (found[name] != without[name]) == bool(EDITS[i % len(EDITS)])
 
 
-def test_steps_stay_right_when_blocks_run_out_and_slots_change_hands(folder_of, generate):
+def test_steps_stay_right_when_blocks_run_out_and_slots_change_hands(folder_of):
     """Preempted and resumed sequences get other blocks and other slots, and the device's copy of the tables follows."""
     folder, device, cores = folder_of("qwen3"), TapedDevice(), []
     wanted = requests(12, max_tokens=30)
@@ -187,7 +128,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_a_step_in_which_the_host_would_wait_is_found(name, folder_of, generate, monkeypatch):
+def test_a_step_in_which_the_host_would_wait_is_found(name, folder_of, monkeypatch):
     def waiting(best, tokens):
         WAITS[name](tokens)
         return mark_non_finite(best, tokens)
@@ -197,46 +138,14 @@ def test_a_step_in_which_the_host_would_wait_is_found(name, folder_of, generate,
         generate(folder_of("llama"), requests(1), TapedDevice())
 
 
-def test_inputs_that_are_read_before_they_are_sent_are_found(folder_of, generate, monkeypatch):
+def test_inputs_that_are_read_before_they_are_sent_are_found(folder_of, monkeypatch):
     build = InputBuilder.build
     monkeypatch.setattr(InputBuilder, "build", lambda builder, plan: build(builder, plan).written.tolist())
     with pytest.raises(HostWaits, match="tolist"):
         generate(folder_of("llama"), requests(1), TapedDevice())
 
 
-def test_a_branch_that_a_graph_has_frozen_is_found(folder_of, generate, monkeypatch):
-    compute, wanted = CudaGraphs._compute, requests(1)
-
-    def branching(graphs, shape, inputs):
-        out = compute(graphs, shape, inputs)
-        return out if StepColumns.of(inputs, shape, torch.int64).kv_len.any() else torch.zeros_like(out)
-
-    expected = generate(folder_of("llama"), wanted, None)
-    monkeypatch.setattr(CudaGraphs, "_compute", branching)
-    assert generate(folder_of("llama"), wanted, TapedDevice(), enforce_eager=True) == expected
-    assert generate(folder_of("llama"), wanted, TapedDevice()) != expected
-
-
-def test_memory_that_a_graph_reads_and_nobody_holds_is_found(folder_of, generate, monkeypatch):
-    compute, capture, held = CudaGraphs._compute, CudaGraphs._capture, []
-
-    def reading(graphs, shape, inputs):
-        held.append(torch.zeros(3, 1, 1))
-        return compute(graphs, shape, inputs) + held[0][0]
-
-    def freeing(graphs, shape):
-        try:
-            return capture(graphs, shape)
-        finally:
-            held.clear()
-
-    monkeypatch.setattr(CudaGraphs, "_compute", reading)
-    monkeypatch.setattr(CudaGraphs, "_capture", freeing)
-    with pytest.raises(AssertionError, match="nobody else holds"):
-        generate(folder_of("llama"), requests(1), TapedDevice())
-
-
-def test_what_a_graph_leaves_in_its_memory_is_gone(folder_of, generate, monkeypatch):
+def test_what_a_graph_leaves_in_its_memory_is_gone(folder_of, monkeypatch):
     compute, left = CudaGraphs._compute, []
 
     def leaving(graphs, shape, inputs):
@@ -250,13 +159,13 @@ def test_what_a_graph_leaves_in_its_memory_is_gone(folder_of, generate, monkeypa
     assert (left[-1].view(torch.uint8) == NOISE).all()
 
 
-def test_prompt_logprobs_come_late_and_are_the_same(folder_of, generate):
+def test_prompt_logprobs_come_late_and_are_the_same(folder_of):
     folder = folder_of("llama")
     wanted = requests(3, prompt_logprobs=1)
     assert generate(folder, wanted, TapedDevice()) == generate(folder, wanted, None)
 
 
-def test_log_probabilities_of_more_rows_are_no_more_launches(folder_of, generate, monkeypatch):
+def test_log_probabilities_of_more_rows_are_no_more_launches(folder_of, monkeypatch):
     counts, sample = {}, ModelRunner._sample
 
     def counted(runner, hidden, inputs):
@@ -281,7 +190,7 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_rows_beyond_the_batch_hold_changes_nothing(folder_of, generate, monkeypatch):
+def test_what_rows_beyond_the_batch_hold_changes_nothing(folder_of, monkeypatch):
     """Padding is never read: with a nonsense token and a nonsense position in it the answers stay the same."""
     folder, wanted = folder_of("llama"), requests(3)
     expected = generate(folder, wanted, TapedDevice())
@@ -296,7 +205,7 @@ def test_what_rows_beyond_the_batch_hold_changes_nothing(folder_of, generate, mo
     assert generate(folder, wanted, TapedDevice()) == expected
 
 
-def test_padding_leaves_the_kv_cache_as_it_was(folder_of, generate):
+def test_padding_leaves_the_kv_cache_as_it_was(folder_of):
     cores: list[EngineCore] = []
     folder, wanted = folder_of("llama"), requests(3)
     for device in (TapedDevice(), None):
@@ -311,7 +220,7 @@ def shapes(core: EngineCore) -> list[int]:
     return [shape.tokens for shape in core.runner.graphs.captured]
 
 
-def test_graphs_of_all_sizes_take_no_more_memory_than_the_largest(folder_of, generate):
+def test_graphs_of_all_sizes_take_no_more_memory_than_the_largest(folder_of):
     """A pool can give a capture only what a larger one before it has freed."""
     device, cores = TapedDevice(row_mib=2), []
     generate(folder_of("llama"), requests(3), device, cores)
@@ -319,7 +228,7 @@ def test_graphs_of_all_sizes_take_no_more_memory_than_the_largest(folder_of, gen
     assert cores[0].runner.graphs.used_bytes == 40 * 2**20
 
 
-def test_graphs_that_do_not_fit_into_the_budget_are_left_out_and_the_others_are_not(folder_of, generate, caplog):
+def test_graphs_that_do_not_fit_into_the_budget_are_left_out_and_the_others_are_not(folder_of, caplog):
     device, cores, wanted = TapedDevice(), [], requests()
     got = generate(folder_of("llama"), wanted, device, cores, cuda_graph_memory_gib=5 / 1024)
     assert got == generate(folder_of("llama"), wanted, None)
@@ -328,7 +237,7 @@ def test_graphs_that_do_not_fit_into_the_budget_are_left_out_and_the_others_are_
     assert "do not fit into cuda_graph_memory_gib: [8, 20]" in caplog.text
 
 
-def test_a_step_whose_size_has_no_graph_replays_the_next_larger_one(folder_of, generate):
+def test_a_step_whose_size_has_no_graph_replays_the_next_larger_one(folder_of):
     class Full(TapedDevice):
         def capture(self, run):
             if len(self._graphs) == 2:
@@ -352,7 +261,7 @@ def note_calls(monkeypatch, owner: type, name: str, calls: list[str]) -> None:
 
 
 def test_the_first_request_finds_everything_compiled_and_captured_and_its_steps_are_the_first_that_count(
-    folder_of, generate, monkeypatch, caplog
+    folder_of, monkeypatch, caplog
 ):
     """What the warm-up computes is neither a step of the engine's statistics nor of what it learns of their cost."""
     device, wanted = TapedDevice(), requests(1, max_tokens=2)
@@ -429,7 +338,7 @@ def test_a_staged_copy_brings_arrays_of_every_kind_in_one_copy():
         assert tensor.shape == array.shape and tensor.tolist() == array.tolist()
 
 
-def test_a_step_that_cannot_be_captured_runs_without_graphs_and_says_why(folder_of, generate, caplog):
+def test_a_step_that_cannot_be_captured_runs_without_graphs_and_says_why(folder_of, caplog):
     class Unable(TapedDevice):
         def capture(self, run):
             try:

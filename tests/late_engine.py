@@ -1,0 +1,64 @@
+"""A small engine, plainly on a CPU or on a late device, and requests for it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.engine import EngineCore
+from engine.model.ops import dispatch
+from engine.wire.messages import GenerateRequest, TokenLogprob
+from engine.wire.sampling_params import SamplingParams
+from tests.late_device import LateDevice
+from tests.sync_guard import forbid_waits
+from tests.tape import tape_kernels
+
+Answers = dict[str, tuple[list[int], list[TokenLogprob]]]
+
+
+def requests(count: int = 7, **params) -> list[GenerateRequest]:
+    """Prompts of different lengths, which arrive together and end one after the other."""
+    rng = random.Random(count)
+    prompts = [[rng.randrange(3, 97) for _ in range(rng.randrange(1, 30))] for _ in range(count)]
+    return [
+        GenerateRequest(
+            request_id=str(i),
+            prompt=prompt,
+            params=SamplingParams(**{"temperature": 0.0, "max_tokens": 4 + 2 * i, "ignore_eos": True, **params}),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def generate(
+    folder: Path, wanted: list[GenerateRequest], device: LateDevice | None, cores: list[EngineCore] | None = None,
+    **options,
+) -> Answers:  # fmt: skip
+    """Tokens and log-probabilities of each request, by plain ops. On a device whatever would make the host wait for it
+    raises. cores: where to leave the engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)  # they know no padding
+        if device is not None:
+            patch.setattr("engine.runner.model_runner.open_device", lambda name: device)
+            forbid_waits(patch)
+            tape_kernels(patch)
+        defaults = {"block_size": 4, "max_num_seqs": 8, "num_blocks": 64, "num_threads": 1, "dtype": "float32",
+                    "max_num_batched_tokens": 20}  # fmt: skip
+        core = EngineCore.build(EngineConfig(model=str(folder), **{**defaults, **options}))
+        if cores is not None:
+            cores.append(core)
+        answers: Answers = {request.request_id: ([], []) for request in wanted}
+        for request in wanted:
+            core.add(request)
+        while core.has_work:
+            for event in core.step():
+                assert event.delta.error is None, event.delta.error
+                tokens, logprobs = answers[event.delta.request_id]
+                tokens += event.delta.token_ids
+                logprobs += event.delta.logprobs or []
+            core.scheduler.check()
+        core.close()
+    return answers
