@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.cuda._sanitizer import ArgumentHandler, EventHandler
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,12 +34,17 @@ class Race(AssertionError):
 class Arguments(ArgumentHandler):
     """What an operation reads and writes, by storage."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[UntypedStorage] = []
+
     def _handle_argument(
         self, value: Any, is_write: bool, metadata_only: bool, name: str | None = None, is_output: bool = False
     ) -> None:
         if not isinstance(value, Tensor) or value.is_mkldnn:
             return
-        storage = value.untyped_storage()._cdata
+        self.held.append(value.untyped_storage())
+        storage = self.held[-1]._cdata
         if is_write:
             self.dataptrs_written.add(storage)
         elif not metadata_only:
@@ -80,7 +86,8 @@ class HostReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in READING_METHODS and not in_stand_in():
-            self._streams.touch(HOST, {args[0].untyped_storage()._cdata}, set(), f"Tensor.{func.__name__}", args)
+            storage = args[0].untyped_storage()
+            self._streams.touch(HOST, {storage._cdata}, set(), f"Tensor.{func.__name__}", [storage])
         return func(*args, **(kwargs or {}))
 
 
@@ -91,7 +98,9 @@ class Streams(TorchDispatchMode):
         super().__init__()
         self.events, self.numbers = EventHandler(), count(1)
         self._entered = [Stream(self, DEFAULT)]
-        self._held: list[Any] = []  # so that no memory is used twice
+        self._held: list[UntypedStorage] = []  # so that none comes back for other values
+        no_traces = SimpleNamespace(StackSummary=SimpleNamespace(extract=lambda *args, **options: []), walk_stack=id)
+        monkeypatch.setattr("torch.cuda._sanitizer.traceback", no_traces)  # they take longer than all the rest
         for name, stand_in in {
             "Stream": lambda device=None: Stream(self, next(self.numbers)),
             "Event": lambda **options: Event(self),
@@ -123,11 +132,11 @@ class Streams(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         arguments.parse_outputs(func._schema, result, is_factory=name in EMPTY)
         read = arguments.dataptrs_read - arguments.dataptrs_written
-        self.touch(self.current().number, read, arguments.dataptrs_written, str(func), (args, kwargs, result))
+        self.touch(self.current().number, read, arguments.dataptrs_written, str(func), arguments.held)
         return result
 
-    def touch(self, stream: int, read: set[int], written: set[int], what: str, held: Any) -> None:
-        self._held.append(held)
+    def touch(self, stream: int, read: set[int], written: set[int], what: str, held: list[UntypedStorage]) -> None:
+        self._held += held
         names = {storage: [what] for storage in read | written}
         if stream != HOST:  # a launch comes behind all that the host has done
             syncs = self.events.syncs
