@@ -116,7 +116,7 @@ def moved(streams: Streams, step_ends: Callable[[CudaEvent], None]) -> None:
     with streams.watched():
         source, target = BlockMemory(here), BlockMemory(there)
         for memory in (source, target):
-            memory._stream = torch.cuda.Stream()
+            memory._stream, memory._words = torch.cuda.Stream(), memory._in_words(memory.tensor)
             memory._stream.wait_stream(torch.cuda.current_stream())
         here.add_(1)
         step_ends(CudaEvent())
