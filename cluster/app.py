@@ -101,7 +101,14 @@ def ingress(
     )
     edge = config.ingress
     return deployment.bind(
-        infos, pools, config.log, config.tracing_config(), edge.auth(), edge.batches(), edge.responses()
+        infos,
+        pools,
+        config.log,
+        config.tracing_config(),
+        edge.auth(),
+        edge.batches(),
+        edge.responses(),
+        config.console_config(),
     )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
+import msgspec
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, Slo
+from deployments.console.config import ConsoleConfig, without_credentials
 from deployments.http.middleware import AuthConfig
 from deployments.http.validation import UnknownFields
 from deployments.observability.tracing import TracingConfig
@@ -115,6 +117,7 @@ class IngressSection(Section):
         default=None, min_length=1
     )  #: on every node with an ingress; without any key everybody may come in
     api_keys: list[str] = Field(default=[])  #: further keys, as lines of that file (`manta hash-key`)
+    console: bool = True  #: serve the page at `/` (docs/console.md)
     root_path: str = Field(default="", pattern=r"^(/[^/\s]+)*$")  #: prefix of all paths at a proxy in front: `/llm`
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: of a file, which has accordingly more time to come
@@ -243,6 +246,13 @@ class ModelSection(Section):
         )
         return PoolSettings(self.name, role, Slo(**dict(self.slo)), limits)
 
+    def shown(self) -> dict[str, Any]:
+        """Return all keys as they are in force; those of `engine` in each pool, where they may differ."""
+        shown: dict[str, Any] = self.model_dump(mode="json", exclude={"engine", "handoff"})
+        for role in self.pools:
+            shown[role]["engine"] = msgspec.to_builtins(self.engine_config(role))
+        return shown
+
     def _on_gpu(self, role: Role) -> bool:
         device = self._options(role).get("device", "auto")
         return device == "cuda" or (device == "auto" and self.pools[role].num_gpus > 0)
@@ -278,6 +288,13 @@ class AppConfig(Section):
 
     def tracing_config(self) -> TracingConfig | None:
         return None if self.tracing is None else TracingConfig(**dict(self.tracing))
+
+    def console_config(self) -> ConsoleConfig:
+        """Return what the console shows of this: every key as it is in force, without keys and passwords."""
+        above = self.model_dump(mode="json", exclude={"models": True, "ingress": {"api_keys"}})
+        above["ingress"]["api_keys"] = f"{len(self.ingress.api_keys)} keys"
+        shown = {"models": [model.shown() for model in self.models], **above}
+        return ConsoleConfig(enabled=self.ingress.console, configuration=without_credentials(shown))
 
     @classmethod
     def of(cls, application: dict[str, Any]) -> AppConfig:

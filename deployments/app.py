@@ -10,6 +10,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from deployments.anthropic.routes import add_anthropic_routes
+from deployments.console.config import ConsoleConfig
+from deployments.console.routes import add_console_routes
 from deployments.http.debug import VERSION
 from deployments.http.errors import error_response
 from deployments.http.middleware import AuthConfig, AuthMiddleware, RootPathMiddleware
@@ -33,6 +35,7 @@ def http_app(
     auth: AuthConfig = AuthConfig(),  # noqa: B008  frozen
     batches: BatchConfig = BatchConfig(),  # noqa: B008  frozen
     responses: ResponseStoreConfig = ResponseStoreConfig(),  # noqa: B008  frozen
+    console: ConsoleConfig = ConsoleConfig(),  # noqa: B008  frozen
 ) -> FastAPI:
     """Build the application. Raises ConfigError for a bad file of API keys.
 
@@ -49,6 +52,8 @@ def http_app(
     add_batch_routes(app, served, batches, auth.cors_origins, auth.unknown_fields)
     add_pooling_routes(app, served, auth.unknown_fields)
     add_operator_routes(app, served, telemetry)
+    if console.enabled:
+        add_console_routes(app, served, telemetry, console)
 
     @app.exception_handler(ServingError)
     @app.exception_handler(HTTPException)
@@ -61,6 +66,6 @@ def http_app(
     if auth.cors_origins:  # outside of the check of keys: a browser's first question has none
         app.add_middleware(CORSMiddleware, allow_origins=auth.cors_origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(MetricsMiddleware, telemetry=telemetry)  # it sees every response
-    if auth.root_path:  # the last one is the outermost: the others see all requests alike
-        app.add_middleware(RootPathMiddleware, root_path=auth.root_path)
+    # the last one is the outermost: the others see all requests alike
+    app.add_middleware(RootPathMiddleware, root_path=auth.root_path)
     return app

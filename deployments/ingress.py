@@ -21,16 +21,17 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
 from deployments.app import http_app
+from deployments.console.config import ConsoleConfig
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.middleware import AuthConfig
 from deployments.observability.stats import IngressStats
 from deployments.observability.telemetry import Telemetry
-from deployments.observability.timeline import SequenceTimeline
+from deployments.observability.timeline import IngressOverview, SequenceTimeline
 from deployments.observability.tracing import Tracing, TracingConfig
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.responses.store import ResponseStoreConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
-from deployments.replicas.scaling_report import queue_report
+from deployments.replicas.scaling_report import ScalingChange, queue_report
 from deployments.replicas.serve_pool import ServePool
 from engine.errors import ServingError
 from engine.text.tokenizer import Tokenizer
@@ -52,6 +53,13 @@ class IngressPeers:
     async def timelines(self, name: str) -> list[SequenceTimeline]:
         answers = await self._ask("timelines", name)
         return [found for answer in answers for found in msgspec.msgpack.decode(answer, type=list[SequenceTimeline])]
+
+    async def overviews(self) -> list[IngressOverview]:
+        return [msgspec.msgpack.decode(answer, type=IngressOverview) for answer in await self._ask("overview")]
+
+    async def scaling_changes(self) -> list[ScalingChange]:
+        found = await asyncio.to_thread(ray_compat.shared, ray_compat.SCALING_CHANGES)
+        return [] if found is None else msgspec.msgpack.decode(found, type=list[ScalingChange])
 
     async def _ask(self, method: str, *args: Any) -> list[bytes]:
         handle = serve.get_deployment_handle(ray_compat.INGRESS, serve.get_replica_context().app_name)
@@ -75,12 +83,13 @@ class Ingress:
         auth: AuthConfig,
         batches: BatchConfig,
         responses: ResponseStoreConfig,
+        console: ConsoleConfig,
     ):
         """pools: handles of each model's decode and prefill replicas."""
         started = time.monotonic()
         ingress_id = serve.get_replica_context().replica_id.unique_id
         log_to_console(f"ingress-{ingress_id}", log)
-        self._auth, self._batches, self._responses = auth, batches, responses
+        self._auth, self._batches, self._responses, self._console = auth, batches, responses, console
         traces = None if tracing is None else Tracing(tracing)
         self._telemetry = Telemetry(ingress_id, traces, IngressPeers())
         key = await asyncio.to_thread(ray_compat.cluster_key)
@@ -99,7 +108,7 @@ class Ingress:
         logger.info("ingress ready startup_s=%.1f", time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # called by Serve after the constructor
-        return http_app(self._models, self._telemetry, self._auth, self._batches, self._responses)
+        return http_app(self._models, self._telemetry, self._auth, self._batches, self._responses, self._console)
 
     async def stats(self) -> bytes:
         """Return what this ingress counts: IngressStats, in msgpack."""
@@ -115,6 +124,10 @@ class Ingress:
     async def timelines(self, name: str) -> bytes:
         """Return what this ingress knows of a request (SequenceTimeline.is_of): list[SequenceTimeline], in msgpack."""
         return msgspec.msgpack.encode(self._telemetry.timelines.of(name))
+
+    async def overview(self) -> bytes:
+        """Return what this ingress shows on the console: IngressOverview, in msgpack."""
+        return msgspec.msgpack.encode(self._telemetry.own_overview())
 
     async def _tell_when_ready(self) -> None:
         """Log `ready` once a client's request would be answered: `serve run` itself never says that."""

@@ -13,7 +13,7 @@ from deployments.anthropic.request_bodies import CountTokensBody, MessagesBody
 from deployments.anthropic.response_bodies import AnthropicMessage, TokenCount
 from deployments.http.debug import LiveHandoffs, ServerLoad, Version
 from deployments.http.errors import AnthropicErrorBody, ErrorBody, is_anthropic
-from deployments.http.middleware import OPEN_PATH
+from deployments.http.middleware import is_open
 from deployments.observability.timeline import RequestTimeline
 from deployments.openai.batches.files import File
 from deployments.openai.batches.objects import (
@@ -123,7 +123,7 @@ def openapi_document(version: str, *, with_keys: bool) -> dict[str, Any]:
         if path in STREAMING:
             ok["content"]["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe a stream of events
         operation["responses"] = {"200": ok, "default": errors[is_anthropic(path)]}
-        if with_keys and path == OPEN_PATH:
+        if with_keys and is_open(path):
             operation["security"] = []
         paths.setdefault(path, {})[method] = operation
     assert not definitions["$defs"].keys() & result_schemas.keys(), "two types of one name"

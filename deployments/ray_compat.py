@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 INGRESS = "ingress"  # name of that deployment
 DRIVER_EXIT_S = 30.0
 NAMESPACE = "manta"  # in Ray's key-value store
+SCALING_CHANGES = "scaling_changes"  # the newest ScalingChanges, in msgpack
 
 
 class CallRouter(RequestRouter):
@@ -151,6 +152,18 @@ def http_endpoint(application: str) -> HttpEndpoint:
 def remember_that_a_model_is_up() -> None:
     """Record, for as long as this job runs, that its users mind if it ends. Blocks for a call to the GCS."""
     internal_kv._internal_kv_put(_served_key(), b"yes")
+
+
+def share(name: str, value: bytes) -> None:
+    """Store a value that all processes of the cluster can read, if there is a cluster. Blocks for a call to the GCS."""
+    if internal_kv._internal_kv_initialized():
+        internal_kv._internal_kv_put(name, value, namespace=NAMESPACE)
+
+
+def shared(name: str) -> bytes | None:
+    """Return what `share` has stored last. Blocks for a call to the GCS."""
+    value: bytes | None = internal_kv._internal_kv_get(name, namespace=NAMESPACE)
+    return value
 
 
 @cache

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from ray.util.metrics import Counter, Gauge
 
 from cluster.autoscaling.scaler import EngineCosts, ModelScaler, PoolLoad, ReplicaLoad, ScalingDecision
 from cluster.autoscaling.slo import PoolSettings
-from deployments.replicas.scaling_report import waiting_of, waiting_tokens_of
+from deployments import ray_compat
+from deployments.replicas.scaling_report import ScalingChange, waiting_of, waiting_tokens_of
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
@@ -21,6 +24,7 @@ logger = logging.getLogger("ray.serve.manta.autoscaling")  # below Serve's own, 
 
 DECISION_INTERVAL_S = 1.0  # Serve asks ten times as often
 COMPLAINT_INTERVAL_S = 60.0
+NUM_SHARED_CHANGES = 50  # that the console can show
 MIN_WINDOW_S = 0.5  # between two reports, for rates
 POOL_TAGS = ("model_name", "pool")
 
@@ -140,7 +144,7 @@ def _replica_load(reports: Mapping[str, Mapping[Any, Sequence[Any]]], replica: o
 
 
 class ScalingMetrics:
-    """Shows every decision to people: metrics always, and a line in the log of Serve's controller for each change.
+    """Shows every decision to people: metrics always; each change in the log of Serve's controller and on the console.
 
     The metrics leave by Ray's own port, under names that begin with ray_ (docs/autoscaling.md).
     """
@@ -158,6 +162,7 @@ class ScalingMetrics:
             "manta_autoscaling_changes", "Changes of the desired replicas.", (*POOL_TAGS, "direction", "reason")
         )
         self._last: dict[tuple[str, str], int] = {}
+        self._newest: deque[ScalingChange] = deque(maxlen=NUM_SHARED_CHANGES)
 
     def record(self, pool: PoolSettings, before: int, decision: ScalingDecision) -> None:
         """before: replicas that the pool should have had so far."""
@@ -175,6 +180,19 @@ class ScalingMetrics:
             return
         direction = "up" if decision.replicas > before else "down"
         self._changes.inc(1, {**tags, "direction": direction, "reason": decision.reason})
+        self._newest.append(
+            ScalingChange(
+                at=time.time(),
+                model=pool.model,
+                pool=pool.role,
+                before=before,
+                after=decision.replicas,
+                reason=decision.reason,
+                desired=decision.desired,
+                inputs=decision.inputs,
+            )
+        )
+        ray_compat.share(ray_compat.SCALING_CHANGES, msgspec.msgpack.encode(list(self._newest)))
         targets = f"ttft_ms={pool.slo.ttft_ms:g} itl_ms={pool.slo.itl_ms:g}"
         inputs = " ".join(f"{name}={value:.4g}" for name, value in decision.inputs.items())
         logger.info(

@@ -16,7 +16,8 @@ from deployments.http.errors import error_response, get_path
 from deployments.http.validation import UnknownFields
 from engine.errors import BodyTimeout, BodyTooLarge, InvalidParameter, ServingError
 
-OPEN_PATH = "/health"  # for probes, which have no key
+OPEN_PATHS = ("/health", "/")  # for probes, which have no key; and for browsers, whose page asks for it
+OPEN_PREFIX = "/console/page/"  # the other files of that page
 UPLOAD_PATH = "/v1/files"
 
 
@@ -45,6 +46,11 @@ class AuthConfig:
         return ApiKeys(None if self.api_keys_file is None else Path(self.api_keys_file), self.api_keys)
 
 
+def is_open(path: str) -> bool:
+    """Return whether a path takes no API key."""
+    return path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
+
+
 def around_serve() -> list[Middleware]:
     """Return what Serve is to put around all that it does with a request itself; it is told by an environment variable
     (cluster/haproxy.py)."""
@@ -68,7 +74,10 @@ class HeadersMiddleware:
 
 
 class RootPathMiddleware:
-    """ASGI middleware that adds the prefix of a proxy to the path where the proxy has taken it off."""
+    """ASGI middleware that adds the prefix of a proxy to the path where the proxy has taken it off.
+
+    Serve's own proxy calls no prefix "/", which would take the page at "/" for the prefix itself.
+    """
 
     def __init__(self, app: ASGIApp, root_path: str):
         self._app, self._root_path = app, root_path
@@ -78,7 +87,7 @@ class RootPathMiddleware:
             path, root_path = scope["path"], self._root_path
             if not f"{path}/".startswith(f"{root_path}/"):
                 path = root_path + path
-            scope = {**scope, "path": path, "root_path": root_path + scope.get("root_path", "")}
+            scope = {**scope, "path": path, "root_path": root_path + scope.get("root_path", "").rstrip("/")}
         await self._app(scope, receive, send)
 
 
@@ -104,7 +113,7 @@ class AuthMiddleware:
     def _check(self, scope: Scope) -> None:
         """Raises InvalidApiKey or BodyTooLarge."""
         headers, state = Headers(scope=scope), scope.setdefault("state", {})
-        if self._api_keys is not None and get_path(scope) != OPEN_PATH and BACKGROUND_CLIENT not in state:
+        if self._api_keys is not None and not is_open(get_path(scope)) and BACKGROUND_CLIENT not in state:
             state["api_key_name"] = self._api_keys.name_of(_key(headers))
         length = headers.get("content-length", "")
         limit = self._max_bytes(scope)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily as Counter
@@ -30,7 +29,7 @@ from deployments.observability.engine_metrics import (
 )
 from deployments.observability.stats import IngressStats, RouteStats
 from deployments.observability.telemetry import Telemetry
-from deployments.replicas.pools import EnginePool, ReplicaStatus, all_statuses
+from deployments.replicas.pools import EnginePool, ModelReplicas
 from deployments.routing.stats import RoutingStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -83,32 +82,17 @@ ROUTING_COUNTERS = {
 async def render_metrics(pools: Mapping[str, EnginePool], telemetry: Telemetry) -> bytes:
     """pools: by model name. A model without a healthy replica has `manta_up` 0 and no series of engines."""
     replicas, ingresses = await asyncio.gather(
-        asyncio.gather(*(_Replicas.of(name, pool) for name, pool in pools.items())), telemetry.all_stats()
+        asyncio.gather(*(ModelReplicas.of(name, pool) for name, pool in pools.items())), telemetry.all_stats()
     )
     registry = CollectorRegistry()
     registry.register(_Snapshot(replicas, ingresses))
     return generate_latest(registry)
 
 
-@dataclass(frozen=True, slots=True)
-class _Replicas:
-    """The replicas of one model: those that answer requests, and those that compute prompts for them."""
-
-    model: str
-    decode: list[ReplicaStatus]
-    prefill: list[ReplicaStatus]
-    asleep: bool
-
-    @classmethod
-    async def of(cls, model: str, pool: EnginePool) -> _Replicas:
-        decode, prefill = await all_statuses(pool)
-        return cls(model, decode, prefill, not decode and await pool.asleep())
-
-
 class _Snapshot(Collector):
     """The answers of all replicas and ingresses to one scrape."""
 
-    def __init__(self, replicas: Sequence[_Replicas], ingresses: Sequence[IngressStats]):
+    def __init__(self, replicas: Sequence[ModelReplicas], ingresses: Sequence[IngressStats]):
         self._replicas, self._ingresses = replicas, ingresses
         self._decode = [([r.model, status.engine_id], status) for r in replicas for status in r.decode]
         self._prefill = [([r.model, status.engine_id], status) for r in replicas for status in r.prefill]

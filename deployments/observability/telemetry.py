@@ -11,14 +11,16 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.observability.stats import IngressStats
-from deployments.observability.timeline import RequestTimeline, RequestTimelines, SequenceTimeline
+from deployments.observability.timeline import IngressOverview, RequestTimeline, RequestTimelines, SequenceTimeline
 from deployments.observability.tracing import RequestTrace, Tracing
+from deployments.replicas.scaling_report import ScalingChange
 from engine.distributed.refusals import REFUSALS
 from engine.errors import RequestNotFound
 
 NOT_COUNTED = frozenset(
-    {"/health", "/load", "/metrics", "/ping", "/version"}
+    {"/console/state", "/health", "/load", "/metrics", "/ping", "/version"}
 )  # machines poll them; vLLM leaves them out too
+NUM_NEWEST = 50  # requests of each ingress that the console lists
 CLIENT_LEFT = 499  # a status that nobody receives; metrics count it, as proxies log it
 NO_ROUTE, NO_METHOD = "none", "other"
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
@@ -32,6 +34,12 @@ class Peers(Protocol):
 
     async def timelines(self, name: str) -> list[SequenceTimeline]:
         """Return what `RequestTimelines.of` returns in each of them."""
+
+    async def overviews(self) -> list[IngressOverview]:
+        """Return what `Telemetry.own_overview` returns in each of them."""
+
+    async def scaling_changes(self) -> list[ScalingChange]:
+        """Return the newest changes of all pools, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,20 @@ class Telemetry:
         """Return the counts of every ingress that answers, its own always."""
         others = await self._peers.stats() if self._peers is not None else []
         return [self.own_stats(), *(stats for stats in others if stats.ingress_id != self.stats.ingress_id)]
+
+    def own_overview(self) -> IngressOverview:
+        waiting = {name: model.waiting for name, model in self.stats.models.items()}
+        return IngressOverview(self.timelines.ingress_id, waiting, self.timelines.newest(NUM_NEWEST))
+
+    async def overviews(self) -> list[IngressOverview]:
+        """Return the overview of every ingress that answers, its own always."""
+        own = self.own_overview()
+        others = await self._peers.overviews() if self._peers is not None else []
+        return [own, *(overview for overview in others if overview.ingress_id != own.ingress_id)]
+
+    async def scaling_changes(self) -> list[ScalingChange]:
+        """Return the newest changes of all pools, oldest first."""
+        return [] if self._peers is None else await self._peers.scaling_changes()
 
     async def explain(self, name: str) -> RequestTimeline:
         """Return what every ingress that answers knows of a request. name: see SequenceTimeline.is_of.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import chain, islice
 from typing import Literal
 
 import msgspec
@@ -56,6 +57,16 @@ class RequestTimeline(msgspec.Struct):
     """Oldest first: `n` for each of its prompts, and more if clients used its id again."""
 
 
+class IngressOverview(msgspec.Struct, frozen=True):
+    """What an ingress shows on the console."""
+
+    ingress_id: str
+    waiting: dict[str, int]
+    """Sequences that wait for admission, by model."""
+    requests: list[SequenceTimeline]
+    """See `RequestTimelines.newest`."""
+
+
 class RequestTimelines:
     """Timelines of all live sequences, and of the newest ones that have ended."""
 
@@ -79,6 +90,11 @@ class RequestTimelines:
         timeline = self._live.get(attempt) or self._live.get(attempt.rpartition(".")[0])
         if timeline is not None and timeline.events[-1].what != what and len(timeline.events) < MAX_EVENTS:
             timeline.events.append(TimelineEvent.now(what, self.ingress_id))
+
+    def newest(self, count: int) -> list[SequenceTimeline]:
+        """Return live sequences and then ended ones, the newest of each first, without their events."""
+        newest = islice(chain(reversed(self._live.values()), reversed(self._ended)), count)
+        return [msgspec.structs.replace(timeline, events=[]) for timeline in newest]
 
     def of(self, name: str) -> list[SequenceTimeline]:
         """Return the timelines that `name` names (SequenceTimeline.is_of)."""

@@ -56,3 +56,18 @@ async def all_statuses(pool: EnginePool) -> tuple[list[ReplicaStatus], list[Repl
             return []
 
     return await asyncio.gather(decode(), pool.prefill_statuses())
+
+
+class ModelReplicas(msgspec.Struct, frozen=True):
+    """The replicas of one model: those that answer requests, and those that compute prompts for them."""
+
+    model: str
+    decode: list[ReplicaStatus]
+    prefill: list[ReplicaStatus]
+    asleep: bool
+
+    @classmethod
+    async def of(cls, model: str, pool: EnginePool) -> ModelReplicas:
+        """Leave out replicas that do not answer."""
+        decode, prefill = await all_statuses(pool)
+        return cls(model, decode, prefill, not decode and await pool.asleep())

@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from deployments.routing.config import Role
+
 if TYPE_CHECKING:
     from engine.wire.messages import EngineStatus
 
@@ -62,6 +66,19 @@ class ReplicaReport:
 
     def numbers(self) -> dict[str, float]:
         return asdict(self)
+
+
+class ScalingChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool was given another number of replicas."""
+
+    at: float  #: seconds since 1970
+    model: str
+    pool: Role
+    before: int
+    after: int
+    reason: str  #: see ScalingDecision.reason
+    desired: int  #: replicas that the load asked for, before delays and bounds
+    inputs: dict[str, float]  #: the figures that decided
 
 
 def queue_report(model: str, waiting: float, waiting_tokens: float) -> dict[str, float]:

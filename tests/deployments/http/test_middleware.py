@@ -12,6 +12,7 @@ from httpx import ASGITransport, AsyncClient
 
 from cluster import haproxy
 from deployments.app import http_app
+from deployments.console.config import ConsoleConfig
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig, around_serve
 from deployments.observability.telemetry import Telemetry
@@ -28,7 +29,8 @@ ROUTES = [
     ("GET", "/nowhere"),
     ("DELETE", "/v1/models"),
     ("GET", "/health/"),
-    ("GET", "//health"),
+    ("GET", "/console/state"),
+    ("GET", "/console/facts"),
 ]
 
 
@@ -43,7 +45,7 @@ def auth(tmp_path: Path) -> AuthConfig:
     return AuthConfig(api_keys_file=str(path))
 
 
-def test_every_route_but_health_wants_a_key(auth):
+def test_every_route_but_health_and_the_page_wants_a_key(auth):
     async def scenario() -> None:
         async with fake_api(auth=auth) as api:
             await api.until_status()
@@ -94,7 +96,8 @@ def test_key_comes_as_openais_clients_send_it_or_as_anthropics_do(auth, headers,
 def test_openapi_document_tells_of_every_route(auth):
     async def scenario() -> None:
         async with fake_api() as api:
-            app = http_app({"fake": api.model}, api.telemetry)
+            no_page = ConsoleConfig(enabled=False)  # its routes are no API
+            app = http_app({"fake": api.model}, api.telemetry, console=no_page)
             routes = {route.path.replace(":path", "") for route in app.routes}
             assert routes == {*(await api.client.get("/openapi.json")).json()["paths"], "/openapi.json"}
 

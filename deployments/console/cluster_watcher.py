@@ -1,0 +1,109 @@
+"""Looks at all replicas and ingresses, and tells what has changed between two looks. No HTTP, no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from deployments.observability.telemetry import Telemetry
+from deployments.observability.timeline import SequenceTimeline
+from deployments.replicas.pools import EnginePool, ModelReplicas, ReplicaStatus
+from deployments.replicas.scaling_report import ScalingChange
+
+MAX_EVENTS = 100
+MISSES = 2  # looks in a row that a replica has to miss: one that is busy may once be late
+
+EventKind = Literal["up", "gone", "replay"]
+
+
+class ClusterEvent(msgspec.Struct, frozen=True):
+    """Something that happened to a replica or a request."""
+
+    at: float
+    """Seconds since 1970."""
+    kind: EventKind
+    model: str
+    name: str
+    """Id of the replica, or of the request that goes on in another replica."""
+
+
+class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the console shows of a cluster at one time. Counts are totals, from which a viewer makes rates."""
+
+    at: float
+    """Seconds since 1970."""
+    models: list[ModelReplicas]
+    waiting: dict[str, int]
+    """Sequences that wait for admission in all ingresses, by model."""
+    requests: list[SequenceTimeline]
+    """The newest ones, newest first, without their events."""
+    events: list[ClusterEvent]
+    """Newest last; those that happened since the first look."""
+    scaling: list[ScalingChange]
+    """Newest last."""
+
+
+class ClusterWatcher:
+    """Each look is compared with the one before it."""
+
+    def __init__(self, pools: Mapping[str, EnginePool], telemetry: Telemetry):
+        """pools: by model name."""
+        self._pools, self._telemetry = pools, telemetry
+        self._events: deque[ClusterEvent] = deque(maxlen=MAX_EVENTS)
+        self._replicas: dict[str, str] | None = None  # model by id of each replica; None before the first look
+        self._missed: dict[str, int] = {}  # looks in a row, by replica
+        self._replays: dict[str, int] = {}  # by request
+
+    async def look(self) -> ClusterState:
+        """Return the state of all that answers within a few seconds."""
+        models, overviews, scaling = await asyncio.gather(
+            asyncio.gather(*(ModelReplicas.of(name, pool) for name, pool in self._pools.items())),
+            self._telemetry.overviews(),
+            self._telemetry.scaling_changes(),
+        )
+        requests = sorted((r for overview in overviews for r in overview.requests), key=lambda r: -r.arrived_at)
+        now = time.time()
+        self._compare_replicas(models, now)
+        self._compare_requests(requests, now)
+        return ClusterState(
+            at=now,
+            models=[_brief(model) for model in models],
+            waiting={name: sum(o.waiting.get(name, 0) for o in overviews) for name in self._pools},
+            requests=requests,
+            events=list(self._events),
+            scaling=scaling,
+        )
+
+    def _compare_replicas(self, models: list[ModelReplicas], now: float) -> None:
+        up = {status.engine_id: model.model for model in models for status in (*model.decode, *model.prefill)}
+        known = up if self._replicas is None else self._replicas
+        for replica in up.keys() - known.keys():
+            self._events.append(ClusterEvent(now, "up", up[replica], replica))
+        self._missed = {replica: self._missed.get(replica, 0) + 1 for replica in known.keys() - up.keys()}
+        gone = {replica for replica, misses in self._missed.items() if misses >= MISSES}
+        for replica in gone:
+            self._events.append(ClusterEvent(now, "gone", known[replica], replica))
+        self._replicas = {replica: model for replica, model in {**known, **up}.items() if replica not in gone}
+
+    def _compare_requests(self, requests: list[SequenceTimeline], now: float) -> None:
+        for request in requests:
+            if request.replays > self._replays.get(request.request_id, 0):
+                self._events.append(ClusterEvent(now, "replay", request.model, request.request_id))
+        self._replays = {request.request_id: request.replays for request in requests if request.replays}
+
+
+def _brief(model: ModelReplicas) -> ModelReplicas:
+    """Leave out what nobody sees: histograms, and the requests that ended since the status before."""
+    return msgspec.structs.replace(
+        model, decode=[_brief_status(s) for s in model.decode], prefill=[_brief_status(s) for s in model.prefill]
+    )
+
+
+def _brief_status(status: ReplicaStatus) -> ReplicaStatus:
+    stats = msgspec.structs.replace(status.stats, histograms={})
+    return msgspec.structs.replace(status, ended=[], stats=stats)

@@ -1,0 +1,64 @@
+"""The state of the cluster as server-sent events, made once for all who look."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+from deployments.console.cluster_watcher import ClusterWatcher
+from deployments.http.streaming import unnamed_event
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 2.0  # between two looks
+STREAM_S = 10.0  # a viewer then asks again: an ingress that is to stop waits for all that it answers
+LINGER_S = 3.0  # that looks go on without a viewer: time to ask again
+
+
+class ClusterFeed:
+    """Looks at the cluster while there is a viewer, and gives each of them what it sees."""
+
+    def __init__(self, watcher: ClusterWatcher):
+        self._watcher = watcher
+        self._viewers = 0
+        self._looking: asyncio.Task[None] | None = None
+        self._newest: bytes | None = None
+        self._next: asyncio.Future[bytes] | None = None
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Yield the newest state, and then each new one, for STREAM_S."""
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + STREAM_S
+        self._viewers += 1
+        try:
+            if self._looking is None:
+                self._next = loop.create_future()
+                self._looking = asyncio.create_task(self._look())
+            elif self._newest is not None:
+                yield self._newest
+            while (left_s := ends_at - loop.time()) > 0:
+                assert self._next is not None
+                pending = self._next
+                await asyncio.wait([pending], timeout=left_s)
+                if pending.done():
+                    yield pending.result()
+        finally:
+            self._viewers -= 1
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        watched_at = loop.time()
+        while loop.time() < watched_at + LINGER_S:
+            try:
+                self._newest = unnamed_event(await self._watcher.look())
+            except Exception as error:  # noqa: BLE001  whatever it is, the next look may do better
+                logger.warning("the console cannot see the cluster: %r", error)
+            else:
+                assert self._next is not None
+                self._next.set_result(self._newest)
+                self._next = loop.create_future()
+            if self._viewers:
+                watched_at = loop.time()
+            await asyncio.sleep(INTERVAL_S)
+        self._looking = self._newest = None

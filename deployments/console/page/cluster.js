@@ -1,0 +1,201 @@
+// The cluster: pools, replicas, handoffs between them, and what happened lately.
+
+import { sparkline } from "./charts.js";
+import { h, keep, setText, svg } from "./dom.js";
+import { bytes, count, duration, percent, rate, shortName, time } from "./format.js";
+import { received, sum } from "./rates.js";
+
+const MAX_EVENTS = 30;
+
+export class ClusterView {
+  constructor() {
+    this.models = h("div", { class: "view" }, h("p", { class: "empty" }, "Waiting for the first look at the cluster…"));
+    this.events = h("ul", { class: "events" });
+    this.quiet = h("p", { class: "empty" }, "Replicas that come and go, replays and scaling decisions appear here.");
+    this.element = h(
+      "div", { class: "view" },
+      this.models,
+      h("section", { class: "card" }, h("h2", {}, "Events"), this.quiet, this.events)
+    );
+    new ResizeObserver(() => this.drawArrows()).observe(this.models);
+  }
+
+  open() {
+    requestAnimationFrame(() => this.drawArrows());
+  }
+
+  update(state, rates) {
+    this.models.querySelector(".empty")?.remove();
+    this.state = state;
+    this.rates = rates;
+    keep(this.models, state.models, (model) => model.model, makeModel, (element, model) =>
+      updateModel(element, model, state, rates)
+    );
+    this.drawArrows();
+    const events = [...state.events, ...state.scaling.map((change) => ({ ...change, kind: "scaling" }))];
+    events.sort((a, b) => b.at - a.at);
+    this.quiet.hidden = events.length > 0;
+    keep(this.events, events.slice(0, MAX_EVENTS), (e) => `${e.kind} ${e.at} ${e.name ?? e.pool}`, makeEvent, () => {});
+  }
+
+  drawArrows() {
+    for (const model of this.state?.models ?? []) {
+      const element = [...this.models.children].find((child) => child.dataset.key === model.model);
+      if (element && model.prefill.length) drawHandoffs(element.querySelector(".pools"), model, this.rates);
+    }
+  }
+}
+
+function makeModel({ model }) {
+  const figure = (name, title, unit) =>
+    h("div", { class: "figure" }, h("dt", {}, title), h("dd", {}, h("span", { "data-figure": name }, "–"), unit && h("small", {}, unit)));
+  return h(
+    "section", { class: "view model" },
+    h("h1", {}, model),
+    h(
+      "dl", { class: "figures card" },
+      figure("output", "Tokens out", "per s"),
+      figure("input", "Prompt tokens computed", "per s"),
+      figure("running", "Running", ""),
+      figure("waiting", "Waiting", ""),
+      figure("hits", "Prefix cache hits", ""),
+      h("div", { class: "figure", "data-figure": "chart" })
+    ),
+    h(
+      "div", { class: "pools" },
+      ...["prefill", "decode"].map((role) =>
+        h("div", { class: "pool", "data-role": role }, h("h3", {}, ""), h("div", { class: "replicas" }))
+      ),
+      svg(
+        "svg", { class: "arrows", "aria-hidden": "true" },
+        svg("defs", {}, marker("arrow", "head"), marker("arrow-active", "head active")),
+        svg("g", {})
+      )
+    )
+  );
+}
+
+function updateModel(element, model, state, rates) {
+  const { decode, prefill } = model;
+  const all = [...decode, ...prefill];
+  const set = (name, text) => setText(element.querySelector(`[data-figure="${name}"]`), text);
+  const queried = sum(decode, (r) => r.stats.prefix_queried_tokens);
+  set("output", rate(sum(decode, (r) => rates.of(r).output)));
+  set("input", rate(sum(all, (r) => rates.of(r).input)));
+  set("running", count(sum(decode, (r) => r.stats.running)));
+  set("waiting", count(state.waiting[model.model] + sum(decode, (r) => r.stats.waiting)));
+  set("hits", queried ? percent(sum(decode, (r) => r.stats.prefix_hit_tokens) / queried) : "–");
+  element.querySelector('[data-figure="chart"]').replaceChildren(
+    h("dt", {}, "Tokens out, last minutes"), h("dd", {}, sparkline(rates.history.get(model.model) ?? []))
+  );
+  const pools = element.querySelector(".pools");
+  pools.classList.toggle("one", !prefill.length);
+  for (const [role, replicas] of [["prefill", prefill], ["decode", decode]]) {
+    const pool = pools.querySelector(`[data-role="${role}"]`);
+    pool.hidden = role === "prefill" && !replicas.length;
+    setText(pool.querySelector("h3"), poolTitle(role, replicas, model));
+    keep(pool.querySelector(".replicas"), replicas, (r) => r.engine_id, makeReplica, (card, replica) =>
+      updateReplica(card, replica, rates.of(replica), role)
+    );
+  }
+}
+
+function poolTitle(role, replicas, { asleep, prefill }) {
+  if (asleep) return "Asleep: the next request starts a replica";
+  const number = `${replicas.length} replica${replicas.length === 1 ? "" : "s"}`;
+  if (role === "prefill") return `Prefill: ${number}`;
+  return prefill.length ? `Decode: ${number}` : `${number} for prefill and decode`;
+}
+
+function makeReplica(replica) {
+  const fact = (name, title) => h("div", {}, h("dt", {}, title), h("dd", { "data-fact": name }, "–"));
+  return h(
+    "article", { class: "card replica" },
+    h("header", {}, h("span", { class: "id", title: replica.engine_id }, shortName(replica.engine_id)), h("span", { class: "muted", "data-fact": "age" })),
+    h(
+      "dl", { class: "facts" },
+      fact("running", "running"), fact("waiting", "waiting"), fact("tokens", "tokens/s"),
+      fact("steps", "steps/s"), fact("cost", "step costs"), fact("hits", "prefix hits")
+    ),
+    h("div", {},
+      h("div", { class: "blocks", role: "img" }, h("i", { class: "used" }), h("i", { class: "cached" })),
+      h("ul", { class: "legend" }, ...["used", "cached", "free"].map((name) => h("li", { class: name, "data-fact": name }))))
+  );
+}
+
+function updateReplica(card, { stats, last_step_age_s }, rates, role) {
+  const set = (name, text) => setText(card.querySelector(`[data-fact="${name}"]`), text);
+  const decodes = role === "decode";
+  set("running", count(stats.running));
+  set("waiting", count(stats.waiting + stats.receiving));
+  set("tokens", rate(decodes ? rates.output : rates.input));
+  set("steps", rate(rates.steps));
+  set("cost", decodes ? duration(stats.decode_seconds_per_step || null) : duration(stats.prompt_seconds_per_token || null));
+  set("hits", stats.prefix_queried_tokens ? percent(rates.hits ?? stats.prefix_hit_tokens / stats.prefix_queried_tokens) : "–");
+  set("age", last_step_age_s > 1 ? `no step for ${duration(last_step_age_s)}` : "");
+  setText(card.querySelector('[data-fact="cost"]').previousSibling, decodes ? "step costs" : "token costs");
+  for (const [name, blocks] of [["used", stats.blocks_used], ["cached", stats.blocks_cached], ["free", stats.blocks_free]]) {
+    set(name, `${count(blocks)} ${name}`);
+    card.querySelector(`.blocks .${name}`)?.style.setProperty("width", `${(100 * blocks) / stats.blocks_total}%`);
+  }
+  card.querySelector(".blocks").setAttribute("aria-label",
+    `KV blocks: ${stats.blocks_used} used, ${stats.blocks_cached} cached, ${stats.blocks_free} free`);
+}
+
+const marker = (id, name) =>
+  svg("marker", { id, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" },
+    svg("path", { d: "M0 0 L8 4 L0 8 z", class: name }));
+
+function drawHandoffs(pools, model, rates) {
+  const frame = pools.getBoundingClientRect();
+  const arrows = pools.querySelector(".arrows > g");
+  if (!frame.width) return;
+  const box = (replica) => {
+    const card = [...pools.querySelectorAll(".replica")].find((one) => one.dataset.key === replica.engine_id);
+    const { left, top, right, bottom } = card.getBoundingClientRect();
+    return { left: left - frame.left, top: top - frame.top, right: right - frame.left, bottom: bottom - frame.top };
+  };
+  const drawn = model.prefill.flatMap((prefill) => model.decode.map((decode) => {
+    const live = decode.live_handoffs.filter((handoff) => handoff.peer === prefill.engine_id);
+    // a handoff that ended between two looks has no peer any more: with several prefill replicas it is any of them
+    const ended = model.prefill.length === 1 ? rates.of(decode).handoffs : 0;
+    const text = live.length ? `${live.length} under way, ${bytes(sum(live, (handoff) => handoff.num_bytes))}`
+      : ended ? `${ended} handed over`
+        : model.prefill.length === 1 && received(decode) ? `${count(received(decode))} so far` : "";
+    return draw(box(prefill), box(decode), live.length + ended > 0, text);
+  }));
+  arrows.replaceChildren(...drawn.flat());
+}
+
+function draw(from, to, active, text) {
+  const beside = to.left > from.right;
+  const [x1, y1] = beside ? [from.right, (from.top + from.bottom) / 2] : [(from.left + from.right) / 2, from.bottom];
+  const [x2, y2] = beside ? [to.left, (to.top + to.bottom) / 2] : [(to.left + to.right) / 2, to.top];
+  const bend = beside ? `C ${(x1 + x2) / 2} ${y1}, ${(x1 + x2) / 2} ${y2}` : `C ${x1} ${(y1 + y2) / 2}, ${x2} ${(y1 + y2) / 2}`;
+  const label = svg("text", beside ? { x: (x1 + x2) / 2, y: (y1 + y2) / 2 - 10 } : { x: x1 + 70, y: (y1 + y2) / 2 + 4 });
+  label.textContent = text;
+  return [svg("path", { class: active ? "handoff active" : "handoff", d: `M ${x1} ${y1} ${bend}, ${x2} ${y2}` }), label];
+}
+
+function makeEvent(event) {
+  return h("li", { class: event.kind }, h("time", {}, time(event.at)), h("div", {}, tell(event)));
+}
+
+function tell(event) {
+  switch (event.kind) {
+    case "up":
+      return [h("strong", {}, "A replica is up"), ": ", h("code", {}, event.name)];
+    case "gone":
+      return [h("strong", {}, "A replica is gone"), ": ", h("code", {}, event.name)];
+    case "replay":
+      return [h("strong", {}, "A request goes on in another replica"), ": ", h("a", { class: "mono", href: `#requests/${encodeURIComponent(event.name)}` }, event.name)];
+    default: {
+      const inputs = Object.entries(event.inputs).map(([name, value]) => `${name} ${rate(value) === "0" ? Number(value.toPrecision(2)) : rate(value)}`);
+      return [
+        h("strong", {}, `${event.pool} pool of ${event.model} from ${event.before} to ${event.after} replicas`),
+        `: ${event.reason}, the load asks for ${event.desired}`,
+        h("details", {}, h("summary", {}, "the figures that decided"), inputs.join(" · ")),
+      ];
+    }
+  }
+}

@@ -1,0 +1,86 @@
+// The playground: one conversation, or two side by side that get the same messages.
+
+import { getJson } from "./api.js";
+import { h } from "./dom.js";
+import { Pane } from "./pane.js";
+
+const EXAMPLES = ["What is an ocean?", "What does brave mean?", "Name a kind of tree."];
+
+export class PlaygroundView {
+  constructor() {
+    this.panes = [new Pane(() => this.refresh()), new Pane(() => this.refresh())];
+    this.compare = h("button", { "aria-pressed": "false", onclick: () => this.setTwo(!this.two) }, "Side by side");
+    this.problem = h("p", { class: "problem", role: "alert" });
+    this.input = h("textarea", { rows: "1", placeholder: "Message", "aria-label": "Message", onkeydown: (event) => this.onKey(event) });
+    this.button = h("button", { class: "primary", onclick: () => this.act() }, "Send");
+    this.examples = h("div", { class: "examples" }, ...EXAMPLES.map((text) => h("button", { onclick: () => this.send(text) }, text)));
+    this.grid = h("div", { class: "panes" }, ...this.panes.map((pane) => pane.element));
+    this.element = h(
+      "div", { class: "view" },
+      h("div", { class: "bar" }, h("h1", {}, "Playground"),
+        this.compare, h("button", { onclick: () => this.clear() }, "New conversation")),
+      this.problem, this.grid, this.examples,
+      h("div", { class: "composer" }, this.input, this.button)
+    );
+    this.setTwo(false);
+  }
+
+  async open() {
+    if (this.panes[0].settings.model.options.length) return;
+    try {
+      const { data } = await getJson("v1/models");
+      for (const pane of this.panes) pane.settings.setModels(data.map((model) => model.id));
+      this.problem.textContent = "";
+    } catch (error) {
+      this.problem.textContent = error.message;
+    }
+  }
+
+  get shown() {
+    return this.two ? this.panes : this.panes.slice(0, 1);
+  }
+
+  setTwo(two) {
+    this.two = two;
+    this.grid.classList.toggle("two", two);
+    this.panes[1].element.hidden = !two;
+    this.compare.setAttribute("aria-pressed", String(two));
+  }
+
+  onKey(event) {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      this.act();
+    }
+  }
+
+  act() {
+    if (this.busy) {
+      for (const pane of this.shown) pane.answering?.abort();
+    } else if (this.input.value.trim()) {
+      this.send(this.input.value.trim());
+      this.input.value = "";
+    }
+  }
+
+  send(text) {
+    if (this.busy) return;
+    this.examples.hidden = true;
+    for (const pane of this.shown) pane.send(text);
+    this.input.focus();
+  }
+
+  clear() {
+    for (const pane of this.panes) pane.clear();
+    this.examples.hidden = false;
+    this.input.focus();
+  }
+
+  get busy() {
+    return this.shown.some((pane) => pane.answering);
+  }
+
+  refresh() {
+    this.button.textContent = this.busy ? "Stop" : "Send";
+  }
+}

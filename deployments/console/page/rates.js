@@ -1,0 +1,50 @@
+// Rates made of totals: what changed between two states of the cluster.
+
+const HISTORY = 90; // states, so three minutes
+
+export class Rates {
+  constructor() {
+    this.before = null;
+    this.replicas = new Map(); // by id
+    this.history = new Map(); // tokens per second, by model
+  }
+
+  add(state) {
+    const elapsed = this.before ? Math.max(0.001, state.at - this.before.at) : null;
+    const old = new Map(this.before ? allReplicas(this.before).map((replica) => [replica.engine_id, replica]) : []);
+    this.replicas = new Map(
+      allReplicas(state).map((replica) => [replica.engine_id, between(old.get(replica.engine_id), replica, elapsed)])
+    );
+    for (const { model, decode } of state.models) {
+      const tokens = this.history.get(model) ?? [];
+      if (elapsed) tokens.push(sum(decode, (replica) => this.of(replica).output));
+      if (tokens.length > HISTORY) tokens.shift();
+      this.history.set(model, tokens);
+    }
+    this.before = state;
+  }
+
+  of(replica) {
+    return this.replicas.get(replica.engine_id) ?? between(undefined, replica, null);
+  }
+}
+
+export const allReplicas = (state) => state.models.flatMap((model) => [...model.decode, ...model.prefill]);
+export const sum = (items, of) => items.reduce((total, item) => total + of(item), 0);
+
+export function received(replica) {
+  return sum(Object.values(replica.handoffs?.results?.received ?? {}), (n) => n);
+}
+
+function between(old, replica, elapsed) {
+  const risen = (of) => (old && elapsed ? Math.max(0, of(replica) - of(old)) : 0);
+  const perSecond = (of) => (elapsed ? risen(of) / elapsed : 0);
+  const queried = risen((r) => r.stats.prefix_queried_tokens);
+  return {
+    output: perSecond((r) => r.stats.generation_tokens),
+    input: perSecond((r) => r.stats.prefill_tokens),
+    steps: perSecond((r) => r.stats.steps),
+    hits: queried ? risen((r) => r.stats.prefix_hit_tokens) / queried : null,
+    handoffs: risen(received),
+  };
+}

@@ -1,0 +1,100 @@
+"""The routes of the console: the files of its page, which anybody may have, and what it shows, which takes a key."""
+
+from __future__ import annotations
+
+import hashlib
+import mimetypes
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from deployments.console.cluster_watcher import ClusterWatcher
+from deployments.console.config import ConsoleConfig
+from deployments.console.feed import ClusterFeed
+from deployments.http.debug import VERSION
+from deployments.http.json_body import json_response
+from deployments.http.streaming import EventStream
+from deployments.observability.telemetry import Telemetry
+from deployments.openai.served_models import ServedModels
+
+PAGE = Path(__file__).parent / "page"
+HEADERS = {
+    # no script, style, image or connection but this server's own; markup made of text is refused by the browser itself
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """A model as the configuration and its files describe it."""
+
+    name: str
+    aliases: tuple[str, ...]
+    root: str
+    max_model_len: int
+    vocab_size: int
+    generates: bool
+    default_sampling: dict[str, Any]
+
+
+class ConsoleFacts(msgspec.Struct, frozen=True):
+    """What stays as it is while the server runs."""
+
+    version: str
+    models: list[ModelFacts]
+    configuration: dict[str, Any]
+
+
+class PageFile:
+    """A file of the page, with its headers."""
+
+    def __init__(self, path: Path):
+        self._content = path.read_bytes()
+        self._type = mimetypes.guess_type(path.name)[0]
+        self._etag = f'"{hashlib.sha256(self._content).hexdigest()[:16]}"'
+
+    def response(self, request: Request) -> Response:
+        headers = {**HEADERS, "ETag": self._etag}
+        if request.headers.get("if-none-match") == self._etag:
+            return Response(status_code=304, headers=headers)
+        return Response(self._content, media_type=self._type, headers=headers)
+
+
+def add_console_routes(app: FastAPI, models: ServedModels, telemetry: Telemetry, config: ConsoleConfig) -> None:
+    files = {path.name: PageFile(path) for path in sorted(PAGE.iterdir())}
+    feed = ClusterFeed(ClusterWatcher(models.pools(), telemetry))
+
+    @app.get("/")
+    async def page(request: Request) -> Response:
+        return files["index.html"].response(request)
+
+    for name in files.keys() - {"index.html"}:
+        app.add_api_route(f"/console/page/{name}", files[name].response, methods=["GET"])
+
+    @app.get("/console/state")
+    async def state() -> Response:
+        return EventStream(feed.events())
+
+    @app.get("/console/facts")
+    async def facts() -> Response:
+        found = [
+            ModelFacts(
+                name=model.info.name,
+                aliases=model.info.aliases,
+                root=model.info.root,
+                max_model_len=model.info.max_model_len,
+                vocab_size=model.info.vocab_size,
+                generates="generate" in model.info.supported_tasks,
+                default_sampling=dict(model.info.default_sampling),
+            )
+            for model in models.values()
+        ]
+        return json_response(ConsoleFacts(VERSION, found, config.configuration))

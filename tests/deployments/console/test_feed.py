@@ -1,0 +1,94 @@
+"""One look for all viewers, and none without a viewer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+import pytest
+
+from deployments.console import feed
+from deployments.console.cluster_watcher import ClusterState
+from deployments.console.feed import ClusterFeed
+from tests.deployments.fake_api import until
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 10))
+
+
+class FakeWatcher:
+    """Counts its looks. fails: looks, counted from 1, that raise."""
+
+    def __init__(self, fails: tuple[int, ...] = ()):
+        self.looks, self._fails = 0, fails
+
+    async def look(self) -> ClusterState:
+        self.looks += 1
+        if self.looks in self._fails:
+            raise RuntimeError("a bug")
+        return ClusterState(at=self.looks, models=[], waiting={}, requests=[], events=[], scaling=[])
+
+
+@pytest.fixture(autouse=True)
+def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("INTERVAL_S", 0.01), ("LINGER_S", 0.05), ("STREAM_S", 5.0)):
+        monkeypatch.setattr(feed, name, seconds)
+
+
+def number_of(event: bytes) -> float:
+    return msgspec.json.decode(event.removeprefix(b"data: "), type=ClusterState).at
+
+
+async def watch(shared: ClusterFeed, count: int) -> list[float]:
+    """The numbers of the first looks that a viewer sees."""
+    seen = []
+    async with aclosing(shared.events()) as events:
+        async for event in events:
+            seen.append(number_of(event))
+            if len(seen) == count:
+                break
+    return seen
+
+
+def test_ten_viewers_share_each_look():
+    async def scenario() -> None:
+        watcher = FakeWatcher()
+        shared = ClusterFeed(watcher)  # type: ignore[arg-type]
+        assert await asyncio.gather(*(watch(shared, 3) for _ in range(10))) == [[1, 2, 3]] * 10
+        assert watcher.looks == 3
+
+    run(scenario())
+
+
+def test_nobody_looks_before_the_first_viewer_and_some_time_after_the_last():
+    async def scenario() -> None:
+        watcher = FakeWatcher()
+        shared = ClusterFeed(watcher)  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        assert watcher.looks == 0
+        assert await watch(shared, 1) == [1]
+        await until(lambda: shared._looking is None)
+        looks = watcher.looks
+        assert await watch(shared, 1) == [looks + 1], "the next viewer gets no old state"
+
+    run(scenario())
+
+
+def test_a_look_that_fails_costs_a_viewer_nothing_but_time():
+    async def scenario() -> None:
+        assert await watch(ClusterFeed(FakeWatcher(fails=(1, 3))), 2) == [2, 4]  # type: ignore[arg-type]
+
+    run(scenario())
+
+
+def test_a_stream_ends_by_itself_so_that_a_server_can_stop(monkeypatch):
+    async def scenario() -> None:
+        monkeypatch.setattr(feed, "STREAM_S", 0.02)
+        shared = ClusterFeed(FakeWatcher())  # type: ignore[arg-type]
+        assert [number_of(event) async for event in shared.events()]
+
+    run(scenario())

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from httpx import ASGITransport, AsyncClient
+
+from cluster.config import AppConfig
+from deployments.app import http_app
+from deployments.console.cluster_watcher import ClusterState
+from deployments.console.config import ConsoleConfig
+from deployments.console.routes import PAGE
+from deployments.frontend.api_keys import hash_key
+from deployments.http.middleware import AuthConfig
+from tests.deployments.fake_api import fake_api, says
+
+KEY = {"Authorization": "Bearer sk-a"}
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+def test_every_file_of_the_page_forbids_whatever_is_not_of_this_server():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            for path in ("/", *(f"/console/page/{file.name}" for file in PAGE.iterdir() if file.name != "index.html")):
+                response = await api.client.get(path)
+                assert response.status_code == 200, path
+                policy = response.headers["content-security-policy"]
+                assert "default-src 'none'" in policy
+                assert "unsafe" not in policy
+                assert response.headers["x-content-type-options"] == "nosniff"
+                again = await api.client.get(path, headers={"If-None-Match": response.headers["etag"]})
+                assert (again.status_code, again.content) == (304, b"")
+
+    run(scenario())
+
+
+def test_no_file_of_the_page_names_another_host_or_makes_markup_of_text():
+    for file in PAGE.iterdir():
+        text = file.read_text(encoding="utf-8")
+        hosts = set(re.findall(r"https?://[\w.]+", text)) - {"http://www.w3.org"}  # a namespace
+        assert not hosts, file.name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text), file.name
+
+
+def test_a_browser_gets_the_page_without_a_key_and_nothing_else():
+    async def scenario() -> None:
+        auth = AuthConfig(api_keys=(f"alice:{hash_key('sk-a')}",))
+        async with fake_api(auth=auth) as api:
+            for path in ("/", "/console/page/app.js"):
+                assert (await api.client.get(path)).status_code == 200
+            for path in ("/console/state", "/console/facts", "/console/page/../state", "/debug/requests/x"):
+                assert (await api.client.get(path)).status_code == 401
+            assert (await api.client.get("/console/facts", headers=KEY)).status_code == 200
+
+    run(scenario())
+
+
+def test_the_page_is_found_where_a_proxy_calls_no_prefix_a_slash():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            app = http_app({"fake": api.model}, api.telemetry)
+            transport = ASGITransport(app, root_path="/")
+            async with AsyncClient(transport=transport, base_url="http://fake") as client:
+                assert (await client.get("/")).status_code == 200
+
+    run(scenario())
+
+
+def test_an_operator_can_leave_the_console_out():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            app = http_app({"fake": api.model}, api.telemetry, console=ConsoleConfig(enabled=False))
+            async with AsyncClient(transport=ASGITransport(app), base_url="http://fake") as client:
+                for path in ("/", "/console/page/app.js", "/console/state", "/console/facts"):
+                    assert (await client.get(path)).status_code == 404
+
+    run(scenario())
+
+
+def test_the_state_has_replicas_and_requests_but_no_text_of_them():
+    async def scenario() -> None:
+        async with fake_api(says("a secret answer")) as api:
+            await api.until_status()
+            await api.post("completions", prompt="a secret prompt", max_tokens=3)
+            app = http_app({"fake": api.model}, api.telemetry)
+            feed = next(route for route in app.routes if getattr(route, "path", "") == "/console/state")
+            stream = (await feed.endpoint()).body_iterator  # type: ignore[attr-defined]
+            event = await anext(stream)
+            await stream.aclose()
+            state = msgspec.json.decode(event.removeprefix(b"data: "), type=ClusterState)
+            assert [replica.engine_id for replica in state.models[0].decode] == ["fake"]
+            assert [request.output_tokens for request in state.requests] == [3]
+            assert "secret" not in event.decode()
+
+    run(scenario())
+
+
+def test_the_configuration_is_shown_with_its_defaults_and_without_its_secrets():
+    config = AppConfig.parse(
+        {
+            "models": [{"name": "m", "model": "pocket", "decode": {"engine": {"max_num_seqs": 7}}, "prefill": {}}],
+            "ingress": {"api_keys": [f"alice:{hash_key('sk-a')}"], "response_store": "redis://me:pass@host:6379/0"},
+        }
+    ).console_config()
+    shown = config.configuration
+    assert shown["models"][0]["decode"]["engine"]["max_num_seqs"] == 7
+    assert shown["models"][0]["prefill"]["engine"]["max_num_seqs"] == 128
+    assert shown["ingress"]["max_replays"] == 3
+    assert shown["ingress"]["api_keys"] == "1 keys"
+    assert shown["ingress"]["response_store"] == "redis://***@host:6379/0"
+    assert "alice" not in str(shown)
+
+
+def test_the_package_brings_the_page_along():
+    lines = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"deployments.console" = ["page/*"]' in lines
