@@ -173,7 +173,10 @@ HEADERS = [
     Bad(COMPLETIONS, {"prompt": "a"}, "x-session-id", headers={**JSON, "X-Session-Id": "a" * 300}),
 ]
 ROUTES = [
-    *(Bad(path, b"", status=404, method="GET", headers={}) for path in ("/nowhere", "/console", "/v1", "/v1/completions/x")),
+    *(
+        Bad(path, b"", status=404, method="GET", headers={})
+        for path in ("/nowhere", "/console", "/v1", "/v1/completions/x")
+    ),
     Bad("/v1/models/a/b", b"", "model", status=404, method="GET", headers={}),
     Bad("/v1/audio/speech", {"input": "a"}, status=404),
     Bad(COMPLETIONS, b"", status=405, method="GET", headers={}),
