@@ -23,6 +23,7 @@ from engine.wire.messages import TokenLogprob
 from engine.wire.sampling_params import SamplingParams
 
 CANDIDATES = 1024
+CACHED = 2**18  # logits that are drawn from at a time on a CPU, so that what is made of them stays in its cache
 DRAW_AHEAD = 32  # positions
 MAX_SEEDS = 4096  # seeds whose numbers are kept: far more than running sequences
 WORDS_PER_COUNTER = 4  # words that the generator makes of one counter; the first is used
@@ -71,9 +72,9 @@ class RandomRows:
     top_k: Tensor  #: [n, 1] int32; the vocabulary's size without one
     width: int  #: number of candidates to sort: 0 without filters
 
-    def row(self, index: int) -> RandomRows:
+    def part(self, index: slice | Tensor) -> RandomRows:
         columns = (self.rows, self.temperature, self.uniform, self.top_p, self.min_p, self.top_k)
-        rows, temperature, uniform, top_p, min_p, top_k = (column[index : index + 1] for column in columns)
+        rows, temperature, uniform, top_p, min_p, top_k = (column[index] for column in columns)
         return RandomRows(rows, temperature, uniform, top_p, min_p, top_k, self.width)
 
 
@@ -179,10 +180,17 @@ def sorts_candidates(device: torch.device) -> bool:
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     """Return tokens [rows] int64 for logits [rows, vocab] float32; -1 where the largest logit is not finite."""
-    best, tokens = logits.max(dim=-1)
+    rows, vocab_size = logits.shape
+    if sum(len(group.rows) for group in inputs.random) == rows:  # finding the likeliest token takes longer
+        best, tokens = logits.amax(dim=-1), torch.empty(rows, dtype=torch.int64, device=logits.device)
+    else:
+        best, tokens = logits.max(dim=-1)
+    at_once = max(2, CACHED // vocab_size) if logits.device.type == "cpu" else rows
     for group in inputs.random:
-        chosen = logits[group.rows] / group.temperature.clamp(min=1e-2)  # vLLM's smallest temperature too
-        tokens[group.rows] = draw_filtered(chosen, group) if group.width else draw_any(chosen, group.uniform)
+        for start in range(0, len(group.rows), at_once):
+            part = group.part(slice(start, start + at_once))
+            chosen = logits[part.rows] / part.temperature.clamp(min=1e-2)  # vLLM's smallest temperature too
+            tokens[part.rows] = draw_filtered(chosen, part) if part.width else draw_any(chosen, part.uniform)
     return mark_non_finite(best, tokens)
 
 
@@ -238,8 +246,8 @@ def draw_filtered(logits: Tensor, group: RandomRows) -> Tensor:
     total = relative_weights(logits, values[:, :1], group.min_p).sum(-1, keepdim=True)
     tokens = draw_nucleus(weights, ids, total, group)
     reaches_past = (weights[:, -1:] > 0) & (weights.sum(-1, keepdim=True) < group.top_p * total)
-    for row in reaches_past.squeeze(1).nonzero().flatten().tolist():
-        tokens[row] = draw_sorted(logits[row : row + 1], group.row(row))
+    if len(rows := reaches_past.squeeze(1).nonzero().flatten()):
+        tokens[rows] = draw_sorted(logits[rows], group.part(rows))
     return tokens
 
 

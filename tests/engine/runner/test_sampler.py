@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.runner import sampler
 from engine.runner.sampler import (
     CANDIDATES,
     MaskedRows,
@@ -307,6 +308,20 @@ def test_looking_at_the_likeliest_candidates_first_equals_sorting_the_whole_voca
     for group in prepare_sampling(rows, logits.shape[-1], UniformSource()).random:
         if group.width:
             assert torch.equal(draw_filtered(logits, group), draw_sorted(logits, group))
+
+
+def test_drawing_a_few_rows_at_a_time_gives_the_tokens_that_all_at_once_have(monkeypatch):
+    """With greedy rows among them, rows that are sorted after all, and equal logits."""
+    vocab_size = 2 * CANDIDATES
+    logits = (torch.randn(23, vocab_size, generator=torch.Generator().manual_seed(1)) / 10).bfloat16().float()
+    fields: list[dict[str, float]] = [{"temperature": 0.6}, {"top_p": 0.9}, {"top_k": 20}, {"temperature": 0.0}]
+    rows = [SampledRow(i, 7, 1, i, SamplingParams(**fields[i % 4])) for i in range(len(logits))]  # type: ignore[arg-type]
+    inputs = prepare_sampling(rows, vocab_size, UniformSource())
+    drawn = []
+    for at_once in (2, 3, 23):
+        monkeypatch.setattr(sampler, "CACHED", at_once * vocab_size)
+        drawn.append(sample(logits, inputs).tolist())
+    assert drawn[0] == drawn[1] == drawn[2]
 
 
 @pytest.mark.parametrize("vocab", [1, 8, 31, 97, 128])
