@@ -17,6 +17,7 @@ def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft as many tokens as there may be, whatever they cost and however they fared."""
     monkeypatch.setattr(StepDrafts, "_least", lambda step: -1.0)
     monkeypatch.setattr(StepDrafts, "length", lambda step, acceptance, limit: limit)
+    monkeypatch.setattr(StepDrafts, "proposals", lambda step, acceptances, limit: limit)
     monkeypatch.setattr(SequenceDrafts, "untried", False)
     monkeypatch.setattr(SequenceDrafts, "pause", lambda drafts, length: None)
 

@@ -185,7 +185,8 @@ class Harness:
             vocab_size=VOCAB,
             eos_token_ids=frozenset({EOS}),
             handoffs=handoffs,
-            speculator=drafter and Speculator(SpeculativeConfig(method="ngram"), drafter, lambda: step_cost, VOCAB),
+            speculator=drafter
+            and Speculator(SpeculativeConfig(method="ngram"), drafter, lambda sequences: (*step_cost, 0.0), VOCAB),
         )
         self.runner = FakeRunner(self.config, max_model_len)
         self.depth = depth

@@ -129,10 +129,7 @@ class EngineCore:
                 drafter = NgramDrafter(config.speculative.prompt_lookup_min, config.speculative.prompt_lookup_max)
             elif config.speculative.method == "suffix":
                 drafter = SuffixDrafter(config.speculative)
-            step_cost = step_times.by_decoded_tokens
-            speculator = Speculator(
-                config.speculative, drafter, lambda: step_cost.coefficients, model_config.vocab_size
-            )
+            speculator = Speculator(config.speculative, drafter, step_times.drafting.of, model_config.vocab_size)
         scheduler = Scheduler(
             config,
             BlockPool(
@@ -330,7 +327,7 @@ class EngineCore:
         step = self._in_flight.popleft()
         result = self._collect(step.launched)
         began_at, self.last_step_at = max(step.submitted_at, self.last_step_at), time.monotonic()
-        self.step_times.observe_step(step.work, self.last_step_at - began_at)
+        self.step_times.observe_step(step.work, self.last_step_at - began_at, result.draft_s)
         events = self.scheduler.commit(result, self.last_step_at)
         self._submit_handoffs()
         if self._broadcaster:

@@ -23,32 +23,44 @@ class Speculator:
         self,
         config: SpeculativeConfig,
         drafter: HostDrafter | None,
-        step_cost: Callable[[], tuple[float, float]],
+        step_cost: Callable[[int], tuple[float, float, float]],
         vocab_size: int,
     ):
         """drafter: None if the runner has one with weights.
-        step_cost: seconds of a step that only decodes, fixed and per token."""
+        step_cost: of a number of sequences; DraftCost.of."""
         self._limit, self._drafter = config.num_speculative_tokens, drafter
         self._step_cost, self._vocab_size = step_cost, vocab_size
         self._step = self._undrafted = StepDrafts(0, 0.0, 0.0)
+        self._num_proposed = 0  # for each request of the step that was planned last
         self.totals = SpecDecodeStats()
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the drafter has weights, and proposes in the steps of the model."""
+        return self._drafter is None
 
     @property
     def lookahead(self) -> int:
         """Tokens after its drafts for which a request should have blocks: a drafter with weights computes their KV."""
-        return self._limit if self._drafter is None else 0
+        return self._limit if self.has_weights else 0
 
     def num_drafts(self, requests: list[Request]) -> int:
         """Return how many tokens a drafter with weights is to propose for each of these requests after this step."""
+        self._num_proposed = 0
         if self._drafter is not None or not self._undrafted.length(OPTIMISM, 1):
             return 0
-        best = max(self._start(request).acceptance(len(request.tokens)) for request in requests)
-        return self._undrafted.length(best, self._limit)
+        acceptances = [self._start(request).acceptance(len(request.tokens)) for request in requests]
+        self._num_proposed = self._undrafted.proposals(acceptances, self._limit)
+        if not self._num_proposed and self._undrafted.proposals([OPTIMISM] * len(requests), 1):
+            for request, acceptance in zip(requests, acceptances, strict=True):
+                if acceptance:  # it is to blame, not the load
+                    self._start(request).pause(len(request.tokens))
+        return self._num_proposed
 
     def start_step(self, sequences: int) -> None:
         """sequences: those that run."""
-        fixed, slope = self._step_cost()
-        self._step, self._undrafted = StepDrafts(sequences, fixed, slope), StepDrafts(sequences, fixed, slope)
+        cost = self._step_cost(sequences)
+        self._step, self._undrafted = StepDrafts(sequences, *cost), StepDrafts(sequences, *cost)
 
     def waits(self, request: Request) -> bool:
         """Return whether a request should wait for its token in flight, since drafts may follow that."""
@@ -57,7 +69,9 @@ class Speculator:
             return False
         # the first is a guess of the token in flight
         limit = self._left(request, self._limit)
-        return limit > 0 and (drafts.drafter is None or len(drafts.drafter.propose(limit + 1)) > 1)
+        if drafts.drafter is None:
+            return limit > 0 and self._num_proposed > 0
+        return limit > 0 and len(drafts.drafter.propose(limit + 1)) > 1
 
     def draft(self, request: Request, room: int) -> list[int] | None:
         """Return up to `room` tokens that may follow the newest one of a request."""

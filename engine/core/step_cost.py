@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from engine.spec_decode.draft_cost import DraftCost
 from engine.wire.plan import StepPlan
 
 STEP_MEMORY = 200_000.0  # tokens after which a step's weight is 1/e
 PROMPT_MEMORY = 50_000.0  # prompt tokens after which the weight of one is 1/e
 DECODE_MEMORY = 200.0  # steps of about the same size after which the weight of one is 1/e
-TRUSTED_STEPS = 8.0  # of other sizes than the commonest, after which half of a measured slope counts
-FIT_EVERY = 8  # steps
 WARM_UP_STEPS = 4  # they compile kernels and touch memory for the first time, so their cost is not typical
 
 
@@ -106,52 +105,10 @@ class DecodeCost:
         if len(self._buckets) == 1:
             (only,) = self._buckets.values()
             return only.seconds / 2, only.seconds / 2 / only.sequences
-        return self._line()
-
-    def _line(self) -> tuple[float, float]:
-        """Return the coefficients of a line through the means of all sizes that count."""
         line = LinearCost(memory=math.inf)
         for bucket in self._buckets.values():
-            if bucket.count:
-                line.observe(bucket.sequences, bucket.seconds, weight=bucket.count)
+            line.observe(bucket.sequences, bucket.seconds, weight=bucket.count)
         return line.coefficients
-
-
-class DraftedStepCost(DecodeCost):
-    """Cost of a step that only decodes, by its tokens, drafts included.
-
-    A quarter of a doubling is a size here. The first step of a size does not count, since it may record a graph.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._observed, self._fitted = 0, (0, (0.0, 0.0))
-
-    def observe_step(self, tokens: int, seconds: float) -> None:
-        size = math.floor(4 * math.log2(tokens))
-        if size in self._buckets:
-            self._buckets[size].add(tokens, seconds)
-            self._observed += 1
-        else:
-            self._buckets[size] = _Bucket()
-
-    @property
-    def coefficients(self) -> tuple[float, float]:
-        """(seconds per step, additional seconds per token); zeros while nothing is known.
-
-        The slope is less than was measured as long as it rests on few steps: a token seems cheap until it was tried.
-        """
-        if self._fitted[0] * FIT_EVERY <= self._observed:  # seldom, since this is asked in every step
-            self._fitted = self._observed // FIT_EVERY + 1, self._fit()
-        return self._fitted[1]
-
-    def _fit(self) -> tuple[float, float]:
-        counts = [bucket.count for bucket in self._buckets.values() if bucket.count]
-        if not counts:
-            return 0.0, 0.0
-        fixed, slope = self._line()
-        others = sum(counts) - max(counts)
-        return fixed, slope * others / (others + TRUSTED_STEPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,17 +123,19 @@ class StepWork:
     """Those of them that sampled, since their prompt was computed to its end."""
     drafts: int = 0
     """Guessed tokens that the decodes computed besides."""
+    num_drafts: int = 0
+    """Tokens that a drafter with weights proposed for each sequence."""
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepWork:
         ended = sum(plan.samples)
         tokens = plan.num_tokens
         if tokens == ended == len(plan.counts):
-            return cls(ended, 0, 0)
+            return cls(ended, 0, 0, 0, plan.num_drafts)
         pairs = enumerate(zip(plan.counts, plan.samples, strict=True))
         decodes = sum(samples and (count == 1 or i in plan.drafts) for i, (count, samples) in pairs)
         drafts = sum(map(len, plan.drafts.values()))
-        return cls(decodes, tokens - decodes - drafts, ended - decodes, drafts)
+        return cls(decodes, tokens - decodes - drafts, ended - decodes, drafts, plan.num_drafts)
 
 
 class StepTimes:
@@ -187,8 +146,8 @@ class StepTimes:
         self.by_tokens = StepCost()
         #: Cost of steps that only decode.
         self.by_sequences = DecodeCost()
-        #: Of these too, by the tokens that they compute, drafts included.
-        self.by_decoded_tokens = DraftedStepCost()
+        #: Of these too, with what drafts cost in them.
+        self.drafting = DraftCost()
         self.prefill_tokens = self.prefills = 0
         self._steps = 0
         self._prompt_s = self._prompt_tokens = 0.0
@@ -201,7 +160,8 @@ class StepTimes:
         """
         return self._prompt_s / self._prompt_tokens if self._prompt_tokens else 0.0
 
-    def observe_step(self, work: StepWork, seconds: float) -> None:
+    def observe_step(self, work: StepWork, seconds: float, draft_s: float = 0.0) -> None:
+        """draft_s: seconds of these that a drafter with weights took."""
         self._steps += 1
         self.prefill_tokens += work.prefill_tokens
         self.prefills += work.prefills
@@ -210,7 +170,7 @@ class StepTimes:
         self.by_tokens.observe_step(work.decodes + work.drafts + work.prefill_tokens, seconds)
         if not work.prefill_tokens:
             self.by_sequences.observe_step(work.decodes, seconds)
-            self.by_decoded_tokens.observe_step(work.decodes + work.drafts, seconds)
+            self.drafting.observe_step(work.decodes, work.drafts, work.num_drafts, seconds, draft_s)
             return
         per_step, per_sequence = self.by_sequences.coefficients if work.decodes else (0.0, 0.0)
         fade = math.exp(-work.prefill_tokens / PROMPT_MEMORY)

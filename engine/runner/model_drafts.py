@@ -27,7 +27,6 @@ def draft_inputs(inputs: StepInputs, tokens: Tensor, history: Tensor, out: Tenso
         entries=list(dict.fromkeys(inputs.entries)),
         batch=batch,
         tables=batch.block_table if first is None else batch.block_table.index_select(0, first),
-        token_ids=flat[index].long(),
         next_ids=flat[following].long(),
         last_rows=last_rows(inputs, tokens),
         hidden=out[:, :size],

@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +70,7 @@ class LaunchedStep:
     prompt_logprobs: list[tuple[PromptLogprobRows, list[LogprobTable]]]  #: with one table per PROMPT_LOGPROB_ROWS rows
     pooled: list[Pooled]
     drafts: Tensor | None  #: [entries that sample, plan.num_drafts] int64, of a drafter with weights
+    draft_s: Callable[[], float]  #: seconds that it took
     event: DeviceEvent
 
 
@@ -301,12 +304,15 @@ class ModelRunner:
         history[inputs.written] = tokens.clamp(min=0).int()
         prompt_logprobs = [(rows, self._prompt_logprobs(hidden, rows)) for rows in inputs.prompt_logprob_rows]
         pooled = self._pooler.launch(hidden, inputs.pooled_rows) if inputs.pooled_rows else []
-        drafts = None
+        drafts, draft_s = None, lambda: 0.0
         if self.drafter is not None:
-            step = draft_inputs(inputs, tokens, self._history, out, size)
-            drafts = self.device.fetch(self.drafter.propose(step))
+            self.drafter.follow(inputs.plan)
+            if inputs.plan.num_drafts or self.drafter.reads_all:
+                step = draft_inputs(inputs, tokens, self._history, out, size)
+                proposed, draft_s = self.device.timed(partial(self.drafter.propose, step))
+                drafts = self.device.fetch(proposed)
         tokens = self.device.fetch(tokens)
-        return LaunchedStep(inputs, tokens, logprobs, prompt_logprobs, pooled, drafts, self.device.event())
+        return LaunchedStep(inputs, tokens, logprobs, prompt_logprobs, pooled, drafts, draft_s, self.device.event())
 
     def _forward(self, inputs: StepInputs, history: Tensor) -> Tensor:
         if inputs.batch is not None and self._tables is not None and inputs.block_tables is not None:
@@ -327,7 +333,8 @@ class ModelRunner:
         launched.event.wait()
         inputs = launched.inputs
         count = len(inputs.plan.slots)
-        result = StepResult(inputs.plan.step, [[] for _ in range(count)], [None] * count, [None] * count)
+        result = StepResult(inputs.plan.step, [[] for _ in range(count)], [None] * count, [None] * count, {}, {},
+                            launched.draft_s())  # fmt: skip
         if inputs.plan.drafts:
             sampled = iter(launched.tokens.tolist())
             for i in dict.fromkeys(inputs.entries):

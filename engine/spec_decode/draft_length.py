@@ -77,9 +77,11 @@ class StepDrafts:
     in a loaded engine, no draft is likely enough.
     """
 
-    def __init__(self, sequences: int, fixed: float, slope: float):
-        """sequences: that decode in this step."""
+    def __init__(self, sequences: int, fixed: float, slope: float, proposal: float = 0.0):
+        """sequences: that decode in this step. proposal: seconds that a drafter with weights takes for a token of
+        each."""
         self._slope, self._seconds, self._yield = slope, fixed + slope * sequences, float(sequences)
+        self._proposal = proposal
         self.least_acceptance = self._least()
         """Rate of acceptance above which a drafted token is worth its time; 1 while the cost of a step is not known."""
 
@@ -95,6 +97,18 @@ class StepDrafts:
             chance *= acceptance
             count += 1
         return count
+
+    def proposals(self, acceptances: list[float], limit: int) -> int:
+        """Return how many tokens a drafter with weights should propose for these sequences. Each token takes its time
+        for all of them, and is verified, in the next step, for those of which it is likely enough."""
+        seconds, tokens = self._seconds, self._yield
+        for count in range(limit):
+            chances = [chance for a in acceptances if (chance := a ** (count + 1)) * seconds > self._slope * tokens]
+            more = self._proposal + self._slope * len(chances)
+            if sum(chances) * seconds <= more * tokens:
+                return count
+            seconds, tokens = seconds + more, tokens + sum(chances)
+        return limit
 
     def add(self, acceptance: float, count: int) -> None:
         """Count the drafts of a sequence as part of the step."""

@@ -17,6 +17,7 @@ from engine.model.models.registry import build_model
 from engine.spec_decode.draft_cache import DraftCache
 from engine.spec_decode.drafter import DraftInputs
 from engine.spec_decode.target import Target, check_fits
+from engine.wire.plan import StepPlan
 
 
 class DraftModel:
@@ -24,6 +25,7 @@ class DraftModel:
     received takes steps of `max_num_batched_tokens` tokens here, and drafts begin once it has caught up."""
 
     aux_layers: tuple[int, ...] = ()
+    reads_all = False
 
     def __init__(self, folder: Path, target: Target, max_num_batched_tokens: int):
         cfg = ModelConfig.from_folder(folder)
@@ -41,11 +43,16 @@ class DraftModel:
     def allocate(self, num_blocks: int) -> None:
         self._cache.allocate(num_blocks)
 
-    def propose(self, step: DraftInputs) -> Tensor:
-        plan, newest = step.plan, step.last_rows
+    def follow(self, plan: StepPlan) -> None:
         self._cache.follow(plan)
         self._computed |= {new.slot: 0 for new in plan.added}
-        spans = self._spans(step, self._budget if plan.num_drafts else 0)
+        for slot, first in zip(plan.slots, plan.starts, strict=True):
+            # a sequence that has caught up computes its newest token again: its KV before that is right
+            self._computed[slot] = min(self._computed.get(slot, 0), first)
+
+    def propose(self, step: DraftInputs) -> Tensor:
+        plan, newest = step.plan, step.last_rows
+        spans = self._spans(step, self._budget)
         drafts = newest.new_full((len(step.entries), plan.num_drafts), -1)
         if not spans:
             return drafts
@@ -77,8 +84,7 @@ class DraftModel:
         and those that were just sampled, as far as the budget and the blocks reach. The rest can wait."""
         plan, spans = step.plan, []
         for entry, (slot, first, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
-            # a sequence that has caught up computes its newest token again: its KV before that is right
-            start = self._computed[slot] = min(self._computed.get(slot, 0), first)
+            start = self._computed[slot]
             stop = min(first + count + 1, start + budget, self._cache.capacity(step, entry))
             if start < stop:
                 spans.append((entry, start, stop))

@@ -53,10 +53,9 @@ class DraftInputs:
     `kv_cache` is the target's. Each token of an entry that verified drafts is a sequence of its own here."""
     tables: Tensor
     """[entries of the plan, max_blocks] int32, their block tables."""
-    token_ids: Tensor
-    """[rows] int64, the input tokens."""
     next_ids: Tensor
-    """[rows] int64, the token after each of them: known, or sampled in this step. Of no meaning after `last_rows`."""
+    """[rows] int64, the token after each that the step computed: known, or sampled in this step. Of no meaning
+    after `last_rows`."""
     last_rows: Tensor
     """[n] int64, of each entry the row whose next token is the newest one."""
     hidden: Tensor
@@ -75,11 +74,14 @@ class ModelDrafter(Protocol):
     block_bytes: int
     """Device memory that it needs for each KV block of the target; counted in the size of the cache."""
 
+    reads_all: bool
+    """It computes something for every token of the target, so it is asked after steps too that propose nothing."""
+
     def allocate(self, num_blocks: int) -> None:
         """Make its KV cache, for as many blocks as the target's."""
 
-    def propose(self, step: DraftInputs) -> Tensor:
-        """Return [n, plan.num_drafts] int64, the tokens that may follow the newest one of each entry.
+    def follow(self, plan: StepPlan) -> None:
+        """Take note of a step of the target, of each in turn."""
 
-        Called after every step of the target, also where nothing is to be proposed, so that no token is missed.
-        """
+    def propose(self, step: DraftInputs) -> Tensor:
+        """Return [n, plan.num_drafts] int64, the tokens that may follow the newest one of each entry."""

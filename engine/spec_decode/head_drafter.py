@@ -16,6 +16,7 @@ from engine.model.config import ModelConfig
 from engine.spec_decode.draft_cache import DraftCache
 from engine.spec_decode.drafter import DraftInputs
 from engine.spec_decode.target import Target
+from engine.wire.plan import StepPlan
 
 
 class Head(Protocol):
@@ -30,6 +31,8 @@ class Head(Protocol):
 
 
 class HeadDrafter:
+    reads_all = True
+
     def __init__(self, head: Head, cfg: ModelConfig, target: Target, aux_layers: tuple[int, ...] = ()):
         """cfg: shape of the head's layers."""
         self.aux_layers = aux_layers
@@ -39,8 +42,10 @@ class HeadDrafter:
     def allocate(self, num_blocks: int) -> None:
         self._cache.allocate(num_blocks)
 
+    def follow(self, plan: StepPlan) -> None:
+        self._cache.follow(plan)
+
     def propose(self, step: DraftInputs) -> Tensor:
-        self._cache.follow(step.plan)
         hidden = self._head.target_states(step)
         out, hidden = self._head(step.next_ids, hidden, self._cache.own(step.batch))
         rows, count = step.last_rows, step.plan.num_drafts

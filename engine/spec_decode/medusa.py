@@ -19,6 +19,7 @@ from engine.model.loader import tensors_by_file
 from engine.model.models.registry import build
 from engine.spec_decode.drafter import DraftInputs
 from engine.spec_decode.target import Target, check_fits
+from engine.wire.plan import StepPlan
 
 # In the authors' checkpoints `0.0.linear.weight` is the first layer of head 0, and `0.1.weight` its output layer.
 AUTHORS = re.compile(r"(\d+)\.(\d+)(\.linear)?\.(weight|bias)")
@@ -72,7 +73,7 @@ class MedusaHeads(nn.Module):
 
 class MedusaDrafter:
     aux_layers: tuple[int, ...] = ()
-    block_bytes = 0
+    block_bytes, reads_all = 0, False
 
     def __init__(self, folder: Path, target: Target, num_tokens: int):
         """Raise ConfigError or ModelFolderError if the heads do not fit the target, or are fewer than num_tokens."""
@@ -99,10 +100,13 @@ class MedusaDrafter:
     def allocate(self, num_blocks: int) -> None:
         """Do nothing: heads keep no KV."""
 
+    def follow(self, plan: StepPlan) -> None:
+        """Do nothing: heads remember no token."""
+
     def propose(self, step: DraftInputs) -> Tensor:
         count = step.plan.num_drafts
-        if not count or not step.entries:
-            return step.last_rows.new_empty(len(step.entries), 0)
+        if not step.entries:
+            return step.last_rows.new_empty(0, count)
         x = self._heads(step.hidden[step.last_rows])[:, :count]
         if self._vocabulary is not None:
             return self._vocabulary.best(x.flatten(0, 1))[1].view(len(x), count)

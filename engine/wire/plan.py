@@ -74,3 +74,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Vectors and scores by entry, as in TokenDelta; empty bytes where they were not finite."""
     drafts: dict[int, list[int]] = {}
     """Tokens that may come next, by entry; from rank 0 of an engine whose drafter has weights."""
+    draft_s: float = 0.0
+    """Seconds that this drafter took."""

@@ -146,8 +146,31 @@ def test_an_answer_makes_the_same_request_shorter_if_its_cache_salt_is_the_same(
     assert steps[0] == steps[1] > 2 * steps[2]
 
 
+def test_a_drafter_with_weights_that_costs_more_than_it_gains_is_asked_ever_more_rarely():
+    costs = {"cheap": 0.05, "dear": 0.9}
+    asked = {}
+    for name, proposal in costs.items():
+        speculator = Speculator(SpeculativeConfig(method="ngram"), None, lambda _, p=proposal: (1.0, 0.02, p), VOCAB)
+        request = Request.create(GenerateRequest(request_id=name, prompt=PROMPT), (0, 1), 1000, now=0.0)
+        asked[name] = []
+        for step in range(600):
+            speculator.start_step(1)
+            drafts = speculator.draft(request, 10) or []
+            assert not drafts or asked[name][-1] == step - 1, "only what the step before has proposed is verified"
+            speculator.planned(request, len(drafts))
+            num_drafts = speculator.num_drafts([request])
+            speculator.start_step(1)
+            assert not speculator.waits(request) or num_drafts, "nobody waits for drafts that will not come"
+            asked[name] += [step] * (num_drafts > 0)
+            accepted = min(len(drafts), step % 2)  # every other draft is right
+            request.tokens += [1] * (1 + accepted)
+            speculator.verified(request, accepted, [1] * num_drafts)
+    assert len(asked["cheap"]) > 400
+    assert len(asked["dear"]) < 15
+
+
 def test_proposals_of_a_drafter_with_weights_are_for_one_token_only():
-    speculator = Speculator(SpeculativeConfig(method="ngram"), None, lambda: (1.0, 0.02), VOCAB)
+    speculator = Speculator(SpeculativeConfig(method="ngram"), None, lambda sequences: (1.0, 0.02, 0.0), VOCAB)
     request = Request.create(GenerateRequest(request_id="a", prompt=PROMPT), (0, 1), 64, now=0.0)
     speculator.start_step(1)
     speculator.verified(request, 0, [7, VOCAB, 8])

@@ -1,6 +1,6 @@
 import pytest
 
-from engine.core.step_cost import WARM_UP_STEPS, DecodeCost, DraftedStepCost, LinearCost, StepCost, StepTimes, StepWork
+from engine.core.step_cost import WARM_UP_STEPS, DecodeCost, LinearCost, StepCost, StepTimes, StepWork
 from engine.wire.plan import StepPlan
 
 
@@ -118,17 +118,3 @@ def test_prompt_chunks_of_one_size_tell_the_cost_of_a_token():
     for seconds in [9.0] * WARM_UP_STEPS + [0.2, 0.3, 0.25] * 5:
         times.observe_step(StepWork(0, 2048, 1), seconds)
     assert times.prompt_token_s == pytest.approx(0.25 / 2048, rel=0.05)
-
-
-def test_a_drafted_token_seems_cheap_until_steps_with_some_were_measured_and_the_first_of_a_size_does_not_count():
-    cost = DraftedStepCost()
-    cost.observe_step(1, 5.0)
-    assert cost.coefficients == (0.0, 0.0)
-    for _ in range(100):
-        cost.observe_step(1, 0.010)
-    assert cost.coefficients == pytest.approx((0.010, 0.0))
-    slopes = []
-    for seconds in [5.0, *[0.014] * 200]:
-        cost.observe_step(5, seconds)
-        slopes.append(cost.coefficients[1])
-    assert slopes[0] == 0.0 < slopes[20] < slopes[-1] == pytest.approx(0.001, rel=0.1)

@@ -96,13 +96,15 @@ class DraftedSequences:
             entries=list(range(len(slots))),
             batch=batch,
             tables=batch.block_table,
-            token_ids=history[seqs, positions].long(),
             next_ids=history[seqs, positions + 1].long(),
             last_rows=torch.tensor(last),
             hidden=torch.stack([self.hidden[slot][p] for slot, p in gather]),
             aux_hidden=None if self.aux is None else torch.stack([self.aux[slot][p] for slot, p in gather]),
             history=history,
         )
+        self.drafter.follow(plan)
+        if not num_drafts and not self.drafter.reads_all:
+            return
         with torch.inference_mode():
             drafts = self.drafter.propose(inputs)
         assert drafts.shape == (len(slots), num_drafts)

@@ -29,6 +29,24 @@ def test_drafts_of_other_sequences_count_as_part_of_the_step():
     assert step.length(0.7, 16) < alone
 
 
+@pytest.mark.parametrize("acceptances", [[0.3], [0.9], [0.9, 0.2, 0.0], [0.7] * 5])
+@pytest.mark.parametrize("proposal", [0.0, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize("slope", [0.01, 0.1])
+def test_a_drafter_with_weights_proposes_as_many_tokens_as_make_steps_yield_most(acceptances, proposal, slope):
+    sequences = len(acceptances)
+
+    def rate(count: int) -> float:
+        """Where each sequence has as many of the proposed tokens verified as pay."""
+        seconds, tokens = 1.0 + slope * sequences, float(sequences)
+        for j in range(1, count + 1):
+            chances = [a**j for a in acceptances if a**j * seconds > slope * tokens]
+            seconds, tokens = seconds + proposal + slope * len(chances), tokens + sum(chances)
+        return tokens / seconds
+
+    step = StepDrafts(sequences, 1.0, slope, proposal)
+    assert step.proposals(acceptances, 8) == max(range(9), key=rate)
+
+
 def test_nothing_is_drafted_before_the_cost_of_a_step_is_known():
     assert StepDrafts(1, 0.0, 0.0).length(1.0, 4) == 0
 

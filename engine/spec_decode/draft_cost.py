@@ -1,0 +1,121 @@
+"""What drafts cost, learned from an engine's steps: to verify them, and to propose them with weights. Pure Python."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MEMORY = 200.0  # steps of about the same size after which the weight of one is 1/e
+TRUSTED_STEPS = 8.0  # of other sizes than the commonest, after which half of a measured slope counts
+FIT_EVERY = 8  # steps
+
+
+@dataclass(slots=True)
+class _Mean:
+    """Of steps of about the same size."""
+
+    count: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.count = min(self.count + 1, MEMORY)
+        self.tokens += (tokens - self.tokens) / self.count
+        self.seconds += (seconds - self.seconds) / self.count
+
+
+def _line(means: list[_Mean]) -> tuple[float, float]:
+    """Return (fixed, slope) of seconds by tokens, by least squares. Neither is negative."""
+    count = sum(mean.count for mean in means)
+    tokens = sum(mean.count * mean.tokens for mean in means) / count
+    seconds = sum(mean.count * mean.seconds for mean in means) / count
+    variance = sum(mean.count * (mean.tokens - tokens) ** 2 for mean in means)
+    slope = sum(mean.count * (mean.tokens - tokens) * (mean.seconds - seconds) for mean in means) / (variance or 1.0)
+    slope = min(max(0.0, slope), seconds / tokens)
+    return seconds - slope * tokens, slope
+
+
+class VerifyingCost:
+    """Cost of a step that only decodes, by its tokens, drafts included.
+
+    A quarter of a doubling is a size here, remembered until it comes again. The first step of a size does not count,
+    since it may record a graph.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[int, _Mean] = {}
+        self._observed, self._fitted = 0, (0, (0.0, 0.0))
+
+    def observe_step(self, tokens: int, seconds: float) -> None:
+        size = math.floor(4 * math.log2(tokens))
+        if size in self._means:
+            self._means[size].add(tokens, seconds)
+            self._observed += 1
+        else:
+            self._means[size] = _Mean()
+
+    @property
+    def coefficients(self) -> tuple[float, float]:
+        """(seconds per step, additional seconds per token); zeros while nothing is known.
+
+        The slope is less than was measured as long as it rests on few steps: a token seems cheap until it was tried.
+        """
+        if self._fitted[0] * FIT_EVERY <= self._observed:  # seldom, since this is asked in every step
+            self._fitted = self._observed // FIT_EVERY + 1, self._fit()
+        return self._fitted[1]
+
+    def _fit(self) -> tuple[float, float]:
+        means = [mean for mean in self._means.values() if mean.count]
+        if not means:
+            return 0.0, 0.0
+        fixed, slope = _line(means)
+        counts = [mean.count for mean in means]
+        others = sum(counts) - max(counts)
+        return fixed, slope * others / (others + TRUSTED_STEPS)
+
+
+class ProposalCost:
+    """Cost of the proposals of a drafter with weights, by the number of sequences: 1, 2 to 3, 4 to 7 and so on.
+
+    Steps that propose nothing are measured as well: a drafter may compute something for each token of the target.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[int, _Mean] = {}
+        self._busy: dict[int, _Mean] = {}
+
+    def observe_step(self, sequences: int, tokens: int, seconds: float) -> None:
+        """tokens: that were proposed for each sequence. The first step of a size that proposes does not count, since
+        the drafter may have to catch up there."""
+        means, size = self._busy if tokens else self._idle, sequences.bit_length()
+        if tokens and size not in means:
+            means[size] = _Mean()
+        else:
+            means.setdefault(size, _Mean()).add(tokens, seconds)
+
+    def of(self, sequences: int) -> tuple[float, float]:
+        """Return the seconds of a step that proposes nothing, and of each token that is proposed for so many sequences:
+        as measured with the nearest number, 0 where nothing was."""
+        size = sequences.bit_length()
+        idle, busy = self._nearest(self._idle, size), self._nearest(self._busy, size)
+        return idle.seconds, max(0.0, busy.seconds - idle.seconds) / busy.tokens if busy.count else 0.0
+
+    def _nearest(self, means: dict[int, _Mean], size: int) -> _Mean:
+        known = [other for other, mean in means.items() if mean.count]
+        return means[min(known, key=lambda other: abs(other - size))] if known else _Mean()
+
+
+class DraftCost:
+    def __init__(self) -> None:
+        self._verifying, self._proposals = VerifyingCost(), ProposalCost()
+
+    def observe_step(self, sequences: int, drafts: int, proposed: int, seconds: float, proposing_s: float) -> None:
+        """Record a step that only decodes. drafts: that were verified. proposed: tokens, for each sequence.
+        proposing_s: seconds of these that the drafter took."""
+        self._verifying.observe_step(sequences + drafts, seconds - proposing_s)
+        self._proposals.observe_step(sequences, proposed, proposing_s)
+
+    def of(self, sequences: int) -> tuple[float, float, float]:
+        """Return the seconds of a step, of each token in it, and of each that is proposed for so many sequences."""
+        (fixed, slope), (idle, proposal) = self._verifying.coefficients, self._proposals.of(sequences)
+        return fixed + idle, slope, proposal
