@@ -152,6 +152,6 @@ def prepare(layer: nn.Module, cfg: ModelConfig, tp: TPGroup) -> None:
             module.tp = sums
         if isinstance(module, Linear) and module.kernel is not None:
             module.kernel = OpaqueCall(module.kernel, module.outputs)
-        elif isinstance(module, Linear) and module.weight is not None and module.weight.is_mkldnn:
+        elif isinstance(module, Linear) and module.weight is not None and linear.is_packed(module.weight):
             call = lambda x, bias, weight=module.weight: linear.linear(x, weight, bias)  # noqa: E731
             module.kernel = OpaqueCall(call, module.outputs)

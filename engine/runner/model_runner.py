@@ -29,7 +29,7 @@ from engine.model.config import ModelConfig
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
 from engine.model.models.llama import Model
 from engine.model.models.registry import build_model
-from engine.model.ops import attention, dispatch, linear
+from engine.model.ops import attention, dispatch
 from engine.runner import kv_cache
 from engine.runner.cuda_graphs import CudaGraphs, StepShape, decode_sizes, mixed_sizes
 from engine.runner.inputs import InputBuilder, PromptLogprobRows, StepInputs
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RECORDED_TOKENS = 256  # of the largest step that is recorded on a CPU
 PROMPT_LOGPROB_ROWS = 256  # rows of [vocab] float32 in memory at a time
 
 
@@ -135,7 +136,7 @@ class ModelRunner:
             from engine.model.ops.cpu.step_graph import record
 
             max_blocks = -(-longest // self.block_size)
-            x = torch.zeros(linear.FEW_ROWS, model_config.hidden_size, dtype=self.dtype)
+            x = torch.zeros(RECORDED_TOKENS, model_config.hidden_size, dtype=self.dtype)
             self._step_graph = record(self.model.run_layers, x, max_blocks, self.kv_cache, self.kv_scales)
         self._inputs = InputBuilder(
             config, model_config, self.device, self.kv_cache, self.kv_scales, longest,

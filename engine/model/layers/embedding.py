@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
@@ -36,9 +35,9 @@ class VocabEmbedding(VocabParallel):
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return F.embedding(ids, self.weight)
+            return linear.rows_of(self.weight, ids)
         elsewhere = (ids < self.start) | (ids >= self.stop)
-        rows = F.embedding((ids - self.start).masked_fill(elsewhere, 0), self.weight)
+        rows = linear.rows_of(self.weight, (ids - self.start).masked_fill(elsewhere, 0))
         return self.tp.all_reduce(rows.masked_fill(elsewhere[:, None], 0))
 
 
@@ -78,7 +77,6 @@ class LMHead(VocabParallel):
         return linear.linear(hidden, self.weight) if self.kernel is None else self.kernel(hidden, None)
 
     def pack(self) -> None:
-        """Make a copy if the head is tied: the embedding needs its rows as they are."""
         if self.format is not None:
             self.kernel = quantized_linear.select(self.format.quantize(self.weight.data), self.dtype)
         self.weight = packed(self.weight) if self.kernel is None else nn.Parameter(torch.empty(0), requires_grad=False)
@@ -96,10 +94,17 @@ class TiedLMHead(LMHead):
         self.start, self.stop = embedding.start, embedding.stop
         self.weight = embedding.weight
         self.tied = True
+        self.embedding = (embedding,)  # which is no part of the head
 
     def untie(self) -> None:
         self.weight = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
         self.tied = False
+
+    def pack(self) -> None:
+        """Make a copy, unless the embedding finds its rows in the packed weight too."""
+        super().pack()
+        if self.tied and linear.is_ours(self.weight):
+            self.embedding[0].weight = self.weight
 
     def shards(self) -> Shards:
         return {} if self.tied else super().shards()

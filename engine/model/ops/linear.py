@@ -6,8 +6,8 @@ linear(x, weight, bias) -> [tokens, outputs]
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,30 +16,27 @@ from torch import Tensor
 from engine.device import numba_found
 from engine.model.ops.dispatch import CPU_DTYPES
 
-FEW_ROWS = 256  # with more, oneDNN is faster
 BLOCK_INPUTS = 1024  # that oneDNN sums at a time, but for a row that is alone, which it sums in one go
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A row has the same bits beside any others, on a CPU with a packed weight: one that is alone is computed twice,
-    unless we have a kernel for it."""
-    if weight.is_mkldnn and len(x) <= FEW_ROWS and (few_rows := select_few_rows(weight.dtype, *weight.shape)):
-        return few_rows(x, weight, bias)
-    if x.device.type == "cpu" and len(x) == 1 and x.shape[1] > BLOCK_INPUTS:
-        return multiply(torch.cat((x, x)), weight, bias)[:1]
-    return multiply(x, weight, bias)
 
 
 @cache
-def select_few_rows(dtype: torch.dtype, outputs: int, inputs: int) -> Product | None:
-    """Return our own kernel for up to FEW_ROWS rows and packed weights of this shape, if it has the bits of oneDNN's,
-    which computes the others."""
-    if dtype != torch.bfloat16 or not torch.cpu._is_avx512_bf16_supported() or not numba_found():
+def cpu_kernels() -> Any:
+    """The module of our own kernel, or None where it cannot run."""
+    if not torch.cpu._is_avx512_bf16_supported() or not numba_found():
         return None
     from engine.model.ops.cpu import linear as cpu
 
-    return cpu.select(outputs, inputs)
+    return cpu
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A row has the same bits beside any others, on a CPU with a packed weight; oneDNN computes one that is alone
+    twice for that."""
+    if is_ours(weight):
+        return cpu_kernels().multiply(x, weight, bias)
+    if x.device.type == "cpu" and len(x) == 1 and x.shape[1] > BLOCK_INPUTS:
+        return multiply(torch.cat((x, x)), weight, bias)[:1]
+    return multiply(x, weight, bias)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -49,18 +46,36 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """GELU of the product, arXiv:1606.08415, with the error function; on a CPU one pass over it."""
+    """GELU of the product, arXiv:1606.08415, with the error function; oneDNN makes one pass over it."""
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], "none")
-    return F.gelu(F.linear(x, weight, bias))
+    return F.gelu(linear(x, weight, bias))
+
+
+def rows_of(weight: Tensor, ids: Tensor) -> Tensor:
+    """Return rows of a weight, which `pack` may have rearranged for our own kernel: [len(ids), inputs]."""
+    if is_ours(weight):
+        return cpu_kernels().packed_rows(weight, ids)
+    return F.embedding(ids, weight)
+
+
+def is_ours(weight: Tensor) -> bool:
+    return weight.dim() == 4
+
+
+def is_packed(weight: Tensor) -> bool:
+    return weight.is_mkldnn or is_ours(weight)
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Rearrange the weight as oneDNN reads it, so that it is not rearranged in every call; torch.compile does the same
-    when it freezes a graph on a CPU. Return it unchanged where oneDNN does not support it."""
-    if weight.device.type != "cpu" or weight.dtype not in CPU_DTYPES or not torch.backends.mkldnn.is_available():
+    """Rearrange the weight as our own kernel reads it or else oneDNN, so that it is not rearranged in every call.
+    Return it unchanged where neither supports it."""
+    if weight.device.type != "cpu" or weight.dtype not in CPU_DTYPES:
+        return weight
+    if (cpu := cpu_kernels()) is not None and cpu.supports(weight):
+        return cpu.pack(weight)
+    if not torch.backends.mkldnn.is_available():
         return weight
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return weight
-    select_few_rows(weight.dtype, *weight.shape)  # now, and not in the first step
     return torch.ops.mkldnn._reorder_linear_weight(weight)

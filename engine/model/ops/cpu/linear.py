@@ -1,14 +1,13 @@
-"""The product of a few rows with a weight that oneDNN has packed, in bfloat16: AVX-512's dot products of pairs, summed
-in the order of oneDNN's own kernel, so that a row has the same bits whichever of the two computes it.
+"""The product of any number of rows with a weight in bfloat16, by AVX-512's dot products of pairs.
 
-The packed weight is [outputs / 64, inputs / 2, 64, 2]: a column of 64 outputs lies in one piece, in the order in which
-it is read. What makes this one faster for few rows is all around the product: no descriptors to look up, work that goes
-to whichever thread is free, and a place in a graph (graph.py).
+A packed weight is [outputs / 64, inputs / 2, 64, 2]: a column of 64 outputs lies in one piece, in the order in which it
+is read. A thread multiplies all rows by one column, a few rows at a time, and meanwhile asks for the column that it
+takes next, so that reading from memory and computing overlap. Each output is one sum in the order of the inputs: a row
+has the same bits beside any others.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +17,24 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from engine.model.ops.cpu.kernel import I32, I64, Kernel, TokenCount, as_bf16, empty, kernel, take
-from engine.model.ops.cpu.vector import BF16, LANES, VF32, VI32, constant, load16
+from engine.model.ops.cpu.kernel import I32, I64, Kernel, TokenCount, as_bf16, device_function, empty, kernel, take
+from engine.model.ops.cpu.vector import (
+    BF16,
+    CACHE_LINE_BYTES,
+    HAS_BF16,
+    LANES,
+    VF32,
+    constant,
+    load16,
+    prefetch_line,
+    splat,
+    store16,
+)
 
 VECTORS = 4
 COLUMN = VECTORS * LANES  # outputs of one piece of a packed weight
-TRIED_COLUMNS = 64  # wider weights are summed alike
-BLOCKS = (512, 1024, 2**30)  # inputs that oneDNN may sum at a time
+STEP_BYTES = 4 * COLUMN  # of a column, for two inputs
+BLOCK_ROWS = 384  # that a thread takes at a time, and that stay in its cache
 PAIRS = ir.VectorType(BF16, 2 * LANES)
 U16P = types.CPointer(types.uint16)
 
@@ -34,13 +44,14 @@ def multiply_tile(rows: int) -> Any:
 
     @intrinsic
     def tile(
-        _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, column: Any, bias: Any, inputs: Any, block: Any
-    ) -> Any:
-        """out[r, c] = bias[c] + sum over i < inputs of x[r, i] * column[i, c]. Sums start anew with every `block`
-        inputs, and are added up. bias: a null pointer if there is none."""
+        _: Any, out: Any, out_stride: Any, x: Any, x_stride: Any, column: Any, bias: Any, inputs: Any, ahead: Any,
+        pace: Any,
+    ) -> Any:  # fmt: skip
+        """out[r, c] = bias[c] + sum over i < inputs of x[r, i] * column[i, c]. bias: a null pointer if there is none.
+        With every two inputs `pace` bytes are asked for, from the address `ahead` on."""
 
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-            target, target_stride, left, left_stride, right, offset, size, length = args
+            target, target_stride, left, left_stride, right, offset, size, wanted, wanted_bytes = args
             dot = cgutils.get_or_insert_function(
                 builder.module, ir.FunctionType(VF32, [VF32, PAIRS, PAIRS]), "llvm.x86.avx512bf16.dpbf16ps.512"
             )
@@ -49,103 +60,120 @@ def multiply_tile(rows: int) -> Any:
                 return ir.Constant(I64, value)
 
             left, right = builder.bitcast(left, I32.as_pointer()), builder.bitcast(right, PAIRS.as_pointer())
-            size, length, left_stride = (builder.sdiv(value, number(2)) for value in (size, length, left_stride))
-            places = [(row, vector) for row in range(rows) for vector in range(VECTORS)]
-            totals = [cgutils.alloca_once_value(builder, constant(0.0)) for _ in places]
-            sums = [cgutils.alloca_once(builder, VF32) for _ in places]
-            with cgutils.for_range_slice(builder, number(0), size, length, intp=I64) as (start, _n):
-                for partial in sums:
-                    builder.store(constant(0.0), partial)
-                stop = builder.add(start, length)
-                stop = builder.select(builder.icmp_signed("<", stop, size), stop, size)
-                with cgutils.for_range_slice(builder, start, stop, number(1), intp=I64) as (i, _n):
-                    first = builder.mul(i, number(VECTORS))
-                    some = [
-                        builder.load(builder.gep(right, [builder.add(first, number(vector))]), align=2)
-                        for vector in range(VECTORS)
-                    ]
-                    for row in range(rows):
-                        index = builder.add(builder.mul(left_stride, number(row)), i)
-                        pair = builder.load(builder.gep(left, [index]), align=2)
-                        lane = builder.insert_element(ir.Constant(VI32, ir.Undefined), pair, ir.Constant(I32, 0))
-                        pairs = builder.shuffle_vector(lane, lane, ir.Constant(VI32, [0] * LANES))
-                        pairs = builder.bitcast(pairs, PAIRS)
-                        for column, partial in zip(some, sums[row * VECTORS : (row + 1) * VECTORS], strict=True):
-                            builder.store(builder.call(dot, [builder.load(partial), pairs, column]), partial)
-                for partial, total in zip(sums, totals, strict=True):
-                    builder.store(builder.fadd(builder.load(total), builder.load(partial)), total)
+            size, left_stride = (builder.sdiv(value, number(2)) for value in (size, left_stride))
+            starts = [builder.gep(left, [builder.mul(left_stride, number(row))]) for row in range(rows)]
+            sums = [[cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(VECTORS)] for _ in starts]
+            with cgutils.for_range(builder, size, intp=I64) as loop:
+                first = builder.mul(loop.index, number(VECTORS))
+                some = [
+                    builder.load(builder.gep(right, [builder.add(first, number(vector))]), align=2)
+                    for vector in range(VECTORS)
+                ]
+                line = builder.add(wanted, builder.mul(loop.index, wanted_bytes))
+                prefetch_lines(builder, line, wanted_bytes)
+                for start, row_sums in zip(starts, sums, strict=True):
+                    pair = splat(builder, builder.load(builder.gep(start, [loop.index]), align=2))
+                    pair = builder.bitcast(pair, PAIRS)
+                    for vector, total in zip(some, row_sums, strict=True):
+                        builder.store(builder.call(dot, [builder.load(total), pair, vector]), total)
             has_bias = builder.icmp_signed("!=", builder.ptrtoint(offset, I64), number(0))
             with builder.if_then(has_bias):
-                for (_row, vector), total in zip(places, totals, strict=True):
+                for vector in range(VECTORS):
                     addend = load16(builder, offset, number(vector * LANES), types.uint16)
-                    builder.store(builder.fadd(builder.load(total), addend), total)
-            for (row, vector), total in zip(places, totals, strict=True):
-                index = builder.add(builder.mul(target_stride, number(row)), number(vector * LANES))
-                value = builder.fptrunc(builder.load(total), ir.VectorType(BF16, LANES))
-                address = builder.bitcast(builder.gep(target, [index]), value.type.as_pointer())
-                builder.store(value, address, align=2)
+                    for row_sums in sums:
+                        builder.store(builder.fadd(builder.load(row_sums[vector]), addend), row_sums[vector])
+            for row, row_sums in enumerate(sums):
+                for vector, total in enumerate(row_sums):
+                    index = builder.add(builder.mul(target_stride, number(row)), number(vector * LANES))
+                    store16(builder, builder.load(total), target, index, types.uint16)
             return context.get_dummy_value()
 
         i64 = types.int64
-        return types.void(U16P, i64, U16P, i64, U16P, U16P, i64, i64), generate
+        return types.void(U16P, i64, U16P, i64, U16P, U16P, i64, i64, i64), generate
 
     return tile
 
 
-six_rows, two_rows, one_row = multiply_tile(6), multiply_tile(2), multiply_tile(1)
+def prefetch_lines(builder: ir.IRBuilder, address: ir.Value, size: ir.Value) -> None:
+    """Ask for the lines of `size` bytes from an address on, at most STEP_BYTES."""
+
+    def ask(line: int) -> None:
+        place = builder.add(address, ir.Constant(I64, line * CACHE_LINE_BYTES))
+        prefetch_line(builder, builder.inttoptr(place, ir.IntType(8).as_pointer()))
+
+    ask(0)
+    with builder.if_then(builder.icmp_signed(">", size, ir.Constant(I64, CACHE_LINE_BYTES))):
+        ask(1)
+        with builder.if_then(builder.icmp_signed(">", size, ir.Constant(I64, 2 * CACHE_LINE_BYTES))):
+            ask(2)
+            ask(3)
+
+
+multiply_6, multiply_4, multiply_2, multiply_1 = (multiply_tile(rows) for rows in (6, 4, 2, 1))
+
+
+@device_function
+def rows_at_once(left: int) -> int:
+    """How many of the rows that are left the next tile takes."""
+    return 6 if left >= 6 and left != 8 else 4 if left >= 4 else 2 if left >= 2 else 1
 
 
 @kernel
 def multiply_bf16(args: Any) -> None:
-    rows, inputs, outputs, x_stride, block = args[5], args[6], args[7], args[8], args[9]
-    while True:
-        first = take(args, 1) * COLUMN
-        if first >= outputs:
-            break
+    rows, inputs, outputs, x_stride = args[5], args[6], args[7], args[8]
+    columns = outputs // COLUMN
+    items = columns * ((rows + BLOCK_ROWS - 1) // BLOCK_ROWS)
+    item = take(args, 1)
+    while item < items:
+        following = take(args, 1)
+        first, row = item % columns * COLUMN, item // columns * BLOCK_ROWS
+        end = min(row + BLOCK_ROWS, rows)
         column, bias = as_bf16(args[2] + 2 * first * inputs), as_bf16(args[3] + 2 * first if args[3] else 0)
-        row = 0
-        while row < rows:
+        ahead = args[2] + 2 * (following % columns * COLUMN if following < items else first) * inputs
+        rest = (end - row) % 6
+        tiles = (end - row) // 6 + rest // 4 + rest % 4 // 2 + rest % 2
+        pace = STEP_BYTES // tiles  # each asks for a part
+        while row < end:
             x, out = as_bf16(args[1] + 2 * row * x_stride), as_bf16(args[4] + 2 * (row * outputs + first))
-            if rows - row >= 6:
-                six_rows(out, outputs, x, x_stride, column, bias, inputs, block)
-                row += 6
-            elif rows - row >= 2:
-                two_rows(out, outputs, x, x_stride, column, bias, inputs, block)
-                row += 2
+            count = rows_at_once(end - row)
+            if count == 6:
+                multiply_6(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
+            elif count == 4:
+                multiply_4(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
+            elif count == 2:
+                multiply_2(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
             else:
-                one_row(out, outputs, x, x_stride, column, bias, inputs, block)
-                row += 1
+                multiply_1(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
+            row += count
+            ahead += inputs // 2 * pace
+        item = following
 
 
-MULTIPLY = Kernel({torch.bfloat16: multiply_bf16} if torch.cpu._is_avx512_bf16_supported() else {})
+MULTIPLY = Kernel({torch.bfloat16: multiply_bf16} if HAS_BF16 else {})
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, *, block: int) -> Tensor:
-    """x: [tokens, inputs], each token's values contiguous; weight: packed, [outputs, inputs]."""
+def supports(weight: Tensor) -> bool:
     outputs, inputs = weight.shape
+    return HAS_BF16 and weight.dtype == torch.bfloat16 and not outputs % COLUMN and not inputs % 2
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[outputs, inputs] -> [outputs / 64, inputs / 2, 64, 2]"""
+    MULTIPLY.compile(weight.dtype)  # now, and not in the first step
+    return weight.view(-1, COLUMN, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+def packed_rows(weight: Tensor, rows: Tensor) -> Tensor:
+    """Return the given outputs' weights [len(rows), inputs] of a packed weight."""
+    return weight[rows // COLUMN, :, rows % COLUMN].flatten(1)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x: [tokens, inputs], each token's values contiguous; weight: packed."""
+    outputs, inputs = weight.shape[0] * COLUMN, weight.shape[1] * 2
     out = empty((len(x), outputs), x.dtype)
     MULTIPLY.launch(
-        x.dtype, outputs // COLUMN, x, torch.ops.mkldnn.data_ptr(weight), 0 if bias is None else bias, out,
-        TokenCount(len(x)), inputs, outputs, x.stride(0), block,
+        x.dtype, len(weight) * -(-len(x) // BLOCK_ROWS), x, weight, 0 if bias is None else bias, out,
+        TokenCount(len(x)), inputs, outputs, x.stride(0),
     )  # fmt: skip
     return out
-
-
-def select(outputs: int, inputs: int) -> partial[Tensor] | None:
-    """Return `multiply` with as many inputs at a time as oneDNN sums in products with a weight of this shape, found by
-    trying; None if it packs such a weight, or sums, in another way than the kernel.
-
-    The products tried are zeros but for what float32 rounds off, so that another order gives other numbers.
-    """
-    if outputs % COLUMN or inputs % (2 * LANES):
-        return None
-    generator = torch.Generator().manual_seed(0)
-    half = torch.randn(COLUMN, inputs // 2, generator=generator)
-    order = torch.randperm(inputs // 2, generator=generator)
-    x = torch.randn(8, inputs // 2, generator=generator)
-    x = torch.cat((x, x[:, order]), dim=1).bfloat16()
-    column = torch.cat((half, -half[:, order]), dim=1).bfloat16()
-    weight = torch.ops.mkldnn._reorder_linear_weight(column.repeat(min(outputs // COLUMN, TRIED_COLUMNS), 1))
-    expected = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    products = (partial(multiply, block=block) for block in BLOCKS)
-    return next((product for product in products if torch.equal(product(x, weight, None), expected)), None)

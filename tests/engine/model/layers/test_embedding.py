@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
+from engine.model.models.registry import build
 from tests.engine.model.layers.sharding import random_tensors, run_sharded
 
 HIDDEN = 6
@@ -66,3 +67,16 @@ def test_a_tied_head_shares_the_memory_of_the_embedding():
     head = TiedLMHead(embedding)
     assert head.weight is embedding.weight
     assert head.shards() == {}
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="linear layers have no kernel of ours here")
+def test_a_tied_head_that_is_packed_is_held_once():
+    embedding = build(lambda: VocabEmbedding(128, HIDDEN, TPGroup.single()), torch.bfloat16, "cpu")
+    torch.nn.init.normal_(embedding.weight)
+    ids, head = torch.tensor([127, 3, 64]), TiedLMHead(embedding)
+    rows = embedding(ids)
+    logits = head(rows)
+    head.pack()
+    assert head.weight is embedding.weight
+    assert torch.equal(embedding(ids), rows)
+    torch.testing.assert_close(head(rows), logits, atol=2e-2, rtol=2e-2)

@@ -19,6 +19,7 @@ from engine.model.ops.cpu import activation as cpu_activation
 from engine.model.ops.cpu import argmax as cpu_argmax
 from engine.model.ops.cpu import attention as cpu_attention
 from engine.model.ops.cpu import encoder_attention as cpu_encoder_attention
+from engine.model.ops.cpu import linear as cpu_linear
 from engine.model.ops.cpu import norm as cpu_norm
 from engine.model.ops.cpu import rope as cpu_rope
 
@@ -186,17 +187,23 @@ def test_nothing_is_written_or_read_for_padding(dtype, decodes):
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs dot products of bfloat16")
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), [(192, 64), (128, 768), (64, 1056), (128, 4864)])
-def test_our_product_of_a_few_rows_has_the_bits_of_one_dnns(outputs, inputs, bias):
-    x, weight = randn(linear.FEW_ROWS, inputs, dtype=torch.bfloat16), randn(outputs, inputs, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("outputs", "inputs"), [(192, 2), (128, 768), (64, 1058), (128, 4864)])
+def test_our_product_equals_the_plain_one_and_a_row_has_the_same_bits_beside_any_others(outputs, inputs, bias):
+    rows = 2 * cpu_linear.BLOCK_ROWS + 5
+    x, weight = randn(rows, inputs, dtype=torch.bfloat16), randn(outputs, inputs, dtype=torch.bfloat16)
     offset = randn(outputs, dtype=torch.bfloat16) if bias else None
-    few_rows = linear.select_few_rows(weight.dtype, outputs, inputs)
-    if few_rows is None:
-        pytest.skip("oneDNN sums in another order here")
     packed = linear.pack(weight)
-    expected = linear.multiply(x, packed, offset)
-    for rows in (1, 2, 3, 6, 7, 13, linear.FEW_ROWS):
-        assert torch.equal(few_rows(x[:rows], packed, offset), expected[:rows]), f"{rows} rows"
+    assert linear.is_ours(packed)
+    together = linear.linear(x, packed, offset)
+    torch.testing.assert_close(together, linear.linear(x, weight, offset), **TOLERANCE[torch.bfloat16])
+    for count in (*range(1, 15), cpu_linear.BLOCK_ROWS):
+        assert torch.equal(linear.linear(x[3 : 3 + count], packed, offset), together[3 : 3 + count]), f"{count} rows"
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs dot products of bfloat16")
+def test_an_embedding_reads_its_rows_from_the_packed_weight_of_a_head():
+    weight, ids = randn(192, 48, dtype=torch.bfloat16), torch.tensor([191, 0, 64, 63, 64])
+    assert torch.equal(linear.rows_of(linear.pack(weight), ids), weight[ids])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -207,7 +214,7 @@ def test_a_packed_linear_layer_equals_the_plain_one(dtype, tokens, bias):
     offset = randn(33, dtype=dtype) if bias else None
     expected = linear.linear(x, weight, offset)
     packed = linear.pack(weight)
-    assert packed.is_mkldnn or not torch.backends.mkldnn.is_available()
+    assert linear.is_packed(packed) or not torch.backends.mkldnn.is_available()
     torch.testing.assert_close(linear.linear(x, packed, offset), expected, **TOLERANCE[dtype])
 
 
@@ -216,14 +223,14 @@ def test_a_packed_linear_layer_equals_the_plain_one(dtype, tokens, bias):
 )  # experts are not packed
 @pytest.mark.parametrize("inputs", [1024, 2048])
 def test_a_row_of_a_linear_layer_has_the_same_bits_alone_and_among_others(dtype, packed, inputs):
-    rows = linear.FEW_ROWS + 16  # a part of them are computed by our kernel, if they come alone
+    rows = 272
     x, weight = randn(rows, inputs, dtype=dtype), randn(768, inputs, dtype=dtype)
     ready = linear.pack(weight)
-    if not ready.is_mkldnn:
+    if not linear.is_packed(ready):
         pytest.skip("oneDNN does not support this dtype here")
     weight = ready if packed else weight
     together = linear.linear(x, weight)
-    for size in (1, 2, 3, 16, 59, linear.FEW_ROWS):
+    for size in (1, 2, 3, 16, 59, 256):
         apart = torch.cat([linear.linear(rows, weight) for rows in x.split(size)])
         assert torch.equal(apart, together), f"{size} rows at a time"
 
