@@ -2,9 +2,9 @@
 
 Transfers write to buffers of the transport's own, which are copied into the cache. A transfer under way cannot be
 taken back for sure: when its peer hangs, nobody knows whether it will still write. It then keeps its buffer, and the
-blocks of the cache are free at once. Reads share MAX_BUFFERS, which the memory for KV leaves room for; each read may
-have one whatever the others have, and only those of transfers that hang or fail come on top. The copy takes 0.4 of the time of the transfer itself (CPU, 16 MB, two processes
-of one machine).
+blocks of the cache are free at once. Reads share MAX_BUFFERS, for which the cache leaves room; each read may have one
+whatever the others have, and only those of transfers that hang or fail come on top. The copy takes 0.4 of the time of
+the transfer itself (CPU, 16 MB, two processes of one machine).
 
 NIXL itself has no checksums; the links that it uses do.
 """

@@ -3,8 +3,7 @@ picks, and one all-reduce ends the layer as it does an ordinary MLP."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,6 @@ from engine.model.quantization.online import Online
 from engine.model.quantization.weight import QuantizedWeight
 from engine.model.shard import INPUTS, OUTPUTS, Shard, Sharded, Shards, replicated
 
-logger = logging.getLogger(__name__)
-
 
 class Router(Sharded):
     """x [tokens, hidden] -> each token's experts [tokens, k] int64, and their weights [tokens, k] in x's dtype."""
@@ -30,15 +27,12 @@ class Router(Sharded):
     def __init__(self, hidden_size: int, moe: MoEConfig):
         super().__init__()
         self.k, self.normalise = moe.experts_per_token, moe.norm_topk_prob
+        self.top_k = ops.select_top_k(self.dtype, self.device)
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False) if moe.router_bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = linear.linear(x, self.weight, self.bias).softmax(dim=-1, dtype=torch.float32)
-        weights, experts = scores.topk(self.k, dim=-1)
-        if self.normalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return experts, weights.to(x.dtype)
+        return self.top_k(linear.linear(x, self.weight, self.bias), self.k, self.normalise)
 
     def shards(self) -> Shards:
         bias = {} if self.bias is None else {"bias": replicated(self.bias)}
@@ -81,20 +75,22 @@ class Experts(Sharded):
 
     gate_up: [experts, 2 * slice, hidden], down: [experts, hidden, slice]
 
-    format: how quantized weights are stored. `pack` turns each into the `kernels` that multiply it on a CPU, and
-    dequantizes them where there are none.
+    format: how quantized weights are stored. `pack` turns each into the `kernels` that multiply it on a CPU, or keeps
+    those of all experts in one tensor, as a GPU multiplies them; what neither can it dequantizes.
     """
 
     stacked = False
     """Whether the checkpoint holds the weights of all experts in one tensor."""
     kernels: tuple[list[ops.Weight], list[ops.Weight]] | None = None
     """On a CPU, the quantized weights of each expert's `gate_up` and `down`; None if weights are not quantized."""
+    kept: tuple[Callable[..., Tensor], ops.Packed, ops.Packed] | None = None
+    """On a GPU, what multiplies quantized weights, and those of `gate_up` and `down`; None if there are none."""
 
     def __init__(
         self, hidden_size: int, moe: MoEConfig, activation: str, tp: TPGroup, format: WeightFormat | None = None
     ):
         super().__init__()
-        self.tp = tp
+        self.tp, self.num_experts = tp, moe.num_experts
         rows = Shard.of_rank((moe.intermediate_size, hidden_size), OUTPUTS, tp, "moe_intermediate_size")
         columns = Shard.of_rank((hidden_size, moe.intermediate_size), INPUTS, tp, "moe_intermediate_size")
         self.weights = {"gate_up_proj.gate": rows, "gate_up_proj.up": rows, "down_proj": columns}
@@ -124,6 +120,9 @@ class Experts(Sharded):
         if self.kernels is not None:
             gate_up, down = self.kernels
             return ops.mix_experts_plain(x, gate_up, down, self.activation, experts, weights, self.biases)
+        if self.kept is not None:
+            mix, gate_up_packed, down_packed = self.kept
+            return mix(x, gate_up_packed, down_packed, self.activation, experts, weights, self.biases)
         assert self.gate_up is not None and self.down is not None, "weights were loaded, but not packed"
         return self.mix(x, self.gate_up, self.down, self.activation, experts, weights, self.biases)
 
@@ -142,16 +141,17 @@ class Experts(Sharded):
         return shards
 
     def pack(self) -> None:
-        if self.device.type == "cpu" and (projections := self.quantized()):
+        projections, mix = self.quantized(), ops.select_packed(self.dtype, self.device)
+        if not projections:
+            return
+        if mix is None and self.device.type == "cpu":
             gate_up, down = ([self.product(weight) for weight in weights] for weights in projections)
             self.kernels = gate_up, down
-            self.gate_up = self.down = None
-        elif self.stored:
-            logger.info("quantized experts: dequantized to %s at load", str(self.dtype).removeprefix("torch."))
-            self.gate_up, self.down = (
-                nn.Parameter(torch.stack([weight.dequantize(self.dtype) for weight in weights]), requires_grad=False)
-                for weights in self.quantized()
-            )
+        else:
+            packed = [ops.pack_experts(weights, self.num_experts, self.dtype) for weights in projections]
+            dense = all(isinstance(weights, Tensor) for weights in packed)
+            self.kept = self.mix if mix is None or dense else mix, packed[0], packed[1]
+        self.gate_up = self.down = None
         self.stored = []
 
     def quantized(self) -> list[Iterator[QuantizedWeight]]:

@@ -7,7 +7,7 @@ import logging
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
@@ -63,8 +63,6 @@ class GptOssExperts(Experts):
         self.biases = self.gate_up_bias.data, self.down_bias.data
         self.gate_up = self.down = None
         self.packed: list[StoredWeight] = []
-        self.kept: tuple[moe.MixPacked, moe.Packed, moe.Packed] | None = None
-        """What multiplies weights in MXFP4 as they are, and those of `gate_up` and `down`."""
         if format is None:
             self.gate_up = nn.Parameter(torch.empty(self.rows.local_shape), requires_grad=False)
             self.down = nn.Parameter(torch.empty(self.columns.local_shape), requires_grad=False)
@@ -86,12 +84,6 @@ class GptOssExperts(Experts):
         for stored in self.packed:
             shards |= {name.replace(".", "_"): shard for name, shard in stored.shards.items()}
         return shards
-
-    def partial(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        if self.kept is None:
-            return super().partial(x, experts, weights)
-        mix, gate_up, down = self.kept
-        return mix(x, gate_up, down, self.activation, experts, weights, self.biases)
 
     def pack(self) -> None:
         if not self.packed:

@@ -9,18 +9,20 @@ biases:           of gate_up and down, [num_experts, outputs], or None
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from engine.model.ops import dispatch
 from engine.model.ops.linear import linear
-from engine.model.ops.quantized_linear import Multiply
-from engine.model.quantization.mxfp4 import PackedExperts
+from engine.model.ops.quantized_linear import Multiply, kind, log_once
+from engine.model.quantization.packed_experts import PackedExperts
+from engine.model.quantization.weight import QuantizedWeight
 
 Activation = Callable[[Tensor], Tensor]
 Biases = tuple[Tensor, Tensor] | None
+TopK = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
 Packed = Tensor | PackedExperts
 Weight = Tensor | Multiply
 MixPacked = Callable[[Tensor, Packed, Packed, Activation, Tensor, Tensor, Biases], Tensor]
@@ -29,25 +31,61 @@ MixExperts = Callable[[Tensor, Tensor, Tensor, Activation, Tensor, Tensor, Biase
 
 def select(hidden_size: int, slice_size: int, dtype: torch.dtype, device: torch.device) -> MixExperts:
     """The fastest version. slice_size: intermediate values of each expert that this rank holds."""
-    if device.type == "cuda":
-        from engine.model.ops.gpu import grouped_mm
+    if not dispatch.gpu_kernels(dtype, device):
+        return mix_experts_plain
+    from engine.model.ops.gpu import grouped_mm, moe
 
-        if grouped_mm.fits(hidden_size, slice_size, dtype) and grouped_mm.has_kernel(device):
-            return grouped_mm.mix_experts
-    if dispatch.gpu_kernels(dtype, device):
-        from engine.model.ops.gpu import moe
-
-        return moe.mix_experts
-    return mix_experts_plain
+    if device.type == "cuda" and grouped_mm.fits(hidden_size, slice_size, dtype) and grouped_mm.has_kernel(device):
+        return grouped_mm.mix_experts
+    return moe.mix_experts
 
 
 def select_packed(dtype: torch.dtype, device: torch.device) -> MixPacked | None:
-    """The version for weights in MXFP4, or None if there is none: they are dequantized then."""
+    """The version for quantized weights, or None if there is none: they are dequantized then."""
     if not dispatch.gpu_kernels(dtype, device):
         return None
     from engine.model.ops.gpu import moe
 
     return moe.mix_experts
+
+
+def pack_experts(weights: Iterable[QuantizedWeight], num_experts: int, dtype: torch.dtype) -> Packed:
+    """Put the quantized weights of all experts, which are stored alike, into one tensor, as a GPU multiplies them;
+    dequantized where that is not possible."""
+    packed: list[Tensor] = []
+    for i, weight in enumerate(weights):
+        parts = None
+        if dispatch.gpu_kernels(dtype, weight.values.device):
+            from engine.model.ops.gpu import expert_weights
+
+            parts = expert_weights.pack(weight)
+        parts = parts or (weight.dequantize(dtype),)
+        packed = packed or [part.new_empty(num_experts, *part.shape) for part in parts]
+        for target, part in zip(packed, parts, strict=True):
+            target[i].copy_(part)
+        if i == 0:
+            how = "multiplied as they are" if len(parts) > 1 else f"dequantized to {dtype} at load"
+            log_once(f"experts, {kind(weight)}: {how}")
+    if len(packed) == 1:
+        return packed[0]
+    return PackedExperts(packed[0], packed[1], packed[2] if len(packed) > 2 else None, weight.values.shape[1])
+
+
+def select_top_k(dtype: torch.dtype, device: torch.device) -> TopK:
+    """logits [tokens, num_experts], k, normalise -> experts [tokens, k] int64, weights [tokens, k] of the same dtype,
+    the largest first. normalise: the weights add up to 1."""
+    if not dispatch.gpu_kernels(dtype, device):
+        return top_k_softmax_plain
+    from engine.model.ops.gpu import routing
+
+    return routing.top_k_softmax
+
+
+def top_k_softmax_plain(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    weights, experts = logits.softmax(dim=-1, dtype=torch.float32).topk(k, dim=-1)
+    if normalise:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return experts, weights.to(logits.dtype)
 
 
 def mix_experts_plain(

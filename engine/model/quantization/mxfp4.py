@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.model.quantization.format import QuantAxis, StoredTensor, StoredWeight
+from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.weight import QuantizedWeight
 from engine.model.shard import Shard
 
@@ -15,21 +16,6 @@ GROUP = 32  # neighbouring inputs with one scale
 DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers that three bits stand for; the fourth and highest is the sign
 EXPONENT_BIAS = 127
 EXPERTS, OUTPUTS, INPUTS = 0, 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class PackedExperts:
-    """A weight [experts, outputs, inputs] in MXFP4."""
-
-    blocks: Tensor
-    """[experts, outputs, inputs / 32, 16] uint8"""
-    scales: Tensor
-    """[experts, outputs, inputs / 32] uint8"""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        experts, outputs, groups = self.scales.shape
-        return experts, outputs, groups * GROUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +45,8 @@ class MXFP4:
         ((name, weight),) = stored.weights.items()
         if weight.dim == INPUTS and (weight.start % GROUP or weight.size % GROUP):
             return None
-        return PackedExperts(**stored.tensors[name])
+        tensors = stored.tensors[name]
+        return PackedExperts(tensors["blocks"], tensors["scales"], None, weight.local_shape[INPUTS])
 
     @staticmethod
     def dequantize(stored: StoredWeight, dtype: torch.dtype) -> Tensor:

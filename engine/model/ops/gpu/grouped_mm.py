@@ -1,4 +1,7 @@
-"""The experts of a layer by torch's grouped products, all at once, without waiting for the device. See ops/moe.py."""
+"""The experts of a layer by torch's grouped products, all at once, without waiting for the device. See ops/moe.py.
+
+The kernels that sort pairs and add them up have not run on a GPU yet.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from engine.model.ops.gpu.routing import combine, sort_pairs
 
 ALIGNMENT = 8  # values, 16 bytes: rows of both operands must start there
 
@@ -31,12 +36,11 @@ def mix_experts(
     biases: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Sum a token's experts in the order of `experts`, whatever else is in the batch."""
-    tokens, k = experts.shape
-    chosen, order = experts.flatten().sort(stable=True)
-    ends = torch.searchsorted(chosen, torch.arange(len(gate_up), device=x.device), right=True).int()
-    hidden = F.grouped_mm(x[order // k], gate_up.mT, offs=ends)
-    hidden = activation(hidden if biases is None else hidden + biases[0][chosen])
-    mixed = F.grouped_mm(hidden, down.mT, offs=ends)
-    mixed = mixed if biases is None else mixed + biases[1][chosen]
-    mixed = mixed[order.argsort()].view(tokens, k, -1)
-    return (mixed * weights.unsqueeze(2)).sum(1)
+    order, places, ends, _ = sort_pairs(experts, len(gate_up), len(experts))
+    hidden = F.grouped_mm(x[order // experts.shape[1]], gate_up.mT, offs=ends)
+    if biases is None:
+        mixed = F.grouped_mm(activation(hidden), down.mT, offs=ends)
+    else:
+        chosen = experts.flatten()[order]
+        mixed = F.grouped_mm(activation(hidden + biases[0][chosen]), down.mT, offs=ends) + biases[1][chosen]
+    return combine(mixed, weights, places)

@@ -69,15 +69,19 @@ def dequantize_kernel(
     tl.store(target, weight, mask=(n < size_n)[:, None])
 
 
+def pack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """The values, scales and offsets that `load_int4` reads."""
+    codes, scale = (weight.values + 8).to(torch.uint8), weight.scale.contiguous()
+    offset = -8.0 * scale if weight.zero is None else -(8.0 + weight.zero) * scale
+    return codes[:, 1::2] << 4 | codes[:, ::2], scale, offset
+
+
 class Int4:
     """int4 with a scale for every 32 to 256 inputs."""
 
     def __init__(self, weight: QuantizedWeight):
         self.size, self.group_size = weight.values.shape, weight.group_size
-        codes = (weight.values + 8).to(torch.uint8)
-        self.values = codes[:, 1::2] << 4 | codes[:, ::2]
-        self.scale = weight.scale.contiguous()
-        self.offset = -8.0 * self.scale if weight.zero is None else -(8.0 + weight.zero) * self.scale
+        self.values, self.scale, self.offset = pack(weight)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         (outputs, inputs), rows = self.size, len(x)

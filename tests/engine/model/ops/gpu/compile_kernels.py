@@ -22,9 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine.model.ops.gpu import activation, attention, int4, moe, norm, quantize, rope, sampling
+from engine.model.ops.gpu import activation, attention, int4, moe, norm, quantize, rope, routing, sampling
 from engine.model.ops.norm_plain import HeadNorms
-from engine.model.quantization.mxfp4 import PackedExperts
+from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.weight import QuantizedWeight
 from tests.engine.model.ops.gpu.paged import FLOAT8, Case
 
@@ -130,20 +130,36 @@ def compile_elementwise() -> None:
         packed(x.new_zeros(rows, 4096), None)
 
 
-def compile_packed_experts() -> None:
-    """As in gpt-oss 20b, with a few experts."""
+PACKED_EXPERTS = ("mxfp4", "float8", "float8 in blocks", "int8", "int4")
+
+
+def packed_experts(kind: str, outputs: int, inputs: int) -> PackedExperts:
+    """Of four experts."""
+    if kind == "mxfp4":
+        sizes = (4, outputs, inputs // 32, 16), (4, outputs, inputs // 32)
+        return PackedExperts(*(torch.zeros(size, dtype=torch.uint8) for size in sizes), None, inputs)
+    groups = 1 if kind in ("float8", "int8") else inputs // 128
+    scales, bits = torch.zeros(4, outputs, groups), 4 if kind == "int4" else 8
+    values = torch.zeros(4, outputs, inputs * bits // 8, dtype=torch.int8 if kind == "int8" else torch.uint8)
+    values = values.view(FLOAT8) if kind.startswith("float8") else values
+    return PackedExperts(values, scales, scales if kind == "int4" else None, inputs)
+
+
+def compile_packed_experts(kind: str) -> None:
+    """As in gpt-oss 20b, or in Qwen3 30B with a few experts."""
+    hidden, size = (2880, 2880) if kind == "mxfp4" else (2048, 768)
     for tokens in (4, 400):
-        x, experts = torch.zeros(tokens, 2880, dtype=torch.bfloat16), torch.zeros(tokens, 4, dtype=torch.int64)
-        gate_up, down = (
-            PackedExperts(*(torch.zeros(4, outputs, 90, *size, dtype=torch.uint8) for size in ((16,), ())))
-            for outputs in (5760, 2880)
-        )
-        biases = x.new_zeros(4, 5760), x.new_zeros(4, 2880)
-        moe.mix_experts(x, gate_up, down, activation.swigluoai_mul, experts, experts.to(x.dtype), biases)
+        x, experts = torch.zeros(tokens, hidden, dtype=torch.bfloat16), torch.zeros(tokens, 4, dtype=torch.int64)
+        gate_up, down = packed_experts(kind, 2 * size, hidden), packed_experts(kind, hidden, size)
+        biases = (x.new_zeros(4, 2 * size), x.new_zeros(4, hidden)) if kind == "mxfp4" else None
+        act = activation.swigluoai_mul if kind == "mxfp4" else activation.silu_mul
+        moe.mix_experts(x, gate_up, down, act, experts, experts.to(x.dtype), biases)
 
 
 def compile_experts(dtype: torch.dtype) -> None:
     """For the few tokens of a decode step, and for the many of a prompt."""
+    routing.top_k_softmax(torch.zeros(4, 128, dtype=dtype), 8, True)
+    routing.combine(torch.zeros(32, 2048, dtype=dtype), torch.zeros(4, 8), torch.zeros(32, dtype=torch.int64))
     for tokens in (4, 400):
         x, experts = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 8, dtype=torch.int64)
         gate_up, down = torch.zeros(16, 1536, 2048, dtype=dtype), torch.zeros(16, 2048, 768, dtype=dtype)
@@ -160,8 +176,8 @@ if __name__ == "__main__":
             driver.set_active(Driver(int(chosen.removeprefix("sm_"))))
         elif chosen == "elementwise":
             compile_elementwise()
-        elif chosen == "experts, mxfp4":
-            compile_packed_experts()
+        elif chosen.startswith("experts in "):
+            compile_packed_experts(chosen.removeprefix("experts in "))
         elif chosen in EXPERTS:
             compile_experts(EXPERTS[chosen])
         else:

@@ -10,11 +10,12 @@ import sys
 
 import pytest
 
-from tests.engine.model.ops.gpu.compile_kernels import CASES, EXPERTS
+from tests.engine.model.ops.gpu.compile_kernels import CASES, EXPERTS, PACKED_EXPERTS
 
 SHARED_BYTES = 227 * 1024  # of one streaming multiprocessor
 SMALL_SHARED_BYTES = 99 * 1024  # of the smallest ones since Ampere
 SHARED = {"sm_89": SMALL_SHARED_BYTES, "sm_90": SHARED_BYTES}
+ROUTING = {"top_k_softmax_kernel", "count_kernel", "place_kernel", "combine_kernel"}
 STACK_BYTES = 64  # of spilled registers; a few are harmless
 
 
@@ -48,6 +49,7 @@ def test_kernels_of_common_models_compile_for_hopper_and_the_experts_kernel_for_
         "draw_kernel",
         "draw_any_kernel",
         "grouped_kernel",
+        *ROUTING,
         "quantize_kernel",
         "scale_products_kernel",
         "int4_linear_kernel",
@@ -68,9 +70,9 @@ def test_kernels_of_common_models_compile_for_hopper_and_the_experts_kernel_for_
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_the_experts_kernel_compiles_in_every_dtype(target):
-    kernels = compiled(target, *EXPERTS, "experts, mxfp4")
+    kernels = compiled(target, *EXPERTS, *(f"experts in {kind}" for kind in PACKED_EXPERTS))
     assert all(kernel["shared"] <= SMALL_SHARED_BYTES for kernel in kernels)
-    assert kinds(kernels) == {"grouped_kernel", "gated_kernel", "swigluoai_kernel"}
+    assert kinds(kernels) == {"grouped_kernel", "gated_kernel", "swigluoai_kernel", *ROUTING}
 
 
 @pytest.mark.slow

@@ -12,10 +12,14 @@ from triton.runtime.interpreter import GridExecutor
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import MoEConfig, RopeConfig
+from engine.model.layers.moe import Experts
+from engine.model.loader import fill_with_noise
 from engine.model.models.gpt_oss import GptOssExperts
 from engine.model.models.registry import build_model
 from engine.model.ops import dispatch
-from engine.model.quantization.mxfp4 import MXFP4, PackedExperts
+from engine.model.quantization.mxfp4 import MXFP4
+from engine.model.quantization.online import Online
+from engine.model.quantization.packed_experts import PackedExperts
 from tests.batches import ByHand
 from tests.engine.model.model_configs import tiny_config
 
@@ -126,6 +130,34 @@ def test_a_layer_is_nine_kernels_in_a_decode_step(architecture, monkeypatch):
     few, many = steps
     assert few.count("plan_kernel") == many.count("plan_kernel") == 1
     assert len(many) - len(few) == 2 * 9, Counter(many)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4"])
+def test_a_sparse_layer_is_fourteen_kernels_in_a_decode_step_however_its_experts_are_stored(quantization, monkeypatch):
+    """Those of a layer but for its MLP, which are six; the router's product, its choice, two that sort, gate and up,
+    activation, down, and the sum."""
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
+    monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
+    moe = replace(FAMILIES["Qwen 3 MoE"].moe, intermediate_size=128, layers=frozenset({0, 1}))
+    config = replace(FAMILIES["Qwen 3 MoE"], hidden_size=128, moe=moe)
+    launches, steps = Launches(monkeypatch), []
+    for layers in (1, 2):
+        config = replace(config, num_layers=layers, rope=(RopeConfig(),) * layers, window=(None,) * layers)
+        tp = TPGroup.single()
+        model = build_model(config, tp, torch.float32, torch.device("cpu"))
+        fill_with_noise(model)
+        for module in model.modules():
+            if isinstance(module, Experts) and quantization is not None:
+                module.online = Online(quantization)
+                module.pack()
+                assert all(isinstance(weights, PackedExperts) for weights in module.kept[1:])
+        run = ByHand(model, config, tp=tp)
+        with launches:
+            run.step({0: [5], 1: [6]})
+        steps.append(launches.names)
+        launches.names = []
+    one, two = steps
+    assert len(two) - len(one) == 14, Counter(two) - Counter(one)
 
 
 @pytest.mark.parametrize("rank", [0, 1, None], ids=["rank 0", "rank 1", "one rank"])

@@ -11,8 +11,12 @@ from torch import Tensor
 from engine.model.ops import activation, dispatch
 from engine.model.ops import moe as ops
 from engine.model.ops.gpu import grouped_mm, moe
+from engine.model.ops.gpu.routing import sort_pairs, top_k_softmax
 from engine.model.quantization.format import StoredWeight
 from engine.model.quantization.mxfp4 import MXFP4
+from engine.model.quantization.online import Online
+from engine.model.quantization.packed_experts import PackedExperts
+from engine.model.quantization.weight import FP8, QuantizedWeight, quantize_rows
 from engine.model.shard import Shard
 from tests.engine.model.ops.gpu.paged import DEVICE
 
@@ -29,9 +33,13 @@ SHAPES = {
 }
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def inputs(tokens: int, num_experts: int, k: int, hidden: int, size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """x, gate_up, down, experts, weights."""
-    generator = torch.Generator().manual_seed(tokens)
+    generator = seeded(tokens)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(DEVICE, dtype)
@@ -59,7 +67,7 @@ def test_the_kernel_equals_plain(shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", ["tiles that are not full", "as in Qwen 3"])
+@pytest.mark.parametrize("shape", ["tiles that are not full", "more experts than pairs"])
 def test_the_kernel_equals_plain_in_dtypes_of_two_bytes(shape, dtype):
     check(moe.mix_experts, *inputs(*SHAPES[shape], dtype))
 
@@ -89,7 +97,7 @@ def test_weights_in_mxfp4_multiply_as_what_they_are_dequantized_to(shape, dtype)
     mix = functools.partial(moe.mix_experts, activation=activation.swigluoai_mul, experts=experts, weights=weights)
     found, expected = mix(x, *packed), mix(x, *meant)
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert packed[0].blocks.nbytes + packed[0].scales.nbytes == meant[0].numel() * 17 // 32
+    assert packed[0].values.nbytes + packed[0].scales.nbytes == meant[0].numel() * 17 // 32
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 2, 32, 24), (50, 4, 3, 32, 24), (3, 16, 1, 40, 48)])
@@ -105,19 +113,105 @@ def test_experts_that_nobody_is_routed_to_and_one_that_gets_all_are_right():
 
 
 @pytest.mark.parametrize("rows", [moe.FEW, moe.MANY])
-@pytest.mark.parametrize("tokens", [1, 7, 16, 17, 200])
-def test_every_pair_is_in_one_tile_of_its_expert_however_they_are_spread(tokens, rows):
-    generator = torch.Generator().manual_seed(tokens)
-    for num_experts in (1, 5, 64):
-        for crowded in (1, num_experts):
-            experts = torch.randint(num_experts - crowded, num_experts, (tokens, 2), generator=generator)
-            order, tiles = moe.tile_pairs(experts, num_experts, rows)
-            found = []
-            for expert, first, end in tiles.T.tolist():
-                pairs = order[first:end].tolist()
-                assert len(pairs) <= rows and all(experts.flatten()[pair] == expert for pair in pairs)
-                found += pairs
-            assert sorted(found) == list(range(2 * tokens))
+@pytest.mark.parametrize(("tokens", "num_experts"), [(1, 5), (7, 1), (16, 5), (17, 33), (700, 3)])
+def test_every_pair_is_in_one_tile_of_its_expert_however_they_are_spread(tokens, num_experts, rows):
+    for crowded in (1, num_experts):
+        experts = torch.randint(num_experts - crowded, num_experts, (tokens, 2), generator=seeded(tokens))
+        order, places, ends, tiles = (part.cpu() for part in sort_pairs(experts.to(DEVICE), num_experts, rows))
+        assert torch.equal(order, experts.flatten().argsort(stable=True))
+        assert torch.equal(places, order.argsort())
+        assert torch.equal(ends, experts.flatten().bincount(minlength=num_experts).cumsum(0).int())
+        found = []
+        for expert, first, end in tiles.T.tolist():
+            pairs = order[first:end].tolist()
+            assert len(pairs) <= rows and all(experts.flatten()[pair] == expert for pair in pairs)
+            found += pairs
+        assert sorted(found) == list(range(2 * tokens))
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(("num_experts", "k"), [(5, 2), (60, 4), (128, 8), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_router_chooses_and_weighs_experts_as_plain_torch(num_experts, k, normalise, dtype):
+    # a wider tensor's columns, and no ties, of which torch picks any
+    logits = torch.stack([torch.randperm(num_experts + 3, generator=seeded(i)) for i in range(6)]).to(DEVICE, dtype)
+    logits = logits[:, :num_experts] / 8
+    experts, weights = top_k_softmax(logits, k, normalise)
+    expected, expected_weights = ops.top_k_softmax_plain(logits, k, normalise)
+    assert torch.equal(experts, expected) and weights.dtype == dtype
+    torch.testing.assert_close(weights, expected_weights, atol=TOLERANCE[dtype] / 10, rtol=TOLERANCE[dtype] / 4)
+
+
+def test_a_row_of_nan_is_routed_to_experts_that_there_are():
+    experts, weights = top_k_softmax(torch.full((2, 5), torch.nan, device=DEVICE), 3, True)
+    assert experts.min() >= 0 and experts.max() < 5 and weights.isnan().all()
+
+
+def fp8(weight: Tensor, group_size: int | None = None) -> QuantizedWeight:
+    return QuantizedWeight(*quantize_rows(weight, FP8, group_size), None, 8, FP8)
+
+
+def int4_without_zero_points(weight: Tensor) -> QuantizedWeight:
+    values, scale = quantize_rows(weight, torch.int8, 32)
+    return QuantizedWeight((values.float() / 16).round().clamp(-8, 7).to(torch.int8), scale * 16, None, 4, None)
+
+
+# how an expert's weight is rounded, and hidden and intermediate sizes
+QUANTIZED = {
+    "float8, a scale per output": (fp8, 100, 40),
+    "float8, a scale per 64 inputs": (lambda weight: fp8(weight, 64), 128, 64),
+    "int8, a scale per output": (Online("int8").quantize, 68, 36),
+    "int4 with zero points": (Online("int4").quantize, 128, 128),
+    "int4, groups of 32": (int4_without_zero_points, 64, 96),
+}
+
+
+@pytest.mark.parametrize(
+    ("routed", "dtype"),
+    [
+        ((1, 3, 2), torch.float32),
+        ((33, 2, 1), torch.bfloat16),
+        pytest.param((50, 4, 3), torch.float16, marks=pytest.mark.slow),
+        pytest.param((120, 3, 2), torch.float32, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_experts_multiply_as_what_they_are_dequantized_to(kind, routed, dtype, monkeypatch):
+    monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
+    quantize, *sizes = QUANTIZED[kind]
+    x, gate_up, down, experts, weights = inputs(*routed, *sizes, dtype)
+    rounded = [[quantize(expert) for expert in weight] for weight in (gate_up, down)]
+    packed = [ops.pack_experts(some, len(some), dtype) for some in rounded]
+    meant = [torch.stack([expert.dequantize(dtype) for expert in some]) for some in rounded]
+    assert all(isinstance(some, PackedExperts) for some in packed)
+    assert [some.shape for some in packed] == [some.shape for some in meant]
+    mix = functools.partial(moe.mix_experts, activation=activation.silu_mul, experts=experts, weights=weights)
+    torch.testing.assert_close(mix(x, *packed), mix(x, *meant), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_every_float8_number_is_read_as_it_is_without_a_type_for_it(monkeypatch):
+    monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    codes = codes[(codes & 127) != 127].view(FP8)  # all but NaN
+    size = len(codes)
+    weight = QuantizedWeight(codes[None], torch.ones(1, 1, device=DEVICE), None, 8, FP8)
+    packed = ops.pack_experts([weight], 1, torch.float32)
+    sorted_pairs = sort_pairs(torch.zeros(size, 1, dtype=torch.int64, device=DEVICE), 1, moe.MANY)
+    found = moe.grouped_linear(
+        torch.eye(size, device=DEVICE), packed, None, sorted_pairs.order, sorted_pairs.tiles, moe.MANY
+    )
+    assert torch.equal(found[:, 0], codes.float())
+
+
+@pytest.mark.parametrize("weight", [
+    QuantizedWeight(torch.ones(4, 96, dtype=torch.int8), torch.ones(4, 2), None, 8, None),
+    QuantizedWeight(torch.ones(4, 64, dtype=torch.int8), torch.ones(4, 1), torch.ones(4, 1), 8, None),
+    QuantizedWeight(torch.ones(4, 64, dtype=torch.int8), torch.ones(4, 4), None, 4, None),
+], ids=["8 bits in groups of 48", "8 bits with zero points", "4 bits in groups of 16"])  # fmt: skip
+def test_experts_that_the_kernel_cannot_read_are_dequantized(weight, monkeypatch):
+    monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
+    found = ops.pack_experts([weight, weight], 2, torch.bfloat16)
+    assert torch.equal(found, torch.stack([weight.dequantize(torch.bfloat16)] * 2))
 
 
 def test_a_model_gets_the_kernel_where_torch_has_none(monkeypatch):

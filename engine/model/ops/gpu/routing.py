@@ -1,0 +1,150 @@
+"""Which expert computes which token, in Triton: a kernel that chooses, two that sort, one that adds the results up.
+
+The plain versions are in ops/moe.py. Nothing here waits for the device. The kernels have run under Triton's interpreter
+and compile for Ampere and Hopper, but have not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PAIRS = 1024  # that a program looks at at a time
+TILES = 128  # that a program writes at a time
+BLOCK = 1024  # columns of a program that adds up
+
+
+@triton.jit
+def top_k_softmax_kernel(
+    logits, experts, weights, stride,
+    NUM: tl.constexpr, NUM_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens)."""
+    token = tl.program_id(0).to(tl.int64)
+    expert, choice = tl.arange(0, NUM_PAD), tl.arange(0, K_PAD)
+    wide = tl.load(logits + token * stride + expert, mask=expert < NUM, other=float("-inf")).to(tl.float32)
+    scores = tl.exp(wide - tl.max(wide, 0))
+    scores = scores / tl.sum(scores, 0)
+    best, chosen = tl.zeros([K_PAD], tl.float32), tl.zeros([K_PAD], tl.int32)
+    for i in tl.static_range(K):
+        index = tl.minimum(tl.argmax(scores, 0), NUM - 1)  # among NaN it may be none
+        best = tl.where(choice == i, tl.max(scores, 0), best)
+        chosen = tl.where(choice == i, index, chosen)
+        scores = tl.where(expert == index, -1.0, scores)
+    if NORMALISE:
+        best = best / tl.sum(best, 0)
+    tl.store(experts + token * K + choice, chosen.to(tl.int64), mask=choice < K)
+    tl.store(weights + token * K + choice, best.to(weights.dtype.element_ty), mask=choice < K)
+
+
+def top_k_softmax(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    tokens, num = logits.shape
+    experts = torch.empty(tokens, k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(tokens, k, dtype=logits.dtype, device=logits.device)
+    top_k_softmax_kernel[tokens,](
+        logits, experts, weights, logits.stride(0), NUM=num, NUM_PAD=triton.next_power_of_2(num),
+        K=k, K_PAD=triton.next_power_of_2(k), NORMALISE=normalise, num_warps=1,
+    )  # fmt: skip
+    return experts, weights
+
+
+class SortedPairs(NamedTuple):
+    """Pairs of a token and one of its experts, those of an expert together and in their order, in tiles."""
+
+    order: Tensor
+    """[pairs] int64: the pair at each place; pair p is of token p // k"""
+    places: Tensor
+    """[pairs] int64: the place of each pair"""
+    ends: Tensor
+    """[experts] int32: the place behind each expert's last pair"""
+    tiles: Tensor
+    """[3, tiles] int64: the expert of each tile, and where its places begin and end; surplus tiles begin at their end
+    or behind it"""
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def count_kernel(experts, counts, pairs, PAIRS: tl.constexpr):
+    """Grid (experts)."""
+    expert = tl.program_id(0)
+    found = tl.zeros([PAIRS], tl.int32)
+    for start in range(0, pairs, PAIRS):
+        pair = start + tl.arange(0, PAIRS)
+        found += (tl.load(experts + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(found, 0))
+
+
+@triton.jit(do_not_specialize=["pairs", "tile_rows", "num_tiles"])
+def place_kernel(
+    experts, counts, order, places, ends, tiles, pairs, tile_rows, num_tiles,
+    NUM: tl.constexpr, NUM_PAD: tl.constexpr, PAIRS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Grid (experts). The last expert's tiles go on to the end, which makes the surplus ones empty."""
+    expert, others = tl.program_id(0), tl.arange(0, NUM_PAD)
+    each = tl.load(counts + others, mask=others < NUM, other=0)
+    tiles_each = (each + tile_rows - 1) // tile_rows
+    first = tl.sum(tl.where(others < expert, each, 0), 0)
+    end = tl.sum(tl.where(others <= expert, each, 0), 0)
+    first_tile = tl.sum(tl.where(others < expert, tiles_each, 0), 0)
+    end_tile = tl.sum(tl.where(others <= expert, tiles_each, 0), 0)
+    if expert == NUM - 1:
+        end_tile = num_tiles
+    tl.store(ends + expert, end)
+    for start in range(first_tile, end_tile, TILES):
+        tile = start + tl.arange(0, TILES)
+        here, place = tile < end_tile, first + (tile - first_tile) * tile_rows
+        tl.store(tiles + tile, (tl.zeros([TILES], tl.int32) + expert).to(tl.int64), mask=here)
+        tl.store(tiles + num_tiles + tile, place.to(tl.int64), mask=here)
+        tl.store(tiles + 2 * num_tiles + tile, tl.minimum(place + tile_rows, end).to(tl.int64), mask=here)
+    for start in range(0, pairs, PAIRS):
+        pair = start + tl.arange(0, PAIRS)
+        own = tl.load(experts + pair, mask=pair < pairs, other=-1) == expert
+        place = first + tl.cumsum(own.to(tl.int32), 0) - 1
+        tl.store(order + place, pair.to(tl.int64), mask=own)
+        tl.store(places + pair, place.to(tl.int64), mask=own)
+        first += tl.sum(own.to(tl.int32), 0)
+
+
+def sort_pairs(experts: Tensor, num_experts: int, tile_rows: int) -> SortedPairs:
+    """experts: [tokens, k] int64, each from 0 to num_experts - 1. tile_rows: the most pairs of a tile."""
+    pairs, device = experts.numel(), experts.device
+    # each expert with a pair may need one tile that is not full
+    num_tiles = (pairs + min(pairs, num_experts) * (tile_rows - 1)) // tile_rows
+    order, places = (torch.empty(pairs, dtype=torch.int64, device=device) for _ in range(2))
+    counts, ends = (torch.empty(num_experts, dtype=torch.int32, device=device) for _ in range(2))
+    tiles = torch.empty(3, num_tiles, dtype=torch.int64, device=device)
+    count_kernel[num_experts,](experts, counts, pairs, PAIRS=PAIRS)
+    place_kernel[num_experts,](
+        experts, counts, order, places, ends, tiles, pairs, tile_rows, num_tiles,
+        NUM=num_experts, NUM_PAD=triton.next_power_of_2(num_experts), PAIRS=PAIRS, TILES=TILES,
+    )  # fmt: skip
+    return SortedPairs(order, places, ends, tiles)
+
+
+@triton.jit
+def combine_kernel(mixed, places, weights, out, size, K: tl.constexpr, PLACED: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (tokens, size / BLOCK)."""
+    token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(K):
+        pair = token * K + choice
+        place = tl.load(places + pair) if PLACED else pair
+        values = tl.load(mixed + place * size + i, mask=i < size, other=0.0).to(tl.float32)
+        acc += values * tl.load(weights + pair).to(tl.float32)
+    tl.store(out + token * size + i, acc.to(out.dtype.element_ty), mask=i < size)
+
+
+def combine(mixed: Tensor, weights: Tensor, places: Tensor | None = None) -> Tensor:
+    """Add up the results of each token's experts, in their order and times their weights [tokens, k].
+
+    mixed: [pairs, size], by pair, or by place if `places` has the place of each pair
+    """
+    (tokens, k), size = weights.shape, mixed.shape[1]
+    out = torch.empty(tokens, size, dtype=mixed.dtype, device=mixed.device)
+    combine_kernel[tokens, triton.cdiv(size, BLOCK)](
+        mixed, mixed if places is None else places, weights, out, size, K=k, PLACED=places is not None, BLOCK=BLOCK
+    )
+    return out

@@ -1,0 +1,40 @@
+"""The weights of a layer's experts in one tensor, quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedExperts:
+    """A weight [experts, outputs, inputs] as a kernel reads it."""
+
+    values: Tensor
+    """[experts, outputs, inputs] float8_e4m3fn or int8; of int4 [experts, outputs, inputs / 2] uint8, two codes to a
+    byte, the first in its low bits; of MXFP4 the same, as [experts, outputs, inputs / 32, 16]"""
+    scales: Tensor
+    """[experts, outputs, groups] float32; of MXFP4 uint8, exponents of a power of two"""
+    offsets: Tensor | None
+    """[experts, outputs, groups] float32, of int4 alone: a weight is code * scale + offset"""
+    inputs: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        experts, outputs, _ = self.scales.shape
+        return experts, outputs, self.inputs
+
+    @property
+    def group_size(self) -> int:
+        return self.inputs // self.scales.shape[2]
+
+    @property
+    def format(self) -> Literal["mxfp4", "int4", "float8", "int8"]:
+        if self.scales.dtype == torch.uint8:
+            return "mxfp4"
+        if self.offsets is not None:
+            return "int4"
+        return "int8" if self.values.dtype == torch.int8 else "float8"
