@@ -111,7 +111,9 @@ class Int8:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         values, scale = self.quantize(x, torch.int8)
         rows = len(values)
-        sums = torch._int_mm(F.pad(values, (0, 0, 0, max(0, INT8_ROWS - rows))), self.values)[:rows]
+        if rows < INT8_ROWS:
+            values = F.pad(values, (0, 0, 0, INT8_ROWS - rows))
+        sums = torch._int_mm(values, self.values)[:rows]
         if dispatch.triton_found():
             from engine.model.ops.gpu.quantize import scale_products
 
