@@ -1,37 +1,197 @@
-"""`make bench-gpu` as far as it needs no GPU: its floors, and how it goes on after a part that has lost the card."""
+"""`make bench-gpu` as far as it goes without a GPU: every part runs once, tiny and on a late device; parts that hang or
+fail leave the others alone; steps of real sizes are counted."""
 
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import quantized_linear
+from benchmarks.gpu import __main__ as bench
+from benchmarks.gpu import card, engines, expected, parts
+from benchmarks.gpu.card import CARDS, Card
+from benchmarks.gpu.engines import SHAPES, shape_config
+from benchmarks.gpu.meta_steps import META, Launches, MetaModel
+from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.memory_floor import weight_bytes
-from engine.model.config import ModelConfig
+from engine.model.ops import dispatch
+from engine.model.ops.gpu import norm
+from engine.runner import cuda_graphs
+from tests.late_device import LateDevice
+
+TINY = {
+    "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 1200,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+SMALL = {
+    "CONTEXT": 8, "WARM_STEPS": 1, "STEPS": 2, "PROMPT": 1024, "LONG": 100, "MODEL_LEN": 1100, "PROFILED_STEPS": 2,
+    "STREAMS": 4, "ARRIVALS": 2, "ARRIVING_PROMPT": 8, "CONTEXTS": (64,), "ATTENTION_SEQS": 2, "NANO_SEQS": 3,
+    "NANO_LENGTHS": (2, 6), "LINEAR_ROWS": (2,), "DEVICE": "cpu",
+}  # fmt: skip
+MEASURED = [part for part in PARTS if part.measure is not None]
+
+
+class FakeEvent:
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1.0
 
 
 @pytest.fixture
-def config_of(tmp_path):
-    def config(shape: str) -> ModelConfig:
-        (tmp_path / "config.json").write_text(json.dumps(gpu.SHAPES[shape]))
-        return ModelConfig.from_folder(tmp_path)
+def rehearsal(monkeypatch) -> None:
+    for name, value in SMALL.items():
+        monkeypatch.setattr(parts, name, value)
+    monkeypatch.setattr(card, "COPY_BYTES", 1024)
+    for module in (card, parts):
+        monkeypatch.setattr(module, "MATRIX", 16)
+    for name, shape in SHAPES.items():
+        tiny = {key: value for key, value in TINY.items() if key in shape}
+        monkeypatch.setitem(engines.SHAPES, name, {**shape, **tiny})
+    monkeypatch.setitem(quantized_linear.SHAPES, "8B", (128, 384, 128, 256))
+    for name in ("MAX_DECODE_SIZE", "MAX_MIXED_SIZE"):  # few graphs
+        monkeypatch.setattr(cuda_graphs, name, 8)
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
+    monkeypatch.setattr("engine.runner.model_runner.open_device", lambda name: LateDevice())
+    monkeypatch.setattr("engine.model.torch_compile.compile_layers", lambda *args: None)
+    build = engines.EngineConfig
+    monkeypatch.setattr(engines, "EngineConfig", lambda **options: build(**options, num_blocks=2000, num_threads=1))
+    for name, stand_in in {
+        "Event": FakeEvent, "synchronize": lambda: None, "graph": lambda graph: nullcontext(),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None), "get_device_name": lambda: "a card",
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
 
-    return config
+
+@pytest.mark.parametrize("part", MEASURED, ids=[part.name for part in MEASURED])
+def test_a_part_runs_from_its_first_line_to_its_last(part, rehearsal):
+    numbers = part.measure(Card(1e12, 1e14))
+    assert numbers and all(isinstance(value, int | float) for value in numbers.values())
 
 
-@pytest.mark.parametrize("shape", gpu.SHAPES)
-def test_a_decode_step_has_to_read_what_the_matrices_of_the_model_take(shape, config_of):
-    config = config_of(shape)
-    read = weight_bytes(config, torch.bfloat16, batch_size=0)
-    assert gpu.matrix_bytes(config, 2) == pytest.approx(read, rel=1e-3), "all but the norms"
-    assert gpu.matrix_bytes(config, 1) == gpu.matrix_bytes(config, 2) - gpu.linear_parameters(config)
+def test_parts_that_hang_or_fail_are_rows_of_the_table_and_the_others_go_on(tmp_path, monkeypatch, capfd):
+    test = tmp_path / "test_it.py"
+    test.write_text("def test_right(): ...\ndef test_wrong(): assert 0\n")
+    monkeypatch.setattr(bench, "gpus", lambda: 1)
+    monkeypatch.setattr(bench, "PARTS", (
+        Part("hangs", 1, command=("-c", "import time; time.sleep(60)")),
+        Part("tests", 60, command=parts.pytest(1, str(test), "-p", "no:cacheprovider")),
+        Part("breaks", 60, command=("-c", "import os; os.abort()")),
+        Part("needs two", 60, gpus=2),
+        Part(bench.SANITIZER, 60),
+    ))  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--out", str(tmp_path / "out")])
+    assert bench.main() == 1
+    rows = {row.name: row for row in bench.saved(tmp_path / "out")}
+    assert rows["hangs"].problem == "took more than 1 s"
+    assert rows["tests"].numbers == {"passed": 1, "failed": 1, "skipped": 0}
+    assert rows["tests"].failed[0].endswith("test_it.py::test_wrong")
+    assert rows["breaks"].problem == "exit status -6"
+    assert "needs two" not in rows
+    assert capfd.readouterr().out.rstrip().endswith("|"), "the table comes last"
+
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--out", str(tmp_path / "out"), "--resume", "--limit", "0"])
+    monkeypatch.setattr(bench, "PARTS", (*bench.PARTS, Part("late", 60, command=("-c", ""))))
+    bench.main()
+    assert [row.problem for row in bench.saved(tmp_path / "out")][-1] == "left out: the 0 s are over"
 
 
-def test_a_process_that_goes_on_finds_the_rates_of_the_card_and_the_parts_that_are_done(tmp_path):
-    card = gpu.Card(bytes_per_s=4.3e12, flops=7.9e14)
-    parts = [gpu.Part("copy", 1.5, {"GB/s": 4300.0}), gpu.Part("decode", 2.0, problem="AcceleratorError: CUDA error")]
-    gpu.save(tmp_path / "out", "a card", card, parts)
-    assert gpu.saved(tmp_path / "out") == (card, parts)
-    assert "| decode | AcceleratorError: CUDA error | 2 s |" in (tmp_path / "out/gpu.md").read_text()
+def test_a_measured_part_finds_the_rates_of_the_card_and_leaves_its_numbers(tmp_path, monkeypatch):
+    rows = [bench.Row("copy", numbers={"GB/s": 4300.0}), bench.Row("matrix product, bf16", numbers={"TFLOP/s": 790.0})]
+    bench.save(tmp_path, rows, "")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    assert bench.measure(Part("some", 1, lambda found: {"GB/s": found.bytes_per_s / 1e9}), tmp_path) == 0
+    assert json.loads((tmp_path / "part.json").read_text()) == {
+        "numbers": {"GB/s": 4300.0}, "problem": None, "device": "a card",
+    }  # fmt: skip
+    assert bench.measure(Part("wrong", 1, lambda found: {}[0]), tmp_path) == 1
+    assert "KeyError" in json.loads((tmp_path / "part.json").read_text())["problem"]
+    assert bench.expected(bench.Row("decode 8B, batch 1"), bench.card_of(rows)) == "4.4 ms"
+
+
+LAYER = {"rms_norm_kernel": 2, "rotate_and_write_kernel": 1, "attend_kernel": 1, "gated_kernel": 1, "linear": 4}
+"""Norm; q, k and v; rotation, norms of heads and KV; attention; o; norm; gate and up; activation; down."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "of_layer"),
+    [
+        ("8B", {}, LAYER),
+        ("0.6B", {}, LAYER),
+        ("8B", {"quantization": "fp8"}, {**LAYER, "linear": 0, "quantize_kernel": 4, "_scaled_mm": 4}),
+        ("8B", {"quantization": "int8"}, {
+            **LAYER, "linear": 0, "quantize_kernel": 4, "_int_mm": 4, "scale_products_kernel": 4,
+        }),
+        ("8B", {"quantization": "int4"}, {**LAYER, "linear": 0, "int4_linear_kernel": 4}),
+        ("70B", {"ranks": 8}, {**LAYER, "all_reduce": 2}),
+        ("70B", {"ranks": 8, "quantization": "fp8"}, {
+            **LAYER, "linear": 0, "quantize_kernel": 4, "_scaled_mm": 4, "all_reduce": 2,
+        }),
+    ],
+)  # fmt: skip
+def test_a_decode_step_of_real_size_launches_no_more_than_it_did(shape, options, of_layer):
+    quantization, ranks = options.get("quantization"), options.get("ranks", 1)
+    config = shape_config(shape, quantization, num_hidden_layers=8)
+    launches = MetaModel(config, ranks).launches(64, 64, config.max_position_embeddings)
+    for name, count in of_layer.items():
+        # the last norm, the head, and the embedding's all-reduce
+        assert 0 <= launches[name] - count * config.num_layers <= 1, launches
+    rest = launches.total() - sum(of_layer.values()) * config.num_layers
+    assert rest <= (11 if ranks == 1 else 25), launches
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize(
+    ("shape", "quantization", "ranks"),
+    [
+        ("8B", None, 1), ("8B", "int8", 1), ("70B", None, 8), ("70B", "fp8", 8), ("30B-A3B", None, 1),
+        ("30B-A3B", None, 4),
+    ],
+)  # fmt: skip
+def test_steps_of_real_sizes_fit_into_every_kernel_and_library_call(shape, quantization, ranks, capability):
+    config = shape_config(shape, quantization, num_hidden_layers=2)
+    model = MetaModel(config, ranks, capability)
+    for tokens, seqs in ((1, 1), (64, 64), (1024, 64), (8192, 4)):
+        assert model.launches(tokens, seqs, config.max_position_embeddings)
+
+
+def test_a_launch_that_does_not_fit_is_refused():
+    x, host, huge = torch.empty(4, 16, device=META), torch.ones(16), torch.empty(2**20, 4096, device=META)
+    with Launches() as launches:
+        norm.rms_norm(x, x[0], 1e-6, 0.0)
+        with pytest.raises(ValueError, match="on cpu"):
+            norm.rms_norm(x, host, 1e-6, 0.0)
+        with pytest.raises(ValueError, match="offsets of 32 bits"):
+            norm.rms_norm(huge, huge[0], 1e-6, 0.0)
+        with pytest.raises(ValueError, match="a grid of"):
+            norm.rms_norm_kernel[(1, 70_000)](*[x] * 5, 4, 16, 16, 1e-6, 0.0, *[1] * 6)
+        with pytest.raises(TypeError, match="missing a required argument"):
+            norm.rms_norm_kernel[(1,)](x)
+    assert launches.names == ["rms_norm_kernel"]
+
+
+@pytest.mark.parametrize("shape", ["8B", "0.6B", "30B-A3B"])
+def test_a_decode_step_has_to_read_what_the_matrices_of_the_model_take(shape):
+    config = shape_config(shape)
+    for tokens in (1, 64):
+        read = weight_bytes(config, torch.bfloat16, batch_size=tokens)
+        assert MetaModel(config).weight_bytes(tokens) == pytest.approx(read, rel=1e-3)
+
+
+def test_the_expected_times_lie_between_the_floor_and_twice_it_where_memory_counts():
+    for name in ("decode 8B, batch 1", "decode 8B, batch 64", "prefill 8B, 8192 tokens"):
+        case = expected.CASES[name]
+        counts = expected.count(case)
+        for rates in CARDS.values():
+            assert 1 < counts.expected_s(rates, case) / counts.floor_s(rates, case) < 2

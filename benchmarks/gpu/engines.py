@@ -1,0 +1,115 @@
+"""Engines of well-known shapes with random weights on a GPU, whose steps are timed as they follow each other."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.cli.bench.prompts import FIRST_ID
+from engine.config import EngineConfig
+from engine.core.engine import EngineCore
+from engine.model.config import ModelConfig
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "head_dim": 128,
+    "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "num_key_value_heads": 8, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN: dict[str, Any] = {
+    "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "8B": {  # Llama 3.1 8B
+        **LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    },
+    "70B": {  # Llama 3.3 70B
+        **LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    },
+    "0.6B": {  # Qwen3 0.6B
+        **QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024,
+        "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "30B-A3B": {  # Qwen3 30B A3B
+        **QWEN, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def shape_config(shape: str, quantization: str | None = None, **changes: Any) -> ModelConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        write_shape(shape, Path(folder), **changes)
+        return ModelConfig.from_folder(Path(folder), quantization)
+
+
+def write_shape(shape: str, folder: Path, **changes: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({**SHAPES[shape], **changes}), encoding="utf-8")
+
+
+class Decoding:
+    """An engine with random weights, whose steps are timed as they follow each other in practice: with overlap, so that
+    the host works beside the card."""
+
+    def __init__(self, shape: str, **options: Any):
+        with tempfile.TemporaryDirectory() as folder:
+            write_shape(shape, Path(folder))
+            self.core = EngineCore.build(EngineConfig(model=folder, device="cuda", load_format="dummy", **options))
+        self.config: ModelConfig = self.core.model_config
+        self.waited_s = 0.0
+        self.steps = 0
+        self.step_ends: list[float] = []
+        collect = self.core.runner.collect
+
+        def timed(launched: Any) -> Any:
+            started = time.perf_counter()
+            launched.event.wait()
+            self.step_ends.append(time.perf_counter())
+            self.waited_s += self.step_ends[-1] - started
+            self.steps += 1
+            return collect(launched)
+
+        self.core.runner.collect = timed  # type: ignore[method-assign]
+
+    def add(self, name: str, prompt_len: int, max_tokens: int, **sampling: Any) -> None:
+        rng = random.Random(name)
+        prompt = [rng.randrange(FIRST_ID, self.config.vocab_size) for _ in range(prompt_len)]
+        settings = {"temperature": 0.0, "ignore_eos": True, "seed": rng.randrange(2**31), **sampling}
+        params = SamplingParams(max_tokens=max_tokens, **settings)
+        self.core.add(GenerateRequest(request_id=name, prompt=prompt, params=params))
+
+    def until(self, done: Callable[[], bool]) -> None:
+        while self.core.has_work and not done():
+            self.core.step()
+
+    def lengths(self) -> list[int]:
+        return [len(request.tokens) for request in self.core.scheduler.queue.running]
+
+    def end(self) -> None:
+        self.core.close()
+        del self.core
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def engine(shape: str, **options: Any) -> Iterator[Decoding]:
+    decoding = Decoding(shape, **options)
+    try:
+        yield decoding
+    finally:
+        decoding.end()

@@ -1,0 +1,111 @@
+"""What steps should take on a GPU, from counted kernels and bytes, beside what they took where that was measured.
+
+    python -m benchmarks.gpu.expected [--measured build/gpu/gpu.json]
+
+Needs no GPU. A step takes as long as it has to read, or to multiply, at a part of the card's own rates that well-made
+kernels reach, and a moment for each kernel. These parts are estimates until a card has confirmed them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.card import CARDS, Card, prompt_flops, step_bytes
+from benchmarks.gpu.engines import shape_config
+from benchmarks.gpu.meta_steps import MetaModel
+
+MEMORY = 0.88  # of the copy rate, that products with few rows and attention of decode steps reach
+MATRIX = 0.65  # of the matrix rate, that a prompt reaches, attention included
+KERNEL_S = 1.3e-6  # between two kernels of a graph
+REDUCE_S = 8e-6  # an all-reduce of a few rows between eight GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A step: of `seqs` sequences that decode behind `context` tokens, or of a prompt of `tokens`."""
+
+    shape: str
+    tokens: int
+    seqs: int
+    context: int
+    ranks: int = 1
+    fp8: bool = False  #: weights and KV
+
+    @property
+    def decodes(self) -> bool:
+        return self.tokens == self.seqs
+
+
+CASES = {  # by the names of parts.py, as far as it has them
+    "decode 8B, batch 1": Case("8B", 1, 1, 1100),
+    "decode 8B, batch 64": Case("8B", 64, 64, 1100),
+    "prefill 8B, 8192 tokens": Case("8B", 8192, 1, 8192),
+    "decode 8B, batch 1, fp8": Case("8B", 1, 1, 1100, fp8=True),
+    "decode 8B, batch 64, fp8": Case("8B", 64, 64, 1100, fp8=True),
+    "decode 8B, one of 100k among 63 of 1k": Case("8B", 64, 64, 2650),
+    "decode 0.6B, batch 256": Case("0.6B", 256, 256, 800),
+    "decode 30B-A3B, batch 1": Case("30B-A3B", 1, 1, 1100),
+    "decode 30B-A3B, batch 64": Case("30B-A3B", 64, 64, 1100),
+    "decode 70B, batch 1, TP 8": Case("70B", 1, 1, 1100, ranks=8),
+    "decode 70B, batch 64, TP 8": Case("70B", 64, 64, 1100, ranks=8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What one rank does in a step."""
+
+    gigabytes: float  #: of weights and KV that it reads
+    flops: float
+    launches: Counter[str]  #: of the graph and the head
+
+    def floor_s(self, card: Card, case: Case) -> float:
+        return self.gigabytes * 1e9 / card.bytes_per_s if case.decodes else self.flops / card.flops
+
+    def expected_s(self, card: Card, case: Case) -> float:
+        work = self.floor_s(card, case) / (MEMORY if case.decodes else MATRIX)
+        return work + KERNEL_S * self.launches.total() + REDUCE_S * self.launches["all_reduce"]
+
+
+def count(case: Case, capability: tuple[int, int] = (9, 0)) -> Counts:
+    config = shape_config(case.shape, "fp8" if case.fp8 else None)
+    kv_dtype = torch.float8_e4m3fn if case.fp8 else torch.bfloat16
+    model = MetaModel(config, case.ranks, capability, kv_dtype=kv_dtype)
+    lengths = [case.context] * case.seqs if case.decodes else []
+    kv = step_bytes(config, 0.0, kv_dtype, lengths) / case.ranks
+    launches = model.launches(case.tokens, case.seqs, config.max_position_embeddings)
+    flops = prompt_flops(config, case.tokens) / case.ranks
+    return Counts((model.weight_bytes(case.tokens) + kv) / 1e9, flops, launches)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--measured", type=Path, help="gpu.json of `make bench-gpu`")
+    measured = {}
+    if (path := parser.parse_args().measured) is not None:
+        parts = json.loads(path.read_text(encoding="utf-8"))["parts"]
+        measured = {part["name"]: part["numbers"].get("ms/step", part["numbers"].get("ms")) for part in parts}
+    names = [f"{name}: floor, expected ms" for name in CARDS]
+    print("| step | kernels | GB | " + " | ".join(names) + " | measured ms |")
+    print("| --- " * (4 + len(CARDS)) + "|")
+    for name, case in CASES.items():
+        counts = count(case)
+        times = [
+            f"{1e3 * counts.floor_s(card, case):.1f}, {1e3 * counts.expected_s(card, case):.1f}"
+            for card in CARDS.values()
+        ]
+        found = measured.get(name)
+        found = "" if found is None else f"{found:.2f}"
+        print(f"| {name} | {counts.launches.total()} | {counts.gigabytes:.1f} | {' | '.join(times)} | {found} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
