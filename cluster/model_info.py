@@ -66,6 +66,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         supported_tasks=config.supported_tasks,
         may_sleep=model.decode.bounds[0] == 0,
         max_replays=ingress.max_replays,
+        drafts=model.engine_config().speculative is not None,
         has_priorities=model.engine_config().scheduling_policy == "priority",
         tool_call_parser=model.tool_call_parser,
         reasoning_parser=model.reasoning_parser,

@@ -154,6 +154,7 @@ class FakeEngine:
                 prompt_logprobs=prompt,
                 finish_reason=reason,  # type: ignore[arg-type]
                 timeline=[TimelineEvent.now("first token")] if first else [],
+                prediction_tokens=(1, 2) if request.prediction else None,
             )
             self._send(request, delta)
 

@@ -208,6 +208,7 @@ class Harness:
         cache_salt: str = "",
         prefill="auto",
         pooling: PoolingParams | None = None,
+        prediction: list[int] | None = None,
         **params,
     ) -> None:
         sampling = SamplingParams(**{"max_tokens": 8, "seed": 1, "ignore_eos": True, **params})
@@ -219,6 +220,7 @@ class Harness:
             priority=priority,
             cache_salt=cache_salt,
             prefill=prefill,
+            prediction=prediction or [],
         )
         self.pooled |= {name} if pooling else set()
         request = self.scheduler.add(message, now=0.0)

@@ -27,7 +27,10 @@ class Generation:
     def __init__(self, frontend: Frontend, prompts: list[list[GenerateRequest]], client: str):
         """prompts: for each prompt the requests of its sequences. client: whose turn it takes in the admission."""
         self.prompts = [requests[0].prompt for requests in prompts]
-        self.usage = Usage(prompt_tokens=sum(len(requests[0].prompt) for requests in prompts))
+        self.usage = Usage(
+            prompt_tokens=sum(len(requests[0].prompt) for requests in prompts),
+            has_prediction=bool(prompts[0][0].prediction),
+        )
         http, self._sequences = current_request(), dict[str, Sequence]()  # by request id of the present attempt
         for requests in prompts:
             frontend.stats.histograms["request_params_n"].observe(len(requests))

@@ -51,6 +51,10 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    has_prediction: bool = False
+    """The request came with what the client takes the answer to be."""
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class ReportedError(ServingError):
@@ -164,6 +168,11 @@ class Sequence:
             self.metrics.answered_by(self._channel.engine_of(delta.request_id))
         self.metrics.delta(delta, num_tokens)
         self._usage.completion_tokens += num_tokens
+        if delta.prediction_tokens is not None:
+            accepted, rejected = delta.prediction_tokens
+            told = min(accepted, num_tokens)  # no more than come before a stop string
+            self._usage.accepted_prediction_tokens += told
+            self._usage.rejected_prediction_tokens += accepted - told + rejected
         if self._counts_cached:
             self._usage.cached_tokens += delta.num_cached_tokens
         if chunk.finish_reason is not None:

@@ -16,7 +16,7 @@ FOREIGN_FIELDS = ForeignFields(
         "media_io_kwargs": "there are only texts",
         "mm_processor_kwargs": "there are only texts",
         "moderation": "nothing is moderated",
-        "prediction": "it would make the answer faster, not different",
+        "prediction": "only chats have one",
         "prompt_cache_options": "prefixes are cached as long as there is room",
         "prompt_cache_retention": "prefixes are cached as long as there is room",
         "repetition_detection": "an answer ends at its end or at `max_tokens`",

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field
 
 from deployments.http.body import EngineBody, Number, RequestBody, StrictModel, Whole
-from deployments.openai.conversation import MAX_PARTS, Message, Tool, ToolChoice, check_tools
+from deployments.openai.conversation import MAX_PARTS, Message, TextPart, Tool, ToolChoice, check_tools
 from deployments.openai.foreign_fields import FOREIGN_FIELDS
 from deployments.openai.structural_tag import structural_tag_grammar
 from engine.errors import InvalidParameter, RequestError
@@ -275,6 +275,18 @@ class ThinkingSwitch(StrictModel):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+class Prediction(StrictModel):
+    """What the client takes the answer to be. It makes the answer faster, not different."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
 class ChatBody(GenerationBody, TemplateBody):
     """POST /v1/chat/completions"""
 
@@ -297,6 +309,7 @@ class ChatBody(GenerationBody, TemplateBody):
     top_logprobs: Whole | None = None
     documents: list[dict[str, str]] | None = Field(default=None, max_length=MAX_PARTS)
     """Variable of the chat template, which may show them to the model."""
+    prediction: Prediction | None = None
     add_special_tokens: bool = False
     """Adds them to those that the chat template brings."""
 
@@ -311,6 +324,21 @@ class ChatBody(GenerationBody, TemplateBody):
             raise InvalidParameter("max_completion_tokens", self.max_completion_tokens, "at least 1")
         self.check_template()
         check_tools(self.tools, self.tool_choice)
+        if self.prediction is not None:
+            self._check_predicted()
+
+    def _check_predicted(self) -> None:
+        """Refuse what OpenAI refuses beside a prediction, so that a request means the same there."""
+        for field, limit, fits in (
+            ("n", "1", self.n == 1),
+            ("logprobs", "left out", not self.logprobs),
+            ("presence_penalty", "at most 0", self.presence_penalty <= 0),
+            ("frequency_penalty", "at most 0", self.frequency_penalty <= 0),
+            ("max_completion_tokens", "left out, for max_tokens", self.max_completion_tokens is None),
+            ("tools", "left out", not self.tools),
+        ):
+            if not fits:
+                raise InvalidParameter(field, getattr(self, field), f"{limit} with a prediction")
 
     @property
     def field_variables(self) -> dict[str, dict[str, Any]]:

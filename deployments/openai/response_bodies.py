@@ -16,7 +16,12 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    reasoning_tokens: int
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """UNSET for a model that is not known to reason."""
+    accepted_prediction_tokens: int = 0
+    """Tokens of the request's `prediction` that are in the answer because they were drafted."""
+    rejected_prediction_tokens: int = 0
+    """Those that were drafted and are not. They are no part of `completion_tokens`."""
 
 
 class UsageBody(msgspec.Struct):
@@ -29,14 +34,18 @@ class UsageBody(msgspec.Struct):
     @classmethod
     def of(cls, usage: Usage, reasoning_tokens: int | None = None) -> UsageBody:
         """reasoning_tokens: None for a model that is not known to reason."""
+        details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+        if reasoning_tokens is not None or usage.has_prediction:
+            reasoned = msgspec.UNSET if reasoning_tokens is None else reasoning_tokens
+            details = CompletionTokensDetails(
+                reasoned, usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
+            )
         return cls(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
             prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
-            completion_tokens_details=(
-                msgspec.UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
-            ),
+            completion_tokens_details=details,
         )
 
 

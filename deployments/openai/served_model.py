@@ -75,6 +75,8 @@ class ModelInfo:
     """Maximum number of times that a sequence continues in another engine because its own is lost."""
     has_priorities: bool = False
     """The engines schedule by priority."""
+    drafts: bool = False
+    """The engines decode speculatively."""
     fingerprint: str | None = None
     """Differs where the same request may have another answer: weights, numerics or version."""
     aliases: tuple[str, ...] = ()
@@ -224,9 +226,16 @@ class ServedModel:
         budget = self._format.thinking_budget(body, thinking, self._tokens)
         if body.thinking_token_budget is not None and budget is None:
             body.ignored.append("thinking_token_budget")
+        prediction: list[int] = []
+        if body.prediction is not None:
+            if not self.info.drafts:
+                body.ignored.append("prediction")
+            self.tokenizer.check_length(body.prediction.text, self.info.max_model_len, field="prediction")
+            prediction = self.tokenizer.encode(body.prediction.text, add_special_tokens=False)
         grammar = self._format.structured_outputs(body, thinking, params.structured_outputs, self._tokens)
         params = msgspec.structs.replace(params, structured_outputs=grammar, thinking_budget=budget)
-        return self._requests([prompt], params, body, context), self._format.output_format(body, thinking, self._tokens)
+        requests = self._requests([prompt], params, body, context, prediction)
+        return requests, self._format.output_format(body, thinking, self._tokens)
 
     def _render_chat(self, messages: list[Message], tools: list[Tool], body: TemplateBody) -> str:
         """Return the prompt."""
@@ -283,7 +292,12 @@ class ServedModel:
         return msgspec.structs.replace(params, bad_words_token_ids=bad_words)
 
     def _requests(
-        self, prompts: list[list[int]], params: SamplingParams, body: GenerationBody, context: RequestContext
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        body: GenerationBody,
+        context: RequestContext,
+        prediction: list[int] | None = None,
     ) -> list[list[GenerateRequest]]:
         for prompt in prompts:
             if not prompt:
@@ -295,6 +309,7 @@ class ServedModel:
         if body.tier_priority and not self.info.has_priorities:
             body.ignored.append("service_tier")
         request = self.new_request(context, body.priority or body.tier_priority, body.cache_salt)
+        request = msgspec.structs.replace(request, prediction=prediction or [])
         sequences = [params.sequence(j) for j in range(body.n)]
         return [
             [

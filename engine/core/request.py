@@ -83,6 +83,7 @@ class Request:
     """A handoff failed in a way that another attempt cannot mend."""
     prefill_request: RemotePrefillRequest | None = None
     """Set if the prompt is computed for another engine."""
+    prediction: list[int] = field(default_factory=list)
     drafts: SequenceDrafts | None = None
     """Its speculative decoding, if the engine does any."""
 
@@ -105,6 +106,7 @@ class Request:
             reply_to=message.reply_to,
             skip_reading_prefix_cache=params.prompt_logprobs is not None,
             prefill=message.prefill,
+            prediction=message.prediction,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             deadline_at=None if message.timeout_s is None else now + message.timeout_s,
         )

@@ -388,6 +388,8 @@ class Scheduler:
         self.totals.generation_tokens += count
         self.metrics.observe_token(request, now)
         delta = TokenDelta(request_id=request.request_id, position=position, token_ids=tokens[:count])
+        if request.prediction and request.drafts is not None:
+            delta = msgspec.structs.replace(delta, prediction_tokens=request.drafts.take_verified())
         if first or logprobs or request.timeline:
             delta = msgspec.structs.replace(
                 delta,

@@ -8,7 +8,8 @@ from itertools import islice, takewhile
 from engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from engine.core.request import Request
 from engine.spec_decode.draft_length import OPTIMISM, SequenceDrafts, StepDrafts
-from engine.spec_decode.drafter import HostDrafter
+from engine.spec_decode.drafter import HostDrafter, SequenceDrafter
+from engine.spec_decode.predicted_text import PredictedText
 from engine.wire.messages import SpecDecodeStats
 
 
@@ -47,14 +48,9 @@ class Speculator:
     def num_drafts(self, requests: list[Request]) -> int:
         """Return how many tokens a drafter with weights is to propose for each of these requests after this step."""
         self._num_proposed = 0
-        if self._drafter is not None or not self._undrafted.length(OPTIMISM, 1):
-            return 0
-        acceptances = [self._start(request).acceptance(len(request.tokens)) for request in requests]
-        self._num_proposed = self._undrafted.proposals(acceptances, self._limit)
-        if not self._num_proposed and self._undrafted.proposals([OPTIMISM] * len(requests), 1):
-            for request, acceptance in zip(requests, acceptances, strict=True):
-                if acceptance:  # it is to blame, not the load
-                    self._start(request).pause(len(request.tokens))
+        if self._drafter is None and self._undrafted.length(OPTIMISM, 1):
+            sequences = [(self._start(request), len(request.tokens)) for request in requests if not request.prediction]
+            self._num_proposed = self._undrafted.num_proposals(sequences, self._limit)
         return self._num_proposed
 
     def start_step(self, sequences: int) -> None:
@@ -114,6 +110,7 @@ class Speculator:
         if drafted:
             if request.grammar is None or not request.grammar.forced:
                 drafts.record(drafted, accepted, len(request.tokens) + accepted)
+                drafts.verified = accepted, drafted - accepted
             self.totals.observe(drafted, accepted)
         return drafted - accepted
 
@@ -128,8 +125,10 @@ class Speculator:
     def _start(self, request: Request) -> SequenceDrafts:
         """Return the drafts of a request, which may be its first."""
         if request.drafts is None:
-            drafter = None
-            if self._drafter is not None:
+            drafter: SequenceDrafter | None = None
+            if request.prediction:
+                drafter = PredictedText(request.prediction, request.tokens, request.num_prompt)
+            elif self._drafter is not None:
                 drafter = self._drafter.follow(request.tokens, request.cache_salt)
             request.drafts = SequenceDrafts(drafter)
         return request.drafts

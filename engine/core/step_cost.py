@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.spec_decode.draft_cost import DraftCost
+from engine.spec_decode.draft_cost import DraftCost, StepMean, line_through
 from engine.wire.plan import StepPlan
 
 STEP_MEMORY = 200_000.0  # tokens after which a step's weight is 1/e
 PROMPT_MEMORY = 50_000.0  # prompt tokens after which the weight of one is 1/e
-DECODE_MEMORY = 200.0  # steps of about the same size after which the weight of one is 1/e
 WARM_UP_STEPS = 4  # they compile kernels and touch memory for the first time, so their cost is not typical
 
 
@@ -69,20 +68,6 @@ class StepCost(LinearCost):
         self.observe(tokens, seconds, weight=tokens)
 
 
-@dataclass(slots=True)
-class _Bucket:
-    """Means over decode steps of about the same size."""
-
-    count: float = 0.0
-    sequences: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, sequences: int, seconds: float) -> None:
-        self.count = min(self.count + 1, DECODE_MEMORY)
-        self.sequences += (sequences - self.sequences) / self.count
-        self.seconds += (seconds - self.seconds) / self.count
-
-
 class DecodeCost:
     """Cost of a step in which every sequence decodes one token, by their number.
 
@@ -91,10 +76,10 @@ class DecodeCost:
     """
 
     def __init__(self) -> None:
-        self._buckets: dict[int, _Bucket] = {}
+        self._means: dict[int, StepMean] = {}
 
     def observe_step(self, sequences: int, seconds: float) -> None:
-        self._buckets.setdefault(sequences.bit_length(), _Bucket()).add(sequences, seconds)
+        self._means.setdefault(sequences.bit_length(), StepMean()).add(sequences, seconds)
 
     @property
     def coefficients(self) -> tuple[float, float]:
@@ -102,13 +87,10 @@ class DecodeCost:
 
         If one size is known, half of its time is attributed to its sequences.
         """
-        if len(self._buckets) == 1:
-            (only,) = self._buckets.values()
-            return only.seconds / 2, only.seconds / 2 / only.sequences
-        line = LinearCost(memory=math.inf)
-        for bucket in self._buckets.values():
-            line.observe(bucket.sequences, bucket.seconds, weight=bucket.count)
-        return line.coefficients
+        if len(self._means) == 1:
+            (only,) = self._means.values()
+            return only.seconds / 2, only.seconds / 2 / only.tokens
+        return line_through(list(self._means.values())) if self._means else (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

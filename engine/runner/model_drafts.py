@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from engine.device import copy_to
 from engine.runner.inputs import StepInputs
 from engine.spec_decode.drafter import DraftInputs
+from engine.spec_decode.verification import last_rows
 
 
 def draft_inputs(inputs: StepInputs, tokens: Tensor, history: Tensor, out: Tensor, size: int) -> DraftInputs:
@@ -21,29 +19,18 @@ def draft_inputs(inputs: StepInputs, tokens: Tensor, history: Tensor, out: Tenso
     assert batch is not None
     flat, index, first = history.view(-1), inputs.token_index, inputs.first_sequences
     out = out[: len(index)]  # a graph's has padding
+    entries, rows = list(dict.fromkeys(inputs.entries)), inputs.sampled_rows
+    if inputs.drafted is not None:
+        rows = last_rows(rows, tokens, [inputs.plan.drafts.get(i, []) for i in entries])
     following = (index + 1).clamp(max=len(flat) - 1)
     return DraftInputs(
         plan=inputs.plan,
-        entries=list(dict.fromkeys(inputs.entries)),
+        entries=entries,
         batch=batch,
         tables=batch.block_table if first is None else batch.block_table.index_select(0, first),
         next_ids=flat[following].long(),
-        last_rows=last_rows(inputs, tokens),
+        last_rows=rows,
         hidden=out[:, :size],
         aux_hidden=out[:, size:] if out.shape[1] > size else None,
         history=history,
     )
-
-
-def last_rows(inputs: StepInputs, tokens: Tensor) -> Tensor:
-    """Return of each entry that samples the row that the newest token follows: the first at which another token was
-    sampled than was drafted, or the last. Nothing waits for the device."""
-    if inputs.drafted is None:
-        return inputs.sampled_rows
-    drafted = [[*inputs.plan.drafts.get(i, ()), -1] for i in dict.fromkeys(inputs.entries)]
-    firsts = np.cumsum([0, *map(len, drafted)])[:-1]
-    expected = copy_to([token for some in drafted for token in some], tokens.device)
-    row = torch.arange(len(tokens), device=tokens.device)
-    differs = torch.where(tokens == expected, len(tokens), row)
-    newest = differs.flip(0).cummin(0).values.flip(0)[copy_to(firsts, tokens.device)]
-    return inputs.sampled_rows[newest]

@@ -49,6 +49,7 @@ from engine.runner.warm_up import warm_up_plans
 from engine.spec_decode.drafter import ModelDrafter
 from engine.spec_decode.open_drafter import open_drafter
 from engine.spec_decode.target import Target
+from engine.spec_decode.verification import accepted_tokens
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.sampling_params import SamplingParams
 
@@ -388,12 +389,3 @@ class ModelRunner:
             logits = self.model.logits(hidden[first : first + len(wanted)])
             tables.append(logprob_table(logits, wanted, rows.count).fetched(self.device.fetch))
         return tables
-
-
-def accepted_tokens(sampled: list[int], drafts: list[int]) -> list[int]:
-    """Return the drafts that were sampled at their positions, and the token after them."""
-    count = 0
-    while count < len(drafts) and sampled[count] == drafts[count]:
-        count += 1
-    # one that is not finite (-1) is left to the next step, which samples it again
-    return sampled[: count + 1] if count == 0 or sampled[count] >= 0 else sampled[:count]

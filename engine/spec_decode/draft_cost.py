@@ -11,8 +11,8 @@ FIT_EVERY = 8  # steps
 
 
 @dataclass(slots=True)
-class _Mean:
-    """Of steps of about the same size."""
+class StepMean:
+    """Mean over the newest steps of about the same size."""
 
     count: float = 0.0
     tokens: float = 0.0
@@ -24,7 +24,7 @@ class _Mean:
         self.seconds += (seconds - self.seconds) / self.count
 
 
-def _line(means: list[_Mean]) -> tuple[float, float]:
+def line_through(means: list[StepMean]) -> tuple[float, float]:
     """Return (fixed, slope) of seconds by tokens, by least squares. Neither is negative."""
     count = sum(mean.count for mean in means)
     tokens = sum(mean.count * mean.tokens for mean in means) / count
@@ -43,7 +43,7 @@ class VerifyingCost:
     """
 
     def __init__(self) -> None:
-        self._means: dict[int, _Mean] = {}
+        self._means: dict[int, StepMean] = {}
         self._observed, self._fitted = 0, (0, (0.0, 0.0))
 
     def observe_step(self, tokens: int, seconds: float) -> None:
@@ -52,7 +52,7 @@ class VerifyingCost:
             self._means[size].add(tokens, seconds)
             self._observed += 1
         else:
-            self._means[size] = _Mean()
+            self._means[size] = StepMean()
 
     @property
     def coefficients(self) -> tuple[float, float]:
@@ -68,7 +68,7 @@ class VerifyingCost:
         means = [mean for mean in self._means.values() if mean.count]
         if not means:
             return 0.0, 0.0
-        fixed, slope = _line(means)
+        fixed, slope = line_through(means)
         counts = [mean.count for mean in means]
         others = sum(counts) - max(counts)
         return fixed, slope * others / (others + TRUSTED_STEPS)
@@ -81,17 +81,17 @@ class ProposalCost:
     """
 
     def __init__(self) -> None:
-        self._idle: dict[int, _Mean] = {}
-        self._busy: dict[int, _Mean] = {}
+        self._idle: dict[int, StepMean] = {}
+        self._busy: dict[int, StepMean] = {}
 
     def observe_step(self, sequences: int, tokens: int, seconds: float) -> None:
         """tokens: that were proposed for each sequence. The first step of a size that proposes does not count, since
         the drafter may have to catch up there."""
         means, size = self._busy if tokens else self._idle, sequences.bit_length()
         if tokens and size not in means:
-            means[size] = _Mean()
+            means[size] = StepMean()
         else:
-            means.setdefault(size, _Mean()).add(tokens, seconds)
+            means.setdefault(size, StepMean()).add(tokens, seconds)
 
     def of(self, sequences: int) -> tuple[float, float]:
         """Return the seconds of a step that proposes nothing, and of each token that is proposed for so many sequences:
@@ -100,9 +100,9 @@ class ProposalCost:
         idle, busy = self._nearest(self._idle, size), self._nearest(self._busy, size)
         return idle.seconds, max(0.0, busy.seconds - idle.seconds) / busy.tokens if busy.count else 0.0
 
-    def _nearest(self, means: dict[int, _Mean], size: int) -> _Mean:
+    def _nearest(self, means: dict[int, StepMean], size: int) -> StepMean:
         known = [other for other, mean in means.items() if mean.count]
-        return means[min(known, key=lambda other: abs(other - size))] if known else _Mean()
+        return means[min(known, key=lambda other: abs(other - size))] if known else StepMean()
 
 
 class DraftCost:

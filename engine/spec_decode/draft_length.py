@@ -17,11 +17,13 @@ class SequenceDrafts:
     """Drafts of one sequence, and how they have fared."""
 
     drafter: SequenceDrafter | None = None
-    """None if a drafter with weights serves all sequences."""
+    """None if a drafter with weights serves the sequence."""
     proposed: list[int] = field(default_factory=list)
     """Tokens that it proposes after the newest one."""
     in_flight: int = 0
     """Drafted tokens of the step that is planned and not committed."""
+    verified: tuple[int, int] | None = None
+    """Drafted tokens of the newest step that were accepted and rejected."""
     num_drafted: int = 0
     """Since the start, as the next."""
     num_accepted: int = 0
@@ -63,6 +65,11 @@ class SequenceDrafts:
         else:
             self._misses = 1
 
+    def take_verified(self) -> tuple[int, int] | None:
+        """Return how many drafted tokens were accepted and rejected since the last call; None if there were none."""
+        verified, self.verified = self.verified, None
+        return verified
+
     def pause(self, length: int) -> None:
         """Draft nothing for a while, each time longer until a draft is accepted."""
         self._misses, self._retries = min(self._misses + 1, MAX_MISSES), True
@@ -96,6 +103,17 @@ class StepDrafts:
             seconds, tokens = seconds + self._slope, tokens + chance
             chance *= acceptance
             count += 1
+        return count
+
+    def num_proposals(self, sequences: list[tuple[SequenceDrafts, int]], limit: int) -> int:
+        """Return how many tokens a drafter with weights should propose for these sequences of these lengths. They pause
+        if their rates of acceptance are to blame that it is none, and not the load."""
+        acceptances = [drafts.acceptance(length) for drafts, length in sequences]
+        count = self.proposals(acceptances, limit)
+        if not count and self.proposals([OPTIMISM] * len(sequences), 1):
+            for (drafts, length), acceptance in zip(sequences, acceptances, strict=True):
+                if acceptance:
+                    drafts.pause(length)
         return count
 
     def proposals(self, acceptances: list[float], limit: int) -> int:

@@ -46,6 +46,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Smaller runs first; used by the `priority` policy only."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
+    prediction: list[int] = []
+    """What the client takes the output to be; followed by engines that draft tokens, ignored by others."""
     prefill: Literal["auto", "local", "remote"] = "auto"
     """Where the prompt is computed; with `remote` the request fails if it would otherwise be computed locally."""
     num_prompt: int | None = None
@@ -111,6 +113,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """One per prompt token, the first None; given with the first token if asked for."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; given with the first token."""
+    prediction_tokens: tuple[int, int] | None = None
+    """Tokens of the request's prediction that were accepted and rejected in this step; None if none was verified."""
     pooled: bytes = b""
     """The vector or the score of a request with `pooling`, in float32, little endian; given with the only delta."""
     finish_reason: FinishReason | None = None

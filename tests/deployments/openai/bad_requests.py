@@ -153,6 +153,18 @@ BOTH = [
     *(Bad(COMPLETIONS, {"model": model, "prompt": "a"}, "model", status=404) for model in ("other", "a\nb", "é" * 500)),
     Bad(COMPLETIONS, {"model": 5, "prompt": "a"}, "model"),
 ]
+PREDICTED = {"type": "content", "content": "a"}
+PREDICTIONS = [
+    *(chat("prediction", prediction=prediction) for prediction in ({"type": "content"}, {**PREDICTED, "content": [5]})),
+    chat("prediction", prediction={**PREDICTED, "content": "ab " * 100_000}),
+    *(
+        chat(field, prediction=PREDICTED, **{field: value})
+        for field, value in (
+            ("n", 2), ("logprobs", True), ("presence_penalty", 0.5), ("frequency_penalty", 1), ("tools", [TOOL]),
+            ("max_completion_tokens", 9),
+        )
+    ),
+]  # fmt: skip
 BODIES = [
     *(Bad(COMPLETIONS, raw) for raw in (b"", b"{", b"[]", b'"a"', b"5", b"null", b"\xff\xfe", b"\x00")),
     Bad(COMPLETIONS, b'{"prompt": "\xff"}'),
@@ -192,4 +204,4 @@ TOKENIZING = [
     Bad(TOKENIZE, {"prompt": "a", "model": "other"}, "model", status=404),
     *(Bad(DETOKENIZE, {"tokens": tokens}, "tokens") for tokens in ([99999], [-1], [2**70], ["a"], "a", None)),
 ]
-BAD = PROMPTS + NUMBERS + LISTS + CHATS + OFFICIAL + BOTH + BODIES + HEADERS + ROUTES + TOKENIZING
+BAD = PROMPTS + NUMBERS + LISTS + CHATS + OFFICIAL + PREDICTIONS + BOTH + BODIES + HEADERS + ROUTES + TOKENIZING

@@ -53,6 +53,37 @@ def test_chat_has_the_log_probabilities_of_its_prompt_and_the_ids_of_all_tokens_
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    "content", ["the answer", [{"type": "text", "text": "the "}, {"type": "text", "text": "answer"}]]
+)
+def test_prediction_of_the_answer_goes_to_the_engine_and_its_tokens_are_counted(content):
+    async def scenario() -> None:
+        async with fake_api(says("ok"), drafts=True) as api:
+            ask = {"messages": HELLO, "max_tokens": 2, "prediction": {"type": "content", "content": content}}
+            answer = await api.post("chat/completions", **ask)
+            assert "warning" not in answer.headers
+            assert tokenizer().decode(api.engine.added[-1].prediction) == "the answer"
+            usage = answer.json()["usage"]
+            expected = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4}
+            assert usage["completion_tokens_details"] == expected
+            *_, last = await api.stream("chat/completions", **ask, stream_options={"include_usage": True})
+            assert last["usage"] == usage
+            answer = await api.post("chat/completions", messages=HELLO, max_tokens=2)
+            assert "completion_tokens_details" not in answer.json()["usage"]
+
+    asyncio.run(scenario())
+
+
+def test_without_drafts_a_prediction_is_ignored_with_a_warning():
+    async def scenario() -> None:
+        async with fake_api(says("ok")) as api:
+            body = {"messages": HELLO, "prediction": {"type": "content", "content": "ok"}}
+            answer = await api.post("chat/completions", **body)
+            assert answer.headers["warning"] == '299 manta "ignored: prediction"'
+
+    asyncio.run(scenario())
+
+
 def test_log_probabilities_name_tokens_by_their_ids_if_the_request_says_so():
     async def scenario() -> None:
         async with fake_api(says("xy")) as api:

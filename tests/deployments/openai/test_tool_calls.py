@@ -240,7 +240,7 @@ def test_reasoning_has_a_field_of_its_own_and_its_tokens_are_counted(template, t
             *_, last = await api.stream("chat/completions", messages=HELLO, stream_options=options)
             tokenizer = chat_tokenizer(template)
             reasoned = len(tokenizer.encode(THOUGHTS, False)) if THOUGHTS in text else 0
-            assert whole["completion_tokens_details"] == {"reasoning_tokens": reasoned}
+            assert whole["completion_tokens_details"]["reasoning_tokens"] == reasoned
             assert last["usage"] == whole
             assert whole["completion_tokens"] == len(tokenizer.encode(text, False)) + 1
 

@@ -146,6 +146,33 @@ def test_an_answer_makes_the_same_request_shorter_if_its_cache_salt_is_the_same(
     assert steps[0] == steps[1] > 2 * steps[2]
 
 
+def test_a_prediction_is_what_the_drafts_of_a_request_are_taken_from_and_its_tokens_are_counted(depth):
+    h = make("wrong", depth=depth)
+    tokens: list[tuple[int, int]] = []
+    record = h._record
+
+    def count(event):
+        tokens.extend([event.delta.prediction_tokens] if event.delta.prediction_tokens else [])
+        record(event)
+
+    h._record = count
+    h.add("a", PROMPT, max_tokens=31, prediction=[*OUTPUT[:10], VOCAB - 1, *OUTPUT[14:]])
+    h.run()
+    accepted, rejected = (sum(column) for column in zip(*tokens, strict=True))
+    stats = h.scheduler.stats().spec_decode
+    assert (accepted, accepted + rejected) == (stats.num_accepted_tokens, stats.num_draft_tokens)
+    assert accepted > 10 and 0 < rejected <= 5
+    assert len(h.plans) < 20
+
+
+def test_without_a_drafter_a_prediction_changes_nothing(depth):
+    h = Harness(num_blocks=64, max_model_len=64, depth=depth)
+    h.add("a", PROMPT, max_tokens=31, prediction=OUTPUT)
+    h.run()
+    assert h.outputs["a"] == OUTPUT and len(h.plans) == 31
+    assert h.finished["a"].delta.prediction_tokens is None
+
+
 def test_a_drafter_with_weights_that_costs_more_than_it_gains_is_asked_ever_more_rarely():
     costs = {"cheap": 0.05, "dear": 0.9}
     asked = {}
