@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.spec_decode.draft_length import SequenceDrafts, StepDrafts
-from tests.fake_runner import Harness, expected_output
+from tests.fake_runner import Harness, expected_output, next_token
 
 OUTSIDE = [-1, 2**20, 2**40]  # of any vocabulary
 
@@ -35,6 +35,13 @@ class WildDrafter:
 
     def finish(self, tokens: list[int], num_prompt: int, cache_salt: str) -> None:
         assert tokens[:num_prompt]
+
+    def propose(self, seed: int, tokens: list[int], num_drafts: int) -> list[int]:
+        """Draft with weights, in the fake runner's steps."""
+        right: list[int] = []
+        while len(right) < num_drafts:
+            right.append(next_token(seed, tokens + right))
+        return [*self.lie(right, num_drafts), *[-1] * num_drafts][:num_drafts]
 
     def know(self, harness: Harness) -> None:
         """Draft for the requests of a harness."""

@@ -4,6 +4,7 @@ plan would read anything else."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.config import EngineConfig, SpeculativeConfig
@@ -95,6 +96,10 @@ def expected_reason(output: list[int], params: SamplingParams) -> str:
     return "stop" if ends or (params.structured_outputs and output[-1] >= 40) else "length"
 
 
+Propose = Callable[[int, list[int], int], list[int]]
+"""(seed, tokens of a sequence, number of drafts) -> the drafts"""
+
+
 @dataclass
 class Prepared:
     plan: StepPlan
@@ -105,7 +110,9 @@ class Prepared:
 class FakeRunner:
     """Same two halves as ModelRunner: `prepare` owns block tables, `execute` the token history and the KV."""
 
-    def __init__(self, config: EngineConfig, max_model_len: int):
+    def __init__(self, config: EngineConfig, max_model_len: int, propose: Propose | None = None):
+        """propose: of a drafter with weights."""
+        self.propose = propose
         self.block_size = config.block_size
         self.tables = [[-1] * -(-max_model_len // config.block_size) for _ in range(config.max_num_seqs)]
         self.sequences: dict[int, NewSequence] = {}
@@ -158,6 +165,8 @@ class FakeRunner:
                     result.tokens[entry].append(known[-1])
                     wrong = known[-1] != draft
             tokens[:] = known
+            if self.propose is not None:
+                result.drafts[entry] = self.propose(sequence.seed, known, plan.num_drafts)
         assert next(masks, None) is None
         return result
 
@@ -173,11 +182,17 @@ class Harness:
         depth: int = 1,
         handoffs: HandoffManager | None = None,
         drafter: HostDrafter | None = None,
+        propose: Propose | None = None,
         step_cost: tuple[float, float] = (1.0, 0.02),
+        draft_cost: float = 0.0,
         **options,
     ):
         self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, **options})
         self.pool = BlockPool(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
+        speculator = None
+        if drafter or propose:
+            config = SpeculativeConfig(method="ngram")
+            speculator = Speculator(config, drafter, lambda sequences: (*step_cost, draft_cost), VOCAB)
         self.scheduler = Scheduler(
             self.config,
             self.pool,
@@ -185,10 +200,9 @@ class Harness:
             vocab_size=VOCAB,
             eos_token_ids=frozenset({EOS}),
             handoffs=handoffs,
-            speculator=drafter
-            and Speculator(SpeculativeConfig(method="ngram"), drafter, lambda sequences: (*step_cost, 0.0), VOCAB),
+            speculator=speculator,
         )
-        self.runner = FakeRunner(self.config, max_model_len)
+        self.runner = FakeRunner(self.config, max_model_len, propose)
         self.depth = depth
         self.prepared: list[Prepared] = []
         self.prompts: dict[str, list[int]] = {}

@@ -8,11 +8,12 @@ from engine.config import SpeculativeConfig
 from engine.spec_decode.ngram import NgramDrafter
 from engine.spec_decode.suffix import SuffixDrafter
 from engine.wire.pooling_params import PoolingParams
+from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.examples import examples
 from tests.fake_drafter import WildDrafter
 from tests.fake_handoffs import DecodeHarness, PrefillHarness
-from tests.fake_runner import Harness
+from tests.fake_runner import VOCAB, Harness, expected_output
 
 MAX_MODEL_LEN = 24
 PREFIXES = [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9], [10], []]
@@ -25,6 +26,7 @@ drafters = st.one_of(
     st.builds(NgramDrafter, st.just(1), st.integers(1, 3)),
     st.builds(SuffixDrafter, st.just(SUFFIX), st.integers(1, 2)),
 )
+proposals = st.one_of(st.none(), st.builds(WildDrafter, st.integers(0, 100)))  # of drafters with weights
 forms = st.sampled_from([None, StructuredOutputsParams(regex="what the fake grammar says")])
 rests = st.lists(st.integers(1, 49), min_size=1, max_size=15)
 
@@ -41,9 +43,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
         drafter=drafters,
+        weights=proposals,
         token_cost=st.sampled_from([0.001, 0.1, 0.5]),
+        draft_cost=st.sampled_from([0.0, 0.1, 0.9]),
     )
-    def start(self, spare_blocks, depth, seqs, budget, block_size, caching, policy, drafter, token_cost):
+    def start(
+        self, spare_blocks, depth, seqs, budget, block_size, caching, policy, drafter, weights, token_cost, draft_cost
+    ):
         self.h = self.harness(
             num_blocks=-(-MAX_MODEL_LEN // block_size) + spare_blocks,
             max_model_len=MAX_MODEL_LEN,
@@ -54,7 +60,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             scheduling_policy=policy,
             drafter=drafter,
+            propose=weights.propose if weights and not drafter else None,
             step_cost=(1.0, token_cost),
+            draft_cost=draft_cost,
         )
         if isinstance(drafter, WildDrafter):
             drafter.know(self.h)
@@ -68,8 +76,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         seed=st.integers(0, 3),
         form=forms,
+        stops=st.lists(st.integers(1, 49), max_size=8),
+        prediction=st.one_of(st.just([]), st.lists(st.integers(0, 12), max_size=3)),
     )
-    def add(self, prefix, rest, max_tokens, ignore_eos, priority, seed, form):
+    def add(self, prefix, rest, max_tokens, ignore_eos, priority, seed, form, stops, prediction):
+        """prediction: the answer itself, with something else at these places; none if empty."""
         self.count += 1
         self.h.add(
             f"r{self.count}",
@@ -79,7 +90,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             seed=seed,
             structured_outputs=form,
+            stop_token_ids=stops,
+            prediction=self.predict(prefix + rest, prediction, seed, form) if prediction else None,
         )
+
+    def predict(self, prompt, changed, seed, form):
+        params = SamplingParams(seed=seed, ignore_eos=True, structured_outputs=form)
+        output = expected_output(prompt, params, MAX_MODEL_LEN)
+        return [VOCAB - 1 if i in changed else token for i, token in enumerate(output)]
 
     @rule(prefix=prefixes, rest=rests, priority=st.integers(-1, 1))
     def add_pooling(self, prefix, rest, priority):
