@@ -107,7 +107,7 @@ def ingress(
         config.tracing_config(),
         edge.auth(),
         edge.batches(),
-        edge.responses(),
+        edge.store_config(),
         config.console_config(),
     )
 

@@ -16,8 +16,8 @@ from deployments.http.validation import UnknownFields
 from deployments.observability.tracing import TracingConfig
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.parsers import ReasoningParserName, ToolCallParserName
-from deployments.openai.responses.store import ResponseStoreConfig
 from deployments.routing.config import Role, RoutingConfig
+from deployments.storage.config import StoreConfig
 from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig, HandoffConfig
 from engine.errors import ConfigError
 from placement.console_log import LogConfig, LogFormat, LogLevel
@@ -124,10 +124,12 @@ class IngressSection(Section):
     body_timeout_s: float = Field(default=60.0, gt=0)  #: for a request's body to come; else 408
     cors_origins: list[str] = Field(default=[])  #: web pages that may send requests from browsers; `*` for all
     unknown_fields: UnknownFields = "ignore"  #: of requests, that no API here has; both are told to the client
-    response_store: str | None = Field(default=None, min_length=1)
-    """`redis://host:6379/0` for stored responses that all ingresses find; None keeps them in the memory of each."""
-    response_store_bytes: int = Field(default=256 * 2**20, ge=1024)  #: limit in memory; the oldest are dropped
+    store: str | None = Field(default=None, min_length=1)
+    """`redis://host:6379/0`, or on one machine `sqlite:///path`, for responses and answers that all ingresses find, and
+    find again after a restart; None keeps them in the memory of each."""
+    store_bytes: int = Field(default=256 * 2**20, ge=2**16)  #: limit in memory, or of the file
     response_ttl_s: float = Field(default=24 * 3600.0, gt=0)  #: how long a response is stored
+    idempotency_ttl_s: float = Field(default=24 * 3600.0, gt=0)  #: how long the answer to an Idempotency-Key is stored
     batch_dir: str | None = Field(default="~/.local/state/manta/batches", min_length=1)
     """Folder of files and batches, shared by all ingresses; null for none (docs/batches.md)."""
     batch_max_in_flight: int = Field(default=16, ge=1)  #: requests of one batch at a time, while no request has to wait
@@ -147,10 +149,13 @@ class IngressSection(Section):
         auth.keys()
         return auth
 
-    def responses(self) -> ResponseStoreConfig:
-        """Return where responses are stored. Raises ConfigError."""
-        config = ResponseStoreConfig(
-            url=self.response_store, ttl_s=self.response_ttl_s, max_bytes=self.response_store_bytes
+    def store_config(self) -> StoreConfig:
+        """Return where responses and answers are stored. Raises ConfigError."""
+        config = StoreConfig(
+            url=self.store,
+            max_bytes=self.store_bytes,
+            response_ttl_s=self.response_ttl_s,
+            idempotency_ttl_s=self.idempotency_ttl_s,
         )
         config.check()
         return config
@@ -328,7 +333,7 @@ class AppConfig(Section):
                 names.append(name)
         if (tracing := config.tracing_config()) is not None:
             tracing.check_installed()
-        config.ingress.responses()
+        config.ingress.store_config()
         return config
 
 

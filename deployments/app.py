@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -14,18 +16,21 @@ from deployments.console.config import ConsoleConfig
 from deployments.console.routes import add_console_routes
 from deployments.http.debug import VERSION
 from deployments.http.errors import error_response
+from deployments.http.idempotency import IdempotentRoutes
 from deployments.http.middleware import AuthConfig, AuthMiddleware, RootPathMiddleware
+from deployments.idempotency.answers import Answers
 from deployments.observability.telemetry import MetricsMiddleware, Telemetry
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.batches.routes import add_batch_routes
 from deployments.openai.responses.routes import add_responses_routes
-from deployments.openai.responses.store import ResponseStore, ResponseStoreConfig
+from deployments.openai.responses.store import ResponseStore
 from deployments.openai.routes import add_openai_routes
 from deployments.openai.served_model import ServedModel
 from deployments.openai.served_models import ServedModels
 from deployments.openapi import openapi_document
 from deployments.operator_routes import add_operator_routes
 from deployments.pooling.routes import add_pooling_routes
+from deployments.storage.config import StoreConfig, open_store
 from engine.errors import ServingError
 
 
@@ -34,7 +39,7 @@ def http_app(
     telemetry: Telemetry,
     auth: AuthConfig = AuthConfig(),  # noqa: B008  frozen
     batches: BatchConfig = BatchConfig(),  # noqa: B008  frozen
-    responses: ResponseStoreConfig = ResponseStoreConfig(),  # noqa: B008  frozen
+    store: StoreConfig = StoreConfig(),  # noqa: B008  frozen
     console: ConsoleConfig = ConsoleConfig(),  # noqa: B008  frozen
 ) -> FastAPI:
     """Build the application. Raises ConfigError for a bad file of API keys.
@@ -45,11 +50,15 @@ def http_app(
     api_keys = auth.keys()
     document = openapi_document(VERSION, with_keys=api_keys is not None)
     app.openapi = lambda: document  # type: ignore[method-assign]  # the way FastAPI's manual gives
-    served = ServedModels(models)
-    add_openai_routes(app, served, auth.unknown_fields)
-    add_anthropic_routes(app, served, auth.unknown_fields)
-    add_responses_routes(app, served, ResponseStore(responses), auth.unknown_fields)
+    served, values = ServedModels(models), open_store(store)
+    answers = Answers(values, store.idempotency_ttl_s)
+    idempotent = IdempotentRoutes(answers)
+    add_openai_routes(app, served, idempotent, auth.unknown_fields)
+    add_anthropic_routes(app, served, idempotent, auth.unknown_fields)
+    add_responses_routes(app, served, ResponseStore(values, store.response_ttl_s), idempotent, auth.unknown_fields)
+    idempotent.add_stream_route(app)
     add_batch_routes(app, served, batches, auth.cors_origins, auth.unknown_fields)
+    app.router.lifespan_context = _then(app.router.lifespan_context, answers.close)
     add_pooling_routes(app, served, auth.unknown_fields)
     add_operator_routes(app, served, telemetry)
     if console.enabled:
@@ -69,3 +78,19 @@ def http_app(
     # the last one is the outermost: the others see all requests alike
     app.add_middleware(RootPathMiddleware, root_path=auth.root_path)
     return app
+
+
+def _then(
+    lifespan: Callable[[Any], AbstractAsyncContextManager[Any]], close: Callable[[], Awaitable[None]]
+) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
+    """Return the lifespan of an application with something to close at its end."""
+
+    @asynccontextmanager
+    async def both(app: FastAPI) -> AsyncGenerator[Any]:
+        async with lifespan(app) as state:
+            try:
+                yield state
+            finally:
+                await close()
+
+    return both

@@ -29,10 +29,10 @@ from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import IngressOverview, SequenceTimeline
 from deployments.observability.tracing import Tracing, TracingConfig
 from deployments.openai.batches.config import BatchConfig
-from deployments.openai.responses.store import ResponseStoreConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.scaling_report import ScalingChange, queue_report
 from deployments.replicas.serve_pool import ServePool
+from deployments.storage.config import StoreConfig
 from engine.errors import ServingError
 from engine.text.tokenizer import Tokenizer
 from placement.console_log import LogConfig, log_to_console
@@ -82,14 +82,14 @@ class Ingress:
         tracing: TracingConfig | None,
         auth: AuthConfig,
         batches: BatchConfig,
-        responses: ResponseStoreConfig,
+        store: StoreConfig,
         console: ConsoleConfig,
     ):
         """pools: handles of each model's decode and prefill replicas."""
         started = time.monotonic()
         ingress_id = serve.get_replica_context().replica_id.unique_id
         log_to_console(f"ingress-{ingress_id}", log)
-        self._auth, self._batches, self._responses, self._console = auth, batches, responses, console
+        self._auth, self._batches, self._store, self._console = auth, batches, store, console
         traces = None if tracing is None else Tracing(tracing)
         self._telemetry = Telemetry(ingress_id, traces, IngressPeers())
         key = await asyncio.to_thread(ray_compat.cluster_key)
@@ -108,7 +108,7 @@ class Ingress:
         logger.info("ingress ready startup_s=%.1f", time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # called by Serve after the constructor
-        return http_app(self._models, self._telemetry, self._auth, self._batches, self._responses, self._console)
+        return http_app(self._models, self._telemetry, self._auth, self._batches, self._store, self._console)
 
     async def stats(self) -> bytes:
         """Return what this ingress counts: IngressStats, in msgpack."""

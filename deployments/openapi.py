@@ -63,6 +63,7 @@ ROUTES: dict[tuple[str, str], tuple[str, type[BaseModel] | None, type[msgspec.St
     ("delete", "/v1/responses/{name}"): ("Delete it.", None, DeletedResponse),
     ("get", "/v1/responses/{name}/input_items"): ("What its request brought.", InputItemsQuery, InputItems),
     ("post", "/v1/responses/{name}/cancel"): ("End it, if it runs in the background.", None, Response),
+    ("get", "/v1/streams/{name}"): ("Go on with the answer to an Idempotency-Key.", None, "text/event-stream"),
     ("post", "/v1/files"): ("Store the requests of a batch.", UploadForm, File),
     ("get", "/v1/files"): ("The files, newest first.", FileQuery, FileList),
     ("get", "/v1/files/{name}"): ("One of them.", None, File),

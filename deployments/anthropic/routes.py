@@ -11,14 +11,18 @@ from deployments.anthropic.response_bodies import TokenCount
 from deployments.http.body import RequestBody
 from deployments.http.context import RequestContext
 from deployments.http.errors import anthropic_error_body, anthropic_headers
+from deployments.http.idempotency import IdempotentRoutes
 from deployments.http.json_body import json_response, read_body, with_warning
 from deployments.http.streaming import EventFormat, named_event, run_while_connected, stream
 from deployments.http.validation import UnknownFields
 from deployments.openai.served_models import ServedModels
 
 
-def add_anthropic_routes(app: FastAPI, models: ServedModels, unknown_fields: UnknownFields) -> None:
+def add_anthropic_routes(
+    app: FastAPI, models: ServedModels, idempotent: IdempotentRoutes, unknown_fields: UnknownFields
+) -> None:
     @app.post("/v1/messages")
+    @idempotent.once("/v1/messages")
     async def messages(request: Request) -> Response:
         body = await read_body(request, MessagesBody, unknown_fields)
         model = models.find(body.model)
@@ -29,7 +33,7 @@ def add_anthropic_routes(app: FastAPI, models: ServedModels, unknown_fields: Unk
         body.add_ignored(chat)
         response: Response
         if body.stream:
-            events = stream(message.events(), event_format(request.scope))
+            events = stream(message.events(), event_format(request.scope), context.event_ids)
             response = await run_while_connected(request, events)
         else:
             response = json_response(await run_while_connected(request, message.full()))

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from deployments.frontend.sequence import Aborted, AttemptError, Frontend, Sequence, Usage
+from deployments.frontend.sequence import Aborted, AttemptError, Frontend, Record, Sequence, Usage
 from deployments.frontend.sequence_metrics import Reason
 from deployments.frontend.token_channel import Inbox
 from deployments.observability.telemetry import current_request
@@ -24,7 +24,9 @@ STARTED_AT_ONCE = 32
 class Generation:
     """Runs the sequences of one HTTP request, once."""
 
-    def __init__(self, frontend: Frontend, prompts: list[list[GenerateRequest]], client: str):
+    def __init__(
+        self, frontend: Frontend, prompts: list[list[GenerateRequest]], client: str, record: Record | None = None
+    ):
         """prompts: for each prompt the requests of its sequences. client: whose turn it takes in the admission."""
         self.prompts = [requests[0].prompt for requests in prompts]
         self.usage = Usage(
@@ -36,7 +38,7 @@ class Generation:
             frontend.stats.histograms["request_params_n"].observe(len(requests))
             for request in requests:
                 sequence = Sequence(
-                    len(self._sequences), request, http, frontend, self.usage, first=request is requests[0]
+                    len(self._sequences), request, http, frontend, self.usage, record, first=request is requests[0]
                 )
                 self._sequences[request.request_id] = sequence
         self._admission, self._channel, self._client = frontend.admission, frontend.channel, client

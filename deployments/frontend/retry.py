@@ -73,7 +73,7 @@ class RetryState:
             return request
         params = request.params
         if params.seed is None:
-            params = msgspec.structs.replace(params, seed=_signed(seed_of(request.request_id)))
+            params = msgspec.structs.replace(params, seed=signed(seed_of(request.request_id)))
         if self.output:  # it came with the first token
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         prompt = [*request.prompt, *self.output]
@@ -133,6 +133,6 @@ class RetryState:
         return RequestTimeout(self.request.request_id, self.request.timeout_s or 0.0)
 
 
-def _signed(seed: int) -> int:
+def signed(seed: int) -> int:
     """Return the seed as SamplingParams takes it."""
     return (seed + 2**63) % 2**64 - 2**63

@@ -29,6 +29,10 @@ FINAL_DELTA_S = 2.0
 """How much later than the end of the call the final delta may come: tokens do not pass through the call."""
 
 
+Record = Callable[[int, TokenDelta], None]
+"""Is told of each delta of a sequence, whose index comes first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontend:
     """State that all sequences of one model share in an ingress."""
@@ -124,10 +128,19 @@ class Sequence:
     """Turns the deltas of its attempts into text, and begins another attempt when an engine is lost (retry.py)."""
 
     def __init__(
-        self, index: int, request: GenerateRequest, http: HttpRequest, frontend: Frontend, usage: Usage, *, first: bool
+        self,
+        index: int,
+        request: GenerateRequest,
+        http: HttpRequest,
+        frontend: Frontend,
+        usage: Usage,
+        record: Record | None = None,
+        *,
+        first: bool,
     ):
         """index: among the sequences of the HTTP request. first: of those of its prompt, whose cached tokens count."""
         self.index = index
+        self._record = record
         self.finished = False
         self.retry = RetryState(request, frontend.max_replays, time.monotonic())
         self.metrics = SequenceMetrics(
@@ -162,6 +175,8 @@ class Sequence:
         if delta.finish_reason in ("error", "abort"):
             raise Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error)
         delta = self.retry.add(delta)
+        if self._record is not None:
+            self._record(self.index, delta)
         chunk = self._text.add(delta)
         num_tokens = len(chunk.token_ids)
         if not self.metrics.answered:

@@ -48,7 +48,7 @@ class Inbox(asyncio.Queue[TokenDelta | None]):
                 newest[delta.request_id] = len(merged)
                 merged.append(delta)
             else:
-                merged[at] = _join(merged[at], delta)
+                merged[at] = joined(merged[at], delta)
         return [*merged, None] if None in waiting else [*merged]
 
 
@@ -119,7 +119,7 @@ def _follows(later: TokenDelta, first: TokenDelta) -> bool:
     return later.finish_reason not in ("error", "abort") and later.position == next_position
 
 
-def _join(first: TokenDelta, later: TokenDelta) -> TokenDelta:
+def joined(first: TokenDelta, later: TokenDelta) -> TokenDelta:
     """Merge two deltas. Fields of a sequence's first delta come from `first`, those of its last from `later`."""
     logprobs = None if later.logprobs is None else [*(first.logprobs or []), *later.logprobs]
     return msgspec.structs.replace(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from deployments.http.body import EngineBody
+from deployments.idempotency.answers import AnswerReader
+from deployments.idempotency.position import EventIds
 from engine.errors import InvalidParameter
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -17,6 +19,9 @@ MAX_SESSION_ID = 256
 MAX_REQUEST_ID = 128
 BACKGROUND_CLIENT = "background_client"
 """Key in the state of a request that this server sends to itself: the client, whose API key was checked before."""
+
+ANSWER = "answer"
+"""In the state of a request with an Idempotency-Key: its AnswerReader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,13 @@ class RequestContext:
     """Requests with the same id should meet in one engine, which caches what they share; empty for none."""
     background: bool = False
     """The request can wait for all others."""
+    answer: AnswerReader | None = None
+    """Where the answer is kept, if the request has an Idempotency-Key."""
+
+    @property
+    def event_ids(self) -> EventIds | None:
+        """The ids of the events of the stream, if it has any."""
+        return None if self.answer is None else self.answer.ids
 
     @classmethod
     def of(cls, request: Request, body: EngineBody, id_prefix: str) -> RequestContext:
@@ -47,13 +59,15 @@ class RequestContext:
         in_header = headers.get(SESSION_HEADER)
         session_id = in_header or body.session_id or ""
         _check_id(SESSION_HEADER if in_header else "session_id", session_id, MAX_SESSION_ID)
+        answer: AnswerReader | None = getattr(request.state, ANSWER, None)
         return cls(
             response_id=f"{id_prefix}-{request_id or uuid.uuid4().hex}",
-            created=int(time.time()),
+            created=int(time.time()) if answer is None else answer.created,
             client=_client(request, body),
             timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
             session_id=session_id,
             background=hasattr(request.state, BACKGROUND_CLIENT),
+            answer=answer,
         )
 
 

@@ -14,6 +14,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Send
 
 from deployments.http.errors import error_body
+from deployments.idempotency.position import EventIds
 
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
@@ -53,9 +54,14 @@ class EventFormat:
 OPENAI_EVENTS = EventFormat()
 
 
-async def stream(chunks: AsyncGenerator[msgspec.Struct], event_format: EventFormat = OPENAI_EVENTS) -> EventStream:
+async def stream(
+    chunks: AsyncGenerator[msgspec.Struct], event_format: EventFormat = OPENAI_EVENTS, ids: EventIds | None = None
+) -> EventStream:
     """Wait for the first chunk, so that a request refused by the engine gets its own HTTP status."""
-    return EventStream(_events(await anext(chunks), chunks, event_format))
+    first = await anext(chunks)
+    if ids is not None:
+        return EventStream(_numbered(first, chunks, event_format, ids))
+    return EventStream(_events(first, chunks, event_format))
 
 
 async def _events(
@@ -69,6 +75,32 @@ async def _events(
         except Exception as error:  # noqa: BLE001  whatever it is, the client has to be told inside the stream
             yield event_format.encode(event_format.error(error))
     yield event_format.end
+
+
+async def _numbered(
+    first: msgspec.Struct, rest: AsyncGenerator[msgspec.Struct], event_format: EventFormat, ids: EventIds
+) -> AsyncGenerator[bytes]:
+    """Yield the same, each event with its id, from the first on that the client does not have."""
+
+    def encode(chunk: msgspec.Struct) -> bytes:
+        number, event_id = ids.number, ids.next()
+        if event_id is None:
+            return b""
+        if hasattr(chunk, "sequence_number"):
+            chunk.sequence_number = number
+        return event_id + event_format.encode(chunk)
+
+    def error_of(error: Exception) -> msgspec.Struct:
+        ids.fail()
+        return event_format.error(error)
+
+    events = _events(first, rest, EventFormat(encode=encode, error=error_of, end=b""))
+    async with aclosing(events):
+        async for event in events:
+            if event:
+                yield event
+    if event_format.end and (event_id := ids.next()) is not None:
+        yield event_id + event_format.end
 
 
 async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

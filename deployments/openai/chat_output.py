@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ import msgspec
 
 from deployments.frontend.generation import Generation
 from deployments.frontend.sequence import Usage
+from deployments.idempotency.tape import TapedGeneration
 from deployments.openai.logprobs import token_name
 from deployments.openai.parsers.choice_parser import ChoiceParser, OutputFormat
 from deployments.openai.parsers.output_parser import OutputEvent
@@ -44,7 +46,7 @@ class ChatOutput:
     model: str
     """The name under which the model is served."""
     fingerprint: str | None
-    generation: Generation
+    generation: Generation | TapedGeneration
     tokenizer: Tokenizer
     output_format: OutputFormat
     num_choices: int
@@ -52,10 +54,15 @@ class ChatOutput:
     """See CallReader."""
     tokens_as_ids: bool = False
     """Log-probabilities name tokens by their ids."""
+    hex_id: Callable[[str], str] | None = None
+    """Makes ids of tool calls that are the same whenever the answer is made again; None for random ones."""
     parsers: list[ChoiceParser] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.parsers = [ChoiceParser(self.output_format, streaming=self.streaming) for _ in range(self.num_choices)]
+        self.parsers = [
+            ChoiceParser(self.output_format, streaming=self.streaming, call_ids=self._call_ids(i))
+            for i in range(self.num_choices)
+        ]
 
     @property
     def prompt(self) -> list[int]:
@@ -90,6 +97,10 @@ class ChatOutput:
                     chunk.token_ids,
                     chunk.prompt_logprobs,
                 )
+
+    def _call_ids(self, index: int) -> Iterator[str] | None:
+        hex_id = self.hex_id
+        return None if hex_id is None else (hex_id(f"call {index} {i}") for i in itertools.count())
 
     def _logprobs(self, chunk: TextChunk) -> list[ChatTokenLogprob]:
         logprobs = []

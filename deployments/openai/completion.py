@@ -10,6 +10,7 @@ from msgspec import UNSET
 
 from deployments.frontend.generation import Generation
 from deployments.http.context import RequestContext
+from deployments.idempotency.tape import TapedGeneration
 from deployments.openai.logprobs import prompt_logprobs, token_name
 from deployments.openai.request_bodies import CompletionBody
 from deployments.openai.response_bodies import (
@@ -32,7 +33,7 @@ class CompletionResponse:
     context: RequestContext
     model: str
     fingerprint: str | None
-    generation: Generation
+    generation: Generation | TapedGeneration
     tokenizer: Tokenizer
     prompts: list[list[int]]
     """Token ids."""

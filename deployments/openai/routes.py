@@ -7,6 +7,7 @@ import time
 from fastapi import FastAPI, Request, Response
 
 from deployments.http.context import RequestContext
+from deployments.http.idempotency import IdempotentRoutes
 from deployments.http.json_body import json_response, read_body, with_warning
 from deployments.http.streaming import run_while_connected, stream
 from deployments.http.validation import UnknownFields
@@ -18,10 +19,13 @@ from deployments.openai.served_model import ServedModel
 from deployments.openai.served_models import ServedModels
 
 
-def add_openai_routes(app: FastAPI, models: ServedModels, unknown_fields: UnknownFields) -> None:
+def add_openai_routes(
+    app: FastAPI, models: ServedModels, idempotent: IdempotentRoutes, unknown_fields: UnknownFields
+) -> None:
     started = int(time.time())
 
     @app.post("/v1/chat/completions")
+    @idempotent.once("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = await read_body(request, ChatBody, unknown_fields)
         context = RequestContext.of(request, body, "chatcmpl")
@@ -29,6 +33,7 @@ def add_openai_routes(app: FastAPI, models: ServedModels, unknown_fields: Unknow
         return await _respond(request, body, ChatResponse(body, context, output))
 
     @app.post("/v1/completions")
+    @idempotent.once("/v1/completions")
     async def completion(request: Request) -> Response:
         body = await read_body(request, CompletionBody, unknown_fields)
         response = await models.find(body.model).completion(body, RequestContext.of(request, body, "cmpl"))
@@ -61,5 +66,7 @@ def add_openai_routes(app: FastAPI, models: ServedModels, unknown_fields: Unknow
 
 async def _respond(request: Request, body: GenerationBody, response: ChatResponse | CompletionResponse) -> Response:
     if body.stream:
-        return with_warning(body, await run_while_connected(request, stream(response.chunks())))
+        return with_warning(
+            body, await run_while_connected(request, stream(response.chunks(), ids=response.context.event_ids))
+        )
     return with_warning(body, json_response(await run_while_connected(request, response.full())))

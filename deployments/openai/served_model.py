@@ -17,6 +17,7 @@ from deployments.frontend.generation import Generation
 from deployments.frontend.sequence import Frontend
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.context import RequestContext
+from deployments.idempotency.tape import TapedGeneration
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.chat_format import ChatFormat, VisibleMarkers
 from deployments.openai.chat_output import ChatOutput
@@ -153,10 +154,10 @@ class ServedModel:
 
     async def chat(self, body: ChatBody, context: RequestContext) -> ChatOutput:
         """Raises RequestError, and Overloaded before any work is done."""
-        self.admission.check(context.client)
+        self._check_admission(context)
         self._format.check(body)
         requests, output_format = await asyncio.to_thread(self._prepare_chat, body, context)
-        generation = Generation(self.frontend, requests, context.client)
+        generation = await self._generation(requests, context)
         info = self.info
         return ChatOutput(
             info.name,
@@ -167,18 +168,31 @@ class ServedModel:
             body.n,
             streaming=body.stream,
             tokens_as_ids=body.return_tokens_as_token_ids,
+            hex_id=None if context.answer is None else context.answer.hex_id,
         )
 
     async def completion(self, body: CompletionBody, context: RequestContext) -> CompletionResponse:
         """Raises RequestError, and Overloaded before any work is done."""
-        self.admission.check(context.client)
+        self._check_admission(context)
         requests, texts = await asyncio.to_thread(self._prepare_completion, body, context)
         prompts = [sequences[0].prompt for sequences in requests]
-        generation = Generation(self.frontend, requests, context.client)
+        generation = await self._generation(requests, context)
         info = self.info
         return CompletionResponse(
             body, context, info.name, info.fingerprint, generation, self.tokenizer, prompts, texts
         )
+
+    def _check_admission(self, context: RequestContext) -> None:
+        """Raises Overloaded, unless there is nothing to compute."""
+        if context.answer is None or not context.answer.started:
+            self.admission.check(context.client)
+
+    async def _generation(
+        self, requests: list[list[GenerateRequest]], context: RequestContext
+    ) -> Generation | TapedGeneration:
+        if context.answer is None:
+            return Generation(self.frontend, requests, context.client)
+        return await context.answer.read(self.frontend, requests, context.client, self.info.fingerprint)
 
     async def tokenize(self, body: TokenizeBody) -> Tokens:
         """Raises RequestError."""

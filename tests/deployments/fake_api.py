@@ -21,11 +21,11 @@ from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.tracing import Tracing
 from deployments.openai.batches.config import BatchConfig
-from deployments.openai.responses.store import ResponseStoreConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.pools import ReplicaStatus
+from deployments.storage.config import StoreConfig
 from engine.errors import EngineUnavailable
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import GenerateRequest
@@ -107,7 +107,7 @@ async def fake_api(
     tracing: Tracing | None = None,
     auth: AuthConfig = AuthConfig(),  # noqa: B008  frozen
     batches: BatchConfig = BatchConfig(),  # noqa: B008  frozen
-    responses: ResponseStoreConfig = ResponseStoreConfig(),  # noqa: B008  frozen
+    store: StoreConfig = StoreConfig(),  # noqa: B008  frozen
     names: tuple[str, ...] = ("fake",),
     text_model: Tokenizer | None = None,
     **info: Any,
@@ -131,7 +131,7 @@ async def fake_api(
         model_info = ModelInfo(name=name, root=name, folder="", admission=admission, **{**fields, **info})
         models[name] = ServedModel(model_info, text_model or tokenizer(), LocalPool(replica), channel, telemetry)
     model = models[names[0]]
-    app = http_app(models, telemetry, auth, batches, responses)
+    app = http_app(models, telemetry, auth, batches, store)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     try:
         async with (

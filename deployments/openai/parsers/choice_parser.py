@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,8 +71,9 @@ class OutputFormat:
 class ChoiceParser:
     """Chains the parsers of one choice. streaming: see CallReader."""
 
-    def __init__(self, output_format: OutputFormat, *, streaming: bool):
-        self._output_format = output_format
+    def __init__(self, output_format: OutputFormat, *, streaming: bool, call_ids: Iterator[str] | None = None):
+        """call_ids: hex digits, of which the ids of tool calls are made; None for random ones."""
+        self._output_format, self._call_ids = output_format, call_ids
         self._reasoning_parser = output_format.reasoning_parser(streaming=streaming)
         self._call_parser = output_format.call_parser(streaming=streaming)
         self.num_tool_calls = 0
@@ -97,10 +98,13 @@ class ChoiceParser:
         return "tool_calls" if called and chunk.finish_reason == "stop" else chunk.finish_reason
 
     def _with_id(self, event: OutputEvent) -> OutputEvent:
-        length = self._output_format.id_length
-        if isinstance(event, CallStart) and length is not None:
-            return CallStart(event.name, uuid.uuid4().hex[:length])
-        return event
+        length, ids = self._output_format.id_length, self._call_ids
+        if not isinstance(event, CallStart) or (ids is None and length is None):
+            return event
+        digits = uuid.uuid4().hex if ids is None else next(ids)
+        if length is not None:
+            return CallStart(event.name, digits[:length])
+        return CallStart(event.name, event.id or f"call_{digits[:24]}")
 
     def _keep(self, event: OutputEvent) -> bool:
         """Count the tool calls, and return whether the client gets the event."""

@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from deployments.http.streaming import named_event
-from deployments.openai.responses.errors import StoreUnavailable
 from deployments.openai.responses.response_body import LIVE, Response, ResponseEnd
 from deployments.openai.responses.response_builder import ResponseBuilder
 from deployments.openai.responses.store import ResponseStore, StoredResponse
+from deployments.storage.key_value import StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class BackgroundResponses:
         key, background = (owner, builder.response.id), BackgroundResponse(builder, self._store, owner, stored)
         task = await background.start()
         self._running[key] = background
-        task.add_done_callback(lambda _: self._running.pop(key))
+        task.add_done_callback(lambda _: self._running.pop(key, None))
         return background
 
     def find(self, owner: str, response_id: str) -> BackgroundResponse | None:

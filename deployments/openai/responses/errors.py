@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.errors import RequestError, ServingError
+from engine.errors import RequestError
 
 
 class ResponseNotFound(RequestError):
@@ -17,18 +17,6 @@ class ResponseNotFound(RequestError):
         if not shared:
             where = (
                 f"each ingress keeps its own in memory for at most {ttl_s:g} s, and it may have been another one, or "
-                "this one before it was started again; with a Redis as ingress.response_store all find them"
+                "this one before it was started again; with ingress.store all find them"
             )
         self.message, self.param = f"there is no response {response_id[:100]!r} here: {where}", "response_id"
-
-
-class StoreUnavailable(ServingError):
-    """The store of responses does not answer, or has no room."""
-
-    status, type, retryable = 503, "service_unavailable_error", True
-
-    def __init__(self, reason: str):
-        super().__init__(reason)
-
-    def __str__(self) -> str:
-        return f"the store of responses cannot be used: {self.args[0]}"

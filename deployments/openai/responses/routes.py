@@ -15,12 +15,13 @@ from fastapi import Response as HttpResponse
 from deployments.frontend.sequence import ReportedError
 from deployments.http.body import validated
 from deployments.http.context import RequestContext, key_name
+from deployments.http.idempotency import IdempotentRoutes
 from deployments.http.json_body import json_response, read_body, with_warning
 from deployments.http.streaming import EventFormat, EventStream, named_event, run_while_connected, stream
 from deployments.http.validation import UnknownFields
 from deployments.openai.request_bodies import ChatBody
 from deployments.openai.responses.background import BackgroundResponses
-from deployments.openai.responses.errors import StoreUnavailable
+from deployments.openai.responses.errors import ResponseNotFound
 from deployments.openai.responses.items import Item
 from deployments.openai.responses.request_body import InputItemsQuery, ResponsesBody, RetrieveQuery, TextFormat
 from deployments.openai.responses.response_body import (
@@ -35,6 +36,7 @@ from deployments.openai.responses.response_builder import ResponseBuilder
 from deployments.openai.responses.store import ResponseStore, StoredResponse
 from deployments.openai.served_model import ServedModel
 from deployments.openai.served_models import ServedModels
+from deployments.storage.key_value import StoreUnavailable
 from engine.errors import InvalidParameter, RequestError
 
 logger = logging.getLogger(__name__)
@@ -43,18 +45,26 @@ NAMED_EVENTS = EventFormat(encode=named_event, end=b"")
 
 
 def add_responses_routes(
-    app: FastAPI, models: ServedModels, store: ResponseStore, unknown_fields: UnknownFields
+    app: FastAPI,
+    models: ServedModels,
+    store: ResponseStore,
+    idempotent: IdempotentRoutes,
+    unknown_fields: UnknownFields,
 ) -> None:
     background = BackgroundResponses(store)
 
     @app.post("/v1/responses")
+    @idempotent.once("/v1/responses")
     async def create(request: Request) -> HttpResponse:
         body = await read_body(request, ResponsesBody, unknown_fields)
         model, owner = models.find(body.model), owner_of(request)
         context = RequestContext.of(request, body, "resp")
-        context = replace(context, response_id=f"resp_{secrets.token_hex(16)}")  # nobody is to guess it
+        secret = secrets.token_hex(16) if context.answer is None else context.answer.hex_id("response")
+        context = replace(context, response_id=f"resp_{secret}")  # nobody is to guess it
         earlier = await earlier_items(owner, body.previous_response_id)
         items = await store.resolve(owner, body.items)
+        if body.background and context.answer is not None and await begun(owner, context.response_id):
+            return await found(owner, context.response_id, RetrieveQuery(stream=body.stream))
         try:
             chat = body.to_chat([*earlier, *items], len(earlier))
             output = await model.chat(chat, context)
@@ -67,7 +77,7 @@ def add_responses_routes(
                 answer = EventStream(started.events(-1)) if body.stream else json_response(response)
             elif body.stream:
                 events = recorded(builder, owner, stored)
-                answer = await run_while_connected(request, stream(events, NAMED_EVENTS))
+                answer = await run_while_connected(request, stream(events, NAMED_EVENTS, context.event_ids))
             else:
                 answer = json_response(await run_while_connected(request, full(builder, owner, stored, body)))
         except (RequestError, ReportedError) as error:
@@ -106,9 +116,18 @@ def add_responses_routes(
                         builder.response.store = False
                 yield event
 
+    async def begun(owner: str, response_id: str) -> bool:
+        """Return whether the response of an earlier request with the same key runs or has ended."""
+        try:
+            return (await store.get(owner, response_id)).response.status != "failed"
+        except ResponseNotFound:
+            return False
+
     @app.get("/v1/responses/{name}")
     async def retrieve(request: Request, name: str) -> HttpResponse:
-        query, owner = validated(RetrieveQuery, dict(request.query_params)), owner_of(request)
+        return await found(owner_of(request), name, validated(RetrieveQuery, dict(request.query_params)))
+
+    async def found(owner: str, name: str, query: RetrieveQuery) -> HttpResponse:
         running = background.find(owner, name)
         stored = await store.get(owner, name)
         if not query.stream:

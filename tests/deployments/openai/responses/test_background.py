@@ -9,7 +9,7 @@ import pytest
 
 from deployments.openai.responses import background as background_module
 from deployments.openai.responses import store as store_module
-from deployments.openai.responses.store import ResponseStoreConfig
+from deployments.storage.config import StoreConfig
 from engine.errors import EngineError
 from engine.wire.messages import ErrorInfo
 from tests.deployments.fake_api import FakeApi, until
@@ -130,8 +130,8 @@ def test_another_ingress_ends_a_response_that_it_does_not_run(action, monkeypatc
 
     async def scenario() -> None:
         with redis_server() as redis:
-            config = ResponseStoreConfig(url=redis.url)
-            async with serving("Good day.", responses=config) as one, serving("a", responses=config) as two:
+            config = StoreConfig(url=redis.url)
+            async with serving("Good day.", store=config) as one, serving("a", store=config) as two:
                 one.engine.paused.set()
                 made = await ask(one, background=True)
                 await until(lambda: len(one.engine.added) == 1)
@@ -152,14 +152,14 @@ def test_a_response_whose_ingress_has_ended_is_found_failed(monkeypatch):
 
     async def scenario() -> None:
         with redis_server() as redis:
-            config = ResponseStoreConfig(url=redis.url)
-            async with serving("Good day.", responses=config) as one:
+            config = StoreConfig(url=redis.url)
+            async with serving("Good day.", store=config) as one:
                 one.engine.paused.set()
                 made = await ask(one, background=True)
                 (task,) = [task for task in asyncio.all_tasks() if "BackgroundResponse._run" in repr(task)]
                 task.cancel()  # as the end of a process does
                 await asyncio.wait([task])
-            async with serving("a", responses=config) as two:
+            async with serving("a", store=config) as two:
                 found = await ended(two, made["id"])
                 assert (found["status"], found["error"]["message"]) == (
                     "failed",

@@ -1,21 +1,13 @@
-"""The store of responses: its limits, and a real Redis that is shared, killed and held."""
+"""Stored responses: in memory, and in a real Redis that is shared and killed."""
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from cluster.config import AppConfig
-from deployments.openai.responses import store as store_module
-from deployments.openai.responses.errors import StoreUnavailable
-from deployments.openai.responses.store import MemoryBackend, RedisBackend, ResponseStoreConfig
-from engine.errors import ConfigError
+from deployments.storage.config import StoreConfig
 from tests.deployments.openai.responses.serving import ask, ask_streamed, prompt, run, serving
 from tests.redis_server import RedisServer, redis_server
 
@@ -27,7 +19,7 @@ def redis() -> Iterator[RedisServer]:
 
 
 def stored_in(server: RedisServer) -> dict[str, Any]:
-    return {"responses": ResponseStoreConfig(url=server.url)}
+    return {"store": StoreConfig(url=server.url)}
 
 
 def test_a_stored_response_outlives_its_ingress_where_a_store_is_configured(redis):
@@ -54,9 +46,9 @@ def test_without_a_store_another_ingress_says_that_it_cannot_know():
             for path in ("", "/input_items"):
                 answer = await api.client.get(f"/v1/responses/{made['id']}{path}")
                 assert answer.status_code == 404
-                assert "ingress.response_store" in answer.json()["error"]["message"]
+                assert "ingress.store" in answer.json()["error"]["message"]
             answer = await api.post("responses", input="a", previous_response_id=made["id"])
-            assert answer.status_code == 404 and "ingress.response_store" in answer.text
+            assert answer.status_code == 404 and "ingress.store" in answer.text
 
     run(scenario())
 
@@ -86,76 +78,11 @@ def test_with_redis_down_responses_are_answered_and_what_needs_it_is_a_503(redis
     run(scenario())
 
 
-def test_a_redis_that_does_not_answer_is_waited_for_no_longer_than_its_deadline(redis, monkeypatch):
-    async def scenario() -> None:
-        backend = RedisBackend(redis.url)
-        monkeypatch.setattr(store_module, "REDIS_TIMEOUT_S", 10.0)
-        await backend.set("a", b"1", 60)
-        monkeypatch.setattr(store_module, "REDIS_TIMEOUT_S", 0.05)
-        redis.process.send_signal(signal.SIGSTOP)
-        try:
-            with pytest.raises(StoreUnavailable, match="TimeoutError"):
-                await backend.get("a")
-        finally:
-            redis.process.send_signal(signal.SIGCONT)
-        monkeypatch.setattr(store_module, "REDIS_TIMEOUT_S", 10.0)
-        assert await backend.get("a") == b"1"
-
-    run(scenario())
-
-
-def test_redis_forgets_a_response_after_its_time(redis):
-    async def scenario() -> None:
-        backend = RedisBackend(redis.url)
-        await backend.set("a", b"1", 0.001)
-        async with asyncio.timeout(5):
-            while await backend.get("a") is not None:
-                await asyncio.sleep(0.001)
-
-    run(scenario())
-
-
-@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 12)), max_size=40))
-def test_memory_holds_the_newest_values_that_fit(puts):
-    async def scenario() -> None:
-        backend, newest = MemoryBackend(max_bytes=20), list[tuple[str, int]]()
-        for key, size in puts:
-            await backend.set(key, b"x" * size, 60)
-            newest = [(other, length) for other, length in newest if other != key] + [(key, size)]
-            while sum(length for _, length in newest) > 20:
-                newest.pop(0)
-            for other in "abcdef":
-                value = await backend.get(other)
-                assert (None if value is None else len(value)) == dict(newest).get(other)
-
-    asyncio.run(scenario())
-
-
-def test_memory_forgets_a_value_after_its_time_and_refuses_one_that_can_never_fit():
-    async def scenario() -> None:
-        backend = MemoryBackend(max_bytes=20)
-        await backend.set("old", b"x" * 10, 0.0)
-        assert await backend.get("old") is None
-        with pytest.raises(StoreUnavailable, match="21 bytes"):
-            await backend.set("large", b"x" * 21, 60)
-
-    run(scenario())
-
-
 def test_a_response_that_memory_cannot_hold_is_answered_and_not_stored():
     async def scenario() -> None:
-        async with serving("a", responses=ResponseStoreConfig(max_bytes=1024)) as api:
+        async with serving("a", store=StoreConfig(max_bytes=1024)) as api:
             answer = await api.post("responses", input="a" * 2000)
             assert answer.status_code == 200 and answer.json()["store"] is False
             assert "store" in answer.headers["Warning"]
 
     run(scenario())
-
-
-def test_a_store_that_is_no_redis_or_has_no_client_is_refused_at_the_start(monkeypatch):
-    models = [{"name": "m", "model": "pocket"}]
-    with pytest.raises(ConfigError, match="redis://host:6379/0"):
-        AppConfig.parse({"models": models, "ingress": {"response_store": "postgres://a"}})
-    monkeypatch.setattr(store_module, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="manta-serve\\[redis\\]"):
-        AppConfig.parse({"models": models, "ingress": {"response_store": "redis://a"}})

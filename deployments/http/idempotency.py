@@ -1,0 +1,131 @@
+"""Requests with an Idempotency-Key, and streams that are gone on with (docs/idempotency.md)."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from functools import wraps
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive
+
+from deployments.http.context import ANSWER, SESSION_HEADER, TIMEOUT_HEADER, key_name
+from deployments.http.json_body import read_json
+from deployments.idempotency.answers import AnswerReader, Answers
+from deployments.idempotency.errors import IdempotencyKeyInUse, IdempotencyKeyReused
+from deployments.idempotency.position import KNOWN_ID, LAST_EVENT_ID, Position, parse_event_id
+from deployments.idempotency.record import Record, stream_id_of
+from engine.errors import InvalidParameter
+
+Handler = Callable[[Request], Awaitable[Response]]
+IDEMPOTENCY_KEY = "Idempotency-Key"
+MAX_KEY = 255  # as Stripe's
+FIXED_HEADERS = ("x-request-id", SESSION_HEADER, TIMEOUT_HEADER, "content-type")
+"""Those of the first request count for all with its key."""
+
+
+class IdempotentRoutes:
+    """The routes whose answers are kept where a request asks for it."""
+
+    def __init__(self, answers: Answers):
+        self._answers = answers
+        self._handlers: dict[str, Handler] = {}
+
+    def once(self, route: str) -> Callable[[Handler], Handler]:
+        """Return a decorator for the handler of a route. Requests without a key pass through."""
+
+        def decorate(handler: Handler) -> Handler:
+            self._handlers[route] = handler
+
+            @wraps(handler)
+            async def with_key(request: Request) -> Response:
+                key, last = request.headers.get(IDEMPOTENCY_KEY), request.headers.get(LAST_EVENT_ID)
+                if key is None and not last:
+                    return await handler(request)
+                owner, known = key_name(request) or "", None
+                if last:
+                    stream_id, known = parse_event_id(last)
+                if key is not None:
+                    _check_key(key)
+                    if last and stream_id != stream_id_of(owner, key):
+                        raise InvalidParameter(LAST_EVENT_ID, last, f"{KNOWN_ID}, whose {IDEMPOTENCY_KEY} is another")
+                    stream_id = stream_id_of(owner, key)
+                body = await read_json(request)
+                new = None if key is None else Record.new(owner, route, body, _fixed_headers(request))
+                return await self._respond(request, stream_id, owner, known, new, (route, body))
+
+            return with_key
+
+        return decorate
+
+    def add_stream_route(self, app: FastAPI) -> None:
+        @app.get("/v1/streams/{name}")
+        async def go_on(request: Request, name: str) -> Response:
+            last, known = request.headers.get(LAST_EVENT_ID), None
+            if last:
+                of, known = parse_event_id(last)
+                if of != name:
+                    raise InvalidParameter(LAST_EVENT_ID, last, KNOWN_ID)
+            return await self._respond(request, name, key_name(request) or "", known, None, None)
+
+    async def _respond(
+        self,
+        request: Request,
+        stream_id: str,
+        owner: str,
+        known: Position | None,
+        new: Record | None,
+        sent: tuple[str, bytes] | None,
+    ) -> Response:
+        """sent: route and body of this request; None for those of the answer's own."""
+        while True:
+            answer = await self._answers.open(stream_id, owner, new)
+            record = answer.record
+            if sent is not None and sent != (record.route, record.body):
+                raise IdempotencyKeyReused
+            try:
+                return await self._handlers[record.route](_first_request(request, record, AnswerReader(answer, known)))
+            except IdempotencyKeyInUse:
+                pass  # another ingress was faster, and the store has its record now
+            finally:
+                if not answer.started:  # it was refused: the key is free
+                    self._answers.forget(answer)
+
+
+def _first_request(request: Request, record: Record, reader: AnswerReader) -> Request:
+    """Return a request with the route, the body and the headers of the first one, and this one's connection."""
+    others = [(name, value) for name, value in request.headers.raw if name.decode("latin-1") not in FIXED_HEADERS]
+    scope = {
+        **request.scope,
+        "method": "POST",
+        "path": request.scope.get("root_path", "") + record.route,
+        "headers": [*others, *Headers(dict(record.headers)).raw],
+        "state": {**request.scope.get("state", {}), ANSWER: reader},
+    }
+    return Request(scope, _with_body(record.body, request.receive))
+
+
+def _with_body(body: bytes, then: Receive) -> Receive:
+    received = False
+
+    async def receive() -> Message:
+        nonlocal received
+        if received:
+            return await then()
+        received = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
+
+
+def _fixed_headers(request: Request) -> dict[str, str]:
+    found = {name: request.headers[name] for name in FIXED_HEADERS if name in request.headers}
+    return {"x-request-id": uuid.uuid4().hex, **found}
+
+
+def _check_key(key: str) -> None:
+    if not 0 < len(key) <= MAX_KEY or not (key.isascii() and key.isprintable()):
+        raise InvalidParameter(IDEMPOTENCY_KEY, key, f"1 to {MAX_KEY} printable ASCII characters")

@@ -1,0 +1,1 @@
+"""Requests with an Idempotency-Key: one answer, each token of its stream once, whatever ends in between."""

@@ -1,0 +1,79 @@
+"""Errors of requests with an Idempotency-Key, beside those of engine/errors.py."""
+
+from __future__ import annotations
+
+from engine.errors import EngineError, RequestError, ServingError
+
+
+class IdempotencyKeyReused(RequestError):
+    """The key belongs to another request (draft-ietf-httpapi-idempotency-key-header, 2.7)."""
+
+    status = 422
+
+    def __init__(self) -> None:
+        message = "this Idempotency-Key was used with another route or body; a new request needs a new key"
+        super().__init__(message, "Idempotency-Key")
+
+
+class IdempotencyKeyInUse(Exception):
+    """Another ingress has begun the same request at this moment; no client sees this."""
+
+
+class StreamNotFound(RequestError):
+    """No answer of this id is stored, or not where this ingress can look."""
+
+    status, type = 404, "not_found_error"
+
+    def __init__(self, stream_id: str, ttl_s: float, shared: bool):
+        Exception.__init__(self, stream_id, ttl_s, shared)
+        where = (
+            "" if shared else " in the memory of each ingress; with ingress.store all find them, also after a restart"
+        )
+        self.message = f"there is no stream {stream_id[:100]!r} here: answers are stored for {ttl_s:g} s{where}"
+        self.param = "stream_id"
+
+
+class StoredAnswerCorrupt(ServingError):
+    """What the store has is not what was put there."""
+
+    def __init__(self, stream_id: str):
+        super().__init__(stream_id)
+
+    def __str__(self) -> str:
+        return f"the stored answer {self.args[0]} cannot be read; send the request again with a new Idempotency-Key"
+
+
+class AnswerNotReproducible(RequestError):
+    """The rest of an answer cannot be computed, since the server is no longer the one that began it."""
+
+    status = 409
+
+    def __init__(self, began: str | None, serves: str | None):
+        Exception.__init__(self, began, serves)
+        self.message = (
+            f"this answer was begun with system_fingerprint {began}, and the server now has {serves}: send the request "
+            "again with a new Idempotency-Key"
+        )
+
+
+class AnswerDiverged(EngineError):
+    """Computed again, an answer differs from what its client has of it."""
+
+    def __init__(self, index: int, tokens: int):
+        Exception.__init__(self, index, tokens)
+
+    def __str__(self) -> str:
+        index, tokens = self.args
+        return (
+            f"computed again, choice {index} of this answer differs from the first {tokens} tokens that were sent, so "
+            "that it cannot be gone on with; send the request again with a new Idempotency-Key"
+        )
+
+
+class LeaseLost(ServingError):
+    """Another ingress has taken over the answer, since this one was silent for too long."""
+
+    status, type, retryable = 503, "service_unavailable_error", True
+
+    def __str__(self) -> str:
+        return "another server goes on with this answer; send the request again, with the same Idempotency-Key"

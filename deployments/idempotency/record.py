@@ -1,0 +1,69 @@
+"""What a store has of an answer: its request, and the tokens once it is complete."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+import zlib
+from collections.abc import Mapping
+
+import msgspec
+
+from deployments.idempotency.errors import StoredAnswerCorrupt
+from engine.wire.messages import TokenDelta
+
+CHECKSUM_BYTES = 4
+
+
+class Record(msgspec.Struct):
+    """One answer. Whatever differs between two computations of a request is fixed here: ids, time and seed."""
+
+    owner: str
+    """Name of the API key, or empty."""
+    route: str
+    body: bytes
+    headers: list[tuple[str, str]]
+    """Those that count: of the first request, for all that follow."""
+    created: int
+    """Seconds since 1970."""
+    secret: str
+    """32 random hex digits, of which seeds and ids are made."""
+    fingerprint: str | None = None
+    """Of the model that began it; see ModelInfo."""
+    outputs: list[TokenDelta] | None = None
+    """Of each choice, once all have ended."""
+
+    @classmethod
+    def new(cls, owner: str, route: str, body: bytes, headers: Mapping[str, str]) -> Record:
+        return cls(owner, route, body, [*headers.items()], int(time.time()), secrets.token_hex(16))
+
+    def hex_id(self, name: str) -> str:
+        """Return 32 hex digits for something that the request has, the same in each computation."""
+        return hashlib.sha256(f"{self.secret} {name}".encode()).hexdigest()[:32]
+
+    def encode(self) -> bytes:
+        """Return it with a check sum in front."""
+        encoded = msgspec.msgpack.encode(self)
+        return zlib.crc32(encoded).to_bytes(CHECKSUM_BYTES, "little") + encoded
+
+    @classmethod
+    def decode(cls, stream_id: str, value: bytes) -> Record:
+        """Raises StoredAnswerCorrupt."""
+        encoded = value[CHECKSUM_BYTES:]
+        if zlib.crc32(encoded).to_bytes(CHECKSUM_BYTES, "little") != value[:CHECKSUM_BYTES]:
+            raise StoredAnswerCorrupt(stream_id)
+        try:
+            return msgspec.msgpack.decode(encoded, type=cls)
+        except msgspec.DecodeError as error:  # of another version
+            raise StoredAnswerCorrupt(stream_id) from error
+
+
+def stream_id_of(owner: str, key: str) -> str:
+    """Return the id of the answer to a key, the same in every ingress. Whoever has not the key cannot guess it."""
+    return hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()[:32]
+
+
+def answer_key(stream_id: str) -> str:
+    """Return the key of an answer in the store."""
+    return f"manta:answer:{stream_id}"

@@ -1,0 +1,144 @@
+"""Values in a file of SQLite, for the ingresses of one machine.
+
+Whatever has returned is on the disk (WAL, fsync at each commit). One thread does all work: while it commits, the next
+calls come together, and share the next commit, so that an fsync is paid once for many requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deployments.storage.key_value import StoreUnavailable
+from engine.errors import ConfigError
+
+T = TypeVar("T")
+LOCK_TIMEOUT_S = 2.0  # how long another ingress may hold the file
+MAX_CALLS = 256  # in one commit
+CLEAN_UP_S = 60.0  # between two looks for expired values
+Call = tuple[Callable[[sqlite3.Connection], Any], "Future[Any]"]
+
+
+class SqliteStore:
+    shared = True
+
+    def __init__(self, path: str, max_bytes: int):
+        """Raises ConfigError if the file cannot be opened. Its folder is made."""
+        file = Path(os.path.expanduser(path))
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._database = _open(file, max_bytes)
+            file.chmod(0o600)  # prompts and answers are in it
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError("ingress.store", path, f"a file of SQLite that can be written ({error})") from None
+        self._cleaned_up_at = 0.0
+        self._thread = threading.Thread(target=self._work, daemon=True, name="sqlite")
+        self._thread.start()
+
+    async def get(self, key: str) -> bytes | None:
+        return await self._run(lambda database: _get(database, key))
+
+    async def set(self, key: str, value: bytes, ttl_s: float) -> None:
+        await self._run(lambda database: _set(database, key, value, ttl_s))
+
+    async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
+        def add(database: sqlite3.Connection) -> bool:
+            if _get(database, key) is not None:
+                return False
+            _set(database, key, value, ttl_s)
+            return True
+
+        return await self._run(add)
+
+    async def extend(self, key: str, value: bytes, ttl_s: float) -> bool:
+        def extend(database: sqlite3.Connection) -> bool:
+            if _get(database, key) != value:
+                return False
+            _set(database, key, value, ttl_s)
+            return True
+
+        return await self._run(extend)
+
+    async def delete(self, key: str) -> None:
+        await self._run(lambda database: database.execute("delete from stored where key = ?", (key,)))
+
+    async def close(self) -> None:
+        self._calls.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def _run(self, call: Callable[[sqlite3.Connection], T]) -> T:
+        result: Future[T] = Future()
+        self._calls.put((call, result))
+        return await asyncio.wrap_future(result)
+
+    def _work(self) -> None:
+        while True:
+            calls = [self._calls.get()]
+            while not self._calls.empty() and len(calls) < MAX_CALLS:
+                calls.append(self._calls.get())
+            self._commit([call for call in calls if call is not None])
+            if None in calls:
+                self._database.close()
+                return
+
+    def _commit(self, calls: list[Call]) -> None:
+        """Do all calls in one transaction; if it fails, each in its own, so that one does not fail for another."""
+        try:
+            self._database.execute("begin immediate")
+            results = [call(self._database) for call, _ in calls]
+            if time.monotonic() > self._cleaned_up_at + CLEAN_UP_S:
+                self._cleaned_up_at = time.monotonic()
+                self._database.execute("delete from stored where expires_at <= ?", (time.time(),))
+            self._database.execute("commit")
+        except sqlite3.Error as error:
+            if self._database.in_transaction:
+                self._database.execute("rollback")
+            if len(calls) == 1:
+                _end(calls[0][1], error=StoreUnavailable(f"{type(error).__name__}: {error}"))
+            else:
+                for call in calls:
+                    self._commit([call])
+        else:
+            for (_, future), result in zip(calls, results, strict=True):
+                _end(future, result)
+
+
+def _open(file: Path, max_bytes: int) -> sqlite3.Connection:
+    database = sqlite3.connect(file, LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    database.execute("pragma journal_mode = wal")
+    database.execute("pragma synchronous = full")
+    (page_size,) = database.execute("pragma page_size").fetchone()
+    database.execute(f"pragma max_page_count = {max(16, max_bytes // page_size)}")
+    database.execute(
+        "create table if not exists stored (key text primary key, value blob not null, expires_at real not null)"
+    )
+    database.execute("create index if not exists by_time on stored (expires_at)")
+    return database
+
+
+def _get(database: sqlite3.Connection, key: str) -> bytes | None:
+    found = database.execute("select value from stored where key = ? and expires_at > ?", (key, time.time()))
+    row = found.fetchone()
+    return None if row is None else row[0]
+
+
+def _set(database: sqlite3.Connection, key: str, value: bytes, ttl_s: float) -> None:
+    database.execute("insert or replace into stored values (?, ?, ?)", (key, value, time.time() + ttl_s))
+
+
+def _end(future: Future[Any], result: Any = None, error: Exception | None = None) -> None:
+    """Set the result, unless whoever waited for it has left."""
+    if future.set_running_or_notify_cancel():
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)

@@ -1,0 +1,251 @@
+"""Requests with an Idempotency-Key over HTTP: one answer, whoever asks, wherever, and however often."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.frontend.api_keys import hash_key
+from deployments.http.middleware import AuthConfig
+from deployments.idempotency.record import Record, answer_key
+from deployments.storage.config import StoreConfig, open_store
+from engine.wire.messages import ErrorInfo
+from tests.deployments.fake_api import FakeApi, fake_api, says, until
+from tests.redis_server import redis_server
+
+KEY = {"Idempotency-Key": "key 1"}
+PROMPT: dict[str, Any] = {"prompt": "abcdefgh", "max_tokens": 20}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
+BODIES = {
+    "completions": PROMPT,
+    "chat/completions": CHAT,
+    "messages": {**CHAT, "model": "fake"},
+    "responses": {"input": "hello", "max_output_tokens": 20},
+}
+routes = pytest.mark.parametrize("route", BODIES)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreConfig]:
+    if request.param == "sqlite":
+        yield StoreConfig(url=f"sqlite://{tmp_path}/store.db")
+        return
+    with redis_server() as server:
+        yield StoreConfig(url=server.url)
+
+
+async def post(api: FakeApi, route: str, headers: dict[str, str] = KEY, **body: Any) -> httpx.Response:
+    return await api.client.post(f"/v1/{route}", json=body, headers=headers)
+
+
+def events_of(text: str) -> list[tuple[str, str]]:
+    """(id, text) of each event."""
+    found = []
+    for event in text.split("\n\n")[:-1]:
+        event_id, rest = event.split("\n", 1)
+        assert event_id.startswith("id: ")
+        found.append((event_id[4:], rest))
+    return found
+
+
+def text_of(events: list[tuple[str, str]]) -> str:
+    """What a client shows of the events."""
+    shown = ""
+    for _, event in events:
+        data = json.loads(event.rpartition("data: ")[2].replace("[DONE]", "{}"))
+        match data:
+            case {"choices": [{"text": text}]} | {"choices": [{"delta": {"content": text}}]}:
+                shown += text or ""
+            case {"type": "response.output_text.delta", "delta": text} | {"delta": {"text": text}}:
+                shown += text
+    return shown
+
+
+@routes
+def test_a_second_request_with_the_key_gets_the_first_ones_answer_and_nothing_is_computed(route):
+    async def scenario() -> None:
+        async with fake_api() as api:
+            answers = await asyncio.gather(*(post(api, route, **BODIES[route]) for _ in range(4)))
+            answers.append(await post(api, route, **BODIES[route]))
+            assert {answer.status_code for answer in answers} == {200}
+            assert len({_without_times(answer) for answer in answers}) == 1
+            assert len(api.engine.added) == 1
+            other = await post(api, route, {"Idempotency-Key": "key 2"}, **BODIES[route])
+            assert other.json()["id"] != answers[0].json()["id"] and len(api.engine.added) == 2
+
+    run(scenario())
+
+
+def _without_times(answer: httpx.Response) -> str:
+    return json.dumps({**answer.json(), "completed_at": 0})
+
+
+@routes
+def test_a_stream_can_be_gone_on_with_from_each_of_its_events(route):
+    async def scenario() -> None:
+        async with fake_api(says("Hello, world. ")) as api:
+            body = {**BODIES[route], "stream": True}
+            events = events_of((await post(api, route, **body)).text)
+            stream_id = events[0][0].partition(":")[0]
+            whole = text_of(events)
+            assert len(whole) > 10
+            for i, (event_id, _) in enumerate(events):
+                last = {"Last-Event-ID": event_id}
+                again = [
+                    await post(api, route, last, **body),
+                    await post(api, route, KEY | last, **body),
+                    await api.client.get(f"/v1/streams/{stream_id}", headers=last),
+                ]
+                assert len({text_of(events_of(answer.text)) for answer in again}) == 1 and again[0].status_code == 200
+                rest = events_of(again[0].text)
+                assert text_of(events[: i + 1]) + text_of(rest) == whole
+                assert (events + rest)[-1][1][:25] == events[-1][1][:25]
+            assert len(api.engine.added) == 1
+
+    run(scenario())
+
+
+def test_sequence_numbers_of_a_response_go_on_where_they_were():
+    async def scenario() -> None:
+        async with fake_api(says("Hello, world. ")) as api:
+            body = {**BODIES["responses"], "stream": True}
+            events = events_of((await post(api, "responses", **body)).text)
+            for i, (event_id, _) in enumerate(events):
+                rest = events_of((await post(api, "responses", {"Last-Event-ID": event_id}, **body)).text)
+                numbers = [json.loads(e.rpartition("data: ")[2])["sequence_number"] for _, e in events[: i + 1] + rest]
+                assert numbers == [*range(len(numbers))]
+
+    run(scenario())
+
+
+def test_an_answer_is_computed_to_its_end_although_its_client_has_left():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            api.engine.paused.set()
+            request = asyncio.create_task(post(api, "completions", **PROMPT))
+            await until(lambda: api.engine.num_live)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+            api.engine.paused.clear()
+            answer = await post(api, "completions", **PROMPT)
+            assert answer.json()["choices"][0]["text"] == ("abcdefgh" * 3)[:20]
+            assert len(api.engine.added) == 1 and not api.engine.aborted
+
+    run(scenario())
+
+
+def test_the_key_of_another_body_or_route_is_refused_by_name():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            await post(api, "completions", **PROMPT)
+            stream = await post(api, "completions", {"Idempotency-Key": "2"}, **PROMPT, stream=True)
+            last = {"Last-Event-ID": events_of(stream.text)[0][0]}
+            for answer in (
+                await post(api, "completions", **PROMPT, temperature=0),
+                await post(api, "chat/completions", **CHAT),
+                await post(api, "completions", last, **PROMPT),
+            ):
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"], error["param"]) == (
+                    422, "idempotency_key_reused", "Idempotency-Key",
+                )  # fmt: skip
+            for headers in (
+                KEY | last,
+                {"Idempotency-Key": ""},
+                {"Idempotency-Key": "x" * 256},
+                {"Last-Event-ID": "1"},
+            ):
+                answer = await post(api, "completions", headers, **PROMPT, stream=True)
+                assert answer.status_code == 400 and answer.json()["error"]["param"] in (*headers,), headers
+            assert len(api.engine.added) == 2
+
+    run(scenario())
+
+
+def test_a_refused_request_leaves_its_key_free():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            assert (await post(api, "completions", prompt="a" * 5000)).status_code == 400
+            assert (await post(api, "completions", **PROMPT)).status_code == 200
+
+    run(scenario())
+
+
+def test_an_engine_that_refuses_is_an_error_for_every_request_with_the_key_and_then_the_key_is_free():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            api.engine.refusal = ErrorInfo("engine_error", "no", 500, False, "internal_error")
+            answers = await asyncio.gather(*(post(api, "completions", **PROMPT) for _ in range(3)))
+            assert {answer.status_code for answer in answers} == {500}
+            api.engine.refusal = None
+            assert (await post(api, "completions", **PROMPT)).status_code == 200
+
+    run(scenario())
+
+
+def test_each_api_key_has_answers_of_its_own():
+    async def scenario() -> None:
+        keys = tuple(f"{name}:{hash_key(name)}" for name in ("ann", "bob"))
+        async with fake_api(auth=AuthConfig(api_keys=keys)) as api:
+            ann, bob = ({**KEY, "Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
+            first = await post(api, "completions", ann, **PROMPT, stream=True)
+            second = await post(api, "completions", bob, **PROMPT, stream=True)
+            event_id = events_of(first.text)[0][0]
+            assert event_id.partition(":")[0] != events_of(second.text)[0][0].partition(":")[0]
+            stolen = await api.client.get(
+                f"/v1/streams/{event_id.partition(':')[0]}", headers={**bob, "Last-Event-ID": event_id}
+            )
+            assert stolen.status_code == 404 and stolen.json()["error"]["code"] == "stream_not_found"
+
+    run(scenario())
+
+
+def test_another_ingress_has_the_answer_of_one_that_has_ended(shared):
+    async def scenario() -> None:
+        async with fake_api(store=shared) as api:
+            events = events_of((await post(api, "completions", **PROMPT, stream=True)).text)
+            await until(lambda: not _live(api))
+        async with fake_api(store=shared) as api:
+            rest = events_of(
+                (await api.client.get(f"/v1/streams/{events[0][0][:32]}", headers={"Last-Event-ID": events[4][0]})).text
+            )
+            assert text_of(events[:5]) + text_of(rest) == text_of(events)
+            assert not api.engine.added
+
+    run(scenario())
+
+
+def test_an_answer_that_an_ingress_left_is_computed_again_with_its_seed_and_goes_on_where_it_was(shared):
+    async def scenario() -> None:
+        def drawn(request: Any) -> list[int]:
+            return [97 + (request.params.seed + i) % 26 for i in range(20)]
+
+        async with fake_api(drawn, store=shared) as api:
+            whole = events_of((await post(api, "completions", **PROMPT, stream=True)).text)
+            await until(lambda: not _live(api))
+        store = open_store(shared)
+        record_key = answer_key(whole[0][0][:32])
+        record = Record.decode("", await store.get(record_key) or b"")
+        record.outputs = None  # as if it had died before the end
+        await store.set(record_key, record.encode(), 60)
+        await store.close()
+        async with fake_api(drawn, store=shared) as api:
+            rest = await post(api, "completions", KEY | {"Last-Event-ID": whole[6][0]}, **PROMPT, stream=True)
+            assert events_of(rest.text) == whole[7:]
+            assert len(api.engine.added) == 1
+
+    run(scenario())
+
+
+def _live(api: FakeApi) -> int:
+    return api.engine.num_live

@@ -1,0 +1,197 @@
+"""Stores of values: what all of them do, and the limits of each. The Redis is a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sqlite3
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.config import AppConfig
+from deployments.storage import config as config_module
+from deployments.storage import redis as redis_module
+from deployments.storage.config import StoreConfig, open_store
+from deployments.storage.key_value import KeyValueStore, StoreUnavailable
+from deployments.storage.memory import MemoryStore
+from deployments.storage.redis import RedisStore
+from engine.errors import ConfigError
+from tests.redis_server import RedisServer, redis_server
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "sqlite", "redis"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str | None]:
+    match request.param:
+        case "memory":
+            yield None
+        case "sqlite":
+            yield f"sqlite://{tmp_path}/folder/store.db"
+        case _:
+            with redis_server() as server:
+                yield server.url
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+@asynccontextmanager
+async def opened(url: str | None, max_bytes: int = 2**20) -> AsyncGenerator[KeyValueStore]:
+    store = open_store(StoreConfig(url=url, max_bytes=max_bytes))
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def test_a_value_is_added_once_and_only_its_holder_extends_it(url):
+    async def scenario() -> None:
+        async with opened(url) as store:
+            added = await asyncio.gather(*(store.add("lease", bytes([i]), 60) for i in range(20)))
+            assert sum(added) == 1
+            holder = bytes([added.index(True)])
+            assert await store.extend("lease", holder, 60)
+            assert not await store.extend("lease", b"another", 60)
+            assert await store.get("lease") == holder
+            await store.delete("lease")
+            assert not await store.extend("lease", holder, 60)
+            assert await store.get("lease") is None
+
+    run(scenario())
+
+
+def test_an_extended_value_lives_longer_and_one_that_has_expired_is_free(url):
+    async def scenario() -> None:
+        async with opened(url) as store:
+            await store.set("a", b"1", 0.02)
+            assert await store.extend("a", b"1", 60)
+            await store.set("b", b"2", 0.001)
+            async with asyncio.timeout(5):
+                while not await store.add("b", b"3", 60):
+                    await asyncio.sleep(0.001)
+            await asyncio.sleep(0.02)
+            assert (await store.get("a"), await store.get("b")) == (b"1", b"3")
+
+    run(scenario())
+
+
+def test_what_a_file_was_given_is_there_when_it_is_opened_again(tmp_path):
+    async def scenario() -> None:
+        async with opened(f"sqlite://{tmp_path}/a.db") as store, opened(f"sqlite://{tmp_path}/a.db") as other:
+            await asyncio.gather(*(store.set(str(i), b"x" * i, 60) for i in range(100)))
+            assert await other.get("42") == b"x" * 42
+        async with opened(f"sqlite://{tmp_path}/a.db") as store:
+            assert await store.get("99") == b"x" * 99
+        assert (tmp_path / "a.db").stat().st_mode & 0o777 == 0o600
+
+    run(scenario())
+
+
+def test_a_full_file_refuses_a_value_and_keeps_the_others_and_takes_one_again_when_they_have_expired(tmp_path):
+    async def scenario() -> None:
+        async with opened(f"sqlite://{tmp_path}/a.db", max_bytes=2**17) as store:
+            for i in range(3):
+                await store.set(str(i), bytes([i]) * 30_000, 60)
+            large = store.set("large", b"x" * 100_000, 60)
+            small = store.set("small", b"y", 60)
+            refused, taken = await asyncio.gather(large, small, return_exceptions=True)
+            assert isinstance(refused, StoreUnavailable) and "full" in str(refused) and taken is None
+            assert [await store.get(str(i)) for i in range(3)] == [bytes([i]) * 30_000 for i in range(3)]
+            for i in range(3):
+                await store.delete(str(i))
+            await store.set("large", b"x" * 60_000, 60)
+
+    run(scenario())
+
+
+def test_a_file_that_is_no_database_is_refused_at_the_start_and_one_that_breaks_is_said(tmp_path):
+    (tmp_path / "a.db").write_bytes(b"no database" * 1000)
+    with pytest.raises(ConfigError, match="a file of SQLite"):
+        open_store(StoreConfig(url=f"sqlite://{tmp_path}/a.db"))
+
+    async def scenario() -> None:
+        async with opened(f"sqlite://{tmp_path}/b.db") as store:
+            await store.set("a", b"1", 60)
+            with sqlite3.connect(tmp_path / "b.db") as database:
+                database.execute("drop table stored")
+            with pytest.raises(StoreUnavailable, match="no such table"):
+                await store.get("a")
+
+    run(scenario())
+
+
+def test_a_redis_that_does_not_answer_is_waited_for_no_longer_than_its_deadline(redis, monkeypatch):
+    async def scenario() -> None:
+        store = RedisStore(redis.url)
+        monkeypatch.setattr(redis_module, "TIMEOUT_S", 10.0)
+        await store.set("a", b"1", 60)
+        monkeypatch.setattr(redis_module, "TIMEOUT_S", 0.05)
+        redis.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(StoreUnavailable, match="TimeoutError"):
+                await store.get("a")
+        finally:
+            redis.process.send_signal(signal.SIGCONT)
+        monkeypatch.setattr(redis_module, "TIMEOUT_S", 10.0)
+        assert await store.get("a") == b"1"
+
+    run(scenario())
+
+
+def test_redis_forgets_a_response_after_its_time(redis):
+    async def scenario() -> None:
+        store = RedisStore(redis.url)
+        await store.set("a", b"1", 0.001)
+        async with asyncio.timeout(5):
+            while await store.get("a") is not None:
+                await asyncio.sleep(0.001)
+
+    run(scenario())
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 12)), max_size=40))
+def test_memory_holds_the_newest_values_that_fit(puts):
+    async def scenario() -> None:
+        store, newest = MemoryStore(max_bytes=20), list[tuple[str, int]]()
+        for key, size in puts:
+            await store.set(key, b"x" * size, 60)
+            newest = [(other, length) for other, length in newest if other != key] + [(key, size)]
+            while sum(length for _, length in newest) > 20:
+                newest.pop(0)
+            for other in "abcdef":
+                value = await store.get(other)
+                assert (None if value is None else len(value)) == dict(newest).get(other)
+
+    asyncio.run(scenario())
+
+
+def test_memory_forgets_a_value_after_its_time_and_refuses_one_that_can_never_fit():
+    async def scenario() -> None:
+        store = MemoryStore(max_bytes=20)
+        await store.set("old", b"x" * 10, 0.0)
+        assert await store.get("old") is None
+        with pytest.raises(StoreUnavailable, match="21 bytes"):
+            await store.set("large", b"x" * 21, 60)
+
+    run(scenario())
+
+
+def test_a_store_of_another_kind_or_that_has_no_client_is_refused_at_the_start(monkeypatch):
+    models = [{"name": "m", "model": "pocket"}]
+    with pytest.raises(ConfigError, match="redis://host:6379/0"):
+        AppConfig.parse({"models": models, "ingress": {"store": "postgres://a"}})
+    monkeypatch.setattr(config_module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="manta-serve\\[redis\\]"):
+        AppConfig.parse({"models": models, "ingress": {"store": "redis://a"}})
