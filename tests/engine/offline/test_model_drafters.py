@@ -6,17 +6,8 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError, ModelFolderError
-from tests.engine.spec_decode.draft_checkpoints import (
-    DRAFT_VOCAB,
-    HEADS,
-    VOCAB,
-    PlainEagle3,
-    write_authors,
-    write_heads,
-    write_mtp,
-)
+from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, make_drafters
 from tests.fake_drafter import draft_always
-from tests.models import make_model
 
 OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_threads": 1, "num_blocks": 128}
 PROMPTS = [list(range(3, 30)), [5, 6, 7], [40] * 30, [9, 8]]
@@ -25,30 +16,13 @@ PARAMS = {
     "seeded": {"temperature": 0.9, "seed": 3},
     "penalties": {"temperature": 0.9, "seed": 4, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 1},
 }
-METHODS = ["draft_model", "same_model", "eagle3", "mtp", "medusa"]
+METHODS = [method for method in DRAFTERS if method not in ("ngram", "suffix")]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Of each method the target, and the options."""
-    new = tmp_path_factory.mktemp
-    llama = make_model(new("llama"), "llama", tokenizer=True, vocab_size=VOCAB, num_hidden_layers=8)
-    small, glm, eagle3, medusa = (
-        make_model(new("qwen3"), "qwen3"),
-        make_model(new("glm"), "glm4_moe", tokenizer=True, vocab_size=VOCAB),
-        new("e"),
-        new("m"),
-    )
-    write_mtp(glm)
-    write_authors(eagle3, PlainEagle3(False, DRAFT_VOCAB))
-    write_heads(medusa, "authors")
-    return {
-        "draft_model": (llama, {"method": "draft_model", "model": str(small)}),
-        "same_model": (llama, {"method": "draft_model", "model": str(llama)}),
-        "eagle3": (llama, {"method": "eagle3", "model": str(eagle3)}),
-        "mtp": (glm, {"method": "mtp"}),
-        "medusa": (llama, {"method": "medusa", "model": str(medusa)}),
-    }
+    return make_drafters(tmp_path_factory.mktemp("drafters"))
 
 
 @pytest.fixture(scope="module")

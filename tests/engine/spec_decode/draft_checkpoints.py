@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm, Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from tests.models import randomise
+from tests.models import make_model, randomise
 
-HIDDEN, VOCAB, DRAFT_VOCAB = 48, 97, 31
+HIDDEN, VOCAB, DRAFT_VOCAB = 48, 375, 31  # the vocabulary of the tokenizer of tests/models.py
 HEADS = 3  # of Medusa
 MTP_LAYER = 3
 LAYER = {
@@ -188,3 +188,30 @@ def write_mtp(folder: Path) -> PlainMTP:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     return head
+
+
+DRAFTERS = ("ngram", "suffix", "draft_model", "same_model", "eagle3", "mtp", "medusa")
+
+
+def make_drafters(root: Path) -> dict[str, tuple[Path, dict[str, str]]]:
+    """Write a target for each drafter, and the drafter; return the target's folder, and the options."""
+
+    def new(name: str) -> Path:
+        (root / name).mkdir()
+        return root / name
+
+    llama = make_model(new("llama"), "llama", tokenizer=True, vocab_size=VOCAB, num_hidden_layers=8)
+    glm = make_model(new("glm"), "glm4_moe", tokenizer=True, vocab_size=VOCAB)
+    small, eagle3, medusa = make_model(new("qwen3"), "qwen3", vocab_size=VOCAB), new("eagle3"), new("medusa")
+    write_mtp(glm)
+    write_authors(eagle3, PlainEagle3(False, DRAFT_VOCAB))
+    write_heads(medusa, "authors")
+    return {
+        "ngram": (llama, {"method": "ngram"}),
+        "suffix": (llama, {"method": "suffix"}),
+        "draft_model": (llama, {"method": "draft_model", "model": str(small)}),
+        "same_model": (llama, {"method": "draft_model", "model": str(llama)}),
+        "eagle3": (llama, {"method": "eagle3", "model": str(eagle3)}),
+        "mtp": (glm, {"method": "mtp"}),
+        "medusa": (llama, {"method": "medusa", "model": str(medusa)}),
+    }

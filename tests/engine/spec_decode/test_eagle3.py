@@ -21,7 +21,7 @@ from tests.models import make_model
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return load_target(make_model(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=8))
+    return load_target(make_model(tmp_path_factory.mktemp("target"), "llama", vocab_size=VOCAB, num_hidden_layers=8))
 
 
 @pytest.mark.parametrize("form", ["authors", "speculators"])
@@ -55,7 +55,7 @@ def test_drafts_are_those_of_a_plain_head_whatever_steps_the_target_takes(form, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 96}, "made for a vocabulary of size 97"),
+        ({"vocab_size": 96}, f"made for a vocabulary of size {VOCAB}"),
         ({"target_hidden_size": 64}, "made for hidden states of size 48"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}, "made for a target of 8 layers"),
         ({"norm_before_fc": True}, "an EAGLE-3 head without norm_before_fc"),

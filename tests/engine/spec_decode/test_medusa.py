@@ -8,14 +8,14 @@ import torch.nn.functional as F
 
 from engine.errors import ConfigError, ModelFolderError
 from engine.spec_decode.medusa import MedusaDrafter
-from tests.engine.spec_decode.draft_checkpoints import HEADS, HIDDEN, write_heads
+from tests.engine.spec_decode.draft_checkpoints import HEADS, HIDDEN, VOCAB, write_heads
 from tests.engine.spec_decode.draft_steps import DraftedSequences, load_target
 from tests.models import make_model
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return load_target(make_model(tmp_path_factory.mktemp("target"), "llama"))
+    return load_target(make_model(tmp_path_factory.mktemp("target"), "llama", vocab_size=VOCAB))
 
 
 @pytest.mark.parametrize(("form", "layers"), [("authors", 1), ("vllm", 2), ("shared", 1)])
@@ -39,9 +39,9 @@ def test_each_head_guesses_from_the_hidden_state_of_the_newest_token_but_one(for
 @pytest.mark.parametrize(
     ("changes", "num_tokens", "message"),
     [
-        ({"vocab_size": 96}, 3, "made for a vocabulary of size 97"),
+        ({"vocab_size": 96}, 3, f"made for a vocabulary of size {VOCAB}"),
         ({"hidden_size": 64}, 3, "made for hidden states of size 48"),
-        ({"truncated_vocab_size": 50}, 3, "heads for all 97 tokens, not for 50"),
+        ({"truncated_vocab_size": 50}, 3, f"heads for all {VOCAB} tokens, not for 50"),
         ({}, 4, "num_speculative_tokens must be at most 3, the number of heads"),
     ],
 )

@@ -14,7 +14,7 @@ from tests.models import make_model
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = make_model(tmp_path_factory.mktemp("glm"), "glm4_moe")
+    folder = make_model(tmp_path_factory.mktemp("glm"), "glm4_moe", vocab_size=VOCAB)
     return folder, write_mtp(folder)
 
 
