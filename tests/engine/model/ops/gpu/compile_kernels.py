@@ -64,7 +64,7 @@ class Driver:
 
     def __init__(self, capability: int):
         self.capability = capability
-        attention.hopper = lambda device: capability == 90
+        attention.hopper = lambda device: capability in (90, 100)
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)
@@ -109,7 +109,7 @@ def compile_attention(case: Case) -> None:
     attention.paged_attention(q, batch, 1, 0.1, case.window, **case.scores())
 
 
-def compile_elementwise() -> None:
+def compile_elementwise(float8: bool) -> None:
     x = torch.zeros(4, 8192, dtype=torch.bfloat16)
     activation.silu_mul(x)
     activation.gelu_tanh_mul(x)
@@ -120,8 +120,9 @@ def compile_elementwise() -> None:
     column = torch.full((4, 1), 0.5)
     sampling.draw_filtered(x.float(), column, column, column, column.int())
     sampling.draw_any(x.float(), column)
-    quantize.quantize_rows(x, FLOAT8)
-    quantize.quantize_rows(x, FLOAT8, 128)
+    if float8:
+        quantize.quantize_rows(x, FLOAT8)
+        quantize.quantize_rows(x, FLOAT8, 128)
     quantize.quantize_rows(x, torch.int8)
     quantize.scale_products(torch.zeros(4, 8192, dtype=torch.int32), column, column.T, None, torch.bfloat16)
     scale, values = torch.ones(4096, 32), torch.zeros(4096, 4096, dtype=torch.int8)
@@ -175,7 +176,7 @@ if __name__ == "__main__":
         if chosen.startswith("sm_"):
             driver.set_active(Driver(int(chosen.removeprefix("sm_"))))
         elif chosen == "elementwise":
-            compile_elementwise()
+            compile_elementwise(driver.active.capability >= 89)
         elif chosen.startswith("experts in "):
             compile_packed_experts(chosen.removeprefix("experts in "))
         elif chosen in EXPERTS:
