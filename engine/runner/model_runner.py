@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RECORDED_TOKENS = 256  # of the largest step that is recorded on a CPU
 PROMPT_LOGPROB_ROWS = 256  # rows of [vocab] float32 in memory at a time
 
 
@@ -137,7 +136,7 @@ class ModelRunner:
             from engine.model.ops.cpu.step_graph import record
 
             max_blocks = -(-longest // self.block_size)
-            x = torch.zeros(RECORDED_TOKENS, model_config.hidden_size, dtype=self.dtype)
+            x = torch.zeros(config.max_num_batched_tokens, model_config.hidden_size, dtype=self.dtype)
             self._step_graph = record(self.model.run_layers, x, max_blocks, self.kv_cache, self.kv_scales)
         self._inputs = InputBuilder(
             config, model_config, self.device, self.kv_cache, self.kv_scales, longest,

@@ -1,4 +1,4 @@
-"""Steps of few tokens on a CPU, as a graph that is recorded as the engine starts and holds all of them."""
+"""Steps on a CPU, as one graph for all of them, which is recorded as the engine starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def record(
     """Record the kernels of a model; None if not all of them are ours. Nothing must be in the KV cache yet.
 
     forward: embedded tokens [tokens, hidden] and their batch -> hidden states [tokens, hidden].
-    x: [max_tokens, hidden], where the graph reads embedded tokens: larger steps are computed without it.
+    x: [max_tokens, hidden], where the graph reads embedded tokens.
     max_blocks: KV blocks of the longest sequence.
     """
     graph = StepGraph(forward, x, max_blocks, kv_cache, kv_scales)
@@ -54,7 +54,9 @@ class StepGraph:
 
     def run(self, x: Tensor, batch: Batch) -> Tensor:
         """Return hidden states [tokens, hidden], valid until the next step."""
-        return self._forward(x, batch) if len(x) > len(self._x) else self._replay(x, batch)
+        self._copy(x, batch)
+        self._graph.replay(len(x))
+        return self._hidden[: len(x)]
 
     @torch.inference_mode()
     def record(self) -> bool:
@@ -80,7 +82,7 @@ class StepGraph:
             return False
         self._hidden = hidden.as_strided((len(self._x), hidden.shape[1]), hidden.stride())
         x, batch = self._example([2, 1])
-        replayed, expected = self._replay(x, batch), self._forward(x, batch)
+        replayed, expected = self.run(x, batch), self._forward(x, batch)
         return torch.equal(replayed.view(torch.uint8), expected.view(torch.uint8))  # also where a model gives NaN
 
     def _example(self, counts: Sequence[int]) -> tuple[Tensor, Batch]:
@@ -100,11 +102,6 @@ class StepGraph:
         )
         x = torch.randn(len(rows), self._x.shape[1], generator=torch.Generator().manual_seed(len(rows)))
         return x.to(self._x.dtype), batch
-
-    def _replay(self, x: Tensor, batch: Batch) -> Tensor:
-        self._copy(x, batch)
-        self._graph.replay(len(x))
-        return self._hidden[: len(x)]
 
     def _copy(self, x: Tensor, batch: Batch) -> None:
         """Copy the inputs of a step to where the graph reads them."""
