@@ -170,6 +170,10 @@ class EngineConfig:
         False,
         "Do without graphs of steps: launch every kernel by itself. Slower, with the same tokens.",
     )
+    disable_custom_all_reduce: bool = option(
+        False,
+        "Ranks on one machine do without memory that they share: they sum by NCCL or gloo alone (docs/gpu.md).",
+    )
     torch_compile: bool = option(
         False,
         "Compile the layers between the model's attentions with torch.compile as the engine starts (docs/gpu.md); "

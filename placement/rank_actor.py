@@ -62,7 +62,10 @@ class RankActor:
         from engine.distributed.tp_group import TPGroup
 
         config = task.config
-        self._group = TPGroup.listen(config.tensor_parallel, host, device=config.device, key=task.key)
+        shared = not config.disable_custom_all_reduce
+        self._group = TPGroup.listen(
+            config.tensor_parallel, host, device=config.device, shared_memory=shared, key=task.key
+        )
         return self._group.address
 
     def start(self, task: RankTask, rank: int, rank_0: str) -> RankReady | None:
@@ -105,5 +108,8 @@ class RankActor:
 
         config = task.config
         size = config.tensor_parallel
-        group = TPGroup.connect(rank, size, rank_0, task.timeout_s, device=config.device, key=task.key)
+        shared = not config.disable_custom_all_reduce
+        group = TPGroup.connect(
+            rank, size, rank_0, task.timeout_s, device=config.device, shared_memory=shared, key=task.key
+        )
         self._process = Worker(config, group, host)

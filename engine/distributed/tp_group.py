@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from engine.device import is_gpu, numba_found
+from engine.distributed.collectives import Collectives
+from engine.distributed.symmetric_memory import SIZES, SymmetricMemory, open_symmetric_memory
 from engine.errors import EngineUnavailable, RendezvousTimeout, StartupError
 
 if TYPE_CHECKING:  # the second needs pyzmq, which a single rank does without
@@ -75,8 +77,8 @@ class TPGroup:
     def connect(rank: int, size: int, address: str, timeout_s: float, **options: Any) -> ConnectedGroup:
         """Join the group whose rank 0 listens at `address` (host:port).
 
-        options: device is `auto` (the default), `cpu` or `cuda`; shared_memory=False takes gloo even on one machine;
-        key is the same in all ranks.
+        options: device is `auto` (the default), `cpu` or `cuda`; shared_memory=False takes gloo or NCCL alone even on
+        one machine; key is the same in all ranks.
         Raises RendezvousTimeout, which names the missing ranks, or StartupError if another rank failed.
         """
         deadline = time.monotonic() + timeout_s
@@ -127,23 +129,11 @@ class TPGroup:
         """Release connections and memory, without telling the other ranks."""
 
 
-class Collectives(Protocol):
-    """A way of summing and gathering tensors between ranks."""
-
-    def all_reduce(self, x: Tensor) -> Tensor: ...
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Return [size, *x.shape]."""
-
-    def abort(self, reason: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class ConnectedGroup(TPGroup):
     """Several ranks, each a process.
 
-    CPUs of one machine use shared memory, CPUs of several machines gloo, GPUs NCCL. Neither these two nor the store at
+    CPUs of one machine use shared memory, CPUs of several machines gloo, GPUs NCCL, and those of one machine symmetric
+    memory beside it. Neither gloo nor NCCL nor the store at
     which ranks meet encrypt or authenticate anything: the network between ranks has to be trusted (docs/security.md).
     """
 
@@ -256,10 +246,36 @@ class ConnectedGroup(TPGroup):
         store = dist.PrefixStore("collectives", self._open_store())
         timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
         try:
-            make = nccl if self._cuda else gloo
-            return ProcessGroup(make(store, self.rank, self.size, self.host, timeout), self.size)
+            group = (nccl if self._cuda else gloo)(store, self.rank, self.size, self.host, timeout)
         except RuntimeError as error:
             raise StartupError(f"rank {self.rank} could not connect to the other ranks: {error}") from error
+        plain = ProcessGroup(group, self.size)
+        if self._cuda and self._shared_memory and self.local_size == self.size and self.size in SIZES:
+            return self._share_gpu_memory(plain, group)
+        return plain
+
+    def _share_gpu_memory(self, plain: ProcessGroup, group: Any) -> Collectives:
+        """Return `plain` unless symmetric memory works on all ranks."""
+        store, name = dist.PrefixStore("symmetric memory", self._open_store()), f"manta {self.address}"
+        shared: SymmetricMemory | None = None
+        try:
+            shared = open_symmetric_memory(plain, group, store, self.rank, self.size, name)
+            problem = ""
+        except Exception as error:  # noqa: BLE001 - whatever torch raises where there is none
+            problem = str(error)
+        # the first question before the kernels, which wait on the device for a rank that does not start them
+        if self._all_can(problem) and shared is not None and self._all_can(shared.check(self.rank)):
+            return shared
+        if shared is not None:
+            shared.close()
+        return plain
+
+    def _all_can(self, problem: str) -> bool:
+        """Whether no rank has a problem with shared memory."""
+        problems = [text for text in self.exchange(problem) if text]
+        if problems:
+            logger.warning("ranks on one machine do without shared memory, which cannot be had: %s", problems[0])
+        return not problems
 
     def _share_memory(self, pids: list[int]) -> SharedMemory | None:
         """Return None unless all ranks can share memory."""
@@ -278,13 +294,10 @@ class ConnectedGroup(TPGroup):
                 shared = SharedMemory(self.rank, pids, path, COLLECTIVE_TIMEOUT_S)
         except OSError as error:
             problem = str(error)
-        problems = [text for text in self.exchange(problem) if text]
+        all_can = self._all_can(problem)
         if shared is not None:
             shared.close_file()
-        if problems:
-            logger.warning("ranks on one machine use gloo, since shared memory cannot be had: %s", problems[0])
-            return None
-        return shared
+        return shared if all_can else None
 
     def _check_sum(self) -> None:
         """Check one sum, at which NCCL connects."""

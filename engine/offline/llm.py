@@ -89,7 +89,8 @@ class LLM:
         size = self.config.tensor_parallel
         if size == 1:
             return EngineCore.build(self.config)
-        group = TPGroup.listen(size, device=self.config.device, key=ClusterKey.generate())
+        shared = not self.config.disable_custom_all_reduce
+        group = TPGroup.listen(size, device=self.config.device, shared_memory=shared, key=ClusterKey.generate())
         self._ranks = RankProcesses(self.config, group, group.address)
         try:
             group.join(RENDEZVOUS_TIMEOUT_S)

@@ -118,7 +118,10 @@ def _run(task: RankTask) -> None:
     if torch.cuda.is_available() and config.device != "cpu":
         torch.cuda.set_device(task.rank)
     size = config.tensor_parallel
-    group = TPGroup.connect(task.rank, size, task.address, RENDEZVOUS_TIMEOUT_S, device=config.device, key=task.key)
+    shared = not config.disable_custom_all_reduce
+    group = TPGroup.connect(
+        task.rank, size, task.address, RENDEZVOUS_TIMEOUT_S, device=config.device, shared_memory=shared, key=task.key
+    )
     Worker(config, group).run()
 
 
