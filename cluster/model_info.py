@@ -20,7 +20,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.wire.model_identity import ModelIdentity, short
 from engine.wire.sampling_params import SamplingParams
 
-NUMERICS = ("dtype", "quantization", "kv_cache_dtype", "device", "load_format", "torch_compile", "tensor_parallel")
+NUMERICS = ("dtype", "quantization", "kv_cache_dtype", "device", "load_format", "torch_compile", "determinism")
 
 
 def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
@@ -108,5 +108,6 @@ def _default_sampling(model: ModelSection, folder: Path) -> dict[str, float]:
 
 def fingerprint(identity: ModelIdentity, engine: EngineConfig, *more: object) -> str:
     """Return what responses name as `system_fingerprint`: a digest of whatever may change the answer to a request."""
-    numerics = [*(getattr(engine, name) for name in NUMERICS), *(one for one in more if one)]
+    ranks = None if engine.determinism == "strict" else engine.tensor_parallel
+    numerics = [*(getattr(engine, name) for name in NUMERICS), ranks, *(one for one in more if one)]
     return f"fp_{short(hashlib.sha256(repr((identity.weights, numerics, version('manta-serve'))).encode()))}"

@@ -174,6 +174,11 @@ class EngineConfig:
         False,
         "Ranks on one machine do without memory that they share: they sum by NCCL or gloo alone (docs/gpu.md).",
     )
+    determinism: Literal["strict"] | None = option(
+        None,
+        "`strict` gives the same tokens and log-probabilities, bit for bit, with any number of ranks, in any batch "
+        "(docs/determinism.md). On a CPU, with weights that are not quantized.",
+    )
     torch_compile: bool = option(
         False,
         "Compile the layers between the model's attentions with torch.compile as the engine starts (docs/gpu.md); "

@@ -120,7 +120,9 @@ class EngineCore:
             policy = None
             if config.handoff.role == "decode":
                 policy = RemotePrefillPolicy(config.handoff, step_times.by_tokens, channel.quarantined)
-            own = fingerprint(model_config, folder, runner.dtype, runner.kv_dtype, runner.block_size)
+            own = fingerprint(
+                model_config, folder, runner.dtype, runner.kv_dtype, runner.block_size, config.determinism
+            )
             handoffs = HandoffManager(policy, channel.peer, own)
         speculator = None
         if config.speculative is not None and model_config.head == "lm":

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -51,6 +51,7 @@ class TPGroup:
 
     local_size = 1  #: ranks on this machine
     host = "127.0.0.1"  #: at which the other ranks reach this one
+    parts = 1  #: of each sum over the ranks, that every rank computes
 
     def __init__(self, rank: int, size: int, key: ClusterKey | None = None):
         """key: by which its sockets, and those of other engines, know each other; None lets anybody in."""
@@ -102,6 +103,11 @@ class TPGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, with the same bits on every rank. May overwrite `x`."""
         return x
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum of all ranks' parts, `self.parts` of each. May overwrite them."""
+        (part,) = parts
+        return self.all_reduce(part)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate every rank's `x` along the last dimension, in rank order."""

@@ -17,7 +17,14 @@ from engine.wire.model_identity import sample_weights, short
 LAYOUT_VERSION = 1  # of a block: [layers, 2, kv_heads, block_size, head_dim], rotated keys
 
 
-def fingerprint(config: ModelConfig, folder: Path, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> str:
+def fingerprint(
+    config: ModelConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    block_size: int,
+    determinism: str | None = None,
+) -> str:
     """Return a text that is equal for engines which compute the same KV in the same layout, and explains a mismatch.
 
     dtype: of activations. The configuration says how weights are quantized; scales of an FP8 cache are weights. The
@@ -30,6 +37,7 @@ def fingerprint(config: ModelConfig, folder: Path, dtype: torch.dtype, kv_dtype:
         "dtype": str(dtype).removeprefix("torch."),
         "kv_dtype": str(kv_dtype).removeprefix("torch."),
         "block_size": block_size,
+        "determinism": determinism,
         "layers": config.num_layers,
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,

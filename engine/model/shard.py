@@ -38,6 +38,9 @@ class Shard:
         size, rest = divmod(shape[dim], tp.size)
         if rest:
             raise ConfigError("tensor_parallel", tp.size, f"a divisor of the model's {what} ({shape[dim]})")
+        if dim == INPUTS and size % tp.parts:
+            limit = f"left out: the model's {what} ({shape[dim]}) is no multiple of {tp.size * tp.parts}"
+            raise ConfigError("determinism", "strict", limit)
         return cls(shape, dim, tp.rank * size, size)
 
     def stacked(self, count: int) -> Shard:

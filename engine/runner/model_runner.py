@@ -24,6 +24,7 @@ from engine.config import BLOCK_SIZES, EngineConfig
 from engine.device import DeviceEvent, open_device
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
+from engine.model import fixed_order
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
@@ -186,7 +187,11 @@ class ModelRunner:
 
     def _load(self, folder: Path, tp: TPGroup) -> Model:
         started = time.perf_counter()
-        model = build_model(self.model_config, tp, self.dtype, self.device.torch_device)
+        group = tp
+        if self.config.determinism == "strict":
+            fixed_order.check(self.config, self.model_config, self.device.torch_device)
+            group = fixed_order.FixedOrder(tp)
+        model = build_model(self.model_config, group, self.dtype, self.device.torch_device)
         if self.config.load_format == "dummy":
             fill_with_noise(model)
         else:

@@ -56,7 +56,7 @@ class LMHead(VocabParallel):
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = self.tp.all_gather(self.multiply(hidden))
-        return logits[:, : self.vocab_size].float()
+        return logits[:, : self.vocab_size].float().contiguous()  # softmax sums strided rows in another order
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The largest logit of each row [rows] float32, and its id [rows] int64, the lowest of equals. The same as

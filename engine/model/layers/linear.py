@@ -124,16 +124,34 @@ class QKVLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(Linear):
-    """[tokens, inputs / ranks] -> [tokens, outputs], summed over the ranks."""
+    """[tokens, inputs / ranks] -> [tokens, outputs], summed over the ranks.
+
+    pieces: weights of the parts of this rank's inputs, where their products are summed in a fixed order.
+    """
 
     def __init__(self, inputs: int, outputs: int, tp: TPGroup, bias: bool = False, format: WeightFormat | None = None):
         super().__init__({"": Shard.of_rank((outputs, inputs), INPUTS, tp, "input size")}, format)
         self.tp = tp
         self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+        self.pieces: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.tp.all_reduce(self.multiply(x))
+        out = self.tp.sum(self.partials(x))
         return out if self.bias is None else out + self.bias  # after the sum: once, not once per rank
+
+    def partials(self, x: Tensor) -> list[Tensor]:
+        """Return this rank's parts of the result, which is the sum of all ranks' parts, without the bias."""
+        if self.tp.parts == 1:
+            return [self.multiply(x)]
+        inputs = x.chunk(self.tp.parts, dim=-1)
+        return [linear.linear(part, weight) for part, weight in zip(inputs, self.pieces, strict=True)]
+
+    def pack(self) -> None:
+        if self.tp.parts > 1:
+            assert self.weight is not None, "strict determinism is refused for quantized weights"
+            self.pieces = [linear.pack(part.contiguous()) for part in self.weight.chunk(self.tp.parts, dim=INPUTS)]
+            self.weight = None
+        super().pack()
 
     def shards(self) -> Shards:
         return super().shards() | ({} if self.bias is None else {"bias": replicated(self.bias)})

@@ -33,6 +33,6 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.gate_up_proj(x)))
 
-    def partial(self, x: Tensor) -> Tensor:
-        """This rank's part of the result, which is the sum over all ranks; without a bias."""
-        return self.down_proj.multiply(self.activation(self.gate_up_proj(x)))
+    def partials(self, x: Tensor) -> list[Tensor]:
+        """Return this rank's parts of the result, which is the sum of all ranks' parts, without the bias."""
+        return self.down_proj.partials(self.activation(self.gate_up_proj(x)))

@@ -3,14 +3,15 @@ picks, and one all-reduce ends the layer as it does an ordinary MLP."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.model.config import ModelConfig, MoEConfig
-from engine.model.layers.linear import ReplicatedLinear
+from engine.model.layers.linear import ReplicatedLinear, packed
 from engine.model.layers.mlp import GatedMLP
 from engine.model.ops import activation as activations
 from engine.model.ops import linear, quantized_linear
@@ -37,6 +38,9 @@ class Router(Sharded):
     def shards(self) -> Shards:
         bias = {} if self.bias is None else {"bias": replicated(self.bias)}
         return {"weight": replicated(self.weight), **bias}
+
+    def pack(self) -> None:
+        self.weight = packed(self.weight)
 
 
 class BiasedRouter(Sharded):
@@ -69,6 +73,17 @@ class BiasedRouter(Sharded):
     def shards(self) -> Shards:
         return {"weight": replicated(self.weight), "e_score_correction_bias": replicated(self.correction)}
 
+    def pack(self) -> None:
+        self.weight = packed(self.weight)
+
+
+class ExpertWeights(NamedTuple):
+    """What multiplies each expert's `gate_up` and `down`, with their biases [experts, outputs]."""
+
+    gate_up: list[ops.Weight]
+    down: list[ops.Weight]
+    biases: ops.Biases
+
 
 class Experts(Sharded):
     """This rank's slice of every expert's gated MLP.
@@ -81,8 +96,8 @@ class Experts(Sharded):
 
     stacked = False
     """Whether the checkpoint holds the weights of all experts in one tensor."""
-    kernels: tuple[list[ops.Weight], list[ops.Weight]] | None = None
-    """On a CPU, the quantized weights of each expert's `gate_up` and `down`; None if weights are not quantized."""
+    kernels: Sequence[ExpertWeights] = ()
+    """On a CPU, the weights of each part of this rank's slices, if they are quantized or summed in a fixed order."""
     kept: tuple[Callable[..., Tensor], ops.Packed, ops.Packed] | None = None
     """On a GPU, what multiplies quantized weights, and those of `gate_up` and `down`; None if there are none."""
 
@@ -113,18 +128,20 @@ class Experts(Sharded):
             self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, rows.size), requires_grad=False)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        return self.tp.all_reduce(self.partial(x, experts, weights))
+        return self.tp.sum(self.partials(x, experts, weights))
 
-    def partial(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """This rank's part of the result, which is the sum over all ranks."""
-        if self.kernels is not None:
-            gate_up, down = self.kernels
-            return ops.mix_experts_plain(x, gate_up, down, self.activation, experts, weights, self.biases)
+    def partials(self, x: Tensor, experts: Tensor, weights: Tensor) -> list[Tensor]:
+        """Return this rank's parts of the result, which is the sum of all ranks' parts."""
+        if self.kernels:
+            return [
+                ops.mix_experts_plain(x, part.gate_up, part.down, self.activation, experts, weights, part.biases)
+                for part in self.kernels
+            ]
         if self.kept is not None:
             mix, gate_up_packed, down_packed = self.kept
-            return mix(x, gate_up_packed, down_packed, self.activation, experts, weights, self.biases)
+            return [mix(x, gate_up_packed, down_packed, self.activation, experts, weights, self.biases)]
         assert self.gate_up is not None and self.down is not None, "weights were loaded, but not packed"
-        return self.mix(x, self.gate_up, self.down, self.activation, experts, weights, self.biases)
+        return [self.mix(x, self.gate_up, self.down, self.activation, experts, weights, self.biases)]
 
     def shards(self) -> Shards:
         shards: Shards = {}
@@ -141,18 +158,38 @@ class Experts(Sharded):
         return shards
 
     def pack(self) -> None:
+        if self.tp.parts > 1:
+            self.kernels = self.pieces()
+            self.gate_up = self.down = None
+            return
         projections, mix = self.quantized(), ops.select_packed(self.dtype, self.device)
         if not projections:
             return
         if mix is None and self.device.type == "cpu":
             gate_up, down = ([self.product(weight) for weight in weights] for weights in projections)
-            self.kernels = gate_up, down
+            self.kernels = [ExpertWeights(gate_up, down, self.biases)]
         else:
             packed = [ops.pack_experts(weights, self.num_experts, self.dtype) for weights in projections]
             dense = all(isinstance(weights, Tensor) for weights in packed)
             self.kept = self.mix if mix is None or dense else mix, packed[0], packed[1]
         self.gate_up = self.down = None
         self.stored = []
+
+    def pieces(self) -> list[ExpertWeights]:
+        """Cut this rank's slices into the parts that are summed in a fixed order."""
+        assert self.down is not None, "quantized weights cannot be cut"
+        down = self.down.chunk(self.tp.parts, dim=2)
+        return [
+            ExpertWeights([linear.pack(w) for w in rows], [linear.pack(w.contiguous()) for w in columns], biases)
+            for rows, columns, biases in zip(self.gate_up_pieces(), down, self.bias_pieces(), strict=True)
+        ]
+
+    def gate_up_pieces(self) -> list[Tensor]:
+        assert self.gate_up is not None, "quantized weights cannot be cut"
+        return [part.flatten(1, 2) for part in self.gate_up.unflatten(1, (2, -1)).chunk(self.tp.parts, dim=2)]
+
+    def bias_pieces(self) -> Sequence[ops.Biases]:
+        return [None] * self.tp.parts
 
     def quantized(self) -> list[Iterator[QuantizedWeight]]:
         """Each expert's `gate_up` and each one's `down`, decoded one at a time; nothing if they are not quantized."""
@@ -190,10 +227,11 @@ class MixtureOfExperts(nn.Module):
         return Experts(cfg.hidden_size, cfg.moe, cfg.activation, self.tp, cfg.weight_format(prefix, *names))
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = self.experts.partial(x, *self.gate(x))
+        parts = self.experts.partials(x, *self.gate(x))
         if self.shared_expert is not None:
-            shared = self.shared_expert.partial(x)
+            shared = self.shared_expert.partials(x)
             if self.shared_expert_gate is not None:
-                shared = shared * torch.sigmoid(self.shared_expert_gate(x))
-            mixed = mixed + shared
-        return self.tp.all_reduce(mixed)
+                gate = torch.sigmoid(self.shared_expert_gate(x))
+                shared = [part * gate for part in shared]
+            parts = [mixed + more for mixed, more in zip(parts, shared, strict=True)]
+        return self.tp.sum(parts)

@@ -17,7 +17,7 @@ from engine.model.models.llama import PACKED, LlamaAttention, LlamaForCausalLM, 
 from engine.model.ops import activation, moe
 from engine.model.quantization.format import StoredWeight, WeightFormat
 from engine.model.quantization.mxfp4 import MXFP4
-from engine.model.shard import Shard, Sharded, Shards
+from engine.model.shard import INPUTS, Shard, Sharded, Shards
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class GptOssExperts(Experts):
             raise ConfigError("quantization", cfg.quantization.method, "mxfp4 or left out, for the experts of gpt-oss")
         self.tp = tp
         num, hidden, size = cfg.moe.num_experts, cfg.hidden_size, cfg.moe.intermediate_size
-        part = Shard.of_rank((size,), 0, tp, "intermediate_size")
+        part = Shard.of_rank((hidden, size), INPUTS, tp, "intermediate_size")
         self.rows = Shard((num, 2 * size, hidden), 1, 2 * part.start, 2 * part.size)
         self.columns = Shard((num, hidden, size), 2, part.start, part.size)
         self.activation = activation.select("swigluoai", self.dtype, self.device)
@@ -85,7 +85,18 @@ class GptOssExperts(Experts):
             shards |= {name.replace(".", "_"): shard for name, shard in stored.shards.items()}
         return shards
 
+    def gate_up_pieces(self) -> list[Tensor]:
+        assert self.gate_up is not None, "quantized weights cannot be cut"
+        return list(self.gate_up.chunk(self.tp.parts, dim=1))
+
+    def bias_pieces(self) -> list[moe.Biases]:
+        """The bias of `down` counts once."""
+        down = [self.down_bias, *[torch.zeros_like(self.down_bias)] * (self.tp.parts - 1)]
+        return list(zip(self.gate_up_bias.chunk(self.tp.parts, dim=1), down, strict=True))
+
     def pack(self) -> None:
+        if self.tp.parts > 1:
+            return super().pack()
         if not self.packed:
             return
         if (mix := moe.select_packed(self.dtype, self.device)) is not None:

@@ -207,7 +207,7 @@ class LayerMaker:
 
     def _style(self, path: str) -> str | None:
         """How transformers' plan splits a layer, None for not at all."""
-        style = self.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path)) if self.tp.size > 1 else None
+        style = self.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path)) if self.tp.size * self.tp.parts > 1 else None
         if style is None or style.startswith("replicated"):
             return None
         if style not in COLUMNS + GATHERED + ROWS:

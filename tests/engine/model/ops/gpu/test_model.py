@@ -176,7 +176,7 @@ def test_experts_in_mxfp4_stay_as_they_are_but_for_a_slice_that_cuts_a_group(ran
             values = torch.randint(116, 128, target.shape, generator=generator) if packed else torch.ones(target.shape)
             target.copy_(values)
         experts.pack()
-        results.append(experts.partial(x, torch.tensor([[0, 1], [3, 1], [2, 3], [1, 0], [1, 2]]), weights))
+        results += experts.partials(x, torch.tensor([[0, 1], [3, 1], [2, 3], [1, 0], [1, 2]]), weights)
     assert isinstance(experts.kept[1], PackedExperts)
     assert isinstance(experts.kept[2], PackedExperts if rank is None else torch.Tensor)  # 48 inputs
     torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,60 @@
+"""Sums over a fixed number of parts in a fixed order, however many ranks hold the parts: `determinism: strict`.
+
+Ordinarily a product whose inputs are split over the ranks is as many sums as there are ranks, each rounded, and added
+up in rank order, so that another number of ranks gives other bits. Here it is always PARTS sums, of which a rank
+computes PARTS / ranks, added up as a binary tree whose subtrees are what one, two, four or eight ranks hold. It is the
+arithmetic of PARTS ranks, whatever their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
+from engine.model.config import ModelConfig
+from engine.model.ops import tree_sum
+
+PARTS = 8
+
+
+def check(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> None:
+    """Raise ConfigError where bits are not known to be the same."""
+    for name, value, known in (
+        ("device", device.type, device.type == "cpu"),
+        ("torch_compile", True, not config.torch_compile),
+        ("quantization", config.quantization or "that of the model", model_config.quantization is None),
+    ):
+        if not known:
+            raise ConfigError(name, value, "another value, or determinism left out: `strict` does not support it yet")
+
+
+class FixedOrder(TPGroup):
+    """The collectives of a group, with sums over PARTS parts."""
+
+    def __init__(self, tp: TPGroup):
+        """Raises ConfigError for a number of ranks that does not divide PARTS."""
+        if PARTS % tp.size:
+            raise ConfigError("tensor_parallel", tp.size, f"1, 2, 4 or {PARTS} with determinism: strict")
+        super().__init__(tp.rank, tp.size)
+        self.parts = PARTS // tp.size
+        self._tp = tp
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        if self.size == 1:
+            return tree_sum.tree_sum(parts)
+        dtype = parts[0].dtype
+        own = tree_sum.tree_sum_plain([part.float() for part in parts])
+        ranks = self._tp.all_gather(own).unflatten(-1, (self.size, -1)).unbind(-2)
+        return tree_sum.tree_sum_plain(ranks).to(dtype)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum what is zero on all ranks but one: rows of the embedding. Such a sum has no order."""
+        return self._tp.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._tp.all_gather(x)

@@ -1,0 +1,29 @@
+"""The sum of tensors of one shape as a binary tree, in float32: ((a + b) + (c + d)) + ((e + f) + (g + h)).
+
+parts: a power of two of them, each [tokens, size] and contiguous
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.model.ops import dispatch
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum in the dtype of the parts, rounded once."""
+    dtype, device = parts[0].dtype, parts[0].device
+    if dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu import tree_sum
+
+        if len(parts) == tree_sum.PARTS:
+            return tree_sum.sum_8(parts)
+    return tree_sum_plain([part.float() for part in parts]).to(dtype)
+
+
+def tree_sum_plain(parts: Sequence[Tensor]) -> Tensor:
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
