@@ -15,6 +15,7 @@ from engine.model.ops.cpu.kernel import (
     as_bf16,
     as_f32,
     device_function,
+    divide,
     empty,
     exp,
     kernel,
@@ -39,7 +40,7 @@ def silu_mul_rows(cast: Any, args: Any) -> None:
             gate, value = 2 * token * size, (2 * token + 1) * size
             for i in range(size):
                 g = load(x, gate + i)
-                store(out, token * size + i, g / (one + exp(-g)) * load(x, value + i))
+                store(out, token * size + i, divide(g, one + exp(-g)) * load(x, value + i))
 
 
 @kernel
@@ -64,7 +65,7 @@ def swigluoai_mul_rows(cast: Any, args: Any) -> None:
         for i in range(first * size, min(first + TOKENS, tokens) * size):
             gate = min(load(x, 2 * i), limit)
             value = min(max(load(x, 2 * i + 1), -limit), limit)
-            store(out, i, gate / (one + exp(-alpha * gate)) * (value + one))
+            store(out, i, divide(gate, one + exp(-alpha * gate)) * (value + one))
 
 
 @kernel

@@ -100,6 +100,17 @@ def store(_: Any, pointer: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
+def divide(_: Any, a: Any, b: Any) -> Any:
+    """a / b as float32, rounded once. Numba's own division is an estimate where a loop is vectorised, and none in the
+    rest of that loop (`fastmath`), so that a value's bits would depend on its place in a row."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.fdiv(args[0], args[1], flags=("contract",))
+
+    return types.float32(types.float32, types.float32), generate
+
+
+@intrinsic
 def power_of_two(_: Any, exponent: Any) -> Any:
     """2.0 ** exponent as float32, for int32 exponents from -126 to 127."""
 

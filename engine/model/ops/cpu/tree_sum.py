@@ -11,11 +11,22 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from engine.model.ops.cpu.kernel import Kernel, as_bf16, as_f32, device_function, empty, kernel, load, store, take
+from engine.model.ops.cpu.kernel import (
+    Kernel,
+    TokenCount,
+    as_bf16,
+    as_f32,
+    device_function,
+    empty,
+    kernel,
+    load,
+    store,
+    take,
+)
 from engine.model.ops.cpu.tile_product import CONTRACT
 
 PARTS = 8
-VALUES = 2048  # taken by a thread at a time
+TOKENS = 2  # taken by a thread at a time
 
 
 @intrinsic
@@ -32,12 +43,12 @@ def add(_: Any, a: Any, b: Any) -> Any:
 def sum_8_parts(cast: Any, args: Any) -> None:
     a, b, c, d = cast(args[1]), cast(args[2]), cast(args[3]), cast(args[4])
     e, f, g, h = cast(args[5]), cast(args[6]), cast(args[7]), cast(args[8])
-    out, size = cast(args[9]), args[10]
+    out, tokens, size = cast(args[9]), args[10], args[11]
     while True:
-        first = take(args, VALUES)
-        if first >= size:
+        first = take(args, TOKENS)
+        if first >= tokens:
             break
-        for i in range(first, min(first + VALUES, size)):
+        for i in range(first * size, min(first + TOKENS, tokens) * size):
             low = add(add(load(a, i), load(b, i)), add(load(c, i), load(d, i)))
             high = add(add(load(e, i), load(f, i)), add(load(g, i), load(h, i)))
             store(out, i, add(low, high))
@@ -57,7 +68,7 @@ SUM_8 = Kernel({torch.bfloat16: sum_8_bf16, torch.float32: sum_8_f32})
 
 
 def sum_8(parts: Sequence[Tensor]) -> Tensor:
-    first = parts[0]
-    out = empty(first.shape, first.dtype)
-    SUM_8.launch(first.dtype, -(-first.numel() // VALUES), *parts, out, first.numel())
+    tokens, size = parts[0].shape
+    out = empty((tokens, size), parts[0].dtype)
+    SUM_8.launch(out.dtype, -(-tokens // TOKENS), *parts, out, TokenCount(tokens), size)
     return out
