@@ -39,10 +39,10 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 def select(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
     """The fastest version of the activation that config.json names."""
-    if name in ("silu", "swigluoai") and dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu import activation
+    if dispatch.cpu_kernels(dtype, device):
+        from engine.model.ops.cpu.activation import GATED
 
-        return activation.silu_mul if name == "silu" else activation.swigluoai_mul
+        return GATED[name]
     if dispatch.gpu_kernels(dtype, device):
         from engine.model.ops.gpu.activation import GATED
 

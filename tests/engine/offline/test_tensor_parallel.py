@@ -29,6 +29,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 POOLED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_bidirectional": ("gemma3", {"use_bidirectional_attention": True})
 }
+FAST_STRICT = {("llama", "float32"), ("qwen3_moe", "bfloat16")}  # the others are slow
 BUSY = {"max_num_seqs": 4, "num_blocks": 26, "max_num_batched_tokens": 20}  # preempts, and cuts prompts into chunks
 
 
@@ -76,6 +77,11 @@ class Outcome:
         self.prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self.cached = 0
         self.stats: EngineStats | None = None
+
+    def bits(self) -> dict[str, Any]:
+        """Tokens, and the log-probabilities as they are, bit for bit."""
+        kinds = ("", self.tokens), ("logprobs", self.logprobs), ("prompt logprobs", self.prompt_logprobs)
+        return {f"{kind} {name}": value for kind, values in kinds for name, value in values.items()}
 
 
 def run(core: EngineCore, requests: dict[str, tuple[list[int], dict[str, Any]]], outcome: Outcome) -> Outcome:
@@ -146,6 +152,30 @@ def test_ranks_give_the_tokens_of_one_rank_with_preemption_and_cached_prefixes(
 def test_ranks_that_talk_through_gloo_give_the_tokens_of_one_rank(pool, folder_of, on_one_rank, size):
     with pool.engine(make_config(folder_of("qwen3_moe"), size, **BUSY), shared_memory=False) as core:
         assert run_mixed(core).tokens == on_one_rank("qwen3_moe").tokens
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        pytest.param(variant, dtype, marks=() if (variant, dtype) in FAST_STRICT else pytest.mark.slow)
+        for variant in VARIANTS
+        for dtype in ("float32", "bfloat16")
+    ],
+)
+def test_with_strict_determinism_any_number_of_ranks_gives_the_same_bits(pool, folder_of, variant, dtype):
+    outcomes = []
+    for size in (1, 2, 4):
+        with pool.engine(make_config(folder_of(variant), size, dtype=dtype, determinism="strict", **BUSY)) as core:
+            outcomes.append(run_mixed(core))
+    first, *others = (outcome.bits() for outcome in outcomes)
+    assert len(first) > 8
+    for other in others:
+        assert other == first
+
+
+def test_without_it_the_bits_depend_on_the_number_of_ranks(pool, folder_of, on_one_rank):
+    with pool.engine(make_config(folder_of("llama"), 2, **BUSY)) as core:
+        assert run_mixed(core).bits() != on_one_rank("llama").bits()
 
 
 def test_greedy_tokens_are_the_same_whether_all_logits_are_gathered_or_only_the_largest(pool, folder_of):

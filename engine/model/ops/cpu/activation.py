@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import pi, sqrt
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,34 @@ def silu_mul_f32(args: Any) -> None:
 
 
 @device_function
+def gelu_tanh_mul_rows(cast: Any, args: Any) -> None:
+    """GELU by tanh is g * sigmoid(2 * u), where u is what tanh is taken of: 1 + tanh(u) = 2 * sigmoid(2 * u)."""
+    x, out = cast(args[1]), cast(args[2])
+    tokens, size = args[3], args[4]
+    one, slope, cube = np.float32(1.0), np.float32(-2 * sqrt(2 / pi)), np.float32(0.044715)
+    while True:
+        first = take(args, TOKENS)
+        if first >= tokens:
+            break
+        for token in range(first, min(first + TOKENS, tokens)):
+            gate, value = 2 * token * size, (2 * token + 1) * size
+            for i in range(size):
+                g = load(x, gate + i)
+                gelu = divide(g, one + exp(slope * (g + cube * g * g * g)))
+                store(out, token * size + i, gelu * load(x, value + i))
+
+
+@kernel
+def gelu_tanh_mul_bf16(args: Any) -> None:
+    gelu_tanh_mul_rows(as_bf16, args)
+
+
+@kernel
+def gelu_tanh_mul_f32(args: Any) -> None:
+    gelu_tanh_mul_rows(as_f32, args)
+
+
+@device_function
 def swigluoai_mul_rows(cast: Any, args: Any) -> None:
     x, out = cast(args[1]), cast(args[2])
     tokens, size = args[3], args[4]
@@ -79,11 +108,16 @@ def swigluoai_mul_f32(args: Any) -> None:
 
 
 SILU_MUL = Kernel({torch.bfloat16: silu_mul_bf16, torch.float32: silu_mul_f32})
+GELU_TANH_MUL = Kernel({torch.bfloat16: gelu_tanh_mul_bf16, torch.float32: gelu_tanh_mul_f32})
 SWIGLUOAI_MUL = Kernel({torch.bfloat16: swigluoai_mul_bf16, torch.float32: swigluoai_mul_f32})
 
 
 def silu_mul(x: Tensor) -> Tensor:
     return gated(SILU_MUL, x)
+
+
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    return gated(GELU_TANH_MUL, x)
 
 
 def swigluoai_mul(x: Tensor) -> Tensor:
@@ -95,3 +129,6 @@ def gated(op: Kernel, x: Tensor) -> Tensor:
     out = empty((tokens, size), x.dtype)
     op.launch(x.dtype, -(-tokens // TOKENS), x, out, TokenCount(tokens), size)
     return out
+
+
+GATED = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul, "swigluoai": swigluoai_mul}

@@ -80,7 +80,7 @@ def test_the_likeliest_token_is_the_lowest_of_equals_and_nan_if_there_is_any(row
 
 @PROFILE
 @given(
-    name=st.sampled_from(["silu_mul", "swigluoai_mul"]),
+    name=st.sampled_from(["silu_mul", "gelu_tanh_mul", "swigluoai_mul"]),
     tokens=st.integers(1, 40),
     size=st.integers(1, 100),
     scale=st.sampled_from([1.0, 30.0, 300.0]),
