@@ -96,10 +96,10 @@ class OpaqueSums(TPGroup):
 
     def __init__(self, tp: TPGroup):
         super().__init__(tp.rank, tp.size)
-        self.sum = OpaqueCall(lambda x: tp.all_reduce(x.clone()))  # which overwrites it
+        self.opaque = OpaqueCall(lambda x: tp.all_reduce(x.clone()))  # which overwrites it
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return self.sum(x)
+        return self.opaque(x)
 
 
 def compile_layers(model: Model, cfg: ModelConfig, tp: TPGroup, run_step: Callable[[int], None]) -> None:

@@ -7,7 +7,7 @@ import logging
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError

@@ -40,9 +40,9 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 def select(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
     """The fastest version of the activation that config.json names."""
     if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu.activation import GATED
+        from engine.model.ops.cpu import activation as cpu
 
-        return GATED[name]
+        return cpu.GATED[name]
     if dispatch.gpu_kernels(dtype, device):
         from engine.model.ops.gpu.activation import GATED
 

@@ -88,7 +88,8 @@ def test_the_likeliest_token_is_the_lowest_of_equals_and_nan_if_there_is_any(row
 )
 def test_a_gated_activation_equals_plain(name, tokens, size, scale, dtype):
     x = randn(tokens, 2 * size, dtype=dtype) * scale
-    found, expected = (getattr(version, name)(x) for version in (cpu_activation, activation))
+    found = getattr(cpu_activation, name)(x)
+    expected = getattr(activation, name)(x.double()).to(dtype)  # in float32, GELU by tanh has 0 for small numbers
     torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
 
