@@ -41,27 +41,31 @@ from engine.model.ops.cpu.kernel import (
     take,
 )
 from engine.model.ops.cpu.norm import rms_norm
-from engine.model.ops.cpu.rope import rotate
+from engine.model.ops.cpu.rope import rotate_head
 from engine.model.ops.cpu.vector import LANES
 from engine.model.ops.norm_plain import HeadNorms
 
-TOKENS = 8  # whose KV a thread writes at a time
-TILE_ROWS = 32  # of a chunk, that read a key while it is in the core's cache
+TOKENS = 4  # whose KV a thread writes at a time
+TILE_ROWS = 128  # of a chunk, that read a key while it is in the core's cache
 ITEMS_PER_THREAD = 4
 
 
 @device_function
-def write_rows(cast: Any, args: Any) -> None:
-    k, v, cache, slots = cast(args[1]), cast(args[2]), cast(args[3]), as_i64(args[4])
-    tokens, k_stride, v_stride, kv_heads = args[5], args[6], args[7], args[8]
-    block_size, head_dim, block_stride = args[9], args[10], args[11]
+def rotate_and_write_rows(cast: Any, args: Any) -> None:
+    q, k, v, table, positions = cast(args[1]), cast(args[2]), cast(args[3]), cast(args[4]), as_i64(args[5])
+    cache, slots, tokens = cast(args[6]), as_i64(args[7]), args[8]
+    q_stride, k_stride, v_stride, heads, kv_heads = args[9], args[10], args[11], args[12], args[13]
+    head_dim, half, block_size, block_stride = args[14], args[15], args[16], args[17]
     head_stride = block_size * head_dim
     while True:
         first = take(args, TOKENS)
         if first >= tokens:
             break
         for token in range(first, min(first + TOKENS, tokens)):
-            slot = slots[token]
+            angles, slot = positions[token] * 2 * half, slots[token]
+            for head in range(heads):
+                place = token * q_stride + head * head_dim
+                rotate_head(q, place, q, place, table, angles, half)
             if slot < 0:
                 continue
             base = slot // block_size * block_stride + slot % block_size * head_dim
@@ -69,22 +73,24 @@ def write_rows(cast: Any, args: Any) -> None:
                 k_from, v_from = token * k_stride + head * head_dim, token * v_stride + head * head_dim
                 k_to = base + head * head_stride
                 v_to = k_to + kv_heads * head_stride
-                for i in range(head_dim):
+                rotate_head(k, k_from, cache, k_to, table, angles, half)
+                for i in range(2 * half, head_dim):
                     cache[k_to + i] = k[k_from + i]
+                for i in range(head_dim):
                     cache[v_to + i] = v[v_from + i]
 
 
 @kernel
-def write_bf16(args: Any) -> None:
-    write_rows(as_bf16, args)
+def rotate_and_write_bf16(args: Any) -> None:
+    rotate_and_write_rows(as_bf16, args)
 
 
 @kernel
-def write_f32(args: Any) -> None:
-    write_rows(as_f32, args)
+def rotate_and_write_f32(args: Any) -> None:
+    rotate_and_write_rows(as_f32, args)
 
 
-WRITE = Kernel({torch.bfloat16: write_bf16, torch.float32: write_f32})
+ROTATE_AND_WRITE = Kernel({torch.bfloat16: rotate_and_write_bf16, torch.float32: rotate_and_write_f32})
 
 
 def rotate_and_write(
@@ -92,21 +98,15 @@ def rotate_and_write(
 ) -> Tensor:
     if norms is not None:
         q, k = norms.apply(rms_norm, q, k)
-    write_kv(rotate(k, table, batch.positions), v, batch, layer)
-    return rotate(q, table, batch.positions)
-
-
-def write_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
-    cache = batch.kv_cache
     if batch.kv_scales is not None:
-        attention_plain.write_kv(k, v, batch, layer)
-        return
-    _, _, _, kv_heads, block_size, head_dim = cache.shape
-    items = -(-k.shape[0] // TOKENS)
-    WRITE.launch(
-        k.dtype, items, k, v, cache[0, layer], batch.slot_mapping,
-        TokenCount(k.shape[0]), k.stride(0), v.stride(0), kv_heads, block_size, head_dim, cache.stride(0),
+        return attention_plain.rotate_and_write(q, k, v, table, batch, layer)
+    (tokens, heads, head_dim), cache = q.shape, batch.kv_cache
+    ROTATE_AND_WRITE.launch(
+        q.dtype, -(-tokens // TOKENS), q, k, v, table, batch.positions, cache[0, layer], batch.slot_mapping,
+        TokenCount(tokens), q.stride(0), k.stride(0), v.stride(0), heads, k.shape[1], head_dim, table.shape[1] // 2,
+        cache.shape[4], cache.stride(0),
     )  # fmt: skip
+    return q
 
 
 @device_function
@@ -151,7 +151,8 @@ def attend_rows(cast: Any, size: int, args: Any) -> None:
         item = take(args, 1)
         if item >= items:
             break
-        tile, first_head = 4 * (1 + item // ranges), item % ranges * span
+        # tiles of a sequence one after the other, which see the same keys
+        tile, first_head = 4 * (1 + item % tiles[0]), item // tiles[0] * span
         seq, row, rows, behind = tiles[tile], tiles[tile + 1], tiles[tile + 2], tiles[tile + 3]
         if kv_lens[seq] == 0:  # padding
             for r in range(row, row + rows):

@@ -24,7 +24,8 @@ from engine.model.ops.cpu.tile_product import (
 )
 from engine.model.ops.cpu.vector import CACHE_LINE_BYTES, LANES, exponentials, highest, prefetch
 
-TILE_TOKENS = 64
+TILE_TOKENS = 128
+PART_TOKENS = 16  # whose keys and values are asked for with a few rows of the tile before
 FEW_ROWS = 4  # up to which keys and values are read where they lie
 NO_WINDOW = 2**62
 LOWEST = np.float32(-1e30)  # a score that counts as none; infinities are not safe under fast math
@@ -140,6 +141,10 @@ def attend_tile(
         rows = rows_at_once(last - query)
         low = max(begins[query] - start, 0) // COLUMNS * COLUMNS
         high = padded(min(ends[query + rows - 1] - start, count))
+        if packed and (next_side != side or next_offset != key_offset):  # a part of what the next tile packs
+            part = (query - first_query) // ROWS * PART_TOKENS % TILE_TOKENS
+            prefetch(as_i64(next_keys + 8 * part), PART_TOKENS, next_offset, size * head_dim)
+            prefetch(as_i64(next_values + 8 * part), PART_TOKENS, next_offset, size * head_dim)
         if low < high:
             own = cast(space.queries + 4 * query * words)
             if packed:

@@ -24,6 +24,16 @@ TOKENS = 4  # taken by a thread at a time
 
 
 @device_function
+def rotate_head(x: Any, source: int, out: Any, target: int, table: Any, angles: int, half: int) -> None:
+    """Write the pairs of x[source : source + 2 * half], rotated by table[angles:], from out[target] on."""
+    for i in range(half):
+        cos, sin = load(table, angles + i), load(table, angles + half + i)
+        a, b = load(x, source + i), load(x, source + half + i)
+        store(out, target + i, a * cos - b * sin)
+        store(out, target + half + i, b * cos + a * sin)
+
+
+@device_function
 def rotate_rows(cast: Any, args: Any) -> None:
     x, table, positions = cast(args[1]), cast(args[2]), as_i64(args[3])
     tokens, stride, heads, head_dim, half = args[4], args[5], args[6], args[7], args[8]
@@ -34,12 +44,8 @@ def rotate_rows(cast: Any, args: Any) -> None:
         for token in range(first, min(first + TOKENS, tokens)):
             angles = positions[token] * 2 * half
             for head in range(heads):
-                low = token * stride + head * head_dim
-                for i in range(half):
-                    cos, sin = load(table, angles + i), load(table, angles + half + i)
-                    a, b = load(x, low + i), load(x, low + half + i)
-                    store(x, low + i, a * cos - b * sin)
-                    store(x, low + half + i, b * cos + a * sin)
+                place = token * stride + head * head_dim
+                rotate_head(x, place, x, place, table, angles, half)
 
 
 @kernel

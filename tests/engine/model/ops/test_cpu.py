@@ -147,11 +147,12 @@ def test_attention_over_pages_equals_plain(
     )
     merged = randn(sum(counts), num_heads + 2 * kv_heads, head_dim, dtype=dtype)
     q, k, v = merged.split((num_heads, kv_heads, kv_heads), dim=1)
-    cache = batch.kv_cache.clone()
-    cpu_attention.write_kv(k, v, batch, 1)
+    cache, angles = batch.kv_cache.clone(), randn(80, 8, dtype=dtype)  # for a part of a head, or all of it
+    expected = attention_plain.rotate_and_write(q, k, v, angles, batch, 1)
     written, batch.kv_cache = batch.kv_cache, cache
-    attention_plain.write_kv(k, v, batch, 1)
-    assert torch.equal(written, batch.kv_cache)
+    q = cpu_attention.rotate_and_write(q, k, v, angles, batch, 1)
+    torch.testing.assert_close(q, expected, **TOLERANCE[dtype])
+    torch.testing.assert_close(batch.kv_cache, written, **TOLERANCE[dtype])
     scores = {"softcap": softcap, "sinks": randn(num_heads, dtype=dtype) if sinks else None, "chunk": chunk}
     expected = attention_plain.paged_attention(q, batch, 1, head_dim**-0.5, window, **scores)
     found = cpu_attention.paged_attention(q, batch, 1, head_dim**-0.5, window, **scores)
@@ -176,10 +177,10 @@ def test_nothing_is_written_or_read_for_padding(dtype, decodes):
         chunks=chunks,
     )
     q, k, v = randn(tokens, 8, 32, dtype=dtype).split((4, 2, 2), dim=1)
-    cache = batch.kv_cache.clone()
-    cpu_attention.write_kv(k, v, batch, 0)
+    cache, unrotated = batch.kv_cache.clone(), torch.tensor([1.0, 0.0], dtype=dtype).repeat_interleave(16)[None]
+    cpu_attention.rotate_and_write(q, k, v, unrotated, batch, 0)
     written, batch.kv_cache = batch.kv_cache, cache
-    attention_plain.write_kv(k, v, batch, 0)
+    attention_plain.rotate_and_write(q, k, v, unrotated, batch, 0)
     assert torch.equal(written, batch.kv_cache)
     found = cpu_attention.paged_attention(q, batch, 0, 0.2)[: sum(counts)]
     expected = attention_plain.paged_attention(q, batch, 0, 0.2)[: sum(counts)]

@@ -60,7 +60,8 @@ def test_attention_over_fp8_is_attention_over_what_is_stored(ops):
     lengths = [7, 16]
     q, k, v = randn(23, 4, HEAD_DIM), randn(23, KV_HEADS, HEAD_DIM), randn(23, KV_HEADS, HEAD_DIM) * 50
     batch, exact = make_batch(lengths, FP8, SCALES), make_batch(lengths, torch.float32, None)
-    ops.write_kv(k, v, batch, 1)
+    unrotated = torch.tensor([1.0, 0.0]).repeat_interleave(HEAD_DIM // 2).repeat(16, 1)
+    q = ops.rotate_and_write(q, k, v, unrotated, batch, 1)
     meant_k, meant_v = ((x / s).to(FP8).float() * s for x, s in zip((k, v), SCALES[1], strict=True))
     attention_plain.write_kv(meant_k, meant_v, exact, 1)
     expected = attention_plain.paged_attention(q, exact, 1, 0.25)
