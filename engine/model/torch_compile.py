@@ -3,8 +3,8 @@
 Each layer is compiled whole, once for all layers of a kind: for any number of tokens and, since torch.compile treats it
 separately, for one token. Norms and activations are replaced by the plain ones, which Inductor fuses with each other
 and with their neighbours. What torch.compile cannot or should not look into becomes an `OpaqueCall`: attention, which
-needs the batch and has kernels of its own; products with quantized weights and with those packed for oneDNN; experts,
-whose tokens the host may count; sums over ranks.
+needs the batch and has kernels of its own; products with quantized and with packed weights; experts, whose tokens the
+host may count; sums over ranks.
 """
 
 from __future__ import annotations

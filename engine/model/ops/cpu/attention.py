@@ -64,8 +64,7 @@ def rotate_and_write_rows(cast: Any, args: Any) -> None:
         for token in range(first, min(first + TOKENS, tokens)):
             angles, slot = positions[token] * 2 * half, slots[token]
             for head in range(heads):
-                place = token * q_stride + head * head_dim
-                rotate_head(q, place, q, place, table, angles, half)
+                rotate_head(q, token * q_stride + head * head_dim, table, angles, half)
             if slot < 0:
                 continue
             base = slot // block_size * block_stride + slot % block_size * head_dim
@@ -73,10 +72,9 @@ def rotate_and_write_rows(cast: Any, args: Any) -> None:
                 k_from, v_from = token * k_stride + head * head_dim, token * v_stride + head * head_dim
                 k_to = base + head * head_stride
                 v_to = k_to + kv_heads * head_stride
-                rotate_head(k, k_from, cache, k_to, table, angles, half)
-                for i in range(2 * half, head_dim):
-                    cache[k_to + i] = k[k_from + i]
+                rotate_head(k, k_from, table, angles, half)
                 for i in range(head_dim):
+                    cache[k_to + i] = k[k_from + i]
                     cache[v_to + i] = v[v_from + i]
 
 

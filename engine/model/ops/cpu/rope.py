@@ -24,13 +24,13 @@ TOKENS = 4  # taken by a thread at a time
 
 
 @device_function
-def rotate_head(x: Any, source: int, out: Any, target: int, table: Any, angles: int, half: int) -> None:
-    """Write the pairs of x[source : source + 2 * half], rotated by table[angles:], from out[target] on."""
+def rotate_head(x: Any, first: int, table: Any, angles: int, half: int) -> None:
+    """Rotate the pairs of x[first : first + 2 * half] by table[angles : angles + 2 * half]."""
     for i in range(half):
         cos, sin = load(table, angles + i), load(table, angles + half + i)
-        a, b = load(x, source + i), load(x, source + half + i)
-        store(out, target + i, a * cos - b * sin)
-        store(out, target + half + i, b * cos + a * sin)
+        a, b = load(x, first + i), load(x, first + half + i)
+        store(x, first + i, a * cos - b * sin)
+        store(x, first + half + i, b * cos + a * sin)
 
 
 @device_function
@@ -44,8 +44,7 @@ def rotate_rows(cast: Any, args: Any) -> None:
         for token in range(first, min(first + TOKENS, tokens)):
             angles = positions[token] * 2 * half
             for head in range(heads):
-                place = token * stride + head * head_dim
-                rotate_head(x, place, x, place, table, angles, half)
+                rotate_head(x, token * stride + head * head_dim, table, angles, half)
 
 
 @kernel
