@@ -1,9 +1,9 @@
 """Share of requests whose greedy answers depend on how they were computed.
 
 Every request is computed alone first, without a prefix cache. Then the same prompts run in a batch, in chunks, from a
-prefix cache, through preemptions, and moved: the first tokens of the answer become part of the prompt, as when another
-engine goes on with a request. Tokens are what users see. The bits of their log-probabilities differ long before a token
-does.
+prefix cache, through preemptions, with drafted tokens, and moved: the first tokens of the answer become part of the
+prompt, as when another engine goes on with a request. Tokens are what users see. The bits of their log-probabilities
+differ long before a token does.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ BATCH = 16
 PROMPT_LEN = 4, 250  # tokens of the shortest prompt, and of the longest
 CHUNK = 19  # tokens per step, no multiple of a block
 BLOCK_SIZE = 16
+SPECULATIVE = {"method": "ngram", "prompt_lookup_min": 1}  # so that even random prompts have drafts
 DTYPES = ("bfloat16", "float32")
 
 Answer = list[tuple[int, float]]  # each token with its log-probability
@@ -96,12 +97,18 @@ def compare(model: str, dtype: str, requests: int, output_len: int, seed: int, o
     blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts[:BATCH])  # none is left for their answers
     with engine(max_num_seqs=BATCH, num_blocks=blocks) as llm:
         preempted = llm.generate(prompts, params, progress=False)
+    with engine(speculative=SPECULATIVE) as llm:
+        drafted = one_by_one(llm, prompts, params)
+        verified = llm.stats().spec_decode
+    assert verified is not None
+    some = verified.num_draft_tokens > 0
 
     rows = [
         (f"in batches of {BATCH}", batched, [True] * requests, alone),
         (f"in chunks of {CHUNK}", chunked, [len(prompt) > CHUNK for prompt in prompts], alone),
         ("prefix cached", cached, [output.num_cached_tokens > 0 for output in cached], alone),
         ("preempted", preempted, [output.outputs[0].num_preemptions > 0 for output in preempted], alone),
+        ("drafted", drafted, [some] * requests, alone),
         ("moved", moved, [True] * requests, [a[k:] for a, k in zip(alone, kept, strict=True)]),
     ]
     shares = []

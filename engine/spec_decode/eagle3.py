@@ -1,13 +1,14 @@
 """EAGLE-3, arXiv:2503.01840: one decoder layer over the hidden states of three of the target's layers.
 
-Read are the authors' checkpoints, SpecForge's and those of vLLM's speculators.
+Read are the authors' checkpoints, those of SpecForge, AngelSlim and Model Optimizer, and those of vLLM's speculators.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,17 @@ from engine.spec_decode.drafter import DraftInputs
 from engine.spec_decode.head_drafter import HeadDrafter
 from engine.spec_decode.target import Target, Vocabulary, check_fits
 
-REFUSED = ("norm_before_fc", "parallel_drafting")  # fields that change the computation
+# Fields that change the computation, and what heads that can be computed have there; the last five are those of Model
+# Optimizer's `eagle_config`.
+NEEDED: dict[str, tuple[Any, ...]] = {
+    "norm_before_fc": (None, False),
+    "parallel_drafting": (None, False),
+    "use_aux_hidden_state": (None, True),
+    "use_input_layernorm_in_first_layer": (None, True),
+    "use_last_layernorm": (None, True),
+    "use_mtp_layernorm": (None, False),
+    "parallel_draft_step": (None, 1),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +58,19 @@ class Eagle3Config:
         """Raise ConfigError or ModelFolderError unless the head fits the target."""
         raw = read_json(folder, "config.json")
         raw |= raw.get("transformer_layer_config", {})
-        for key in REFUSED:
-            if raw.get(key):
-                raise ConfigError("speculative.model", str(folder), f"an EAGLE-3 head without {key}")
+        nested = raw.get("eagle_config") or {}
+        for key, values in NEEDED.items():
+            if (value := raw.get(key, nested.get(key))) not in values:
+                limit = f"an EAGLE-3 head with {key} {json.dumps(values[-1])}, not {json.dumps(value)}"
+                raise ConfigError("speculative.model", str(folder), limit)
         raw["architectures"] = ["LlamaForCausalLM"]
         # positions beyond those of its training too, to the end of the last block
         raw["max_position_embeddings"] = target.config.max_position_embeddings + target.block_size
         layers, count = ModelConfig.from_fields(raw, folder), target.config.num_layers
         key = "eagle_aux_hidden_state_layer_ids"
-        aux = tuple(raw.get(key) or (raw.get("eagle_config") or {}).get(key) or (2, count // 2, count - 3))
+        # within `eagle_config` they are the layers whose outputs are taken, as SGLang reads them
+        after = [number + 1 for number in nested.get(key) or ()]
+        aux = tuple(raw.get(key) or after or (2, count // 2, count - 3))
         if aux != tuple(sorted(set(aux) & set(range(count)))):
             limit = f"made for a target of {count} layers, three of which it names in rising order"
             raise ConfigError("speculative.model", f"{folder} (layers {aux})", limit)

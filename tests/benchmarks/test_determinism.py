@@ -20,7 +20,7 @@ def wide(tmp_path_factory) -> str:
 
 def differing(**arguments) -> list[Share]:
     shares = determinism.measure(dtypes=["bfloat16"], num_threads=1, **arguments).shares
-    assert len(shares) == 5
+    assert len(shares) == 6
     assert all(share.requests for share in shares)
     return [share for share in shares if share.other_tokens or share.other_logprobs]
 

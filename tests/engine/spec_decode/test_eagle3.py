@@ -18,6 +18,37 @@ from tests.engine.spec_decode.draft_checkpoints import (
 from tests.engine.spec_decode.draft_steps import DraftedSequences, load_target
 from tests.models import make_model
 
+MODEL_OPTIMIZER = {  # the fields of https://github.com/NVIDIA/Model-Optimizer, as it exports them
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": None,
+}
+PUBLISHERS = {  # fields beside the layer's shape, with the layers of a target of 8 layers whose inputs the head reads
+    "authors": (
+        {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "pad_token_id": 0, "pretraining_tp": 1,
+         "tie_word_embeddings": False, "torch_dtype": "float16", "initializer_range": 0.02},
+        (2, 4, 5),
+    ),
+    "AngelSlim": (
+        {"attention_bias": False, "attention_dropout": 0.0, "max_window_layers": 36, "rope_scaling": None,
+         "rope_theta": 10000, "sliding_window": None, "use_cache": True, "use_sliding_window": False,
+         "tie_word_embeddings": False, "torch_dtype": "bfloat16"},
+        (2, 4, 5),
+    ),
+    "SpecForge": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True}},
+        (2, 4, 5),
+    ),
+    "Model Optimizer": (
+        {"eagle_config": {**MODEL_OPTIMIZER, "eagle_aux_hidden_state_layer_ids": [0, 3, 5]}},
+        (1, 4, 6),
+    ),
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
@@ -52,13 +83,31 @@ def test_drafts_are_those_of_a_plain_head_whatever_steps_the_target_takes(form, 
             assert drafts == head.drafts(tokens[slot][: known + 1], aux[slot], num_drafts)
 
 
+@pytest.mark.parametrize("publisher", PUBLISHERS)
+def test_heads_of_every_publisher_read_the_layers_that_they_were_trained_on(publisher, tmp_path, target):
+    fields, layers = PUBLISHERS[publisher]
+    head = PlainEagle3(norm_before_residual=False, draft_vocab=DRAFT_VOCAB)
+    head.embed_tokens.weight.data.copy_(target.model.embed_tokens.weight)
+    drafter = eagle3_drafter(write_authors(tmp_path, head, **fields), target)
+    assert drafter.aux_layers == layers
+    generator = torch.Generator().manual_seed(2)
+    tokens, aux = list(range(10, 20)), torch.randn(10, 3 * HIDDEN, generator=generator)
+    sequences = DraftedSequences(drafter, [tokens], [torch.zeros(10, HIDDEN)], [aux])
+    assert dict(sequences.step({0: 7}, 3)) == {0: head.drafts(tokens[:8], aux, 3)}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"vocab_size": 96}, f"made for a vocabulary of size {VOCAB}"),
         ({"target_hidden_size": 64}, "made for hidden states of size 48"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}, "made for a target of 8 layers"),
-        ({"norm_before_fc": True}, "an EAGLE-3 head without norm_before_fc"),
+        ({"norm_before_fc": True}, "an EAGLE-3 head with norm_before_fc false, not true"),
+        (
+            {"eagle_config": {**MODEL_OPTIMIZER, "use_aux_hidden_state": False}},
+            "with use_aux_hidden_state true, not false",
+        ),
+        ({"eagle_config": {**MODEL_OPTIMIZER, "use_mtp_layernorm": True}}, "with use_mtp_layernorm false, not true"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(changes, message, tmp_path, target):
