@@ -80,6 +80,8 @@ class Detokenizer:
 
     def _release(self, new: str) -> str:
         self._length += len(new)
+        if not self._stop:
+            return new
         text = self._held + new
         if self.num_tokens < self._min_tokens:
             self._held = ""

@@ -75,7 +75,8 @@ class ChoiceParser:
         """call_ids: hex digits, of which the ids of tool calls are made; None for random ones."""
         self._output_format, self._call_ids = output_format, call_ids
         self._reasoning_parser = output_format.reasoning_parser(streaming=streaming)
-        self._call_parser = output_format.call_parser(streaming=streaming)
+        parsers = self._reasoning_parser, output_format.call_parser(streaming=streaming)
+        self._parsers = [parser for parser in parsers if parser is not None]
         self.num_tool_calls = 0
 
     @property
@@ -87,9 +88,10 @@ class ChoiceParser:
             self._reasoning_parser.count_tokens(chunk.offsets)
         final = chunk.finish_reason is not None
         events: list[OutputEvent] = [Content(chunk.text)] if chunk.text else []
-        for parser in (self._reasoning_parser, self._call_parser):
-            if parser is not None:
-                events = _parse_content(parser, events, final=final)
+        if not self._parsers:
+            return events
+        for parser in self._parsers:
+            events = _parse_content(parser, events, final=final)
         return [self._with_id(event) for event in events if self._keep(event)]
 
     def finish_reason(self, chunk: TextChunk) -> FinishReason | None:

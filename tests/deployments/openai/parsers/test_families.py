@@ -228,5 +228,5 @@ def test_reading_a_long_argument_piece_by_piece_takes_time_linear_in_its_length(
 
 
 def parts_of(parser: ChoiceParser) -> list[object]:
-    parts = [part for part in (parser._reasoning_parser, parser._call_parser) if part is not None]
+    parts: list[object] = [*parser._parsers]
     return parts + [part._call for part in parts if hasattr(part, "_call")]
