@@ -140,6 +140,9 @@ class InputBuilder:
         self._edits: list[LogitsEdits | None] = [None] * slots
         self._plain = np.zeros(slots, dtype=bool)  # sequences that need nothing but their most likely token
         self._uniform = UniformSource()
+        #: Slots and work of the last step that drew, until a sequence is added: the next one is mostly the same but for
+        #: its numbers.
+        self._sampled: tuple[list[int], SamplingInputs] | None = None
         self._sorts = sorts_candidates(device.torch_device)
 
     def build(self, plan: StepPlan) -> StepInputs:
@@ -219,6 +222,7 @@ class InputBuilder:
     def _add(self, sequence: NewSequence, staged: StagedCopy) -> NewTokens:
         params, edits = sequence.params, LogitsEdits.of(sequence.params, self._eos)
         self._sequences[sequence.slot], self._edits[sequence.slot] = sequence, edits
+        self._sampled = None
         self._plain[sequence.slot] = params.greedy and params.logprobs is None and edits is None
         self._prompt_logprobs.discard(sequence.slot)
         if params.prompt_logprobs is not None:
@@ -248,14 +252,19 @@ class InputBuilder:
         self, plan: StepPlan, slots: np.ndarray, entries: list[int], sampled: np.ndarray, staged: StagedCopy
     ) -> SamplingInputs:
         """slots, entries, sampled: of each token that is sampled its slot, entry of the plan and position."""
+        sampled_slots = slots.tolist()
         if self._plain[slots].all():
             inputs = SamplingInputs([], None)
+        elif self._sampled is not None and self._sampled[0] == sampled_slots:
+            seeds = [self._sequences[slot].seed for slot in sampled_slots]
+            inputs = self._sampled[1].again(list(map(self._uniform.draw, seeds, sampled.tolist())), staged.add)
         else:
             rows = []
-            for slot, position in zip(slots.tolist(), sampled.tolist(), strict=True):
+            for slot, position in zip(sampled_slots, sampled.tolist(), strict=True):
                 new = self._sequences[slot]
                 rows.append(SampledRow(slot, position, new.num_prompt, new.seed, new.params, self._edits[slot]))
             inputs = prepare_sampling(rows, self._vocab_size, self._uniform, staged.add, sorts=self._sorts)
+            self._sampled = (sampled_slots, inputs) if all(row.edits is None for row in rows) else None
         if plan.masked:
             inputs.masked = self._masked_rows(plan, entries, staged)
         return inputs

@@ -9,7 +9,7 @@ is run again elsewhere, where its logits have the same bits: docs/http_api.md sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -71,6 +71,7 @@ class RandomRows:
     min_p: Tensor
     top_k: Tensor  #: [n, 1] int32; the vocabulary's size without one
     width: int  #: number of candidates to sort: 0 without filters
+    index: list[int] = field(default_factory=list)  #: `rows`, on the host
 
     def part(self, index: slice | Tensor) -> RandomRows:
         columns = (self.rows, self.temperature, self.uniform, self.top_p, self.min_p, self.top_k)
@@ -107,6 +108,13 @@ class SamplingInputs:
     def plain(self) -> bool:
         """Every row takes its most likely token and nothing else is requested."""
         return not (self.random or self.edits or self.masked or self.logprobs)
+
+    def again(self, uniform: list[float], to_device: ToDevice) -> SamplingInputs:
+        """Return the same work with other random numbers, one for each row, and without a grammar. Not for rows that
+        have edits: those depend on the position."""
+        numbers = np.array(uniform, dtype=np.float32)
+        random = [replace(group, uniform=to_device(numbers[group.index]).unsqueeze(1)) for group in self.random]
+        return replace(self, random=random, masked=None)
 
 
 class SampledRow(NamedTuple):
@@ -157,6 +165,7 @@ def prepare_sampling(
                 min_p=column([s.params.min_p for s in chosen]),
                 top_k=to_device(np.array(top_k, dtype=np.int32)).unsqueeze(1),
                 width=width,
+                index=rows,
             )
         )
     edits = logits_processors.prepare(edited, vocab_size, to_device)

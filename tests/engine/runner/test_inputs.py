@@ -1,8 +1,51 @@
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
 
-from engine.runner.inputs import Sequences
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.device import Device
+from engine.runner import inputs
+from engine.runner.inputs import InputBuilder, Sequences
+from engine.runner.sampler import prepare_sampling
+from engine.wire.plan import NewSequence, StepPlan
+from engine.wire.sampling_params import SamplingParams
+
+PARAMS = {0: SamplingParams(temperature=0.6), 1: SamplingParams(temperature=0.0), 2: SamplingParams(top_p=0.9)}
+PROMPT = [5, 6, 7]
+
+
+def builder() -> InputBuilder:
+    model = cast(Any, SimpleNamespace(vocab_size=50, eos_token_ids=()))
+    return InputBuilder(
+        EngineConfig(model="", max_num_seqs=4),
+        model,
+        Device(torch.device("cpu")),
+        torch.zeros(1, 1, 1, 1, 16, 1),
+        None,
+        64,
+    )
+
+
+def step(number: int, start: int, params: dict[int, SamplingParams], added: bool = False) -> StepPlan:
+    """A step that samples for these slots, with all that comes before the token at `start` computed."""
+    new = [NewSequence(slot, PROMPT, len(PROMPT), own, seed=slot) for slot, own in params.items()]
+    count = len(PROMPT) if added else 1
+    many = [start] * len(params), [count] * len(params), [True] * len(params)
+    return StepPlan(number, new if added else [], [], list(params), *many)
+
+
+def drawn(builder: InputBuilder, plan: StepPlan) -> list[list[Any]]:
+    """What its rows are drawn by."""
+    groups = builder.build(plan).sampling.random
+    values = ([getattr(group, field.name) for field in fields(group)] for group in groups)
+    return [[v.tolist() if isinstance(v, Tensor) else v for v in group] for group in values]
 
 
 def test_each_token_that_verifies_a_draft_is_a_sequence_that_sees_those_before_it():
@@ -12,3 +55,32 @@ def test_each_token_that_verifies_a_draft_is_a_sequence_that_sees_those_before_i
     assert divided.counts.tolist() == [7, 1, 1, 1, 1]
     assert divided.ends.tolist() == [7, 18, 19, 20, 9]
     assert first.tolist() == [0, 1, 4]
+
+
+def test_steps_of_the_same_sequences_prepare_nothing_but_the_random_numbers_anew():
+    kept = builder()
+    with mock.patch.object(inputs, "prepare_sampling", wraps=prepare_sampling) as prepared:
+        kept.build(step(1, 0, PARAMS, added=True))
+        found = [drawn(kept, step(2 + i, 3 + i, PARAMS)) for i in range(3)]
+        assert prepared.call_count == 1
+    assert found[0] != found[1] != found[2]
+    for i, groups in enumerate(found):
+        fresh = builder()
+        fresh.build(step(1, 0, PARAMS, added=True))
+        fresh._sampled = None
+        assert drawn(fresh, step(2, 3 + i, PARAMS)) == groups
+
+
+def test_a_step_of_other_sequences_or_with_logits_that_change_is_prepared_from_the_start():
+    kept = builder()
+    kept.build(step(1, 0, PARAMS, added=True))
+    fewer, hotter = {0: PARAMS[0]}, {**PARAMS, 0: SamplingParams(temperature=2.0)}
+    with mock.patch.object(inputs, "prepare_sampling", wraps=prepare_sampling) as prepared:
+        kept.build(step(2, 3, fewer))
+        kept.build(step(3, 0, hotter, added=True))
+        assert drawn(kept, step(4, 3, hotter))[0][1] == [[2.0]]
+        assert prepared.call_count == 2
+        edited = {0: SamplingParams(temperature=0.6, frequency_penalty=0.5)}
+        kept.build(step(5, 0, edited, added=True))
+        kept.build(step(6, 3, edited))
+        assert prepared.call_count == 4
