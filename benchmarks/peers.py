@@ -2,6 +2,7 @@
 
 Each engine has a process of its own, with the Python of the environment it is installed in. They run every load in
 turn, round by round, so that what else the machine does hits all alike. Ratios are of medians, to the better peer.
+Loads over HTTP go to `manta serve` and `vllm serve` as they are by default, whatever the number of threads.
 
 How to make the environments stands in docs/measurements/performance.md.
 """
@@ -14,13 +15,15 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 
 from benchmarks.command import JsonOption, print_report, run
+from benchmarks.peer_servers import MantaServer, VllmServer
 from cluster.cli.bench.tables import figure, make_table, show
 
 WARM_UP = 1000  # number of the repetition that is not counted
@@ -40,6 +43,13 @@ class Load:
     turns: int = 1  #: of a chat: each prompt is the one before, its answer, and new tokens
     sampled: bool = False
     stream: bool = False  #: one request, whose tokens are timed
+    http: bool = False  #: to servers, which have as many requests under way all the time
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        if self.stream:
+            return ("first", "each")
+        return ("output", "p99") if self.http else (self.figure,)
 
 
 LOADS = (
@@ -49,8 +59,14 @@ LOADS = (
     Load("shared prefixes", 48, (32, 32), (32, 32), prefixes=4, prefix=1024),
     Load("short chats", 16, (16, 64), (16, 64), turns=4, sampled=True),
     Load("one stream", 1, (128, 128), (128, 128), stream=True),
+    Load("HTTP, 16 streams", 16, (128, 128), (64, 64), http=True),
+    Load("HTTP, 64 streams", 64, (128, 128), (64, 64), http=True),
 )
-FIGURES = {"output": "output tokens/s", "prompt": "prompt tokens/s", "first": "ms to the first", "each": "ms per token"}
+FIGURES = {
+    "output": "output tokens/s", "prompt": "prompt tokens/s",
+    "first": "ms to the first", "each": "ms per token", "p99": "ms between tokens, P99",
+}  # fmt: skip
+LESS_IS_BETTER = ("first", "each", "p99")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +80,7 @@ class Row:
     def of(cls, load: Load, figure: str, engines: dict[str, list[float]]) -> Row:
         medians = {name: statistics.median(values) for name, values in engines.items()}
         own = medians.pop("manta")
-        best = min if load.stream else max
+        best = min if figure in LESS_IS_BETTER else max
         return cls(load.name, FIGURES[figure], engines, own / best(medians.values()) if medians else None)
 
 
@@ -76,13 +92,23 @@ class PeersReport:
     rows: list[Row]
 
 
+class Contender(Protocol):
+    name: str
+
+    def measure(self, load: Load, repetition: int) -> dict[str, float]: ...
+
+
+def preloaded(python: str) -> dict[str, str]:
+    """Return the environment with Intel's OpenMP where it is installed, which vLLM's documentation recommends."""
+    openmp = next(Path(python).absolute().parents[1].glob("lib/libiomp5.so"), None)
+    return {} if openmp is None else {"LD_PRELOAD": str(openmp)}
+
+
 class Worker:
     """The process of an engine."""
 
     def __init__(self, name: str, python: str, model: str, threads: int):
-        environment = dict(os.environ)
-        if openmp := next(Path(python).absolute().parents[1].glob("lib/libiomp5.so"), None):
-            environment["LD_PRELOAD"] = str(openmp)  # which vLLM's documentation recommends
+        environment = os.environ | preloaded(python)
         command = [python, "-m", "benchmarks.peer_engines", name, model, str(threads)]
         self.name = name
         self._process = subprocess.Popen(
@@ -105,7 +131,7 @@ class Worker:
         raise SystemExit(f"{self.name} has ended; its own error stands above")
 
 
-def compare(loads: Sequence[Load], workers: list[Worker], repetitions: int) -> list[Row]:
+def compare(loads: Sequence[Load], workers: Sequence[Contender], repetitions: int) -> list[Row]:
     rows = []
     for load in loads:
         found: dict[str, list[dict[str, float]]] = {worker.name: [] for worker in workers}
@@ -114,7 +140,7 @@ def compare(loads: Sequence[Load], workers: list[Worker], repetitions: int) -> l
                 measured = worker.measure(load, repetition)
                 if repetition != WARM_UP:
                     found[worker.name].append(measured)
-        for key in ("first", "each") if load.stream else (load.figure,):
+        for key in load.figures:
             rows.append(Row.of(load, key, {name: [run[key] for run in runs] for name, runs in found.items()}))
         print(f"{load.name}: done", file=sys.stderr)
     return rows
@@ -146,10 +172,18 @@ def main(
     chosen = [load for load in LOADS if any(part.strip() in load.name for part in loads.split(","))]
     if not chosen:
         raise typer.BadParameter(f"none of {', '.join(load.name for load in LOADS)}", param_hint="--loads")
-    workers = [Worker(name, python, model, threads) for name, python in pythons.items() if python]
-    rows = compare(chosen, workers, repetitions)
-    for worker in workers:
-        worker.close()
+    rows = []
+    with ExitStack() as running:
+        if offline := [load for load in chosen if not load.http]:
+            workers = [Worker(name, python, model, threads) for name, python in pythons.items() if python]
+            for worker in workers:
+                running.callback(worker.close)
+            rows += compare(offline, workers, repetitions)
+        if online := [load for load in chosen if load.http]:
+            servers: list[Contender] = [MantaServer(model, running)]
+            if vllm:
+                servers.append(VllmServer(model, vllm, preloaded(vllm), running))
+            rows += compare(online, servers, repetitions)
     print_report(PeersReport(Path(model).name, threads, repetitions, rows), as_json, show_report)
 
 
