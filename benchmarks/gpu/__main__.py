@@ -167,7 +167,9 @@ def main() -> int:
     if given.part:
         code = measure(next(part for part in PARTS if part.name == given.part), given.out)
         sys.stderr.flush()
-        os._exit(code)  # at once: to leave a broken CUDA context in order may take for ever
+        if code:
+            os._exit(code)  # at once: to leave a broken CUDA context in order may take for ever
+        return 0
     if not (found := gpus()):
         print("bench-gpu: torch finds no GPU here, so there is nothing to measure", file=sys.stderr)
         return 1

@@ -81,7 +81,8 @@ def compile_only(kernel: JITFunction, grid: tuple[int, ...]) -> Any:
         compiled = kernel.warmup(*args, grid=grid, **options)
         used = resources(compiled.asm["cubin"])
         ptx = compiled.asm["ptx"]
-        found = {"wgmma": "wgmma.mma_async" in ptx, "mma": "mma.sync" in ptx, "async_copies": ptx.count("cp.async.cg")}
+        mma = "mma.sync" in ptx or "tcgen05.mma" in ptx  # the latter on Blackwell
+        found = {"wgmma": "wgmma.mma_async" in ptx, "mma": mma, "async_copies": ptx.count("cp.async.cg")}
         name = kernel.fn.__name__
         print(json.dumps({"kernel": name, "shared": compiled.metadata.shared, **used, **found}), flush=True)
 
