@@ -2,6 +2,7 @@
 # make test    install into .venv, then run the tests
 # make test-all  also those marked slow: every fault in every state, every Kubernetes overlay
 # make test-clients  conversations of well-known clients; installs them into build/clients
+# make test-browser  the console in Chromium, where one is installed
 # make check   lint, format and types
 # make test-gpu, make bench-gpu  on a machine with a GPU; they install nothing (docs/gpu.md)
 
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve test test-all test-clients test-gpu bench-gpu check install clean
+.PHONY: serve test test-all test-clients test-browser test-gpu bench-gpu check install clean
 
 serve: $(INSTALLED)
 	$(BIN)/manta serve serve_config.yaml
@@ -49,6 +50,11 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/openai_2/req
 	npm install --no-audit --no-fund --prefix $(CLIENTS)
 	node $(CLIENTS)/node_modules/@anthropic-ai/claude-code/install.cjs  # npm may be set up to run no scripts of packages
 	@touch $@
+
+# Needs a Chromium: apt-get install chromium
+test-browser: $(INSTALLED)
+	$(BIN)/pip install -q -c constraints.txt -e '.[browser]'
+	$(BIN)/pytest tests/browser
 
 # With the environment of `make install` where there is one, else with the machine's own Python, as in a CUDA image
 # without a network: neither Ray nor anything else of Serve is needed.

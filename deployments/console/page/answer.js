@@ -29,11 +29,19 @@ export class Answer {
       this.thinking.hidden = false;
       this.thought.append(reasoning ?? reasoning_content);
     }
-    if (content) this.message.content += content;
-    const tokens = choice.logprobs?.content;
-    if (tokens?.length) this.text.append(...tokens.map(drawToken));
-    else if (content) this.text.append(content);
+    if (content) this.addText(content, choice.logprobs?.content ?? []);
     for (const call of tool_calls ?? []) this.addCall(call);
+  }
+
+  // tokens: with their probabilities, if those were asked for; some, as the one that ends a turn, are no text
+  addText(content, tokens) {
+    this.message.content += content;
+    for (const token of tokens) {
+      if (!token.token || !content.startsWith(token.token)) break;
+      this.text.append(drawToken(token));
+      content = content.slice(token.token.length);
+    }
+    this.text.append(content);
   }
 
   addCall({ index, id, function: given }) {
@@ -70,6 +78,7 @@ export class Answer {
 
 const alternatives = h("ul", { class: "alternatives", hidden: true });
 document.body.append(alternatives);
+addEventListener("hashchange", () => { alternatives.hidden = true; });
 
 function drawToken({ token, logprob, top_logprobs }) {
   const probability = Math.exp(logprob);

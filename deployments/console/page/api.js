@@ -13,8 +13,9 @@ export async function request(path, options = {}) {
     const response = await fetch(new URL(path, base), { ...options, headers, cache: "no-store" });
     if (response.ok) return response;
     if (response.status !== 401) throw new ApiError(await message(response));
+    const problem = key ? await message(response) : "";
     // another request may have asked meanwhile
-    if (key === sessionStorage.getItem(KEY)) await (asking ??= askForKey(key ? await message(response) : ""));
+    if (key === sessionStorage.getItem(KEY)) await (asking ??= askForKey(problem));
   }
 }
 
@@ -41,7 +42,7 @@ function askForKey(problem) {
   dialog.showModal();
   input.focus();
   return new Promise((resolve) => {
-    dialog.addEventListener("cancel", (event) => event.preventDefault());
+    dialog.oncancel = (event) => event.preventDefault(); // there is nothing behind it to go back to
     dialog.addEventListener("close", () => {
       sessionStorage.setItem(KEY, input.value.trim());
       input.value = "";

@@ -1,0 +1,188 @@
+"""What somebody sees who opens the console."""
+
+from __future__ import annotations
+
+import pytest
+
+from deployments.frontend.api_keys import hash_key
+from deployments.http.middleware import AuthConfig
+from engine.wire.handoff_stats import HandoffInfo
+from tests.browser.staged_cluster import PREFILL, staged_cluster
+
+expect = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed; `make test-browser` installs it"
+).expect
+SLOW_MS = 30_000  # a busy machine; what is awaited comes within two looks at the cluster
+MARKUP = '<img src=x onerror="document.title=\'owned\'"><script>document.title="owned"</script>'
+
+
+def ask(page, text="What is an ocean?"):
+    page.get_by_role("textbox", name="Message", exact=True).fill(text)
+    page.get_by_role("button", name="Send", exact=True).click()
+
+
+def test_an_answer_streams_into_the_page_and_can_be_stopped(stage, page):
+    page.goto(stage.url)
+    ask(page)
+    answer = page.locator(".turn.assistant .text")
+    expect(answer).to_contain_text("An ocean", timeout=SLOW_MS)
+    assert not answer.inner_text().endswith("water. "), "it came as a whole"
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator(".turn.assistant .about")).to_contain_text("stopped")
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+
+
+def test_two_settings_answer_side_by_side_and_their_code_can_be_copied(stage, page):
+    stage.pool.token_s = 0.0
+    page.goto(stage.url)
+    page.get_by_role("button", name="Side by side").click()
+    right = page.locator(".pane").nth(1)
+    right.get_by_text("Settings").click()
+    right.get_by_label("max tokens").fill("4")
+    ask(page)
+    expect(page.locator(".turn.assistant:not(.streaming)")).to_have_count(2, timeout=SLOW_MS)
+    left_text, right_text = page.locator(".turn.assistant .text").all_inner_texts()
+    assert left_text.startswith(right_text)
+    assert len(right_text) < len(left_text)
+    right.get_by_role("button", name="Code").click()
+    code = page.get_by_role("dialog", name="The same request as code")
+    expect(code).to_contain_text('"max_tokens": 4')
+    expect(code).to_contain_text("max_tokens=4,")
+    code.get_by_role("button", name="Copy").first.click()
+    expect(code.get_by_text("Copied")).to_be_visible()
+
+
+def test_a_token_shows_how_probable_it_was_and_what_else_it_might_have_been(stage, page):
+    stage.pool.token_s = 0.0
+    page.goto(stage.url)
+    page.get_by_text("Settings").first.click()
+    page.get_by_text("Show how probable each token was").first.click()
+    ask(page)
+    page.locator(".token").first.hover()
+    expect(page.locator(".alternatives li")).to_have_count(2, timeout=SLOW_MS)
+    expect(page.locator(".alternatives .chosen")).to_contain_text("60.7 %")
+
+
+def test_a_schema_that_is_no_json_is_refused_before_anything_is_sent(stage, page):
+    page.goto(stage.url)
+    page.get_by_text("Settings").first.click()
+    page.get_by_label("JSON schema").first.fill("{")
+    ask(page)
+    expect(page.locator(".turn .problem")).to_contain_text("JSON schema: ")
+    assert not stage.pool.running
+
+
+def test_a_killed_replica_is_a_death_and_a_replay_while_the_text_goes_on(stage, page):
+    stage.pool.token_s = 0.1
+    page.goto(f"{stage.url}#cluster")
+    expect(page.locator(".replica")).to_have_count(3, timeout=SLOW_MS)
+    page.goto(f"{stage.url}#playground")
+    ask(page)
+    expect(page.locator(".turn.assistant .text")).to_contain_text("An", timeout=SLOW_MS)
+    stage.pool.decode.remove("decode-m-a1")
+    page.get_by_role("link", name="Cluster").click()
+    expect(page.locator(".events .replay")).to_contain_text("goes on in another replica", timeout=SLOW_MS)
+    expect(page.locator(".events .gone")).to_contain_text("decode-m-a1", timeout=SLOW_MS)
+    page.get_by_role("link", name="Playground").click()
+    expect(page.locator(".turn.assistant:not(.streaming) .text")).to_have_text(stage.pool.text, timeout=SLOW_MS)
+    page.get_by_role("link", name="what happened").click()
+    expect(page.locator(".story")).to_contain_text("another follows: engine_unavailable")
+    expect(page.locator(".phase.decode")).to_be_visible()
+
+
+def test_a_handoff_is_an_arrow_from_prefill_to_decode(stage, page):
+    stage.pool.handoffs = [
+        HandoffInfo(handoff_id="h", request_id="r", role="decode", peer=PREFILL, state="receiving", age_s=0.1,
+                    deadline_s=9.0, num_bytes=2**20)
+    ]  # fmt: skip
+    page.goto(f"{stage.url}#cluster")
+    expect(page.locator(".handoff.active")).to_have_count(1, timeout=SLOW_MS)
+    expect(page.locator(".handoff")).to_have_count(2)
+    expect(page.locator(".arrows")).to_contain_text("1 under way, 1 MiB")
+    stage.pool.handoffs = []
+    expect(page.locator(".handoff.active")).to_have_count(0, timeout=SLOW_MS)
+    stage.pool.received = 3
+    expect(page.locator(".arrows")).to_contain_text("3 handed over", timeout=SLOW_MS)
+
+
+def test_all_of_it_works_with_the_keyboard_alone(stage, page):
+    stage.pool.token_s = 0.0
+    page.goto(stage.url)
+    page.keyboard.press("Tab")
+    expect(page.get_by_text("Skip to content")).to_be_focused()
+    for _ in range(2):
+        page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Playground")).to_be_focused()
+    page.get_by_role("textbox", name="Message", exact=True).focus()
+    page.keyboard.type("Hello")
+    page.keyboard.press("Enter")
+    expect(page.locator(".turn.assistant:not(.streaming)")).to_have_count(1, timeout=SLOW_MS)
+    page.keyboard.press("Alt+3")
+    request = page.locator(".requests a")
+    expect(request).to_have_count(1, timeout=SLOW_MS)
+    request.focus()
+    page.wait_for_timeout(2500)  # a look at the cluster later
+    expect(request).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator(".story tbody tr").first).to_contain_text("the request came")
+
+
+@pytest.mark.parametrize("view", ["playground", "cluster", "requests", "models", "configuration"])
+def test_nothing_is_wider_than_a_phone(stage, page, view):
+    page.set_viewport_size({"width": 360, "height": 740})
+    stage.pool.token_s = 0.0
+    page.goto(stage.url)
+    ask(page, "a" * 200)
+    expect(page.locator(".turn.assistant:not(.streaming)")).to_have_count(1, timeout=SLOW_MS)
+    page.goto(f"{stage.url}#{view}")
+    page.wait_for_timeout(500)
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+
+
+def test_a_key_is_asked_for_and_kept_for_the_session_only(page, browser):
+    with staged_cluster(auth=AuthConfig(api_keys=(f"alice:{hash_key('sk-a')}",))) as stage:
+        page.goto(stage.url)
+        asked = page.get_by_role("dialog", name="API key")
+        expect(asked).to_be_visible(timeout=SLOW_MS)
+        for key in ("wrong", "sk-a"):
+            asked.get_by_label("Key").fill(key)
+            page.keyboard.press("Enter")
+            if key == "wrong":
+                expect(asked.get_by_role("alert")).not_to_be_empty(timeout=SLOW_MS)
+        expect(page.locator("#pulse.live")).to_be_visible(timeout=SLOW_MS)
+        assert "sk-a" not in page.evaluate("JSON.stringify(localStorage) + document.cookie")
+        page.reload()
+        expect(page.locator("#pulse.live")).to_be_visible(timeout=SLOW_MS)  # the same tab
+        other = browser.new_context().new_page()
+        other.goto(stage.url)
+        expect(other.get_by_role("dialog", name="API key")).to_be_visible(timeout=SLOW_MS)
+        other.context.close()
+        page.close()
+
+
+def test_markup_in_names_prompts_and_answers_is_shown_as_text(page):
+    with staged_cluster(name=MARKUP) as stage:
+        stage.pool.token_s, stage.pool.text = 0.0, f"{MARKUP} **said the model**"
+        page.goto(stage.url)
+        page.get_by_text("Settings").first.click()
+        page.get_by_label("System message").first.fill(MARKUP)
+        ask(page, MARKUP)
+        expect(page.locator(".turn.assistant:not(.streaming) .text")).to_have_text(stage.pool.text, timeout=SLOW_MS)
+        expect(page.locator(".turn.user .text")).to_have_text(MARKUP)
+        for view, place in (("cluster", "h1"), ("requests", "td"), ("models", "h2"), ("configuration", "code")):
+            page.goto(f"{stage.url}#{view}")
+            expect(page.locator(place, has_text="onerror").first).to_be_visible(timeout=SLOW_MS)
+        assert page.locator("main img, main script").count() == 0
+        assert page.title() == "Manta · configuration"
+        page.close()
+
+
+def test_the_browser_itself_refuses_markup_made_of_text_and_what_other_hosts_have(stage, browser):
+    tab = browser.new_context().new_page()
+    tab.goto(stage.url)
+    assert tab.evaluate("try { document.body.innerHTML = '<b>x</b>'; 'taken' } catch (e) { e.name }") == "TypeError"
+    assert tab.evaluate("fetch('http://127.0.0.2:9/').then(() => 'sent', (e) => e.name)") == "TypeError"
+    refused = "new Promise((done) => { addEventListener('securitypolicyviolation', (e) => done(e.effectiveDirective));"
+    image = "document.body.append(new Image()); document.body.lastChild.src = 'http://127.0.0.2:9/'; })"
+    assert tab.evaluate(refused + image) == "img-src"
+    tab.context.close()
