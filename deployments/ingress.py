@@ -27,6 +27,7 @@ from deployments.http.middleware import AuthConfig
 from deployments.observability.stats import IngressStats
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import IngressOverview, SequenceTimeline
+from deployments.observability.totals import TotalsLog
 from deployments.observability.tracing import Tracing, TracingConfig
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.served_model import ModelInfo, ServedModel
@@ -104,7 +105,7 @@ class Ingress:
         }
         for info, pool in zip(infos, engines, strict=True):
             self._telemetry.stats.model(info.name).routing = pool.routing
-        self._tasks = [asyncio.create_task(self._channel.run()), asyncio.create_task(self._tell_when_ready())]
+        self._tasks = [asyncio.create_task(self._channel.run()), asyncio.create_task(self._log_state())]
         logger.info("ingress ready startup_s=%.1f", time.monotonic() - started)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # called by Serve after the constructor
@@ -129,12 +130,13 @@ class Ingress:
         """Return what this ingress shows on the console: IngressOverview, in msgpack."""
         return msgspec.msgpack.encode(self._telemetry.own_overview())
 
-    async def _tell_when_ready(self) -> None:
-        """Log `ready` once a client's request would be answered: `serve run` itself never says that."""
+    async def _log_state(self) -> None:
+        """Log `ready` once a request would be answered, which `serve run` itself never says, and then totals."""
         while (endpoint := await self._ready_endpoint()) is None:
             await asyncio.sleep(READY_INTERVAL_S)
         seconds = time.time() - endpoint.deployed_at
         logger.info("ready address=%s models=%s seconds=%.1f", endpoint.url, ",".join(self._models), seconds)
+        await TotalsLog({name: model.pool for name, model in self._models.items()}, self._telemetry).run()
 
     async def _ready_endpoint(self) -> ray_compat.HttpEndpoint | None:
         try:

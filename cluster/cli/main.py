@@ -180,6 +180,23 @@ def explain(
         show(body, Console(highlight=False, markup=False, emoji=False))
 
 
+@app.command(rich_help_panel=LOOK)
+def top(
+    url: UrlOption = URL,
+    api_key: ApiKeyOption = None,
+    once: Annotated[bool, typer.Option("--once", help="Print it once, and end.")] = False,
+) -> None:
+    """Show the cluster as it is: replicas, KV blocks, rates, the newest requests, and what happened; Ctrl-C ends.
+
+    It is what the console's page shows, from any ingress, every two seconds (docs/console.md).
+
+    Example: manta top --url http://127.0.0.1:8000
+    """
+    from cluster.cli.top import top as show_top
+
+    show_top(url, api_key, once=once)
+
+
 @app.command(rich_help_panel=ASK)
 @with_flags
 def generate(

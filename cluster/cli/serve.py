@@ -91,6 +91,9 @@ def serve(
             "ingress.num_replicas=2. May be given more than once.",
         ),
     ] = None,
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests", help="On a terminal: also show each request that ends.")
+    ] = False,
     address: Annotated[
         str | None,
         typer.Option(help="Address of a running Ray, or `auto`. Default: $RAY_ADDRESS, or a Ray of its own."),
@@ -131,7 +134,7 @@ def serve(
         return
     set_environment(serve_config, address)
     check(serve_config, address)
-    run(serve_config, address)
+    run(serve_config, address, log_requests=log_requests)
 
 
 def http_options(api: ApiFlags) -> dict[str, Any]:
@@ -243,13 +246,25 @@ def set_environment(serve_config: Mapping[str, Any], address: str | None) -> Non
         os.environ.pop(name, None)
 
 
-def run(serve_config: dict[str, Any], address: str | None) -> None:
-    """Serve until Ctrl-C."""
+def run(serve_config: dict[str, Any], address: str | None, *, log_requests: bool = False) -> None:
+    """Serve until Ctrl-C. A terminal shows the start, totals and problems; elsewhere, and with `log_format: json`,
+    every log line is printed."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup
         print(f"Ctrl-C is ignored here; to stop: kill {os.getpid()}", file=sys.stderr, flush=True)
     from deployments.ray_compat import serve_until_interrupted  # seconds
 
-    serve_until_interrupted(serve_config, address)
+    args = [application.get("args") or {} for application in serve_config.get("applications", ())]
+    if not sys.stderr.isatty() or any(given.get("log_format") == "json" for given in args):
+        serve_until_interrupted(serve_config, address)
+        return
+    from rich.console import Console
+
+    from cluster.cli.serve_terminal import ServeTerminal
+
+    for given in args:
+        given["log_format"] = "json"  # which the terminal reads
+    with ServeTerminal(Console(stderr=True), log_requests=log_requests) as terminal:
+        serve_until_interrupted(serve_config, address, terminal)
 
 
 def _json(api: ApiFlags, name: str, kind: type) -> Any:

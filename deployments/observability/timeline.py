@@ -72,10 +72,16 @@ class RequestTimelines:
 
     def __init__(self, ingress_id: str):
         self.ingress_id = ingress_id
+        self.num_begun = 0
         self._live: dict[str, SequenceTimeline] = {}
         self._ended: deque[SequenceTimeline] = deque(maxlen=MAX_ENDED)
 
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
     def begin(self, timeline: SequenceTimeline) -> None:
+        self.num_begun += 1
         self._live[timeline.request_id] = timeline
 
     def end(self, timeline: SequenceTimeline, *, keep: bool = True) -> None:

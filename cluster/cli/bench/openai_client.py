@@ -175,6 +175,24 @@ class OpenAIClient:
         except (aiohttp.ClientError, TimeoutError) as e:
             raise EngineUnavailable(f"no server answers at {self.base_url}: {describe(e, self.timeout_s)}") from e
 
+    async def events(self, path: str) -> AsyncGenerator[bytes]:
+        """Yield the data of each server-sent event until the stream ends. Raises InvalidApiKey, RequestError if the
+        server has no such stream, or EngineUnavailable if it is gone."""
+        try:
+            async with self._session.get(self.base_url + path) as response:
+                if response.status == 401:
+                    raise InvalidApiKey(f"{self.base_url}: {error_message(await response.read())}")
+                if response.status != 200:
+                    raise RequestError(f"{self.base_url} has no {path}: HTTP {response.status}")
+                rest = b""
+                async for data in response.content.iter_any():
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data:"):
+                            yield line[5:].strip()
+        except (aiohttp.ClientError, TimeoutError) as e:
+            raise EngineUnavailable(f"no server answers at {self.base_url}: {describe(e, self.timeout_s)}") from e
+
     async def chunks(self, path: str, body: bytes) -> AsyncGenerator[Chunk]:
         """Stream one answer. Raises StreamFailed if it does not come to its end."""
         parser = ChunkParser()

@@ -1,0 +1,184 @@
+"""What `manta serve` shows on a terminal: how far the start is, then totals and problems. All else goes to a file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from placement.console_log import PACKAGES, JsonFormatter
+
+
+@dataclass(slots=True)
+class Phase:
+    """A part of the start. It begins and ends with the first log line whose message begins so."""
+
+    name: str
+    begins: str
+    ends: str
+    began_at: float | None = None
+    ended_at: float | None = None
+
+    def seconds(self, now: float) -> float:
+        return (self.ended_at or now) - (self.began_at or now)
+
+
+def phases() -> list[Phase]:
+    return [
+        Phase("Ray", "", "Ray is up"),
+        Phase("Serve and its proxy", "Ray is up", "proxies are up"),
+        Phase("ingress", "Serve is up", "ingress ready"),
+        Phase("weights", "rank starts", "weights loaded"),
+        Phase("warm-up", "weights loaded", "warmed up"),
+    ]
+
+
+class ServeTerminal:
+    """Takes the log lines of all processes of the cluster, from any thread."""
+
+    def __init__(self, console: Console, *, log_requests: bool):
+        """log_requests: also show each request that ends."""
+        self.console = console
+        self._log_requests = log_requests
+        file, self.log_path = tempfile.mkstemp(prefix="manta-serve-", suffix=".log")
+        self._file = os.fdopen(file, "w", buffering=1, encoding="utf-8")
+        self._phases = phases()
+        self._phases[0].began_at = time.monotonic()
+        self._facts: dict[str, str] = {}  # for the box
+        self._lock = threading.Lock()
+        self._live = Live(get_renderable=self._progress, console=console, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> ServeTerminal:
+        handler = logging.StreamHandler(_Lines(self))
+        handler.setFormatter(JsonFormatter("manta-serve"))
+        for package in PACKAGES:
+            logger = logging.getLogger(package)
+            logger.handlers, logger.propagate = [handler], False
+            logger.setLevel(logging.INFO)
+        for library in ("ray", "ray.serve"):
+            logging.getLogger(library).handlers = [logging.StreamHandler(self._file)]
+            logging.getLogger(library).propagate = False
+        self.console.print(Text(f"Log of Ray and of all processes: {self.log_path}", style="dim"))
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+        self._file.close()
+
+    def line(self, text: str) -> None:
+        """Take a line: an object of JsonFormatter, or whatever Ray and other libraries write."""
+        try:
+            fields = msgspec.json.decode(text)
+            message, who = str(fields["message"]), str(fields["process"])
+        except (msgspec.DecodeError, KeyError, TypeError):
+            self._write(text)
+            return
+        self._write(f"{fields.get('time', '')} {fields.get('level', '')} {who} {fields.get('logger', '')} {message}")
+        with self._lock:
+            self._show(fields, message, who)
+
+    def stopping(self, states: dict[str, int]) -> None:
+        """Say what the end waits for. states: replicas that still stop, by deployment."""
+        waits = ", ".join(f"{name} ({number})" if number > 1 else name for name, number in states.items())
+        text = f"Stopping. Requests under way may end first; Ctrl-C again ends at once. Waits for {waits or 'Ray'}"
+        with self._lock:
+            self._facts["stopping"] = text
+        if not self._live.is_started:
+            self._live.start()
+
+    def _show(self, fields: dict[str, Any], message: str, who: str) -> None:
+        now = time.monotonic()
+        for phase in self._phases:
+            if phase.began_at is None and message.startswith(phase.begins):
+                phase.began_at = now
+            if phase.ended_at is None and message.startswith(phase.ends):
+                phase.ended_at = now
+        if message.startswith("kv cache: "):
+            self._facts["fits"] = message.removeprefix("kv cache: ")
+        if message.startswith("ready address="):
+            self._live.stop()
+            self.console.print(self._box(fields))
+        elif message.startswith("totals "):
+            self.console.print(Text(f"{_clock()}  {totals(fields)}"))
+        elif fields.get("level") in ("warning", "error", "critical"):
+            style = "yellow" if fields["level"] == "warning" else "red"
+            self.console.print(Text(f"{_clock()}  {who}: {message}", style=style))
+        elif self._log_requests and message.startswith("request ended "):
+            self.console.print(Text(f"{_clock()}  {message}", style="dim"))
+
+    def _progress(self) -> RenderableType:
+        if "stopping" in self._facts:
+            return Spinner("dots", Text(self._facts["stopping"]))
+        now, lines = time.monotonic(), list[RenderableType]()
+        for phase in self._phases:
+            text = Text(f"{phase.name}  {phase.seconds(now):.1f} s")
+            if phase.ended_at is not None:
+                lines.append(Text("✓ ", style="green") + text)
+            elif phase.began_at is not None:
+                lines.append(Spinner("dots", text))
+        return Group(*lines)
+
+    def _box(self, fields: dict[str, Any]) -> Panel:
+        address = str(fields.get("address", ""))
+        rows = [
+            ("address", f"{address}/v1"),
+            ("console", f"{address}/"),
+            ("models", str(fields.get("models", "")).replace(",", ", ")),
+            ("fits", self._facts.get("fits", "")),
+            ("log", self.log_path),
+            ("stop", "Ctrl-C"),
+        ]
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim")
+        table.add_column(overflow="fold")
+        for name, text in rows:
+            if text:
+                table.add_row(name, Text(text))
+        spent = ", ".join(f"{p.name} {p.seconds(p.ended_at):.1f} s" for p in self._phases if p.began_at and p.ended_at)
+        title = Text(f"Manta is ready after {time.monotonic() - (self._phases[0].began_at or 0.0):.1f} s")
+        return Panel(table, title=title, subtitle=Text(spent, style="dim"), border_style="cyan", expand=False)
+
+    def _write(self, text: str) -> None:
+        with self._lock:
+            if not self._file.closed:
+                self._file.write(text + "\n")
+
+
+class _Lines:
+    """A stream that hands whole lines to a terminal."""
+
+    def __init__(self, terminal: ServeTerminal):
+        self._terminal = terminal
+
+    def write(self, text: str) -> None:
+        for line in text.splitlines():
+            self._terminal.line(line)
+
+    def flush(self) -> None:
+        pass
+
+
+def totals(fields: dict[str, Any]) -> str:
+    """Write the values of a `totals` line for people."""
+    return (
+        f"in {fields['prompt_tokens_per_s']:.0f} tokens/s, out {fields['output_tokens_per_s']:.0f} tokens/s, "
+        f"running {fields['running']}, waiting {fields['waiting']}, KV {100 * fields['kv_use']:.0f} %, "
+        f"prefix hits {100 * fields['hit_rate']:.0f} %"
+    )
+
+
+def _clock() -> str:
+    return time.strftime("%H:%M:%S")

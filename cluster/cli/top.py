@@ -1,0 +1,116 @@
+"""`manta top`: the cluster in a terminal, from the feed of the console."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cluster.cli.bench.openai_client import OpenAIClient
+from cluster.cli.bench.tables import figure
+from deployments.console.cluster_watcher import ClusterState
+from deployments.replicas.pools import ReplicaStatus
+
+NUM_REQUESTS, NUM_EVENTS = 8, 5
+CLOCK = "%H:%M:%S"
+
+
+def top(url: str, api_key: str | None, *, once: bool) -> None:
+    """Show the cluster until Ctrl-C. once: print it a single time, after two looks, between which rates are taken."""
+    console = Console(highlight=False)
+    try:
+        asyncio.run(_show(OpenAIClient(url, api_key, timeout_s=30.0), console, once=once))
+    except KeyboardInterrupt:
+        return
+
+
+async def _show(client: OpenAIClient, console: Console, *, once: bool) -> None:
+    before: ClusterState | None = None
+    async with client:
+        with Live(console=console, screen=not once, auto_refresh=False) as live:
+            async for state in _states(client):
+                if not once or before is not None:
+                    live.update(view(state, before), refresh=True)
+                if once and before is not None:
+                    return
+                before = state
+
+
+async def _states(client: OpenAIClient) -> AsyncGenerator[ClusterState]:
+    """Yield each state; the server ends a stream after some seconds, and is asked again."""
+    while True:
+        async for event in client.events("/console/state"):
+            yield msgspec.json.decode(event, type=ClusterState)
+
+
+def view(state: ClusterState, before: ClusterState | None) -> RenderableType:
+    """before: the state that rates are taken from."""
+    parts: list[RenderableType] = []
+    old = {} if before is None else {replica.engine_id: replica for _, _, replica in _replicas(before)}
+    elapsed_s = state.at - before.at if before is not None else 0.0
+    columns = ("replica", "running", "waiting", "tokens/s", "steps/s", "KV used", "cached", "prefix hits", "handoffs")
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for _, role, replica in _replicas(state):
+        table.add_row(*_row(role, replica, old.get(replica.engine_id), elapsed_s))
+    waiting = sum(state.waiting.values())
+    asleep = "".join(f", {model.model} is asleep" for model in state.models if model.asleep)
+    parts += [Text(f"{time.strftime(CLOCK, time.localtime(state.at))}  {waiting} wait for admission{asleep}"), table]
+    if state.requests:
+        parts += ["", _requests(state)]
+    happened = [(e.at, f"{e.kind} {e.name}") for e in state.events]
+    happened += [(c.at, f"{c.pool}-{c.model} from {c.before} to {c.after} replicas: {c.reason}") for c in state.scaling]
+    if happened:
+        parts.append("")
+    for at, what in sorted(happened, reverse=True)[:NUM_EVENTS]:
+        parts.append(Text(f"{time.strftime(CLOCK, time.localtime(at))}  {what}"))
+    return Group(*parts)
+
+
+def _replicas(state: ClusterState) -> list[tuple[str, str, ReplicaStatus]]:
+    """Return model, role and status of each."""
+    return [
+        (model.model, role, replica)
+        for model in state.models
+        for role, replicas in (("prefill", model.prefill), ("decode", model.decode))
+        for replica in replicas
+    ]
+
+
+def _row(role: str, replica: ReplicaStatus, old: ReplicaStatus | None, elapsed_s: float) -> tuple[Text | str, ...]:
+    stats, before = replica.stats, None if old is None else old.stats
+    tokens = steps = None
+    if before is not None and elapsed_s > 0:
+        total, past = (s.generation_tokens if role == "decode" else s.prefill_tokens for s in (stats, before))
+        tokens, steps = max(0, total - past) / elapsed_s, max(0, stats.steps - before.steps) / elapsed_s
+    hits = stats.prefix_hit_tokens / stats.prefix_queried_tokens if stats.prefix_queried_tokens else None
+    return (
+        Text(replica.engine_id),
+        str(stats.running),
+        str(stats.waiting + stats.receiving),
+        figure(tokens, 0),
+        figure(steps, 0),
+        f"{stats.blocks_used / stats.blocks_total:.0%}",
+        f"{stats.blocks_cached / stats.blocks_total:.0%}",
+        "-" if hits is None else f"{hits:.0%}",
+        str(len(replica.live_handoffs)),
+    )
+
+
+def _requests(state: ClusterState) -> Table:
+    table = Table("request", "model", "state", "prompt", "output", "first token, s", box=None, header_style="dim")
+    for request in state.requests[:NUM_REQUESTS]:
+        ended = request.reason or request.state
+        replays = f", {request.replays} replays" if request.replays else ""
+        table.add_row(
+            Text(request.request_id), Text(request.model), f"{ended}{replays}", str(request.prompt_tokens),
+            str(request.output_tokens), figure(request.first_token_s, 3),
+        )  # fmt: skip
+    return table

@@ -1,0 +1,70 @@
+"""A log line of totals for each interval in which something happened."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deployments.observability.telemetry import Telemetry
+from deployments.replicas.pools import EnginePool, ModelReplicas
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Of all engines that answer, since their starts."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+
+
+class TotalsLog:
+    """Asks the engines only after intervals in which this ingress had a request."""
+
+    def __init__(self, pools: Mapping[str, EnginePool], telemetry: Telemetry):
+        """pools: by model name."""
+        self._pools, self._telemetry = pools, telemetry
+        self._before = Totals()
+
+    async def run(self) -> None:
+        """Log until cancelled."""
+        self._before, _ = await self._look()
+        while True:
+            began = self._telemetry.timelines.num_begun
+            busy = self._telemetry.timelines.num_live > 0
+            await asyncio.sleep(INTERVAL_S)
+            if busy or self._telemetry.timelines.num_begun > began:
+                await self.log()
+
+    async def log(self) -> None:
+        totals, replicas = await self._look()
+        before, self._before = self._before, totals
+        stats = [status.stats for model in replicas for status in model.decode]
+        queried = max(0, totals.queried_tokens - before.queried_tokens)
+        logger.info(
+            "totals prompt_tokens_per_s=%.1f output_tokens_per_s=%.1f running=%d waiting=%d kv_use=%.3f hit_rate=%.3f",
+            max(0, totals.prompt_tokens - before.prompt_tokens) / INTERVAL_S,
+            max(0, totals.output_tokens - before.output_tokens) / INTERVAL_S,
+            sum(s.running for s in stats),
+            sum(s.waiting for s in stats) + sum(m.waiting for m in self._telemetry.stats.models.values()),
+            sum(s.blocks_used for s in stats) / max(1, sum(s.blocks_total for s in stats)),
+            max(0, totals.hit_tokens - before.hit_tokens) / queried if queried else 0.0,
+        )
+
+    async def _look(self) -> tuple[Totals, list[ModelReplicas]]:
+        replicas = await asyncio.gather(*(ModelReplicas.of(name, pool) for name, pool in self._pools.items()))
+        stats = [status.stats for model in replicas for status in model.decode]
+        totals = Totals(
+            prompt_tokens=sum(s.prompt_tokens for s in stats),
+            output_tokens=sum(s.generation_tokens for s in stats),
+            queried_tokens=sum(s.prefix_queried_tokens for s in stats),
+            hit_tokens=sum(s.prefix_hit_tokens for s in stats),
+        )
+        return totals, replicas

@@ -1,0 +1,103 @@
+"""What `manta serve` shows on a terminal."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from cluster.cli.serve_terminal import ServeTerminal
+from placement.console_log import PACKAGES, JsonFormatter
+
+
+@pytest.fixture(autouse=True)
+def own_loggers() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in (*PACKAGES, "ray", "ray.serve")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+@pytest.fixture
+def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return io.StringIO()
+
+
+def terminal(shown: io.StringIO, *, log_requests: bool = False) -> ServeTerminal:
+    return ServeTerminal(Console(file=shown, width=100), log_requests=log_requests)
+
+
+def record(message: str, *args: object, level: int = logging.INFO) -> str:
+    """A line as processes of the cluster write it."""
+    made = logging.LogRecord("deployments.ingress", level, "", 0, message, args, None)
+    return JsonFormatter("ingress-x").format(made)
+
+
+def test_the_start_ends_with_a_box_that_says_where_and_how_to_stop(shown):
+    with terminal(shown) as view:
+        for message in ("Ray is up", "Serve is up", "proxies are up", "ingress ready"):
+            view.line(record(message))
+        view.line(record("kv cache: %d tokens fit", 4096))
+        view.line(record("ready address=%s models=%s seconds=%.1f", "http://127.0.0.1:8000", "a,b", 3.0))
+    text = shown.getvalue()
+    for part in ("is ready after", "http://127.0.0.1:8000/v1", "a, b", "4096 tokens fit", "Ctrl-C", view.log_path):
+        assert part in text
+
+
+def test_what_ray_and_other_libraries_write_goes_to_the_named_file_alone(shown):
+    with terminal(shown) as view:
+        view.line("(raylet) [bold]a line of Ray's[/bold]")
+        view.line(msgspec.json.encode(["no object"]).decode())
+        logging.getLogger("ray").warning("of the driver")
+    log = Path(view.log_path).read_text(encoding="utf-8")
+    for part in ("a line of Ray's", "no object", "of the driver"):
+        assert part in log
+        assert part not in shown.getvalue()
+    assert view.log_path in shown.getvalue()
+
+
+def test_totals_warnings_and_errors_are_shown_and_other_lines_are_not(shown):
+    values = (12.0, 34.0, 2, 1, 0.5, 0.25)
+    with terminal(shown) as view:
+        view.line(record(
+            "totals prompt_tokens_per_s=%.1f output_tokens_per_s=%.1f running=%d waiting=%d kv_use=%.3f hit_rate=%.3f",
+            *values,
+        ))  # fmt: skip
+        view.line(record("a [red]warning[/red]", level=logging.WARNING))
+        view.line(record("an error", level=logging.ERROR))
+        view.line(record("something else"))
+    text = shown.getvalue()
+    assert "in 12 tokens/s, out 34 tokens/s, running 2, waiting 1, KV 50 %, prefix hits 25 %" in text
+    assert "ingress-x: a [red]warning[/red]" in text
+    assert "ingress-x: an error" in text
+    assert "something else" not in text
+
+
+@pytest.mark.parametrize("log_requests", [False, True])
+def test_requests_are_shown_one_by_one_only_if_asked_for(shown, log_requests):
+    with terminal(shown, log_requests=log_requests) as view:
+        view.line(record("request ended request_id=%s", "r-1"))
+    assert ("r-1" in shown.getvalue()) == log_requests
+
+
+def test_lines_of_the_command_itself_count_like_those_of_its_cluster(shown):
+    with terminal(shown) as view:
+        logging.getLogger("deployments.ray_compat").warning("of %s", "our own")
+    assert "manta-serve: of our own" in shown.getvalue()
+    assert "of our own" in Path(view.log_path).read_text(encoding="utf-8")
+
+
+def test_the_end_says_what_it_waits_for(shown):
+    view = ServeTerminal(Console(file=shown, width=200, force_terminal=True), log_requests=False)
+    with view:
+        view.stopping({"ingress": 1, "decode-m": 2})
+        view._live.refresh()
+    assert "Waits for ingress, decode-m (2)" in shown.getvalue()

@@ -1,0 +1,57 @@
+"""`manta top`: what it prints of two states."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from cluster.cli.top import view
+from deployments.console.cluster_watcher import ClusterEvent, ClusterState
+from deployments.observability.timeline import SequenceTimeline
+from deployments.replicas.pools import ModelReplicas, ReplicaStatus
+from deployments.replicas.scaling_report import ScalingChange
+from engine.wire.messages import EngineStatus
+from tests.engine_stats import engine_stats
+
+
+def state(at: float, tokens: int, *, asleep: bool = False) -> ClusterState:
+    stats = engine_stats(
+        running=3,
+        generation_tokens=tokens,
+        blocks_used=5,
+        blocks_cached=2,
+        prefix_queried_tokens=8,
+        prefix_hit_tokens=2,
+    )
+    status = ReplicaStatus.of(EngineStatus(engine_id="decode-m-a1", ended=[], stats=stats, last_step_age_s=0.0), None)
+    change = ScalingChange(at=3.0, model="m", pool="decode", before=1, after=2, reason="itl", desired=2, inputs={})
+    return ClusterState(
+        at=at,
+        models=[ModelReplicas("m", [] if asleep else [status], [], asleep)],
+        waiting={"m": 7},
+        requests=[SequenceTimeline(request_id="[bold]r[/bold]", model="m", prompt_tokens=9, arrived_at=0.0, replays=1)],
+        events=[ClusterEvent(2.0, "gone", "m", "decode-m-b2")],
+        scaling=[change],
+    )
+
+
+def printed(now: ClusterState, before: ClusterState | None) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160).print(view(now, before))
+    return out.getvalue()
+
+
+def test_replicas_requests_and_events_are_shown_with_rates_between_two_looks():
+    text = printed(state(12.0, 300), state(10.0, 100))
+    assert "7 wait for admission" in text
+    (row,) = [line.split() for line in text.splitlines() if line.startswith("decode-m-a1")]
+    assert row == ["decode-m-a1", "3", "0", "100", "0", "50%", "20%", "25%", "0"]
+    assert "[bold]r[/bold]" in text
+    assert "waiting, 1 replays" in text
+    assert text.index("decode-m from 1 to 2 replicas: itl") < text.index("gone decode-m-b2")
+
+
+def test_without_a_look_before_there_are_no_rates_and_a_model_may_be_asleep():
+    assert "100" not in printed(state(12.0, 300), None)
+    assert "m is asleep" in printed(state(12.0, 0, asleep=True), None)
