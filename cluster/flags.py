@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import field, fields, is_dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -25,6 +26,7 @@ NAMES = {  # vLLM's, where the field has another name, and shorter ones
 ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a Hugging Face model folder, or a Hub id.")]
 ApiKeyOption = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON, for programs.")]
+HtmlOption = Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a report with charts, in one file.")]
 EngineFlags = Annotated[dict[str, Any], EngineConfig]
 """Type of a command's parameter for those fields of EngineConfig that are given as flags."""
 

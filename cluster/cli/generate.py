@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ class Summary:
     resumed: int  #: lines that an earlier run had finished
     written: int
     failed: int
+    finished: list[tuple[float, float]]
+    """(seconds since the first was begun, its output tokens) of each answer, in the order in which they were written"""
 
 
 def generate_file(
@@ -71,15 +74,18 @@ def generate_file(
         problem = f"{output_file} has {done} answers for {len(lines)} lines; is it the output of another input?"
         raise RequestError(problem, "output")
     if done == len(lines):
-        return Summary(done, 0, 0)
-    failed = 0
+        return Summary(done, 0, 0, [])
+    failed, finished, engine = 0, list[tuple[float, float]](), llm()
+    began = time.monotonic()
     with output_file.open("ab") as out:
-        for answer in in_order(answers(llm(), lines, done, defaults, progress), first=done):
+        for answer in in_order(answers(engine, lines, done, defaults, progress), first=done):
             out.write(msgspec.json.encode(answer) + b"\n")
             out.flush()
             failed += answer.error is not None
+            tokens = sum(len(choice.token_ids) for choice in answer.choices)
+            finished.append((time.monotonic() - began, float(tokens)))
         os.fsync(out.fileno())
-    return Summary(done, len(lines) - done, failed)
+    return Summary(done, len(lines) - done, failed, finished)
 
 
 def complete_lines(output_file: Path) -> int:

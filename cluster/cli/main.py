@@ -17,7 +17,7 @@ from cluster.cli.bench.commands import bench
 from cluster.cli.serve import serve
 from cluster.cli.simulate import simulate
 from cluster.cli.vllm_flags import TakesVllmFlags
-from cluster.flags import ApiKeyOption, EngineFlags, JsonOption, ModelOption, given, with_flags
+from cluster.flags import ApiKeyOption, EngineFlags, HtmlOption, JsonOption, ModelOption, given, with_flags
 from engine.errors import RequestError, ServingError
 
 HELP = """Manta: serve large language models on a Ray cluster, behind an OpenAI-compatible API.
@@ -208,6 +208,7 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Probability mass to sample from; default 1.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of lines that bring none.")] = None,
+    html: HtmlOption = None,
 ) -> None:
     """Answer a file of prompts, offline; run it again after a kill, and it goes on where it was.
 
@@ -224,6 +225,10 @@ def generate(
 
     defaults = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     summary = generate_file(lambda: LLM(model, **engine), input, output, defaults, progress=sys.stderr.isatty())
+    if html is not None:
+        from cluster.cli.bench.charts import write_generation_report
+
+        write_generation_report(html, summary)
     message = f"{summary.written} lines answered, {summary.failed} of them with an error"
     print(f"{message}; {summary.resumed} were there before" if summary.resumed else message, file=sys.stderr)
     raise typer.Exit(1 if summary.failed else 0)

@@ -107,7 +107,7 @@ class ServeTerminal:
             if phase.ended_at is None and message.startswith(phase.ends):
                 phase.ended_at = now
         if message.startswith("kv cache: "):
-            self._facts["fits"] = message.removeprefix("kv cache: ")
+            self._facts["KV cache"] = message.removeprefix("kv cache: ")
         if message.startswith("ready address="):
             self._live.stop()
             self.console.print(self._box(fields))
@@ -137,7 +137,7 @@ class ServeTerminal:
             ("address", f"{address}/v1"),
             ("console", f"{address}/"),
             ("models", str(fields.get("models", "")).replace(",", ", ")),
-            ("fits", self._facts.get("fits", "")),
+            ("KV cache", self._facts.get("KV cache", "")),
             ("log", self.log_path),
             ("stop", "Ctrl-C"),
         ]

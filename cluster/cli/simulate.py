@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from cluster.cli.bench.tables import Total, distributions, figure, make_table, show, totals
-from cluster.flags import JsonOption, with_flags
+from cluster.flags import HtmlOption, JsonOption, with_flags
 from cluster.simulator.options import SimulationOptions
+from engine.errors import InvalidParameter
 
 if TYPE_CHECKING:  # `manta --help` need not wait for numpy and torch
     from cluster.simulator.planner import Candidate, Plan
@@ -27,6 +27,7 @@ def simulate(
     ] = False,
     max_gpus: Annotated[int, typer.Option(min=1, help="GPUs that --plan may use.")] = 256,
     as_json: JsonOption = False,
+    html: HtmlOption = None,
 ) -> None:
     """Run traffic on a cluster that exists only on paper: how many replicas, and which split, does it take?
 
@@ -44,9 +45,12 @@ def simulate(
     from cluster.cli.bench.progress import progress_bar
     from cluster.simulator.cluster import simulate as simulate_cluster
     from cluster.simulator.planner import Planner
+    from cluster.simulator.results import figures
     from cluster.simulator.spec import check_plan, find_trace, make_cluster
 
     if plan:
+        if html is not None:
+            raise InvalidParameter("--html", str(html), "left out with --plan, which has no one run to show")
         check_plan(options, max_gpus)
     traffic = find_trace(options)
     spec = make_cluster(options, traffic)
@@ -61,8 +65,12 @@ def simulate(
         else:
             task = progress.add_task("requests", total=len(traffic))
             report = simulate_cluster(spec, traffic, lambda done: progress.update(task, completed=done))
+    if html is not None:
+        from cluster.cli.bench.charts import write_simulation_report
+
+        write_simulation_report(html, report)
     if as_json:
-        print(json.dumps(asdict(found if plan else report)))
+        print(json.dumps(figures(found if plan else report)))
     elif plan:
         show_plan(found, spec.slo)
     else:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +78,7 @@ class ReplicaCounts:
     most: int
     mean: float  #: over the simulated time
     wanted: int  #: the maximum that the autoscaler wanted; above `most` where they were not up before the end
+    sizes: list[tuple[float, int]]  #: (second, replicas that were up from then on)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,16 @@ class HandoffUse:
     count: int  #: prompts that the prefill pool computed
     gigabytes: float
     link_busy: float  #: fraction of the time in which a prefill replica sent
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One entry per request that completed."""
+
+    ended_at: np.ndarray  #: seconds since the start
+    ttft_s: np.ndarray
+    e2e_s: np.ndarray
+    output_tokens: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +136,13 @@ class Report:
     gpus: int
     pools: dict[str, PoolUse]
     handoffs: HandoffUse | None
+    series: Series = field(compare=False, repr=False)  #: for charts
     took_s: float = 0.0  #: on the real clock
+
+
+def figures(report: Any) -> dict[str, Any]:
+    """Return a Report, or a dataclass that holds some, for JSON: all fields but `series`."""
+    return asdict(report, dict_factory=lambda pairs: {key: value for key, value in pairs if key != "series"})
 
 
 class Results:
@@ -181,4 +199,5 @@ class Results:
             gpus=spec.gpus,
             pools=pools,
             handoffs=handoffs,
+            series=Series(self.last_at[done], ttft[done], e2e[done], trace.output_tokens[done]),
         )

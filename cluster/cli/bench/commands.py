@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli.bench.load import OfflineLoad, ServeLoad
-from cluster.flags import ApiKeyOption, EngineFlags, JsonOption, ModelOption, with_flags
+from cluster.flags import ApiKeyOption, EngineFlags, HtmlOption, JsonOption, ModelOption, with_flags
 
 bench = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine alone.")
 
@@ -58,6 +58,7 @@ def serve(
     ] = None,
     timeout_s: Annotated[float, typer.Option(min=0.001, help="Time limit of one request.")] = 600.0,
     as_json: JsonOption = False,
+    html: HtmlOption = None,
 ) -> None:
     """Load on a server, and its latencies: any that speaks OpenAI's API.
 
@@ -74,6 +75,10 @@ def serve(
     objectives = parse_goodput(goodput or "")
     with progress_bar() as progress:
         report = asyncio.run(measure(load, OpenAIClient(base_url, api_key, timeout_s), model, objectives, progress))
+    if html is not None:
+        from cluster.cli.bench.charts import write_serve_report
+
+        write_serve_report(html, report)
     if as_json:
         print(json.dumps(report.flat(), allow_nan=False))
     else:

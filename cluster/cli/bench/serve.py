@@ -44,6 +44,7 @@ class ServeReport:
     errors: dict[str, int]  #: the commonest messages of failed requests, and their counts
     without_usage: int  #: requests whose tokens had to be counted by chunks, since the server did not say
     client_cpu_share: float  #: fraction of a core that the load generator used; near 1, it is what was measured
+    outcomes: list[Outcome]  #: of all requests, for charts
 
     @property
     def throughputs(self) -> dict[str, float]:
@@ -57,7 +58,11 @@ class ServeReport:
 
     def flat(self) -> dict[str, Any]:
         """Return the fields for JSON, named as vLLM names them: `mean_ttft_ms` and so on."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("load", "latencies")}
+        fields = {
+            name: getattr(self, name)
+            for name in self.__dataclass_fields__
+            if name not in ("load", "latencies", "outcomes")
+        }
         load = {name: getattr(self.load, name) for name in LOAD_FIELDS}
         if math.isinf(self.load.request_rate):
             load["request_rate"] = "inf"
@@ -165,4 +170,5 @@ def summarise(
         errors=dict(errors.most_common(SHOWN_ERRORS)),
         without_usage=sum(not o.has_usage for o in done),
         client_cpu_share=client_cpu_share,
+        outcomes=outcomes,
     )

@@ -1,0 +1,77 @@
+"""Reports of measurements, as files for a browser."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli.bench.charts import write_generation_report
+from cluster.cli.generate import Summary
+from cluster.cli.main import app
+from cluster.cli.report import Chart, distribution, nice_above, rate_over_time, steps_over_time, thinned, write_report
+
+
+def test_a_distribution_is_its_values_by_percentile():
+    assert distribution("t", "ms", [30.0, 10.0, 20.0]).points == [(0, 10), (50, 20), (100, 30)]
+
+
+def test_a_rate_over_time_adds_up_to_what_came():
+    chart = rate_over_time("t", "tokens/s", [(0.0, 5.0), (3.0, 10.0), (6.0, 15.0)], 6.0)
+    width = chart.points[1][0] - chart.points[0][0]
+    assert sum(y * width for _, y in chart.points) == pytest.approx(30.0)
+    assert [round(x, 1) for x, y in chart.points if y] == [0.1, 3.1, 6.0]
+
+
+def test_a_number_of_replicas_stays_until_it_changes():
+    points = steps_over_time("t", "replicas", [(0.0, 1), (5.0, 3)], 8.0).points
+    assert points == [(0.0, 1), (0.0, 1), (5.0, 1), (5.0, 3), (8.0, 3)]
+
+
+@pytest.mark.parametrize("points", [[], [(0.0, 0.0)], [(1.0, 3.0), (2.0, 1e6)]])
+def test_any_curve_is_drawn_within_its_picture(points):
+    svg = ElementTree.fromstring(Chart("t", "x", "y", points).svg())
+    numbers = [float(n) for n in re.findall(r"[\d.]+", svg.find("polyline").attrib["points"])]
+    assert all(0 <= number <= 560 for number in numbers)
+
+
+def test_a_long_curve_keeps_its_end_and_no_more_points_than_can_be_seen():
+    points = [(float(i), 0.0) for i in range(5001)]
+    assert len(thinned(points)) <= 402
+    assert thinned(points)[-1] == points[-1]
+
+
+@pytest.mark.parametrize(
+    ("value", "above"), [(0.0, 1.0), (0.3, 0.4), (1.0, 1.0), (7.9, 8.0), (9.0, 10.0), (130.0, 200.0)]
+)
+def test_an_axis_ends_at_a_short_number(value, above):
+    assert nice_above(value) == pytest.approx(above)
+
+
+def test_a_report_is_one_file_without_scripts_whose_names_are_text(tmp_path: Path):
+    path = tmp_path / "report.html"
+    write_report(path, "<script>alert(1)</script>", [("<b>", "a & b")], [distribution("<i>", "ms", [1.0, 2.0])])
+    text = path.read_text(encoding="utf-8")
+    assert "<script" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "a &amp; b" in text
+    assert not re.search(r"https?://|src=|url\(", text)
+
+
+def test_a_simulation_writes_its_latencies_and_replicas_over_time(tmp_path: Path):
+    path = tmp_path / "simulation.html"
+    flags = ["--trace", "fixed", "--requests", "40", "--rate", "4", "--replicas", "1", "--autoscale", "2"]
+    result = CliRunner().invoke(app, ["simulate", *flags, "--html", str(path)])
+    assert result.exit_code == 0, result.output
+    text = path.read_text(encoding="utf-8")
+    for chart in ("Time to first token", "Output", "Replicas of decode"):
+        assert f"<h2>{chart}" in text
+
+
+def test_a_generation_writes_its_throughput(tmp_path: Path):
+    path = tmp_path / "generation.html"
+    write_generation_report(path, Summary(0, 2, 0, [(1.0, 10.0), (2.0, 30.0)]))
+    assert "<dt>output tokens/s</dt><dd>20.0</dd>" in path.read_text(encoding="utf-8")
