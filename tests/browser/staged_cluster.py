@@ -121,8 +121,17 @@ def staged_cluster(name: str = "pocket", auth: AuthConfig = AuthConfig()) -> Ite
         telemetry = Telemetry("ingress-1")
         channel = TokenChannel("127.0.0.1", telemetry.stats)
         receiving = asyncio.create_task(channel.run())
-        info = ModelInfo(name=name, root="/models/pocket", folder="", max_model_len=MAX_MODEL_LEN, vocab_size=400,
-                         default_sampling={}, request_timeout_s=60.0, admission=LIMITS, supported_tasks=ALL_TASKS)  # fmt: skip  # noqa: E501
+        info = ModelInfo(
+            name=name,
+            root="/models/pocket",
+            folder="",
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=400,
+            default_sampling={},
+            request_timeout_s=60.0,
+            admission=LIMITS,
+            supported_tasks=ALL_TASKS,
+        )
         model = ServedModel(info, tokenizer(), pool, channel, telemetry)  # type: ignore[arg-type]  # as much as is asked
         console = ConsoleConfig(configuration={"models": [{"name": name}], "ingress": {"max_replays": 3}})
         app = http_app({name: model}, telemetry, auth, console=console)
