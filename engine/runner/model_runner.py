@@ -134,10 +134,11 @@ class ModelRunner:
                     budget_bytes=int(config.cuda_graph_memory_gib * 2**30), tp=tp,
                 )  # fmt: skip
         elif tp.size == 1 and self._can_capture() and dispatch.cpu_kernels(self.dtype, device):
-            from engine.model.ops.cpu.step_graph import record
+            from engine.model.ops.cpu.step_graph import RECORDED, record
 
             max_blocks = -(-longest // self.block_size)
-            x = torch.zeros(config.max_num_batched_tokens, model_config.hidden_size, dtype=self.dtype)
+            max_tokens = max(config.max_num_batched_tokens, sum(RECORDED))
+            x = torch.empty(max_tokens, model_config.hidden_size, dtype=self.dtype)
             self._step_graph = record(self.model.run_layers, x, max_blocks, self.kv_cache, self.kv_scales)
         self._inputs = InputBuilder(
             config, model_config, self.device, self.kv_cache, self.kv_scales, longest,

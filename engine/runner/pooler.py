@@ -68,7 +68,7 @@ class Pooler:
                 some.append(row)
                 vectors.append(vector)
             else:
-                self._carried[row.slot] = vector
+                self._carried[row.slot] = vector.clone()  # the hidden states of a graph are its next step's too
         heads = {"embed": self._embed, "score": self._score}
         return [
             Pooled(some, self._device.fetch(heads[task](some, torch.stack(vectors))))

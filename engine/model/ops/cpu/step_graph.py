@@ -15,6 +15,9 @@ from engine.model.ops.cpu.graph import RUN_ALL, Graph
 
 logger = logging.getLogger(__name__)
 
+RECORDED = 1, 2, 2, 1  # tokens of each sequence in the step that is recorded
+REPLAYED = 2, 1  # in the one that shows whether that was all: fewer, as there may be memory without room for more
+
 Forward = Callable[[Tensor, Batch], Tensor]
 
 
@@ -24,7 +27,7 @@ def record(
     """Record the kernels of a model; None if not all of them are ours. Nothing must be in the KV cache yet.
 
     forward: embedded tokens [tokens, hidden] and their batch -> hidden states [tokens, hidden].
-    x: [max_tokens, hidden], where the graph reads embedded tokens.
+    x: [max_tokens, hidden], where the graph reads embedded tokens; as many as RECORDED, or more.
     max_blocks: KV blocks of the longest sequence.
     """
     graph = StepGraph(forward, x, max_blocks, kv_cache, kv_scales)
@@ -45,10 +48,10 @@ class StepGraph:
     def __init__(self, forward: Forward, x: Tensor, max_blocks: int, kv_cache: Tensor, kv_scales: Tensor | None):
         self._forward, self._x, max_tokens = forward, x, len(x)
         self._kv_cache, self._kv_scales = kv_cache, kv_scales
-        self._positions, self._slot_mapping = torch.zeros(2, max_tokens, dtype=torch.int64)
-        self._kv_len = torch.zeros(max_tokens, dtype=torch.int32)
-        self._block_table = torch.zeros(max_tokens, max_blocks, dtype=torch.int32)
-        self._tiles = torch.zeros(1 + max_tokens, 4, dtype=torch.int64)
+        self._positions, self._slot_mapping = torch.empty(2, max_tokens, dtype=torch.int64)
+        self._kv_len = torch.empty(max_tokens, dtype=torch.int32)
+        self._block_table = torch.empty(max_tokens, max_blocks, dtype=torch.int32)
+        self._tiles = torch.empty(1 + max_tokens, 4, dtype=torch.int64)
         self._graph = Graph(max_tokens)
         RUN_ALL.compile(torch.int64)
 
@@ -62,10 +65,9 @@ class StepGraph:
     def record(self) -> bool:
         """Return whether a replay has the bits of the step itself: only kernels of ours are replayed.
 
-        What is recorded is a step of other tokens in other sequences, so whatever a replay lacks shows; and of more of
-        them, since what is not in the graph's memory has no room for more.
+        What is recorded is a step of other tokens in other sequences, so whatever a replay lacks shows.
         """
-        x, batch = self._example([1, 2, 2, 1])
+        x, batch = self._example(RECORDED)
         sequences = len(batch.kv_len)
         self._copy(x, batch)
         fixed = replace(
@@ -81,7 +83,7 @@ class StepGraph:
         if hidden not in self._graph.memory:
             return False
         self._hidden = hidden.as_strided((len(self._x), hidden.shape[1]), hidden.stride())
-        x, batch = self._example([2, 1])
+        x, batch = self._example(REPLAYED)
         replayed, expected = self.run(x, batch), self._forward(x, batch)
         return torch.equal(replayed.view(torch.uint8), expected.view(torch.uint8))  # also where a model gives NaN
 

@@ -16,6 +16,7 @@ from engine.core.engine import EngineCore
 from engine.model.batch import Batch, split
 from engine.model.ops.cpu.kernel import Kernel
 from engine.wire.messages import GenerateRequest
+from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from tests.models import COMMON
 
@@ -117,6 +118,26 @@ def test_one_recording_serves_steps_of_every_shape(architecture, quantization, t
         cache.copy_(before)
         assert torch.equal(found, forward(x, batch)), counts
         assert torch.equal(kv, cache), counts
+
+
+def test_steps_may_be_of_one_token_at_most(tmp_path):
+    options = {"max_num_batched_tokens": 1, "max_num_seqs": 1}
+    found = generate(make_core(tmp_path, "Llama", **options))
+    assert found == generate(make_core(tmp_path, "Llama", enforce_eager=True, **options))
+
+
+def test_what_a_prompt_in_parts_is_pooled_from_outlasts_its_step(tmp_path):
+    (tmp_path / "modules.json").write_text(
+        '[{"idx": 0, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]'
+    )
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    core, embeddings = make_core(tmp_path, "Qwen3", max_num_batched_tokens=4, max_num_seqs=4), []
+    for prompt in ([5, 6], [5, *range(20, 31)]):  # the first token, which is pooled, sees none but itself
+        core.add(GenerateRequest(request_id="", prompt=prompt, params=SamplingParams(), pooling=PoolingParams()))
+        while core.has_work:
+            embeddings += [event.delta.pooled for event in core.step() if event.delta.finish_reason]
+    assert embeddings[0] == embeddings[1]
 
 
 def test_every_step_is_two_regions_whatever_its_layers(tmp_path, monkeypatch):
