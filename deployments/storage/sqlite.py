@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 LOCK_TIMEOUT_S = 2.0  # how long another ingress may hold the file
 MAX_CALLS = 256  # in one commit
 CLEAN_UP_S = 60.0  # between two looks for expired values
-Call = tuple[Callable[[sqlite3.Connection], Any], "Future[Any]"]
+Call = tuple[Callable[[sqlite3.Connection], Any], "asyncio.Future[Any]"]
 
 
 class SqliteStore:
@@ -76,9 +76,9 @@ class SqliteStore:
         await asyncio.to_thread(self._thread.join)
 
     async def _run(self, call: Callable[[sqlite3.Connection], T]) -> T:
-        result: Future[T] = Future()
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._calls.put((call, result))
-        return await asyncio.wrap_future(result)
+        return await result
 
     def _work(self) -> None:
         while True:
@@ -103,13 +103,12 @@ class SqliteStore:
             if self._database.in_transaction:
                 self._database.execute("rollback")
             if len(calls) == 1:
-                _end(calls[0][1], error=StoreUnavailable(f"{type(error).__name__}: {error}"))
+                _settle([(calls[0][1], StoreUnavailable(f"{type(error).__name__}: {error}"))])
             else:
                 for call in calls:
                     self._commit([call])
         else:
-            for (_, future), result in zip(calls, results, strict=True):
-                _end(future, result)
+            _settle([(future, result) for (_, future), result in zip(calls, results, strict=True)])
 
 
 def _open(file: Path, max_bytes: int) -> sqlite3.Connection:
@@ -135,10 +134,17 @@ def _set(database: sqlite3.Connection, key: str, value: bytes, ttl_s: float) -> 
     database.execute("insert or replace into stored values (?, ?, ?)", (key, value, time.time() + ttl_s))
 
 
-def _end(future: Future[Any], result: Any = None, error: Exception | None = None) -> None:
-    """Set the result, unless whoever waited for it has left."""
-    if future.set_running_or_notify_cancel():
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+def _settle(results: list[tuple[asyncio.Future[Any], Any]]) -> None:
+    """Give the results to those who wait for them, unless they have left; the event loop is woken once."""
+
+    def settle() -> None:
+        for future, result in results:
+            if not future.done():
+                if isinstance(result, StoreUnavailable):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
+
+    if results:
+        with suppress(RuntimeError):  # the loop has ended
+            results[0][0].get_loop().call_soon_threadsafe(settle)
