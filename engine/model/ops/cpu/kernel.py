@@ -33,7 +33,8 @@ compiled = cfunc(types.void(types.CPointer(types.int64)), cache=True, **OPTIONS)
 
 def kernel(function: Callable[[Any], None]) -> Callable[[], Any]:
     """Make an entry point of `def name_bf16(args): name(as_bf16, args)`. It is compiled, or found in the cache, when it
-    is first asked for: most models need one dtype of each kernel."""
+    is first asked for: most models need one dtype of each kernel. Each is written out, because the cache never finds a
+    closure over a compiled function again: Numba takes that function's number in this process for a part of the key."""
     return cache(lambda: compiled(function))
 
 
