@@ -78,6 +78,7 @@ class Ingress(Inbox):
         *,
         timeout_s: float | None = None,
         prefill: Literal["auto", "local", "remote"] = "auto",
+        num_prompt: int | None = None,
         **params,
     ) -> None:
         settings = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
@@ -88,6 +89,7 @@ class Ingress(Inbox):
             reply_to=self.address,
             timeout_s=timeout_s,
             prefill=prefill,
+            num_prompt=num_prompt,
         )
         self.send(Add(request))
 

@@ -15,6 +15,7 @@ from engine.core.engine import EngineCore
 from engine.wire.messages import Abort, GenerateRequest, PrefillReplica, PrefillReplicas
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair
+from tests.engine.spec_decode.draft_checkpoints import HEADS, VOCAB, make_drafters
 from tests.fake_drafter import draft_always
 from tests.models import make_model
 
@@ -331,6 +332,41 @@ def test_drafts_follow_prompts_that_come_from_elsewhere(ranks, alone, monkeypatc
         pair.settle()
         assert results(pair) == 6
         assert pair.decode.scheduler.stats().spec_decode.num_accepted_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "medusa"])
+def test_heads_draft_after_prompts_that_come_from_elsewhere_and_go_on_where_another_engine_died(
+    ranks, tmp_path, monkeypatch, method
+):
+    draft_always(monkeypatch)
+    folder, drafter = make_drafters(tmp_path)[method]
+    speculative = SpeculativeConfig(num_speculative_tokens=HEADS, **drafter)
+    options: dict[str, Any] = {"model": str(folder), "speculative": speculative, "max_model_len": 256}
+    requests = [(length, params) for length in (5, 64, 150) for params in ({"temperature": 0.0}, RANDOM)]
+
+    def words(length: int) -> list[int]:
+        return random.Random(length).choices(range(3, VOCAB), k=length)
+
+    core = EngineCore.build(make_config(None, model=str(folder), max_model_len=256))
+    expected = []
+    for length, params in requests:
+        sampling = SamplingParams(max_tokens=24, ignore_eos=True, **params)
+        core.add(GenerateRequest(request_id="alone", prompt=words(length), params=sampling))
+        expected.append([token for tokens in steps(core) for token in tokens])
+    core.close()
+    with Pair(make_config("decode", **options), make_config("prefill", **options), ranks) as pair:
+        for i, (length, params) in enumerate(requests):
+            pair.ingress.add(f"first {i}", words(length), max_tokens=24, **params)
+        assert [pair.ingress.tokens(f"first {i}") for i in range(len(requests))] == expected
+        pair.forget()
+        for i, (length, params) in enumerate(requests):  # a decode engine died after 7 tokens, this one goes on
+            given = words(length) + expected[i][:7]
+            pair.ingress.add(f"again {i}", given, max_tokens=24, num_prompt=length, **params)
+        assert [pair.ingress.tokens(f"again {i}") for i in range(len(requests))] == [e[7:] for e in expected]
+        pair.settle()
+        assert results(pair) == 2 * len(requests)
+        assert pair.decode.scheduler.stats().spec_decode.num_draft_tokens > 0
 
 
 def test_a_prompt_of_16k_tokens_comes_in_small_chunks(ranks, tmp_path):

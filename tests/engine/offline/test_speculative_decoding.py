@@ -145,6 +145,7 @@ def test_preempted_requests_go_on_with_drafts(folder, expected, wild):
             "speculative.method must be one of ngram, suffix, draft_model, eagle3, mtp, medusa, got 'guess'",
         ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "between 1 and 32"),
+        ({"method": "ngram", "num_speculative_tokens": 33}, "between 1 and 32"),
         ({"method": "ngram", "num_speculative_tokens": "4"}, "an integer"),
         ({"method": "ngram", "prompt_lookup_min": 9}, "at most prompt_lookup_max"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "between 0 and 1, got 2"),
@@ -155,5 +156,6 @@ def test_preempted_requests_go_on_with_drafts(folder, expected, wild):
     ],
 )
 def test_options_that_there_are_not_are_refused_by_name(options, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as refused:
         LLM("pocket", speculative=options)
+    assert "\n" not in str(refused.value)
