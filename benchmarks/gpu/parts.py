@@ -288,7 +288,7 @@ ENGINE_TESTS = "graphs or waits or overlap or preempted or experts or padding"
 PARTS = (
     Part("requirements", 60, command=("-m", "tests.gpu.requirements")),
     Part("the bundled model in bfloat16", 120, command=pytest(1, "tests/gpu/test_engine.py", "-k", "bundled")),
-    Part("kernels against torch", 180, command=pytest(
+    Part("kernels against torch", 240, command=pytest(
         8, "tests/engine/model/ops/gpu", "--ignore=tests/engine/model/ops/gpu/test_compile.py"
     )),
     Part("graphs, waits, overlap, preemption", 150, command=pytest(
@@ -296,7 +296,7 @@ PARTS = (
     )),
     Part("copy", 40, copy),
     Part("matrix product, bf16", 40, matrix),
-    Part("decode 8B, batch 1", 90, lambda card: decode(card, 1)),
+    Part("decode 8B, batch 1", 120, lambda card: decode(card, 1)),
     Part("decode 8B, batch 64", 90, lambda card: decode(card, 64)),
     Part("prefill 8B, 8192 tokens", 90, prefill),
     Part("profile 8B, batch 1", 90, lambda card: profiled(card, 1)),
