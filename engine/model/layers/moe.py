@@ -52,23 +52,15 @@ class BiasedRouter(Sharded):
 
     def __init__(self, hidden_size: int, moe: MoEConfig):
         super().__init__()
-        self.moe = moe
+        self.moe, self.top_k = moe, ops.select_top_k_sigmoid(moe.num_experts, moe.num_groups, self.device)
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size, dtype=torch.float32), requires_grad=False)
         self.correction = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32), requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = linear.linear(x.float(), self.weight).sigmoid()
-        choice = scores + self.correction
-        if self.moe.num_groups > 1:
-            grouped = choice.unflatten(1, (self.moe.num_groups, -1))
-            best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.moe.topk_groups, dim=-1).indices
-            left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
-            choice = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1)
-        experts = choice.topk(self.moe.experts_per_token, dim=-1).indices
-        weights = scores.gather(1, experts)
-        if self.moe.norm_topk_prob:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-        return experts, (weights * self.moe.routed_scaling_factor).to(x.dtype)
+        moe, logits = self.moe, linear.linear(x.float(), self.weight)
+        groups = moe.num_groups, moe.topk_groups
+        experts, weights = self.top_k(logits, self.correction, groups, moe.experts_per_token, moe.norm_topk_prob)
+        return experts, (weights * moe.routed_scaling_factor).to(x.dtype)
 
     def shards(self) -> Shards:
         return {"weight": replicated(self.weight), "e_score_correction_bias": replicated(self.correction)}

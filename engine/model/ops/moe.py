@@ -23,6 +23,7 @@ from engine.model.quantization.weight import QuantizedWeight
 Activation = Callable[[Tensor], Tensor]
 Biases = tuple[Tensor, Tensor] | None
 TopK = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+TopKOfGroups = Callable[[Tensor, Tensor, tuple[int, int], int, bool], tuple[Tensor, Tensor]]
 Packed = Tensor | PackedExperts
 Weight = Tensor | Multiply
 MixPacked = Callable[[Tensor, Packed, Packed, Activation, Tensor, Tensor, Biases], Tensor]
@@ -86,6 +87,31 @@ def top_k_softmax_plain(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor
     if normalise:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return experts, weights.to(logits.dtype)
+
+
+def select_top_k_sigmoid(num_experts: int, num_groups: int, device: torch.device) -> TopKOfGroups:
+    """logits [tokens, num_experts] float32, correction [num_experts], (num_groups, topk_groups), k, normalise ->
+    experts [tokens, k] int64, weights [tokens, k] float32, the best choice first. See layers/moe.py."""
+    if not dispatch.gpu_kernels(torch.float32, device):
+        return top_k_sigmoid_plain
+    from engine.model.ops.gpu import routing
+
+    return routing.top_k_sigmoid if routing.divides(num_experts, num_groups) else top_k_sigmoid_plain
+
+
+def top_k_sigmoid_plain(
+    logits: Tensor, correction: Tensor, groups: tuple[int, int], k: int, normalise: bool
+) -> tuple[Tensor, Tensor]:
+    scores, (num_groups, topk_groups) = logits.sigmoid(), groups
+    choice = scores + correction
+    if num_groups > 1:
+        grouped = choice.unflatten(1, (num_groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(topk_groups, dim=-1).indices
+        left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        choice = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1)
+    experts = choice.topk(k, dim=-1).indices
+    weights = scores.gather(1, experts)
+    return experts, weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) if normalise else weights
 
 
 def mix_experts_plain(

@@ -161,6 +161,7 @@ def compile_packed_experts(kind: str) -> None:
 def compile_experts(dtype: torch.dtype) -> None:
     """For the few tokens of a decode step, and for the many of a prompt."""
     routing.top_k_softmax(torch.zeros(4, 128, dtype=dtype), 8, True)
+    routing.top_k_sigmoid(torch.zeros(4, 256), torch.zeros(256), (8, 4), 8, True)
     routing.combine(torch.zeros(32, 2048, dtype=dtype), torch.zeros(4, 8), torch.zeros(32, dtype=torch.int64))
     for tokens in (4, 400):
         x, experts = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 8, dtype=torch.int64)
