@@ -343,7 +343,7 @@ class Scheduler:
             if request.state in (State.FINISHED, State.LEASED):
                 continue  # ended after this step was planned
             computed, tokens = plan.starts[i] + plan.counts[i], result.tokens[i]
-            if self.speculator is not None and (i in plan.drafts or self.speculator.has_weights):
+            if self.speculator is not None and tokens and (i in plan.drafts or self.speculator.has_weights):
                 rejected = self.speculator.verified(request, len(tokens) - 1, result.drafts.get(i, []))
                 computed -= rejected
                 request.computed -= rejected if request.state is State.RUNNING else 0

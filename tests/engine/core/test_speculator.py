@@ -50,6 +50,14 @@ def test_drafts_with_weights_are_accepted_as_far_as_they_are_right(depth, kind, 
     assert len(h.plans) in steps
 
 
+def test_chunks_of_a_prompt_are_computed_once_beside_a_drafter_with_weights(depth):
+    propose = WildDrafter(kinds=("none",)).propose
+    h = Harness(num_blocks=64, max_model_len=64, max_num_batched_tokens=8, depth=depth, propose=propose)
+    h.add("a", list(range(1, 31)), max_tokens=3)
+    h.run()
+    assert sum(plan.num_tokens for plan in h.plans) == 30 + 2
+
+
 @pytest.mark.parametrize("max_tokens", range(1, 15))
 def test_drafts_end_before_the_last_token(depth, max_tokens):
     h = make("right", "long", depth=depth)
