@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -31,14 +32,14 @@ def top(url: str, api_key: str | None, *, once: bool) -> None:
 
 
 async def _show(client: OpenAIClient, console: Console, *, once: bool) -> None:
-    before: ClusterState | None = None
-    async with client:
-        with Live(console=console, screen=not once, auto_refresh=False) as live:
-            async for state in _states(client):
-                if not once or before is not None:
-                    live.update(view(state, before), refresh=True)
-                if once and before is not None:
-                    return
+    async with client, aclosing(_states(client)) as states:
+        before = await anext(states)
+        if once:
+            console.print(view(await anext(states), before))
+            return
+        with Live(view(before, None), console=console, screen=True, auto_refresh=False) as live:
+            async for state in states:
+                live.update(view(state, before), refresh=True)
                 before = state
 
 

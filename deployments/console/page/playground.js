@@ -66,7 +66,10 @@ export class PlaygroundView {
   send(text) {
     if (this.busy) return;
     this.examples.hidden = true;
-    for (const pane of this.shown) pane.send(text);
+    for (const pane of this.shown) {
+      pane.settings.element.open = false; // the answer is to be seen
+      pane.send(text);
+    }
     this.input.focus();
   }
 

@@ -49,8 +49,7 @@ export class Settings {
         h("label", { class: "wide" }, "System message", this.system),
         ...NUMBERS.map(([name]) => h("label", {}, name.replace("_", " "), this.numbers[name])),
         h("label", { class: "wide" }, "Tools", this.tools),
-        h("label", {}, "tool choice", this.choice),
-        example("Example tool", () => { this.tools.value = TOOLS; }),
+        example("Example tool", () => { this.tools.value = TOOLS; }, h("label", {}, "tool choice", this.choice)),
         h("label", { class: "wide" }, "JSON schema", this.schema),
         example("Example schema", () => { this.schema.value = SCHEMA; }),
         h("label", { class: "check wide" }, this.logprobs, "Show how probable each token was")
@@ -83,7 +82,8 @@ export class Settings {
 }
 
 const stringsOf = (limits) => Object.fromEntries(Object.entries(limits).map(([name, value]) => [name, String(value)]));
-const example = (text, onclick) => h("div", { class: "bar wide" }, h("button", { class: "plain", type: "button", onclick }, text));
+const example = (text, onclick, ...beside) =>
+  h("div", { class: "bar wide beside" }, ...beside, h("button", { class: "plain", type: "button", onclick }, text));
 
 function parse(name, text) {
   try {
