@@ -16,7 +16,7 @@ from deployments.http.middleware import AuthConfig
 from deployments.idempotency.record import Record, answer_key
 from deployments.storage.config import StoreConfig, open_store
 from engine.wire.messages import ErrorInfo
-from tests.deployments.fake_api import FakeApi, fake_api, says, until
+from tests.deployments.fake_api import FakeApi, fake_api, says, tokenizer, until
 from tests.redis_server import redis_server
 
 KEY = {"Idempotency-Key": "key 1"}
@@ -228,21 +228,69 @@ def test_another_ingress_has_the_answer_of_one_that_has_ended(shared):
 def test_an_answer_that_an_ingress_left_is_computed_again_with_its_seed_and_goes_on_where_it_was(shared):
     async def scenario() -> None:
         def drawn(request: Any) -> list[int]:
-            return [97 + (request.params.seed + i) % 26 for i in range(20)]
+            return tokenizer().encode("".join(chr(97 + (request.params.seed + i) % 26) for i in range(20)))[:20]
 
         async with fake_api(drawn, store=shared) as api:
             whole = events_of((await post(api, "completions", **PROMPT, stream=True)).text)
             await until(lambda: not _live(api))
-        store = open_store(shared)
-        record_key = answer_key(whole[0][0][:32])
-        record = Record.decode("", await store.get(record_key) or b"")
-        record.outputs = None  # as if it had died before the end
-        await store.set(record_key, record.encode(), 60)
-        await store.close()
+        await change_record(shared, whole[0][0][:32], outputs=None)  # as if it had died before the end
         async with fake_api(drawn, store=shared) as api:
             rest = await post(api, "completions", KEY | {"Last-Event-ID": whole[6][0]}, **PROMPT, stream=True)
             assert events_of(rest.text) == whole[7:]
             assert len(api.engine.added) == 1
+
+    run(scenario())
+
+
+def test_without_its_store_a_key_is_refused_and_what_was_begun_is_answered():
+    async def scenario() -> None:
+        with redis_server() as redis:
+            async with fake_api(store=StoreConfig(url=redis.url)) as api:
+                api.engine.paused.set()
+                begun = asyncio.create_task(post(api, "completions", **PROMPT))
+                await until(lambda: api.engine.num_live)
+                redis.process.kill()
+                redis.process.wait()
+                api.engine.paused.clear()
+                assert (await begun).json()["choices"][0]["finish_reason"] == "length"
+                refused = await post(api, "completions", {"Idempotency-Key": "2"}, **PROMPT)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+                assert "Retry-After" in refused.headers and len(api.engine.added) == 1
+                assert (await api.post("completions", **PROMPT)).status_code == 200
+
+    run(scenario())
+
+
+async def change_record(config: StoreConfig, stream_id: str, value: bytes | None = None, **fields: Any) -> None:
+    """As a crash, or a broken disk, would have left it."""
+    store = open_store(config)
+    record = Record.decode("", await store.get(answer_key(stream_id)) or b"")
+    for name, changed in fields.items():
+        setattr(record, name, changed)
+    await store.set(answer_key(stream_id), record.encode() if value is None else value, 60)
+    await store.close()
+
+
+def test_a_stored_answer_that_cannot_be_read_or_gone_on_with_is_an_error_by_name(tmp_path):
+    config = StoreConfig(url=f"sqlite://{tmp_path}/store.db")
+
+    async def scenario() -> None:
+        async with fake_api(store=config) as api:
+            events = events_of((await post(api, "completions", **PROMPT, stream=True)).text)
+        stream_id, last = events[0][0][:32], {"Last-Event-ID": events[5][0]}
+        await change_record(config, stream_id, outputs=None)
+        async with fake_api(store=config, fingerprint="fp_other") as api:
+            answer = await post(api, "completions", **PROMPT, stream=True)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "answer_not_reproducible")
+            assert "fp_other" in answer.text and not api.engine.added
+        async with fake_api(says("something else, of other weights"), store=config) as api:
+            answer = await post(api, "completions", last, **PROMPT, stream=True)
+            error, done = answer.text.split("\n\n")[:-1]
+            assert '"code":"answer_diverged"' in error and done == "data: [DONE]" and "id:" not in answer.text
+        await change_record(config, stream_id, b"no record")
+        async with fake_api(store=config) as api:
+            answer = await post(api, "completions", **PROMPT, stream=True)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "stored_answer_corrupt")
 
     run(scenario())
 
