@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from subprocess import PIPE, Popen
 
 import httpx
@@ -16,10 +17,20 @@ import pytest
 
 from tests.deployments.idempotency.server import NUM_TOKENS
 from tests.processes import started
+from tests.redis_server import redis_server
 
 pytestmark = pytest.mark.slow
 NUM_CLIENTS = 12
 RUNNING = 10  # events after which a stream counts as running
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "sqlite":
+        yield f"sqlite://{tmp_path}/store.db"
+        return
+    with redis_server() as server:
+        yield server.url
 
 
 @contextmanager
@@ -80,8 +91,7 @@ def have_more(clients: list[Client], count: list[int]) -> bool:
     return all(client.done or len(client.ids) >= n + RUNNING for client, n in zip(clients, count, strict=True))
 
 
-def test_every_client_has_the_whole_text_once_although_one_server_after_the_other_is_killed(tmp_path):
-    url = f"sqlite://{tmp_path}/store.db"
+def test_every_client_has_the_whole_text_once_although_one_server_after_the_other_is_killed(url):
     clients = [Client(f"key {i}") for i in range(NUM_CLIENTS)]
     for kill in range(3):
         count = [len(client.ids) for client in clients]
