@@ -16,10 +16,10 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum in the dtype of the parts, rounded once."""
     dtype, device = parts[0].dtype, parts[0].device
     if dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu import tree_sum
+        from engine.model.ops.cpu import linear
 
-        if len(parts) == tree_sum.PARTS:
-            return tree_sum.sum_8(parts)
+        if len(parts) == linear.PARTS:
+            return linear.sum_8(parts)
     return tree_sum_plain([part.float() for part in parts]).to(dtype)
 
 

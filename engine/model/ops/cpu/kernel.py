@@ -35,7 +35,14 @@ def kernel(function: Callable[[Any], None]) -> Callable[[], Any]:
     """Make an entry point of `def name_bf16(args): name(as_bf16, args)`. It is compiled, or found in the cache, when it
     is first asked for: most models need one dtype of each kernel. Each is written out, because the cache never finds a
     closure over a compiled function again: Numba takes that function's number in this process for a part of the key."""
-    return cache(lambda: compiled(function))
+    return cache(lambda: compile_or_load(function))
+
+
+def compile_or_load(function: Callable[[Any], None]) -> Any:
+    """What was just compiled is loaded from the cache, as other processes do: LLVM optimizes it differently in the two
+    cases, and sums may be added in another order."""
+    found = compiled(function)
+    return found if found.cache_hits else compiled(function)
 
 
 @intrinsic

@@ -3,11 +3,12 @@
 A packed weight is [outputs / 64, inputs / 2, 64, 2]: a column of 64 outputs lies in one piece, in the order in which it
 is read. A thread multiplies all rows by one column, a few rows at a time, and meanwhile asks for the column that it
 takes next, so that reading from memory and computing overlap. Each output is one sum in the order of the inputs: a row
-has the same bits beside any others.
+has the same bits beside any others. Products with parts of the inputs are added up as ops/tree_sum.py says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,21 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from engine.model.ops.cpu.kernel import I32, I64, Kernel, TokenCount, as_bf16, device_function, empty, kernel, take
+from engine.model.ops.cpu.kernel import (
+    I32,
+    I64,
+    Kernel,
+    TokenCount,
+    as_bf16,
+    as_f32,
+    device_function,
+    empty,
+    kernel,
+    load,
+    store,
+    take,
+)
+from engine.model.ops.cpu.tile_product import CONTRACT
 from engine.model.ops.cpu.vector import (
     BF16,
     CACHE_LINE_BYTES,
@@ -37,6 +52,8 @@ STEP_BYTES = 4 * COLUMN  # of a column, for two inputs
 BLOCK_ROWS = 384  # that a thread takes at a time, and that stay in its cache
 PAIRS = ir.VectorType(BF16, 2 * LANES)
 U16P = types.CPointer(types.uint16)
+PARTS = 8  # that can be added up
+TOKENS = 2  # of a sum, taken by a thread at a time
 
 
 def multiply_tile(rows: int) -> Any:
@@ -176,4 +193,49 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x.dtype, len(weight) * -(-len(x) // BLOCK_ROWS), x, weight, 0 if bias is None else bias, out,
         TokenCount(len(x)), inputs, outputs, x.stride(0),
     )  # fmt: skip
+    return out
+
+
+@intrinsic
+def add(_: Any, a: Any, b: Any) -> Any:
+    """a + b, which is never reassociated."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.fadd(args[0], args[1], flags=CONTRACT)
+
+    return types.float32(types.float32, types.float32), generate
+
+
+@device_function
+def sum_8_parts(cast: Any, args: Any) -> None:
+    a, b, c, d = cast(args[1]), cast(args[2]), cast(args[3]), cast(args[4])
+    e, f, g, h = cast(args[5]), cast(args[6]), cast(args[7]), cast(args[8])
+    out, tokens, size = cast(args[9]), args[10], args[11]
+    while True:
+        first = take(args, TOKENS)
+        if first >= tokens:
+            break
+        for i in range(first * size, min(first + TOKENS, tokens) * size):
+            low = add(add(load(a, i), load(b, i)), add(load(c, i), load(d, i)))
+            high = add(add(load(e, i), load(f, i)), add(load(g, i), load(h, i)))
+            store(out, i, add(low, high))
+
+
+@kernel
+def sum_8_bf16(args: Any) -> None:
+    sum_8_parts(as_bf16, args)
+
+
+@kernel
+def sum_8_f32(args: Any) -> None:
+    sum_8_parts(as_f32, args)
+
+
+SUM_8 = Kernel({torch.bfloat16: sum_8_bf16, torch.float32: sum_8_f32})
+
+
+def sum_8(parts: Sequence[Tensor]) -> Tensor:
+    tokens, size = parts[0].shape
+    out = empty((tokens, size), parts[0].dtype)
+    SUM_8.launch(out.dtype, -(-tokens // TOKENS), *parts, out, TokenCount(tokens), size)
     return out
