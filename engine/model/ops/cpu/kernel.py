@@ -26,8 +26,9 @@ I32 = ir.IntType(32)
 OPTIONS = {"fastmath": True, "error_model": "numpy"}
 PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-# a function that is compiled into the kernels that call it
-device_function = njit(nogil=True, boundscheck=False, **OPTIONS)
+# a function that is compiled into the kernels that call it: if one were called, it would be another copy of it, with other
+# instructions and bits, in a process that has just compiled the kernel than in one that has found it in the cache
+device_function = njit(nogil=True, boundscheck=False, forceinline=True, **OPTIONS)
 compiled = cfunc(types.void(types.CPointer(types.int64)), cache=True, **OPTIONS)
 
 
@@ -35,14 +36,7 @@ def kernel(function: Callable[[Any], None]) -> Callable[[], Any]:
     """Make an entry point of `def name_bf16(args): name(as_bf16, args)`. It is compiled, or found in the cache, when it
     is first asked for: most models need one dtype of each kernel. Each is written out, because the cache never finds a
     closure over a compiled function again: Numba takes that function's number in this process for a part of the key."""
-    return cache(lambda: compile_or_load(function))
-
-
-def compile_or_load(function: Callable[[Any], None]) -> Any:
-    """What was just compiled is loaded from the cache, as other processes do: LLVM optimizes it differently in the two
-    cases, and sums may be added in another order."""
-    found = compiled(function)
-    return found if found.cache_hits else compiled(function)
+    return cache(lambda: compiled(function))
 
 
 @intrinsic

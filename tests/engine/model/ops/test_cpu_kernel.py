@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import subprocess
+import sys
 
-import numba
-import numpy as np
+import pytest
 
-from engine.model.ops.cpu.kernel import as_f32, kernel, store
+ANSWER = """
+from engine import LLM, SamplingParams
+
+params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=0, ignore_eos=True)
+with LLM("pocket", dtype="float32", num_threads=1, num_blocks=64) as llm:
+    (output,) = llm.generate(["The quick brown fox jumps over the lazy dog, and then"], params, progress=False)
+print([(entry.token_id, entry.logprob) for entry in output.outputs[0].logprobs])
+"""
 
 
-def entry(args: Any) -> None:
-    store(as_f32(args[1]), 0, np.float32(1.0))
-
-
-def test_a_kernel_that_was_just_compiled_is_loaded_as_other_processes_load_it(tmp_path, monkeypatch):
-    """Compiled here and loaded, it has other instructions: an engine that starts first would give other bits."""
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    assert kernel(entry)().cache_hits == 1
+@pytest.mark.slow
+def test_a_process_that_compiles_the_kernels_gives_the_bits_of_one_that_finds_them_compiled(tmp_path):
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", ANSWER]
+    first, second = (
+        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout
+        for _ in range(2)
+    )
+    assert first == second
+    assert first.count("(") == 24
