@@ -26,8 +26,8 @@ I32 = ir.IntType(32)
 OPTIONS = {"fastmath": True, "error_model": "numpy"}
 PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-# a function that is compiled into the kernels that call it: if one were called, it would be another copy of it, with other
-# instructions and bits, in a process that has just compiled the kernel than in one that has found it in the cache
+# a function that is compiled into the kernels that call it: if one were called, it would be another copy of it, with
+# other instructions and bits, in a process that has just compiled the kernel than in one that has found it in the cache
 device_function = njit(nogil=True, boundscheck=False, forceinline=True, **OPTIONS)
 compiled = cfunc(types.void(types.CPointer(types.int64)), cache=True, **OPTIONS)
 
