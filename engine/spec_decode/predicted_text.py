@@ -5,10 +5,11 @@ OpenAI's field `prediction`.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from itertools import pairwise
 
 WINDOW = 4096  # tokens of the prediction that are searched at once
+TOKEN_BYTES = array("q").itemsize
 
 
 class PredictedText:
@@ -18,6 +19,7 @@ class PredictedText:
     def __init__(self, prediction: list[int], tokens: list[int], num_prompt: int):
         """tokens: of the sequence, read at each proposal; until then they only ever grow."""
         self._prediction, self._tokens = prediction, tokens
+        self._bytes = as_bytes(prediction)  # which are searched ten times as fast as a list
         self._read = num_prompt  # tokens of the sequence that were compared
         self._next = 0  # in the prediction, after what was found last
         self._lost = False
@@ -35,9 +37,14 @@ class PredictedText:
         return [] if self._lost else prediction[self._next : self._next + limit]
 
     def _search(self, last: int, newest: int) -> None:
-        prediction, place = self._prediction, max(self._next, 1)
-        window = prediction[place - 1 : place + WINDOW]
-        for i, pair in enumerate(pairwise(window)):
-            if pair == (last, newest):
-                self._next, self._lost = place + i + 1, False
+        pair, start = as_bytes([last, newest]), max(self._next - 1, 0)
+        first, end = start * TOKEN_BYTES, (start + 1 + WINDOW) * TOKEN_BYTES
+        while (found := self._bytes.find(pair, first, end)) >= 0:
+            if found % TOKEN_BYTES == 0:
+                self._next, self._lost = found // TOKEN_BYTES + 2, False
                 return
+            first = found + 1  # the end of one token and the start of another
+
+
+def as_bytes(tokens: list[int]) -> bytes:
+    return array("q", tokens).tobytes()

@@ -43,6 +43,12 @@ def test_a_place_far_behind_is_not_searched_for(monkeypatch):
     assert drafts_after([0, 50, 6, 7]) == []
 
 
+def test_the_end_of_one_token_and_the_start_of_the_next_are_no_token():
+    prediction, tokens = [1, 2 << 32, 3 << 32, 4, 2, 3, 7], [9, 5, 2, 3]
+    assert list(PredictedText(prediction, tokens, 1).propose(3)) == [7]
+    assert list(PredictedText([1, 2, 256, 0, 1, 0, 8], [9, 5, 1, 0], 1).propose(3)) == [8]
+
+
 @given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 3), max_size=12), st.integers(1, 5))
 def test_what_is_proposed_stands_in_the_prediction_after_what_the_answer_ends_with(output, prediction, limit):
     proposed = list(PredictedText(prediction, [9, *output], 1).propose(limit))
