@@ -159,8 +159,13 @@ class NixlTransport:
         here = there.copy()
         here[:, 0] = buffer.data_ptr() + np.cumsum(there[:, 1]) - there[:, 1]
         here[:, 2] = self._device
-        local = self._agent.get_xfer_descs(here, self._segment)
-        handle = self._agent.initialize_xfer("READ", local, self._agent.get_xfer_descs(there, remote.segment), peer)
+        try:
+            local = self._agent.get_xfer_descs(here, self._segment)
+            source = self._agent.get_xfer_descs(there, remote.segment)
+            handle = self._agent.initialize_xfer("READ", local, source, peer)
+        except BaseException:
+            self._free.append(buffer)  # nothing will write to it
+            raise
         transfer = Transfer(handle, buffer, piece.local)
         try:
             if self._agent.transfer(handle) == "ERR":

@@ -558,7 +558,7 @@ def test_a_paused_source_fails_the_read_and_serves_when_it_goes_on(make_tcp: Mak
 
 
 @needs_nixl
-def test_c6_reads_share_buffers_and_each_goes_on_with_one(make_nixl: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_share_buffers_and_each_goes_on_with_one(make_nixl: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "PIECE_BYTES", 1)
     monkeypatch.setattr(nixl, "MAX_BUFFERS", 2)
     ids = list(range(20))
@@ -579,8 +579,25 @@ def test_c6_reads_share_buffers_and_each_goes_on_with_one(make_nixl: Make, monke
     assert len(reader._free) <= 2 + 2 and reader._buffers_in_use == 0
 
 
+def test_a_transfer_that_cannot_be_prepared_keeps_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("NIXL_ERR_NOT_FOUND")
+
+    agent = SimpleNamespace(
+        register_memory=lambda *_: None, deregister_memory=lambda _: None, get_agent_metadata=bytes,
+        add_remote_agent=lambda _: b"peer", get_xfer_descs=lambda *_: None, initialize_xfer=refuse,
+    )  # fmt: skip
+    monkeypatch.setattr(nixl, "start_agent", lambda: agent)
+    reader = NixlTransport(BlockMemory(full_cache(4, 2)), 20.0)
+    for _ in range(nixl.MAX_BUFFERS + 1):
+        with pytest.raises(TransportError, match="NIXL_ERR_NOT_FOUND"):
+            reader.read(reader.describe(), BlockReads([0], [1], ALL), NEVER)
+    assert reader._buffers_in_use == 0 and len(reader._free) == 1
+    reader.close()
+
+
 @pytest.mark.parametrize(("head_dim", "word_bytes"), [(4, 16), (2, 8), (3, 1)])
-def test_c7_a_gpu_moves_words_and_not_bytes(head_dim: int, word_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_moves_words_and_not_bytes(head_dim: int, word_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     source, target = torch.randn(9, 2, 2, 4, 1, head_dim), torch.zeros(9, 2, 2, 4, 1, head_dim)
     memories = [BlockMemory(cache) for cache in (source, target)]
