@@ -56,6 +56,13 @@ class WrongOps(FakeOps):
         return shared.copy_(mine) if mine.float().sum() > shared.float().sum() / 2 else shared
 
 
+class RefusingOps(FakeOps):
+    """torch's operation for parts raises, as where a card or a size does not suit it."""
+
+    def two_shot_all_reduce_(self, shared: Tensor, reduce_op: str, name: str) -> Tensor:
+        raise RuntimeError("two_shot_all_reduce_: unsupported")
+
+
 @pytest.fixture
 def groups():
     groups = connect(SIZE, shared_memory=False)
@@ -136,6 +143,13 @@ def test_ranks_use_nccl_alone_if_a_sum_is_wrong_on_one_of_them(groups, monkeypat
     found = start(groups, lambda plain, group, store, rank, size, name: shared[rank], monkeypatch)
     assert found == [group._collectives for group in groups]
     assert "is wrong" in caplog.text
+
+
+def test_ranks_use_nccl_alone_if_torch_refuses_a_sum(groups, monkeypatch, caplog):
+    shared = shared_by(groups, ops=RefusingOps)
+    found = start(groups, lambda plain, group, store, rank, size, name: shared[rank], monkeypatch)
+    assert found == [group._collectives for group in groups]
+    assert "failed: two_shot_all_reduce_: unsupported" in caplog.text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such memory")
