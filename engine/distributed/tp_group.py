@@ -52,6 +52,7 @@ class TPGroup:
     local_size = 1  #: ranks on this machine
     host = "127.0.0.1"  #: at which the other ranks reach this one
     parts = 1  #: of each sum over the ranks, that every rank computes
+    vocab_multiple = 1  #: of which the rows of the vocabulary on a rank are a multiple
 
     def __init__(self, rank: int, size: int, key: ClusterKey | None = None):
         """key: by which its sockets, and those of other engines, know each other; None lets anybody in."""
@@ -139,8 +140,8 @@ class ConnectedGroup(TPGroup):
     """Several ranks, each a process.
 
     CPUs of one machine use shared memory, CPUs of several machines gloo, GPUs NCCL, and those of one machine symmetric
-    memory beside it. Neither gloo nor NCCL nor the store at
-    which ranks meet encrypt or authenticate anything: the network between ranks has to be trusted (docs/security.md).
+    memory beside it. Neither gloo nor NCCL nor the store at which ranks meet encrypt or authenticate anything: the
+    network between ranks has to be trusted (docs/security.md).
     """
 
     def __init__(

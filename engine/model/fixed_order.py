@@ -20,6 +20,9 @@ from engine.model.config import ModelConfig
 from engine.model.ops import tree_sum
 
 PARTS = 8
+VOCAB_MULTIPLE = 64
+"""Outputs that our kernel for a CPU (ops/cpu/linear.py) computes at a time. A part of the vocabulary that is no
+multiple of them would be oneDNN's to multiply, which sums many inputs in another order."""
 
 
 def check(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> None:
@@ -41,7 +44,7 @@ class FixedOrder(TPGroup):
         if PARTS % tp.size:
             raise ConfigError("tensor_parallel", tp.size, f"1, 2, 4 or {PARTS} with determinism: strict")
         super().__init__(tp.rank, tp.size)
-        self.parts = PARTS // tp.size
+        self.parts, self.vocab_multiple = PARTS // tp.size, VOCAB_MULTIPLE
         self._tp = tp
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:

@@ -13,14 +13,15 @@ from engine.model.shard import OUTPUTS, Shard, Sharded, Shards
 
 
 class VocabParallel(Sharded):
-    """This rank's rows of a [vocab_size, hidden_size] matrix. The vocabulary is padded to a multiple of the ranks; the
-    padding stays uninitialised, since no id points to it and its logits are cut off."""
+    """This rank's rows of a [vocab_size, hidden_size] matrix. The vocabulary is padded so that all ranks have as many,
+    and a multiple of `tp.vocab_multiple`; the padding stays uninitialised, since no id points to it and its logits are
+    cut off."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup):
         super().__init__()
         self.tp = tp
         self.vocab_size = vocab_size
-        rows = -(-vocab_size // tp.size)
+        rows = -(-vocab_size // (tp.size * tp.vocab_multiple)) * tp.vocab_multiple
         self.start = min(tp.rank * rows, vocab_size)
         self.stop = min(self.start + rows, vocab_size)
         self.weight = nn.Parameter(torch.empty(rows, hidden_size), requires_grad=False)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.distributed.tp_group import TPGroup
+from engine.model.fixed_order import FixedOrder
 from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
 from engine.model.models.registry import build
 from tests.engine.model.layers.sharding import random_tensors, run_sharded
@@ -67,6 +68,27 @@ def test_a_tied_head_shares_the_memory_of_the_embedding():
     head = TiedLMHead(embedding)
     assert head.weight is embedding.weight
     assert head.shards() == {}
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="linear layers have no kernel of ours here")
+def test_logits_of_strict_determinism_have_the_same_bits_whatever_part_of_the_vocabulary_a_rank_has():
+    vocab, inputs = 320, 4096  # 40 rows over eight ranks, 80 over four
+    tensors = {name: tensor.bfloat16() for name, tensor in random_tensors({"weight": (vocab, inputs)}).items()}
+    hidden = torch.randn(3, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    class Packed(LMHead):
+        def forward(self, hidden):
+            self.pack()
+            return super().forward(hidden)
+
+    def make(tp):
+        return build(lambda: Packed(vocab, inputs, FixedOrder(tp)), torch.bfloat16, "cpu")
+
+    (alone,) = run_sharded(1, make, tensors, lambda rank: (hidden,))
+    torch.testing.assert_close(alone, F.linear(hidden.float(), tensors["weight"].float()), atol=1.0, rtol=2e-2)
+    for size in (2, 4, 8):
+        for logits in run_sharded(size, make, tensors, lambda rank: (hidden,)):
+            assert torch.equal(logits, alone)
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="linear layers have no kernel of ours here")
