@@ -68,7 +68,7 @@ def test_a_gpu_gives_all_that_was_measured_as_free(option):
 
 
 @pytest.mark.parametrize(("transport", "buffers"), [("auto", 8), ("nixl", 8), ("tcp", 0)])
-def test_c6_a_gpu_leaves_room_for_the_buffers_that_kv_arrives_in(transport, buffers):
+def test_a_gpu_leaves_room_for_the_buffers_that_kv_arrives_in(transport, buffers):
     handoff = HandoffConfig(role="decode", transport=transport)
     large = tiny_config(num_layers=32, num_kv_heads=32, head_dim=128, max_position_embeddings=32768)
     free = 1000 * 32 * 2 * 32 * 128 * 16 * 2
@@ -164,7 +164,7 @@ def test_a_gpu_whose_memory_is_taken_already_holds_nothing_rather_than_less():
 
 
 @pytest.mark.parametrize(("capability", "taken"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
-def test_c1_a_cache_in_float8_is_refused_by_a_sentence_on_a_gpu_without_float8(capability, taken, monkeypatch):
+def test_a_cache_in_float8_is_refused_by_a_sentence_on_a_gpu_without_float8(capability, taken, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config = EngineConfig(kv_cache_dtype="fp8")
     if taken:

@@ -186,7 +186,7 @@ def test_every_key_is_planned_once_and_every_split_tile_has_its_own_slots(kv_len
     assert len(slots) <= 2 * wanted
 
 
-def test_c8_a_long_sequence_among_short_ones_is_split_by_its_length():
+def test_a_long_sequence_among_short_ones_is_split_by_its_length():
     items = planned([100_000] + [1000] * 63, 66)
     assert max(item[5] - item[4] for item in items) <= -(-163_000 // 66 // 32) * 32 + 32
     assert sum(item[0] == 0 for item in items) == 41

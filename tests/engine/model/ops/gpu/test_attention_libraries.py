@@ -158,7 +158,7 @@ def freezing() -> Callable[..., Tensor]:
     ],
     ids=["wrong", "failing", "waiting", "freezing"],
 )
-def test_c4_a_library_that_is_wrong_or_that_a_graph_cannot_hold_is_left_out_by_one_line(
+def test_a_library_that_is_wrong_or_that_a_graph_cannot_hold_is_left_out_by_one_line(
     install, monkeypatch, caplog, function, reason
 ):
     install()
@@ -171,7 +171,7 @@ def test_c4_a_library_that_is_wrong_or_that_a_graph_cannot_hold_is_left_out_by_o
     assert reason in line
 
 
-def test_b1_decode_without_a_window_asks_for_none(install, monkeypatch):
+def test_decode_without_a_window_asks_for_none(install, monkeypatch):
     """A window keeps FlashAttention 2 from packing the heads of a KV head: "none" has to be said as none."""
     install("flashinfer.decode")
     calls: list[dict] = []
@@ -186,7 +186,7 @@ def test_b1_decode_without_a_window_asks_for_none(install, monkeypatch):
     assert {call["window_left"] for call in calls} == {-1}
 
 
-def test_b2_rows_that_decode_beside_a_chunk_are_split_over_programs_as_if_alone(install):
+def test_rows_that_decode_beside_a_chunk_are_split_over_programs_as_if_alone(install):
     """They are launched apart from the chunk, in tiles of their own, each with all query heads of a KV head."""
     install("flashinfer.decode")
     case = Case([(2100, 1), (0, 33)], heads=2, kv_heads=1, block_size=64)

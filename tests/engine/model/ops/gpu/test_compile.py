@@ -85,7 +85,7 @@ def test_the_other_kernels_compile_for_every_gpu_and_in_every_dtype(target):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SHARED)
 @pytest.mark.parametrize("part", range(4))
-def test_c2_attention_of_every_shape_compiles_and_fits_into_the_shared_memory(part, target):
+def test_attention_of_every_shape_compiles_and_fits_into_the_shared_memory(part, target):
     """In bfloat16, float16, float32 and float8, which no GPU before sm_89 has."""
     cases = [name for name in CASES if target != "sm_80" or "float8" not in name][part::4]
     kernels = compiled(target, *cases)

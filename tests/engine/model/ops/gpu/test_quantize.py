@@ -38,7 +38,7 @@ def test_rows_are_rounded_as_by_plain_torch(rows, groups, size, power, grouped, 
 
 
 @pytest.mark.parametrize("rows", [1, 4, 6])
-def test_b6_blocks_are_rounded_in_one_launch_as_cublas_wants_them(rows):
+def test_blocks_are_rounded_in_one_launch_as_cublas_wants_them(rows):
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows)).to(DEVICE, torch.bfloat16)
     values, scale = quantize_blocks(x, 128)
     expected, expected_scale = quantize_rows(x, FP8, 128)
@@ -77,7 +77,7 @@ def test_a_product_with_int4_equals_plain(rows, groups, zeros, bias):
 
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("bias", [None, torch.full((48,), 3.0, dtype=torch.bfloat16, device=DEVICE)], ids=["", "bias"])
-def test_b5_a_product_of_int8_is_scaled_in_one_pass_and_equals_plain(rows, bias):
+def test_a_product_of_int8_is_scaled_in_one_pass_and_equals_plain(rows, bias):
     packed = make_weight(8, 48, 64, 1)
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)).to(DEVICE, torch.bfloat16)
     torch.testing.assert_close(Int8(packed)(x, bias), quantized_linear.plain(x, packed, bias), atol=1e-2, rtol=1e-2)

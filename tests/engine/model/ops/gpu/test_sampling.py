@@ -62,7 +62,7 @@ def test_any_logits_give_the_same_token_as_sorting(spread, offset, top_k, top_p,
 
 
 @pytest.mark.parametrize("spread", [1.0, 9.0], ids=["all are likely", "few are"])
-def test_b7_rows_of_a_batch_may_each_have_their_own_top_k_in_one_launch(spread):
+def test_rows_of_a_batch_may_each_have_their_own_top_k_in_one_launch(spread):
     vocab = sampling.SEGMENT + 100
     groups = [group(40, (0.7, 0.9, 0.0)), group(vocab, (0.7, 0.9, 0.0)), group(vocab, (0.6, 1.0, 0.2))]
     logits = torch.randn(len(groups), vocab, generator=torch.Generator().manual_seed(1)) * spread
