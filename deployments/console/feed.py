@@ -49,7 +49,7 @@ class ClusterFeed:
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
         watched_at = loop.time()
-        while loop.time() < watched_at + LINGER_S:
+        while self._viewers or loop.time() < watched_at + LINGER_S:
             try:
                 self._newest = unnamed_event(await self._watcher.look())
             except Exception as error:  # noqa: BLE001  whatever it is, the next look may do better

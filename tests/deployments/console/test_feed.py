@@ -92,3 +92,14 @@ def test_a_stream_ends_by_itself_so_that_a_server_can_stop(monkeypatch):
         assert [number_of(event) async for event in shared.events()]
 
     run(scenario())
+
+
+def test_a_viewer_that_comes_just_before_the_looks_end_is_shown_the_next_one(monkeypatch):
+    async def scenario() -> None:
+        monkeypatch.setattr(feed, "LINGER_S", 0.0)
+        watcher = FakeWatcher()
+        shared = ClusterFeed(watcher)  # type: ignore[arg-type]
+        assert await watch(shared, 1) == [1]
+        assert await watch(shared, 2) == [1, 2]
+
+    run(scenario())
