@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # of a URL
+CREDENTIALS = re.compile(r"(?<=://)[^/?#\s]+(?=@)|(?<=[?&]password=)[^&#\s]+")  # of a URL; passwords may hold an @
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

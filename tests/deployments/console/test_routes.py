@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from httpx import ASGITransport, AsyncClient
 
 from cluster.config import AppConfig
 from deployments.app import http_app
 from deployments.console.cluster_watcher import ClusterState
-from deployments.console.config import ConsoleConfig
+from deployments.console.config import ConsoleConfig, without_credentials
 from deployments.console.routes import PAGE
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
@@ -116,6 +117,19 @@ def test_the_configuration_is_shown_with_its_defaults_and_without_its_secrets():
     assert shown["ingress"]["api_keys"] == "1 keys"
     assert shown["ingress"]["response_store"] == "redis://***@host:6379/0"
     assert "alice" not in str(shown)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://me:p@ss@host:6379/0", "redis://***@host:6379/0"),
+        ("redis://host:6379/0?db=1&password=s%40cret&x=2", "redis://host:6379/0?db=1&password=***&x=2"),
+        ("unix://me:pass@/tmp/redis.sock", "unix://***@/tmp/redis.sock"),
+        ("https://host/path@revision", "https://host/path@revision"),
+    ],
+)
+def test_no_part_of_a_password_is_shown(url, shown):
+    assert without_credentials({"urls": [url]}) == {"urls": [shown]}
 
 
 def test_the_package_brings_the_page_along():
