@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from itertools import chain, islice
 from typing import Literal
@@ -72,7 +73,8 @@ class RequestTimelines:
 
     def __init__(self, ingress_id: str):
         self.ingress_id = ingress_id
-        self.num_begun = 0
+        self.begun = asyncio.Event()
+        """Set when a sequence begins; whoever waits for it clears it."""
         self._live: dict[str, SequenceTimeline] = {}
         self._ended: deque[SequenceTimeline] = deque(maxlen=MAX_ENDED)
 
@@ -81,8 +83,8 @@ class RequestTimelines:
         return len(self._live)
 
     def begin(self, timeline: SequenceTimeline) -> None:
-        self.num_begun += 1
         self._live[timeline.request_id] = timeline
+        self.begun.set()
 
     def end(self, timeline: SequenceTimeline, *, keep: bool = True) -> None:
         if self._live.pop(timeline.request_id, None) is not None and keep:

@@ -26,7 +26,7 @@ class Totals:
 
 
 class TotalsLog:
-    """Asks the engines only after intervals in which this ingress had a request."""
+    """Asks the engines only before and after intervals in which this ingress has a request."""
 
     def __init__(self, pools: Mapping[str, EnginePool], telemetry: Telemetry):
         """pools: by model name."""
@@ -35,13 +35,22 @@ class TotalsLog:
 
     async def run(self) -> None:
         """Log until cancelled."""
-        self._before, _ = await self._look()
+        timelines, looked = self._telemetry.timelines, False
         while True:
-            began = self._telemetry.timelines.num_begun
-            busy = self._telemetry.timelines.num_live > 0
-            await asyncio.sleep(INTERVAL_S)
-            if busy or self._telemetry.timelines.num_begun > began:
+            if not (timelines.num_live or timelines.begun.is_set()):
+                await timelines.begun.wait()
+                looked = False  # other ingresses may have had requests meanwhile, which do not count here
+            try:
+                if not looked:
+                    self._before, _ = await self._look()
+                await asyncio.sleep(INTERVAL_S)
+                timelines.begun.clear()
                 await self.log()
+                looked = True
+            except Exception as error:  # noqa: BLE001  whatever it is, the next look may do better
+                logger.warning("the totals are unknown: %r", error)
+                looked = False
+                await asyncio.sleep(INTERVAL_S)
 
     async def log(self) -> None:
         totals, replicas = await self._look()
