@@ -32,6 +32,18 @@ def test_an_answer_streams_into_the_page_and_can_be_stopped(stage, page):
     expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
 
 
+def test_a_new_conversation_has_nothing_of_an_answer_that_was_cut_off(stage, page):
+    page.goto(stage.url)
+    ask(page)
+    expect(page.locator(".turn.assistant .text")).to_contain_text("An ocean", timeout=SLOW_MS)
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible(timeout=SLOW_MS)
+    page.get_by_role("button", name="Code").first.click()
+    code = page.get_by_role("dialog", name="The same request as code")
+    expect(code).to_contain_text('"role": "user"')
+    expect(code).not_to_contain_text("assistant")
+
+
 def test_two_settings_answer_side_by_side_and_their_code_can_be_copied(stage, page):
     stage.pool.token_s = 0.0
     page.goto(stage.url)
@@ -103,6 +115,27 @@ def test_a_handoff_is_an_arrow_from_prefill_to_decode(stage, page):
     expect(page.locator(".handoff.active")).to_have_count(0, timeout=SLOW_MS)
     stage.pool.received = 3
     expect(page.locator(".arrows")).to_contain_text("3 handed over", timeout=SLOW_MS)
+
+
+def test_a_state_that_is_seen_again_leaves_the_rates_as_they_are(stage, page):
+    page.goto(stage.url)
+    script = """async () => {
+        const { Rates } = await import("/console/page/rates.js"), rates = new Rates();
+        for (const [at, tokens] of [[10, 0], [12, 200], [12, 200], [11.5, 150]]) {
+            const replica = { engine_id: "e", stats: { generation_tokens: tokens } };
+            rates.add({ at, models: [{ model: "m", prefill: [], decode: [replica] }] });
+        }
+        return [rates.of({ engine_id: "e" }).output, rates.history.get("m").length];
+    }"""
+    assert page.evaluate(script) == [100, 1]
+
+
+def test_the_link_to_the_content_stays_in_the_view(stage, page):
+    page.goto(f"{stage.url}#models")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    expect(page.locator("#main")).to_be_focused()
+    expect(page).to_have_url(f"{stage.url}#models")
 
 
 def test_all_of_it_works_with_the_keyboard_alone(stage, page):

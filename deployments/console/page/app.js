@@ -25,7 +25,7 @@ const rates = new Rates();
 
 function show() {
   const [, name, rest] = /^#([^/]*)\/?(.*)$/.exec(location.hash) ?? [];
-  const shown = name in views ? name : "playground";
+  const shown = Object.hasOwn(views, name ?? "") ? name : "playground";
   for (const tab of tabs.children) {
     if (tab.dataset.view === shown) tab.setAttribute("aria-current", "page");
     else tab.removeAttribute("aria-current");
@@ -56,8 +56,14 @@ tabs.append(
 );
 window.addEventListener("hashchange", show);
 window.addEventListener("keydown", (event) => {
-  const digit = Number(event.key);
-  if (event.altKey && digit >= 1 && digit <= tabs.children.length) location.hash = `#${Object.keys(views)[digit - 1]}`;
+  const name = Object.keys(views)[Number(/^Digit(\d)$/.exec(event.code)?.[1]) - 1]; // its `key` is a sign on some keyboards
+  if (!event.altKey || event.ctrlKey || name === undefined) return; // Ctrl and Alt are how some keyboards type a bracket
+  event.preventDefault();
+  location.hash = `#${name}`;
+});
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the hash names the view
+  main.focus();
 });
 show();
 new Feed(onState, onLost);

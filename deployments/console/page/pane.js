@@ -35,11 +35,12 @@ export class Pane {
 
   async answer() {
     const answer = new Answer();
+    const { messages } = this; // a new conversation has others
     this.show(answer.element);
     this.answering = new AbortController();
     this.onChange();
     try {
-      const body = { ...this.settings.body(this.messages), stream: true, stream_options: { include_usage: true } };
+      const body = { ...this.settings.body(messages), stream: true, stream_options: { include_usage: true } };
       const response = await request("v1/chat/completions", {
         method: "POST",
         headers: { "content-type": "application/json" },
@@ -60,8 +61,8 @@ export class Pane {
     }
     this.answering = null;
     answer.end();
-    if (answer.message.content !== null || answer.message.tool_calls) this.messages.push(answer.message);
-    else this.messages.pop(); // what had no answer can be sent again
+    if (answer.message.content !== null || answer.message.tool_calls) messages.push(answer.message);
+    else if (messages.at(-1)?.role === "user") messages.pop(); // what had no answer can be sent again
     if (answer.message.tool_calls && answer.reason === "tool_calls") this.askForResults(answer.message.tool_calls);
     this.log.scrollTop = this.log.scrollHeight;
     this.onChange();

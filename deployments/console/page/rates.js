@@ -1,6 +1,8 @@
 // Rates made of totals: what changed between two states of the cluster.
 
 const HISTORY = 90; // states, so three minutes
+const MIN_S = 0.5; // between two states that make a rate
+const OLDER_S = 5; // a stream may begin with the state that was seen last, or with a little older one of another ingress
 
 export class Rates {
   constructor() {
@@ -10,7 +12,9 @@ export class Rates {
   }
 
   add(state) {
-    const elapsed = this.before ? Math.max(0.001, state.at - this.before.at) : null;
+    const later = this.before ? state.at - this.before.at : null;
+    if (later !== null && later > -OLDER_S && later < MIN_S) return; // the rates stay as they are
+    const elapsed = later !== null && later > 0 ? later : null;
     const old = new Map(this.before ? allReplicas(this.before).map((replica) => [replica.engine_id, replica]) : []);
     this.replicas = new Map(
       allReplicas(state).map((replica) => [replica.engine_id, between(old.get(replica.engine_id), replica, elapsed)])

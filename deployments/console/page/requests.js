@@ -24,6 +24,7 @@ export class RequestsView {
   }
 
   async open(id) {
+    this.shown = id;
     this.list.hidden = id !== "";
     this.detail.hidden = id === "";
     if (id === "") return;
@@ -31,9 +32,11 @@ export class RequestsView {
     this.detail.replaceChildren(back, h("p", { class: "empty" }, "Asking all ingresses…"));
     try {
       const { sequences } = await getJson(`debug/requests/${encodeURIComponent(id)}`);
+      if (this.shown !== id) return; // another was opened meanwhile
       const again = h("button", { onclick: () => this.open(id) }, "Look again");
       this.detail.replaceChildren(h("div", { class: "bar" }, back, again), ...sequences.map(drawSequence));
     } catch (error) {
+      if (this.shown !== id) return;
       this.detail.replaceChildren(back, h("p", { class: "problem", role: "alert" }, error.message));
     }
   }

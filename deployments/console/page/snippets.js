@@ -43,7 +43,7 @@ function literal(value, indent) {
 export function showSnippets(body) {
   const close = () => dialog.close();
   const block = (title, text) => {
-    const copy = h("button", { class: "plain", onclick: async () => {
+    const copy = navigator.clipboard && h("button", { // browsers have one on localhost and with TLS only class: "plain", onclick: async () => {
       await navigator.clipboard.writeText(text);
       copy.textContent = "Copied";
     } }, "Copy");
