@@ -247,14 +247,15 @@ def set_environment(serve_config: Mapping[str, Any], address: str | None) -> Non
 
 
 def run(serve_config: dict[str, Any], address: str | None, *, log_requests: bool = False) -> None:
-    """Serve until Ctrl-C. A terminal shows the start, totals and problems; elsewhere, and with `log_format: json`,
-    every log line is printed."""
+    """Serve until Ctrl-C. A terminal shows the start, totals and problems. Every log line is printed elsewhere, with
+    `log_format: json`, and with a `log_level` that leaves out the lines that a terminal needs."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup
         print(f"Ctrl-C is ignored here; to stop: kill {os.getpid()}", file=sys.stderr, flush=True)
     from deployments.ray_compat import serve_until_interrupted  # seconds
 
     args = [application.get("args") or {} for application in serve_config.get("applications", ())]
-    if not sys.stderr.isatty() or any(given.get("log_format") == "json" for given in args):
+    plain = any(given.get("log_format") == "json" or given.get("log_level") in ("warning", "error") for given in args)
+    if plain or not sys.stderr.isatty():
         serve_until_interrupted(serve_config, address)
         return
     from rich.console import Console

@@ -57,6 +57,7 @@ class ServeTerminal:
         self._phases = phases()
         self._phases[0].began_at = time.monotonic()
         self._facts: dict[str, str] = {}  # for the box
+        self._ready: set[str] = set()  # models of the boxes shown; further ingresses have the same
         self._lock = threading.Lock()
         self._live = Live(get_renderable=self._progress, console=console, refresh_per_second=8, transient=True)
 
@@ -68,15 +69,16 @@ class ServeTerminal:
             logger.handlers, logger.propagate = [handler], False
             logger.setLevel(logging.INFO)
         for library in ("ray", "ray.serve"):
-            logging.getLogger(library).handlers = [logging.StreamHandler(self._file)]
+            logging.getLogger(library).handlers = [logging.StreamHandler(_Lines(self))]
             logging.getLogger(library).propagate = False
         self.console.print(Text(f"Log of Ray and of all processes: {self.log_path}", style="dim"))
         self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._live.stop()
-        self._file.close()
+        with self._lock:
+            self._live.stop()
+            self._file.close()
 
     def line(self, text: str) -> None:
         """Take a line: an object of JsonFormatter, or whatever Ray and other libraries write."""
@@ -96,8 +98,8 @@ class ServeTerminal:
         text = f"Stopping. Requests under way may end first; Ctrl-C again ends at once. Waits for {waits or 'Ray'}"
         with self._lock:
             self._facts["stopping"] = text
-        if not self._live.is_started:
-            self._live.start()
+            if not (self._live.is_started or self._file.closed):
+                self._live.start()
 
     def _show(self, fields: dict[str, Any], message: str, who: str) -> None:
         now = time.monotonic()
@@ -110,7 +112,10 @@ class ServeTerminal:
             self._facts["KV cache"] = message.removeprefix("kv cache: ")
         if message.startswith("ready address="):
             self._live.stop()
-            self.console.print(self._box(fields))
+            models = str(fields.get("models", ""))
+            if models not in self._ready:
+                self._ready.add(models)
+                self.console.print(self._box(fields))
         elif message.startswith("totals "):
             self.console.print(Text(f"{_clock()}  {totals(fields)}"))
         elif fields.get("level") in ("warning", "error", "critical"):

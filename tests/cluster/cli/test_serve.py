@@ -264,6 +264,14 @@ def test_what_is_served_is_the_configuration_that_is_printed_in_an_environment_t
     assert found.environment["RAY_SERVE_ENABLE_HA_PROXY"] == "what the user wants"
 
 
+@pytest.mark.parametrize("given", [{"log_format": "json"}, {"log_level": "warning"}, {"log_level": "error"}])
+def test_a_terminal_shows_plain_lines_where_those_of_the_start_are_left_out(served, monkeypatch, given):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    config = {"applications": [{"args": dict(given)}]}
+    serve_command.run(config, None)
+    assert [found.config for found in served] == [{"applications": [{"args": given}]}]
+
+
 def test_ray_is_imported_only_when_its_environment_is_set():
     program = """
 import sys

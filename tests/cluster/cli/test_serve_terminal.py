@@ -101,3 +101,21 @@ def test_the_end_says_what_it_waits_for(shown):
         view.stopping({"ingress": 1, "decode-m": 2})
         view._live.refresh()
     assert "Waits for ingress, decode-m (2)" in shown.getvalue()
+
+
+def test_nothing_is_shown_and_nothing_fails_once_it_has_ended(shown, capsys):
+    view = ServeTerminal(Console(file=shown, width=200, force_terminal=True), log_requests=False)
+    with view:
+        pass
+    ended = shown.getvalue()
+    view.stopping({"ingress": 1})
+    logging.getLogger("ray").warning("late")
+    assert shown.getvalue() == ended
+    assert capsys.readouterr().err == ""
+
+
+def test_a_second_ingress_of_the_same_models_has_no_box(shown):
+    with terminal(shown) as view:
+        for models in ("a", "a", "b"):
+            view.line(record("ready address=%s models=%s seconds=%.1f", "http://127.0.0.1:8000", models, 3.0))
+    assert shown.getvalue().count("is ready after") == 2
