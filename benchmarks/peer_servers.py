@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MODEL = "model"  # as which both serve it
 START_S = 600.0  # vLLM compiles the model
 REQUEST_S = 600.0
+STOP_S = 60.0  # after which a server is killed
 WAVES = 4  # requests of a repetition, in multiples of those under way
 
 
@@ -74,11 +75,19 @@ class VllmServer(Server):
              "--dtype", "bfloat16", "--max-model-len", str(CONTEXT)],
             env=os.environ | environment | ours,
         )  # fmt: skip
-        running.callback(process.wait)
-        running.callback(process.terminate)
+        running.callback(stop, process)
         wait_until(lambda: process.poll() is not None or is_up(self.url), START_S)
         if process.poll() is not None:
             raise SystemExit("vllm serve did not come up; its own error stands above")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def is_up(url: str) -> bool:

@@ -26,7 +26,19 @@ NAMES = {  # vLLM's, where the field has another name, and shorter ones
 ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a Hugging Face model folder, or a Hub id.")]
 ApiKeyOption = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON, for programs.")]
-HtmlOption = Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a report with charts, in one file.")]
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before what it is to report is measured."""
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"{path.parent} is no folder")
+    return path
+
+
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(dir_okay=False, callback=_in_a_folder, help="Also write a report with charts, in one file."),
+]
 EngineFlags = Annotated[dict[str, Any], EngineConfig]
 """Type of a command's parameter for those fields of EngineConfig that are given as flags."""
 

@@ -17,6 +17,7 @@ from cluster.cli.bench.openai_client import OpenAIClient
 from cluster.cli.bench.tables import figure
 from deployments.console.cluster_watcher import ClusterState
 from deployments.replicas.pools import ReplicaStatus
+from engine.errors import RequestError
 
 NUM_REQUESTS, NUM_EVENTS = 8, 5
 CLOCK = "%H:%M:%S"
@@ -39,15 +40,19 @@ async def _show(client: OpenAIClient, console: Console, *, once: bool) -> None:
             return
         with Live(view(before, None), console=console, screen=True, auto_refresh=False) as live:
             async for state in states:
-                live.update(view(state, before), refresh=True)
-                before = state
+                if state.at != before.at:  # a stream may begin with the state that was seen last
+                    live.update(view(state, before), refresh=True)
+                    before = state
 
 
 async def _states(client: OpenAIClient) -> AsyncGenerator[ClusterState]:
     """Yield each state; the server ends a stream after some seconds, and is asked again."""
     while True:
         async for event in client.events("/console/state"):
-            yield msgspec.json.decode(event, type=ClusterState)
+            try:
+                yield msgspec.json.decode(event, type=ClusterState)
+            except msgspec.DecodeError as error:
+                raise RequestError(f"the server sends states of another version: {error}") from error
 
 
 def view(state: ClusterState, before: ClusterState | None) -> RenderableType:
@@ -109,7 +114,7 @@ def _requests(state: ClusterState) -> Table:
     table = Table("request", "model", "state", "prompt", "output", "first token, s", box=None, header_style="dim")
     for request in state.requests[:NUM_REQUESTS]:
         ended = request.reason or request.state
-        replays = f", {request.replays} replays" if request.replays else ""
+        replays = f", {request.replays} replay{'s' * (request.replays > 1)}" if request.replays else ""
         table.add_row(
             Text(request.request_id), Text(request.model), f"{ended}{replays}", str(request.prompt_tokens),
             str(request.output_tokens), figure(request.first_token_s, 3),

@@ -70,7 +70,7 @@ def write_generation_report(path: Path, summary: Summary) -> None:
     lengths = [float(tokens) for _, tokens in summary.finished]
     duration_s = max((at for at, _ in summary.finished), default=0.0)
     charts = [
-        rate_over_time("Output, counted as answers end", "tokens/s", summary.finished, duration_s),
+        rate_over_time("Output, counted as answers are written", "tokens/s", summary.finished, duration_s),
         distribution("Length of an answer", "tokens", lengths),
     ]
     figures = [

@@ -94,17 +94,28 @@ class StreamFailed(Exception):
 CHUNKS = msgspec.json.Decoder(Chunk)
 
 
-class ChunkParser:
-    """Splits a stream of server-sent events, in whatever pieces it arrives, into chunks."""
+class EventParser:
+    """Splits a stream of server-sent events, in whatever pieces it arrives, into their data."""
 
     def __init__(self) -> None:
         self._rest = b""
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Return the data of the events that are complete."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+class ChunkParser:
+    """Makes chunks of the events of a stream."""
+
+    def __init__(self) -> None:
+        self._events = EventParser()
         self._ended = False
 
     def feed(self, piece: bytes) -> list[Chunk]:
         """Return the chunks that are complete. Raises StreamFailed for the server's error, or for no chunk."""
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        events = [line[5:].strip() for line in lines if line.startswith(b"data:")]
+        events = self._events.feed(piece)
         self._ended |= b"[DONE]" in events
         return [self._chunk(event) for event in events if event != b"[DONE]"]
 
@@ -184,12 +195,10 @@ class OpenAIClient:
                     raise InvalidApiKey(f"{self.base_url}: {error_message(await response.read())}")
                 if response.status != 200:
                     raise RequestError(f"{self.base_url} has no {path}: HTTP {response.status}")
-                rest = b""
-                async for data in response.content.iter_any():
-                    *lines, rest = (rest + data).split(b"\n")
-                    for line in lines:
-                        if line.startswith(b"data:"):
-                            yield line[5:].strip()
+                parser = EventParser()
+                async for piece in response.content.iter_any():
+                    for event in parser.feed(piece):
+                        yield event
         except (aiohttp.ClientError, TimeoutError) as e:
             raise EngineUnavailable(f"no server answers at {self.base_url}: {describe(e, self.timeout_s)}") from e
 

@@ -71,6 +71,13 @@ def test_a_simulation_writes_its_latencies_and_replicas_over_time(tmp_path: Path
         assert f"<h2>{chart}" in text
 
 
+def test_a_report_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path: Path):
+    flags = ["--trace", "fixed", "--requests", "40", "--rate", "4", "--replicas", "1"]
+    result = CliRunner().invoke(app, ["simulate", *flags, "--html", str(tmp_path / "none" / "report.html")])
+    assert result.exit_code == 2
+    assert "is no folder" in result.output
+
+
 def test_a_generation_writes_its_throughput(tmp_path: Path):
     path = tmp_path / "generation.html"
     write_generation_report(path, Summary(0, 2, 0, [(1.0, 10.0), (2.0, 30.0)]))

@@ -48,7 +48,7 @@ def test_replicas_requests_and_events_are_shown_with_rates_between_two_looks():
     (row,) = [line.split() for line in text.splitlines() if line.startswith("decode-m-a1")]
     assert row == ["decode-m-a1", "3", "0", "100", "0", "50%", "20%", "25%", "0"]
     assert "[bold]r[/bold]" in text
-    assert "waiting, 1 replays" in text
+    assert "waiting, 1 replay " in text
     assert text.index("decode-m from 1 to 2 replicas: itl") < text.index("gone decode-m-b2")
 
 
