@@ -43,7 +43,8 @@ function literal(value, indent) {
 export function showSnippets(body) {
   const close = () => dialog.close();
   const block = (title, text) => {
-    const copy = navigator.clipboard && h("button", { // browsers have one on localhost and with TLS only class: "plain", onclick: async () => {
+    // only pages of localhost or with TLS have a clipboard
+    const copy = navigator.clipboard && h("button", { class: "plain", onclick: async () => {
       await navigator.clipboard.writeText(text);
       copy.textContent = "Copied";
     } }, "Copy");
