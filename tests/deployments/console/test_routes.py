@@ -107,7 +107,7 @@ def test_the_configuration_is_shown_with_its_defaults_and_without_its_secrets():
     config = AppConfig.parse(
         {
             "models": [{"name": "m", "model": "pocket", "decode": {"engine": {"max_num_seqs": 7}}, "prefill": {}}],
-            "ingress": {"api_keys": [f"alice:{hash_key('sk-a')}"], "response_store": "redis://me:pass@host:6379/0"},
+            "ingress": {"api_keys": [f"alice:{hash_key('sk-a')}"], "store": "redis://me:pass@host:6379/0"},
         }
     ).console_config()
     shown = config.configuration
@@ -115,7 +115,7 @@ def test_the_configuration_is_shown_with_its_defaults_and_without_its_secrets():
     assert shown["models"][0]["prefill"]["engine"]["max_num_seqs"] == 128
     assert shown["ingress"]["max_replays"] == 3
     assert shown["ingress"]["api_keys"] == "1 keys"
-    assert shown["ingress"]["response_store"] == "redis://***@host:6379/0"
+    assert shown["ingress"]["store"] == "redis://***@host:6379/0"
     assert "alice" not in str(shown)
 
 
