@@ -9,7 +9,10 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from cluster.cli.bench.charts import write_generation_report
+from cluster.cli.bench.charts import write_generation_report, write_serve_report
+from cluster.cli.bench.load import ServeLoad
+from cluster.cli.bench.openai_client import Outcome
+from cluster.cli.bench.serve import summarise
 from cluster.cli.generate import Summary
 from cluster.cli.main import app
 from cluster.cli.report import Chart, distribution, nice_above, rate_over_time, steps_over_time, thinned, write_report
@@ -71,11 +74,25 @@ def test_a_simulation_writes_its_latencies_and_replicas_over_time(tmp_path: Path
         assert f"<h2>{chart}" in text
 
 
-def test_a_report_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path: Path):
+def test_a_report_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     flags = ["--trace", "fixed", "--requests", "40", "--rate", "4", "--replicas", "1"]
-    result = CliRunner().invoke(app, ["simulate", *flags, "--html", str(tmp_path / "none" / "report.html")])
+    result = CliRunner().invoke(app, ["simulate", *flags, "--html", "none/report.html"])
     assert result.exit_code == 2
-    assert "is no folder" in result.output
+    assert "none is no folder" in result.output
+
+
+def test_a_measured_server_has_its_latencies_and_throughput_over_time(tmp_path: Path):
+    path = tmp_path / "serve.html"
+    answered = Outcome(sent_at=10.0, output_tokens=3, has_usage=True, ttft_s=0.5, itl_s=[0.25, 0.25], e2el_s=1.0)
+    outcomes = [answered, Outcome(sent_at=9.0, error="HTTP 500", e2el_s=0.1)]
+    load = ServeLoad(num_prompts=2, input_len=4, output_len=3)
+    write_serve_report(path, summarise(outcomes, 2.0, load, "http://host", "m", {}, 0.1))
+    text = path.read_text(encoding="utf-8")
+    for chart in ("Time to first token", "Time per output token", "Time to the end", "Output", "Answers"):
+        assert f"<h2>{chart}" in text
+    assert "<dd>1 requests in 2.0 s</dd>" in text
+    assert "<dt>ttft, median and p99</dt><dd>500.0 and 500.0 ms</dd>" in text
 
 
 def test_a_generation_writes_its_throughput(tmp_path: Path):
