@@ -76,12 +76,15 @@ def run_part(part: Part, limit_s: float, out: Path, rows: list[Row]) -> Row:
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    if report.is_file():
-        row.numbers, row.failed = tests_in(report)
-    if found.is_file():
-        result = json.loads(found.read_text(encoding="utf-8"))
-        row.numbers, row.device = result["numbers"], result["device"]
-        row.problem = result["problem"] or row.problem
+    try:
+        if report.is_file():
+            row.numbers, row.failed = tests_in(report)
+        if found.is_file():
+            result = json.loads(found.read_text(encoding="utf-8"))
+            row.numbers, row.device = result["numbers"], result["device"]
+            row.problem = result["problem"] or row.problem
+    except (ET.ParseError, ValueError) as error:  # it was ended while it wrote them
+        row.problem = row.problem or f"its results cannot be read: {error}"
     row.seconds = time.monotonic() - began
     return row
 

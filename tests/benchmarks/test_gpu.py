@@ -107,6 +107,12 @@ def test_parts_that_hang_or_fail_are_rows_of_the_table_and_the_others_go_on(tmp_
     assert [row.problem for row in bench.saved(tmp_path / "out")][-1] == "left out: the 0 s are over"
 
 
+@pytest.mark.parametrize("file", ["part.json", "part.xml"])
+def test_a_part_that_is_ended_while_it_writes_its_results_is_a_row_with_a_problem(tmp_path, file):
+    write = f"import os, pathlib; pathlib.Path({str(tmp_path / file)!r}).write_text('<'); os.abort()"
+    assert bench.run_part(Part("torn", 60, command=("-c", write)), 60, tmp_path, []).problem == "exit status -6"
+
+
 def test_a_measured_part_finds_the_rates_of_the_card_and_leaves_its_numbers(tmp_path, monkeypatch):
     rows = [bench.Row("copy", numbers={"GB/s": 4300.0}), bench.Row("matrix product, bf16", numbers={"TFLOP/s": 790.0})]
     bench.save(tmp_path, rows, "")
