@@ -7,7 +7,6 @@ calls come together, and share the next commit, so that an fsync is paid once fo
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
 import sqlite3
 import threading
@@ -22,6 +21,7 @@ from engine.errors import ConfigError
 
 T = TypeVar("T")
 LOCK_TIMEOUT_S = 2.0  # how long another ingress may hold the file
+TIMEOUT_S = 10.0  # of each call; more than LOCK_TIMEOUT_S
 MAX_CALLS = 256  # in one commit
 CLEAN_UP_S = 60.0  # between two looks for expired values
 Call = tuple[Callable[[sqlite3.Connection], Any], "asyncio.Future[Any]"]
@@ -32,15 +32,17 @@ class SqliteStore:
 
     def __init__(self, path: str, max_bytes: int):
         """Raises ConfigError if the file cannot be opened. Its folder is made."""
-        file = Path(os.path.expanduser(path))
+        file = Path(path)
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file.touch(mode=0o600)
+            file.chmod(0o600)  # prompts and answers are in it, and in its log, which gets the same mode
             self._database = _open(file, max_bytes)
-            file.chmod(0o600)  # prompts and answers are in it
         except (OSError, sqlite3.Error) as error:
             raise ConfigError("ingress.store", path, f"a file of SQLite that can be written ({error})") from None
         self._cleaned_up_at = 0.0
+        self._closed = False
         self._thread = threading.Thread(target=self._work, daemon=True, name="sqlite")
         self._thread.start()
 
@@ -72,38 +74,53 @@ class SqliteStore:
         await self._run(lambda database: database.execute("delete from stored where key = ?", (key,)))
 
     async def close(self) -> None:
+        self._closed = True
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join)
 
     async def _run(self, call: Callable[[sqlite3.Connection], T]) -> T:
+        if self._closed:
+            raise StoreUnavailable("it is closed")
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._calls.put((call, result))
-        return await result
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await result
+        except TimeoutError:
+            raise StoreUnavailable(f"the disk did not answer within {TIMEOUT_S:g} s") from None
 
     def _work(self) -> None:
         while True:
             calls = [self._calls.get()]
             while not self._calls.empty() and len(calls) < MAX_CALLS:
                 calls.append(self._calls.get())
+            self._clean_up()
             self._commit([call for call in calls if call is not None])
             if None in calls:
                 self._database.close()
                 return
 
+    def _clean_up(self) -> None:
+        """Make room, before what comes may need it."""
+        if time.monotonic() > self._cleaned_up_at + CLEAN_UP_S:
+            self._cleaned_up_at = time.monotonic()
+            with suppress(sqlite3.Error):  # the calls that follow will say it
+                self._database.execute("delete from stored where expires_at <= ?", (time.time(),))
+
     def _commit(self, calls: list[Call]) -> None:
         """Do all calls in one transaction; if it fails, each in its own, so that one does not fail for another."""
+        begun = False
         try:
             self._database.execute("begin immediate")
+            begun = True
             results = [call(self._database) for call, _ in calls]
-            if time.monotonic() > self._cleaned_up_at + CLEAN_UP_S:
-                self._cleaned_up_at = time.monotonic()
-                self._database.execute("delete from stored where expires_at <= ?", (time.time(),))
             self._database.execute("commit")
         except sqlite3.Error as error:
             if self._database.in_transaction:
                 self._database.execute("rollback")
-            if len(calls) == 1:
-                _settle([(calls[0][1], StoreUnavailable(f"{type(error).__name__}: {error}"))])
+            if len(calls) == 1 or not begun:  # nobody else would get the file either
+                unavailable = StoreUnavailable(f"{type(error).__name__}: {error}")
+                _settle([(future, unavailable) for _, future in calls])
             else:
                 for call in calls:
                     self._commit([call])

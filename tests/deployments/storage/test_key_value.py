@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import sqlite3
+import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,12 @@ from hypothesis import strategies as st
 from cluster.config import AppConfig
 from deployments.storage import config as config_module
 from deployments.storage import redis as redis_module
+from deployments.storage import sqlite as sqlite_module
 from deployments.storage.config import StoreConfig, open_store
 from deployments.storage.key_value import KeyValueStore, StoreUnavailable
 from deployments.storage.memory import MemoryStore
 from deployments.storage.redis import RedisStore
+from deployments.storage.sqlite import SqliteStore
 from engine.errors import ConfigError
 from tests.redis_server import RedisServer, redis_server
 
@@ -92,9 +96,11 @@ def test_what_a_file_was_given_is_there_when_it_is_opened_again(tmp_path):
         async with opened(f"sqlite://{tmp_path}/a.db") as store, opened(f"sqlite://{tmp_path}/a.db") as other:
             await asyncio.gather(*(store.set(str(i), b"x" * i, 60) for i in range(100)))
             assert await other.get("42") == b"x" * 42
+            files = sorted(tmp_path.iterdir())
+            assert [file.name for file in files] == ["a.db", "a.db-shm", "a.db-wal"]
+            assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
         async with opened(f"sqlite://{tmp_path}/a.db") as store:
             assert await store.get("99") == b"x" * 99
-        assert (tmp_path / "a.db").stat().st_mode & 0o777 == 0o600
 
     run(scenario())
 
@@ -112,6 +118,49 @@ def test_a_full_file_refuses_a_value_and_keeps_the_others_and_takes_one_again_wh
             for i in range(3):
                 await store.delete(str(i))
             await store.set("large", b"x" * 60_000, 60)
+
+    run(scenario())
+
+
+def test_a_file_that_another_process_holds_is_waited_for_once_by_all_calls(tmp_path, monkeypatch):
+    waits = []
+
+    class Held(sqlite3.Connection):
+        def execute(self, statement: str, *args: Any) -> sqlite3.Cursor:
+            if statement == "begin immediate":
+                waits.append(statement)
+                raise sqlite3.OperationalError("database is locked")
+            return super().execute(statement, *args)
+
+    monkeypatch.setattr(sqlite_module.sqlite3, "connect", partial(sqlite3.connect, factory=Held))
+
+    async def scenario() -> None:
+        async with opened(f"sqlite://{tmp_path}/a.db") as store:
+            results = await asyncio.gather(*(store.get(str(i)) for i in range(100)), return_exceptions=True)
+            assert {type(result) for result in results} == {StoreUnavailable} and len(waits) <= 2
+
+    run(scenario())
+
+
+def test_a_disk_that_does_not_answer_is_waited_for_no_longer_than_its_deadline(tmp_path, monkeypatch):
+    async def scenario() -> None:
+        answers = threading.Event()
+        async with opened(f"sqlite://{tmp_path}/a.db") as store:
+            assert isinstance(store, SqliteStore)
+            monkeypatch.setattr(sqlite_module, "TIMEOUT_S", 0.02)
+            with pytest.raises(StoreUnavailable, match="did not answer within"):
+                await store._run(lambda database: answers.wait(60))
+            answers.set()
+
+    run(scenario())
+
+
+def test_a_store_that_is_closed_says_so_to_whoever_comes_late(tmp_path):
+    async def scenario() -> None:
+        async with opened(f"sqlite://{tmp_path}/a.db") as store:
+            pass
+        with pytest.raises(StoreUnavailable, match="closed"):
+            await store.get("a")
 
     run(scenario())
 
