@@ -60,6 +60,13 @@ class Usage:
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
 
+    def count_prediction(self, prediction_tokens: tuple[int, int], num_tokens: int) -> None:
+        """Count what a delta says of the prediction. num_tokens: of the delta, up to a stop string."""
+        accepted, rejected = prediction_tokens
+        told = min(accepted, num_tokens)
+        self.accepted_prediction_tokens += told
+        self.rejected_prediction_tokens += accepted - told + rejected
+
 
 class ReportedError(ServingError):
     """An error that the engine reported in a request's final delta."""
@@ -184,10 +191,7 @@ class Sequence:
         self.metrics.delta(delta, num_tokens)
         self._usage.completion_tokens += num_tokens
         if delta.prediction_tokens is not None:
-            accepted, rejected = delta.prediction_tokens
-            told = min(accepted, num_tokens)  # no more than come before a stop string
-            self._usage.accepted_prediction_tokens += told
-            self._usage.rejected_prediction_tokens += accepted - told + rejected
+            self._usage.count_prediction(delta.prediction_tokens, num_tokens)
         if self._counts_cached:
             self._usage.cached_tokens += delta.num_cached_tokens
         if chunk.finish_reason is not None:

@@ -119,6 +119,12 @@ def _follows(later: TokenDelta, first: TokenDelta) -> bool:
     return later.finish_reason not in ("error", "abort") and later.position == next_position
 
 
+def sum_predictions(deltas: Iterable[TokenDelta]) -> tuple[int, int] | None:
+    """Return the `prediction_tokens` of all the deltas together."""
+    counts = [delta.prediction_tokens for delta in deltas if delta.prediction_tokens is not None]
+    return (sum(accepted for accepted, _ in counts), sum(rejected for _, rejected in counts)) if counts else None
+
+
 def joined(first: TokenDelta, later: TokenDelta) -> TokenDelta:
     """Merge two deltas. Fields of a sequence's first delta come from `first`, those of its last from `later`."""
     logprobs = None if later.logprobs is None else [*(first.logprobs or []), *later.logprobs]
@@ -129,6 +135,7 @@ def joined(first: TokenDelta, later: TokenDelta) -> TokenDelta:
         finish_reason=later.finish_reason,
         stop_reason=later.stop_reason,
         text_complete=later.text_complete,
+        prediction_tokens=sum_predictions([first, later]),
         times=later.times or first.times,
         num_preemptions=later.num_preemptions or first.num_preemptions,
         timeline=first.timeline + later.timeline,

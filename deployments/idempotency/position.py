@@ -185,10 +185,15 @@ def _cut(delta: TokenDelta, at: int, *, with_end: bool) -> Iterator[TokenDelta]:
         yield delta
         return
     first, rest = (None, None) if delta.logprobs is None else (delta.logprobs[:size], delta.logprobs[size:])
+    first_predicted = last_predicted = None
+    if delta.prediction_tokens is not None:
+        accepted, rejected = delta.prediction_tokens
+        first_predicted, last_predicted = (min(accepted, size), 0), (max(0, accepted - size), rejected)
     yield msgspec.structs.replace(
         delta,
         token_ids=delta.token_ids[:size],
         logprobs=first,
+        prediction_tokens=first_predicted,
         finish_reason=None,
         stop_reason=None,
         text_complete=False,
@@ -200,4 +205,5 @@ def _cut(delta: TokenDelta, at: int, *, with_end: bool) -> Iterator[TokenDelta]:
         logprobs=rest,
         prompt_logprobs=None,
         num_cached_tokens=0,
+        prediction_tokens=last_predicted,
     )

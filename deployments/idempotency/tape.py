@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from deployments.frontend.sequence import Frontend, Usage
+from deployments.frontend.token_channel import sum_predictions
 from deployments.idempotency.position import EventIds
 from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.messages import GenerateRequest, TokenDelta
@@ -54,7 +55,7 @@ class TapedGeneration:
     ):
         """ids: told of each group of tokens."""
         self.prompts = [requests[0].prompt for requests in prompts]
-        self.usage = Usage(prompt_tokens=sum(map(len, self.prompts)))
+        self.usage = Usage(prompt_tokens=sum(map(len, self.prompts)), has_prediction=bool(prompts[0][0].prediction))
         self._requests = [request for requests in prompts for request in requests]
         self._firsts = {id(requests[0]) for requests in prompts}
         self._frontend, self._tape, self._ids = frontend, tape, ids
@@ -87,6 +88,8 @@ class TapedGeneration:
                 if id(self._requests[choice]) in self._firsts:
                     self.usage.cached_tokens += part.num_cached_tokens
                 self.usage.completion_tokens += len(chunk.token_ids)
+                if part.prediction_tokens is not None:
+                    self.usage.count_prediction(part.prediction_tokens, len(chunk.token_ids))
                 if chunk.finish_reason is not None:
                     del texts[choice]
                 if self._ids is not None:
@@ -102,6 +105,7 @@ def _joined(parts: list[TokenDelta]) -> TokenDelta:
         logprobs=None if first.logprobs is None else [entry for part in parts for entry in part.logprobs or []],
         prompt_logprobs=first.prompt_logprobs,
         num_cached_tokens=first.num_cached_tokens,
+        prediction_tokens=sum_predictions(parts),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         text_complete=last.text_complete,

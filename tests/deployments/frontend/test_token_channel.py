@@ -7,7 +7,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.frontend.token_channel import MAX_UNMERGED, Inbox, TokenChannel
+from deployments.frontend.token_channel import MAX_UNMERGED, Inbox, TokenChannel, sum_predictions
 from deployments.observability.stats import IngressStats
 from engine.wire.messages import Abort, Command, ErrorInfo, RequestTimes, TokenBatch, TokenDelta, TokenLogprob
 from engine.wire.timeline import TimelineEvent
@@ -120,6 +120,7 @@ def sequence(name: str, count: int, end: str | None) -> list[TokenDelta]:
             token_ids=[i],
             logprobs=[logprob(i)],
             num_cached_tokens=0 if i else 7,
+            prediction_tokens=(i, 1) if i % 3 == 0 else None,
             timeline=[TimelineEvent(float(i), "", "preempted")] if i % 10 == 0 else [],
         )
         for i in range(count)
@@ -178,6 +179,7 @@ def test_nothing_is_lost_or_reordered_within_a_sequence(a, end_a, b, end_b):
         assert [t for d in after for t in d.token_ids] == [t for d in before for t in d.token_ids]
         assert [p for d in after for p in d.logprobs or []] == [p for d in before for p in d.logprobs or []]
         assert sum(d.num_cached_tokens for d in after) == sum(d.num_cached_tokens for d in before)
+        assert sum_predictions(after) == sum_predictions(before)
         if before:
             assert after[-1].finish_reason == before[-1].finish_reason
             assert (after[-1].error, after[-1].times) == (before[-1].error, before[-1].times)

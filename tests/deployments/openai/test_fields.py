@@ -68,6 +68,9 @@ def test_prediction_of_the_answer_goes_to_the_engine_and_its_tokens_are_counted(
             assert usage["completion_tokens_details"] == expected
             *_, last = await api.stream("chat/completions", **ask, stream_options={"include_usage": True})
             assert last["usage"] == usage
+            for _ in range(2):  # as it comes, and from where it is kept
+                kept = await api.client.post("/v1/chat/completions", json=ask, headers={"Idempotency-Key": "a"})
+                assert kept.json()["usage"] == usage
             answer = await api.post("chat/completions", messages=HELLO, max_tokens=2)
             assert "completion_tokens_details" not in answer.json()["usage"]
 
