@@ -84,14 +84,16 @@ class IdempotentRoutes:
         while True:
             answer = await self._answers.open(stream_id, owner, new)
             record = answer.record
-            if sent is not None and sent != (record.route, record.body):
-                raise IdempotencyKeyReused
+            answer.num_requests += 1
             try:
+                if sent is not None and sent != (record.route, record.body):
+                    raise IdempotencyKeyReused
                 return await self._handlers[record.route](_first_request(request, record, AnswerReader(answer, known)))
             except IdempotencyKeyInUse:
-                pass  # another ingress was faster, and the store has its record now
+                self._answers.forget(answer)  # another ingress was faster, and the store has its record now
             finally:
-                if not answer.started:  # it was refused: the key is free
+                answer.num_requests -= 1
+                if not answer.started and not answer.num_requests:  # all were refused: the key is free
                     self._answers.forget(answer)
 
 

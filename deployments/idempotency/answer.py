@@ -15,7 +15,7 @@ from deployments.frontend.retry import signed
 from deployments.frontend.sequence import Frontend
 from deployments.idempotency.errors import AnswerNotReproducible, IdempotencyKeyInUse, LeaseLost
 from deployments.idempotency.position import EventIds
-from deployments.idempotency.record import Record, answer_key
+from deployments.idempotency.record import Record, answer_key, lease_key
 from deployments.idempotency.tape import Tape, TapedGeneration
 from deployments.storage.key_value import KeyValueStore, StoreUnavailable
 from engine.core.request import seed_of
@@ -44,8 +44,9 @@ class Answer:
     ):
         """on_end: told once nothing more is to be computed. stored: the record comes from the store."""
         self.stream_id, self.record, self._on_end = stream_id, record, on_end
+        self.num_requests = 0  #: that are being handled
         self._store, self._ttl_s, self._stored = store, ttl_s, stored
-        self._key, self._lease = answer_key(stream_id), f"{answer_key(stream_id)}:lease"
+        self._key, self._lease = answer_key(stream_id), lease_key(stream_id)
         self._holder = secrets.token_hex(16).encode()
         self._starting = asyncio.Lock()
         self._tape = Tape(record.outputs)

@@ -53,17 +53,19 @@ class Answers:
 
         Raises StreamNotFound, StoreUnavailable, StoredAnswerCorrupt.
         """
-        answer = self._live.get(stream_id)
-        if answer is None:
-            value = await self._store.get(answer_key(stream_id))
-            record = new if value is None else Record.decode(stream_id, value)
-            if record is None:
-                raise StreamNotFound(stream_id, self._ttl_s, self._store.shared)
-            answer = Answer(stream_id, record, self._store, self._ttl_s, self.forget, stored=value is not None)
-            answer = self._live.setdefault(stream_id, answer)  # another request may have waited for the store, too
-        if answer.record.owner != owner:
+        answer = self._live.get(stream_id) or await self._find(stream_id, new)
+        if answer is None or answer.record.owner != owner:
             raise StreamNotFound(stream_id, self._ttl_s, self._store.shared)
-        return answer
+        if answer.started:  # if it is complete, only the store keeps it
+            return answer
+        return self._live.setdefault(stream_id, answer)  # another request may have waited for the store, too
+
+    async def _find(self, stream_id: str, new: Record | None) -> Answer | None:
+        value = await self._store.get(answer_key(stream_id))
+        record = new if value is None else Record.decode(stream_id, value)
+        if record is None:
+            return None
+        return Answer(stream_id, record, self._store, self._ttl_s, self.forget, stored=value is not None)
 
     def forget(self, answer: Answer) -> None:
         """From now on the store is asked."""

@@ -67,3 +67,8 @@ def stream_id_of(owner: str, key: str) -> str:
 def answer_key(stream_id: str) -> str:
     """Return the key of an answer in the store."""
     return f"manta:answer:{stream_id}"
+
+
+def lease_key(stream_id: str) -> str:
+    """Return the key of an answer's lease: no answer's, whatever a client takes for the id of a stream."""
+    return f"manta:answer-lease:{stream_id}"

@@ -7,14 +7,18 @@ import json
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
 
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
-from deployments.idempotency.record import Record, answer_key
+from deployments.idempotency.answer import Answer
+from deployments.idempotency.answers import AnswerReader
+from deployments.idempotency.record import Record, answer_key, stream_id_of
 from deployments.storage.config import StoreConfig, open_store
+from engine.errors import InvalidParameter
 from engine.wire.messages import ErrorInfo
 from tests.deployments.fake_api import FakeApi, fake_api, says, tokenizer, until
 from tests.redis_server import redis_server
@@ -259,6 +263,79 @@ def test_without_its_store_a_key_is_refused_and_what_was_begun_is_answered():
                 assert (await api.post("completions", **PROMPT)).status_code == 200
 
     run(scenario())
+
+
+def test_an_answer_that_was_asked_for_again_ends_with_its_time_in_the_store_and_so_does_one_asked_for_in_vain(tmp_path):
+    config = StoreConfig(url=f"sqlite://{tmp_path}/store.db")
+
+    async def scenario() -> None:
+        async with fake_api(store=config) as api:
+            stream_id = events_of((await post(api, "completions", **PROMPT, stream=True)).text)[0][0][:32]
+        async with fake_api(store=config) as api:
+            assert (await post(api, "completions", **PROMPT, stream=True)).status_code == 200 and not api.engine.added
+            await expire_record(config, stream_id)
+            assert (await post(api, "completions", **PROMPT, stream=True)).status_code == 200
+            assert len(api.engine.added) == 1
+        await change_record(config, stream_id, outputs=None)
+        async with fake_api(store=config) as api:
+            assert (await post(api, "completions", **PROMPT, seed=1)).status_code == 422
+            await expire_record(config, stream_id)
+            assert (await post(api, "completions", **PROMPT, seed=1)).status_code == 200
+
+    run(scenario())
+
+
+def test_a_request_that_is_refused_does_not_part_others_with_its_key_from_their_answer():
+    async def scenario() -> None:
+        reads, refused, read = list[AnswerReader](), asyncio.Event(), AnswerReader.read
+
+        async def counted(self: AnswerReader, *args: Any) -> Any:
+            reads.append(self)
+            if len(reads) == 2:
+                raise InvalidParameter("prompt", "a", "another one")
+            if len(reads) == 1:
+                await refused.wait()
+            return await read(self, *args)
+
+        async with fake_api() as api:
+            api.engine.paused.set()
+            with (
+                mock.patch.object(AnswerReader, "read", counted),
+                mock.patch.object(Answer, "_take_over", side_effect=AssertionError("it is computed here")),
+            ):
+                first = asyncio.create_task(post(api, "completions", **PROMPT))
+                await until(lambda: reads)
+                assert (await post(api, "completions", **PROMPT)).status_code == 400
+                refused.set()
+                await until(lambda: api.engine.num_live)
+                third = asyncio.create_task(post(api, "completions", **PROMPT))
+                await until(lambda: len(reads) == 3)
+                api.engine.paused.clear()
+                assert (await first).status_code == 200 and (await third).text == (await first).text
+
+    run(scenario())
+
+
+def test_the_key_of_a_lease_is_no_stream():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            api.engine.paused.set()
+            begun = asyncio.create_task(post(api, "completions", **PROMPT))
+            await until(lambda: api.engine.num_live)
+            stream_id = stream_id_of("", KEY["Idempotency-Key"])
+            for name in (f"{stream_id}:lease", f"-lease:{stream_id}"):
+                answer = await api.client.get(f"/v1/streams/{name}")
+                assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
+            api.engine.paused.clear()
+            assert (await begun).status_code == 200
+
+    run(scenario())
+
+
+async def expire_record(config: StoreConfig, stream_id: str) -> None:
+    store = open_store(config)
+    await store.delete(answer_key(stream_id))
+    await store.close()
 
 
 async def change_record(config: StoreConfig, stream_id: str, value: bytes | None = None, **fields: Any) -> None:
