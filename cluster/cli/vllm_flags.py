@@ -125,7 +125,7 @@ GROUPS = {
     "--enable-expert-parallel -ep --enable-ep-weight-filter --all2all-backend --enable-eplb --eplb-config "
     "--expert-placement-strategy --enable-elastic-ep": LEAVE_OUT + "--tensor-parallel-size splits experts too",
     "--enable-dbo --ubatch-size --dbo-decode-token-threshold --dbo-prefill-token-threshold "
-    "--enable-batch-sharded-sampling --disable-custom-all-reduce": LEAVE_OUT + "ranks compute one batch together",
+    "--enable-batch-sharded-sampling": LEAVE_OUT + "ranks compute one batch together",
     "--data-parallel-rank -dpn --data-parallel-start-rank -dpr --data-parallel-size-local -dpl --data-parallel-address "
     "-dpa --data-parallel-rpc-port -dpp --data-parallel-backend -dpb --data-parallel-hybrid-lb -dph "
     "--data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm --data-parallel-supervisor-port "

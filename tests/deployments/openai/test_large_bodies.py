@@ -130,6 +130,7 @@ LARGEST: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
     "tool_choice": (ChatBody, {"messages": [HELLO], "tools": [function(0)], "tool_choice": choice("f0")}),
     "chat_template_kwargs": (ChatBody, {"messages": [HELLO], "chat_template_kwargs": {"a": ["b"] * 10**6}}),
     "metadata": (ChatBody, {"messages": [HELLO], "metadata": {f"key{i}": "a" for i in range(65_000)}}),
+    "prediction": (ChatBody, {"messages": [HELLO], "prediction": {"type": "content", "content": "a, b: " * 2_500_000}}),
     "prompt": (CompletionBody, {"prompt": "a, b: " * 2_500_000}),
     "prompts": (CompletionBody, {"prompt": ["a" * 10_000] * 1024}),
     "token ids": (CompletionBody, {"prompt": [12345] * 10**6}),

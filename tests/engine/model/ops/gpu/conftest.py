@@ -4,18 +4,17 @@ within the memory of their tensors."""
 from __future__ import annotations
 
 import importlib.util
-import os
-import sys
 
 import numpy as np
 import pytest
 import torch
 
+from tests.triton_interpreter import use_interpreter
+
 if importlib.util.find_spec("triton") is None:  # it exists for Linux only
     collect_ignore_glob = ["test_*.py"]
-elif not torch.cuda.is_available():
-    assert "triton" not in sys.modules, "Triton looks at this variable when it is imported"
-    os.environ["TRITON_INTERPRET"] = "1"
+else:
+    use_interpreter()
 
 
 @pytest.fixture(autouse=True)
