@@ -82,10 +82,14 @@ class Answer:
 
     async def close(self) -> None:
         """Stop computing, so that another ingress may go on; what is complete is stored first."""
+        self.cancel()
         if self._task is not None:
-            if not self._tape.ended:
-                self._task.cancel()
             await asyncio.wait([self._task])
+
+    def cancel(self) -> None:
+        """Stop computing, unless the answer is complete."""
+        if self._task is not None and not self._tape.ended:
+            self._task.cancel()
 
     async def _add(self, fingerprint: str | None) -> bool:
         """Store the record: from now on this answer is promised. Returns whether the lease is this ingress's."""

@@ -33,6 +33,10 @@ class AnswerReader:
         """Return 32 hex digits for a part of the answer, the same whenever it is made again."""
         return self._answer.record.hex_id(name)
 
+    def cancel(self) -> None:
+        """Stop computing the answer: nobody wants the rest."""
+        self._answer.cancel()
+
     async def read(
         self, frontend: Frontend, prompts: list[list[GenerateRequest]], client: str, fingerprint: str | None
     ) -> TapedGeneration:

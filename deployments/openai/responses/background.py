@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from deployments.http.streaming import named_event
+from deployments.idempotency.answers import AnswerReader
 from deployments.openai.responses.response_body import LIVE, Response, ResponseEnd
 from deployments.openai.responses.response_builder import ResponseBuilder
 from deployments.openai.responses.store import ResponseStore, StoredResponse
@@ -23,8 +24,16 @@ CANCEL_TIMEOUT_S = 5.0  # for the ingress that runs a response to hear of it
 class BackgroundResponse:
     """A response that this ingress computes."""
 
-    def __init__(self, builder: ResponseBuilder, store: ResponseStore, owner: str, stored: StoredResponse):
+    def __init__(
+        self,
+        builder: ResponseBuilder,
+        store: ResponseStore,
+        owner: str,
+        stored: StoredResponse,
+        answer: AnswerReader | None,
+    ):
         self._builder, self._store, self._owner, self._stored = builder, store, owner, stored
+        self._answer = answer
         self._events: list[bytes] = []
         self._grown = asyncio.Event()  # another one after each event
         self._cancelled = self._ended = False
@@ -70,6 +79,8 @@ class BackgroundResponse:
         except asyncio.CancelledError:
             if not self._cancelled:
                 raise
+            if self._answer is not None:  # which goes on without its readers
+                self._answer.cancel()
             if response.status in LIVE:
                 response.status, response.completed_at = "cancelled", int(time.time())
                 self._stored.events = self._events
@@ -109,9 +120,12 @@ class BackgroundResponses:
         self._store = store
         self._running: dict[tuple[str, str], BackgroundResponse] = {}
 
-    async def start(self, builder: ResponseBuilder, owner: str, stored: StoredResponse) -> BackgroundResponse:
-        """Raises StoreUnavailable."""
-        key, background = (owner, builder.response.id), BackgroundResponse(builder, self._store, owner, stored)
+    async def start(
+        self, builder: ResponseBuilder, owner: str, stored: StoredResponse, answer: AnswerReader | None
+    ) -> BackgroundResponse:
+        """answer: of a request with an Idempotency-Key. Raises StoreUnavailable."""
+        key = (owner, builder.response.id)
+        background = BackgroundResponse(builder, self._store, owner, stored, answer)
         task = await background.start()
         self._running[key] = background
         task.add_done_callback(lambda _: self._running.pop(key, None))

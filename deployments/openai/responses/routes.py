@@ -73,7 +73,7 @@ def add_responses_routes(
             builder = ResponseBuilder(body, response, output)
             stored = StoredResponse(response, earlier, with_ids(items, response.id))
             if body.background:
-                started = await background.start(builder, owner, stored)
+                started = await background.start(builder, owner, stored, context.answer)
                 answer = EventStream(started.events(-1)) if body.stream else json_response(response)
             elif body.stream:
                 events = recorded(builder, owner, stored)

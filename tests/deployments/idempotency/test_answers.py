@@ -316,6 +316,19 @@ def test_a_request_that_is_refused_does_not_part_others_with_its_key_from_their_
     run(scenario())
 
 
+def test_a_background_response_that_is_cancelled_is_computed_no_further():
+    async def scenario() -> None:
+        async with fake_api() as api:
+            api.engine.paused.set()
+            started = await post(api, "responses", input="hello", background=True)
+            await until(lambda: api.engine.num_live)
+            cancelled = await api.client.post(f"/v1/responses/{started.json()['id']}/cancel")
+            assert cancelled.json()["status"] == "cancelled"
+            await until(lambda: not api.engine.num_live)
+
+    run(scenario())
+
+
 def test_the_key_of_a_lease_is_no_stream():
     async def scenario() -> None:
         async with fake_api() as api:
