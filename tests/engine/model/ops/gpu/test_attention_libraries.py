@@ -134,7 +134,9 @@ def failing(*args: object, **options: object) -> Tensor:
 def waiting(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, **options: object) -> Tensor:
     """As flash-attention's main since #2711."""
     assert cache_seqlens.max().item() > 0
-    return fake_libraries.flash_attn_3().flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, **options)
+    return fake_libraries.flash_attn_3().flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=cache_seqlens, **options
+    )
 
 
 def freezing() -> Callable[..., Tensor]:
@@ -143,7 +145,9 @@ def freezing() -> Callable[..., Tensor]:
 
     def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, **options: object) -> Tensor:
         lengths = seen.setdefault(id(cache_seqlens), cache_seqlens.clone())
-        return fake_libraries.flash_attn_3().flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, **options)
+        return fake_libraries.flash_attn_3().flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=lengths, **options
+        )
 
     return attend
 
