@@ -12,6 +12,9 @@ from engine.spec_decode.drafter import HostDrafter, SequenceDrafter
 from engine.spec_decode.predicted_text import PredictedText
 from engine.wire.messages import SpecDecodeStats
 
+LOADED = 0.25  # least rate of acceptance that pays, above which a draft gains little
+REST = 16  # tokens for which a sequence does not look for a draft then, once it has found none
+
 
 class Speculator:
     """Drafts tokens for the decoding requests of one scheduler.
@@ -88,6 +91,8 @@ class Speculator:
             return None
         if drafts.drafter is not None:
             proposed = list(drafts.drafter.propose(limit))
+            if not proposed and self._step.least_acceptance > LOADED:
+                drafts.resume_at = length + REST
         if not proposed:
             return None
         # one token tells as much about a text as five, and where many begin, five of each are a heavy step

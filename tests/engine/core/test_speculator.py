@@ -219,3 +219,34 @@ def test_proposals_of_a_drafter_with_weights_are_for_one_token_only():
     speculator.verified(request, 0, [7, VOCAB, 8])
     assert speculator.draft(request, 10) == [7]
     assert speculator.draft(request, 10) is None
+
+
+class NothingFound:
+    """A drafter that counts how often it is asked, and finds nothing."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def follow(self, tokens: list[int], cache_salt: str) -> NothingFound:
+        return self
+
+    def propose(self, limit: int) -> list[int]:
+        self.asked += 1
+        return []
+
+    def finish(self, tokens: list[int], num_prompt: int, cache_salt: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("sequences", "times"), [(1, 160), (64, 10)])
+def test_among_many_sequences_one_that_finds_no_draft_looks_for_it_more_rarely(sequences, times):
+    drafter = NothingFound()
+    speculator = Speculator(SpeculativeConfig(method="ngram"), drafter, lambda _: (1.0, 0.02, 0.0), VOCAB)
+    request = Request.create(
+        GenerateRequest(request_id="a", prompt=PROMPT, params=SamplingParams(max_tokens=500)), (0, 1), 1000, now=0.0
+    )
+    for _ in range(160):
+        speculator.start_step(sequences)
+        assert not speculator.draft(request, 10)
+        request.tokens.append(1)
+    assert drafter.asked == times
