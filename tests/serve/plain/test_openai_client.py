@@ -65,7 +65,13 @@ def test_logprobs_of_an_echoed_prompt_line_up_with_the_text(client):
 
 def test_logprobs_of_a_chat_have_bytes_and_alternatives(client):
     answer = client.chat.completions.create(
-        model="tiny", messages=HELLO, max_tokens=4, logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True}
+        model="tiny",
+        messages=HELLO,
+        max_tokens=4,
+        logprobs=True,
+        top_logprobs=3,
+        temperature=0,
+        extra_body={"ignore_eos": True, "skip_special_tokens": False},
     )
     content = answer.choices[0].logprobs.content
     assert [len(entry.top_logprobs) for entry in content] == [3] * 4
