@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -38,17 +38,17 @@ class Inbox(asyncio.Queue[TokenDelta | None]):
         if self.qsize() < MAX_UNMERGED:
             return [first]
         waiting = [first, *(self.get_nowait() for _ in range(self.qsize()))]
-        merged: list[TokenDelta] = []
-        newest: dict[str, int] = {}  # index in `merged`, by request id
+        groups: list[list[TokenDelta]] = []
+        newest: dict[str, list[TokenDelta]] = {}  # by request id
         for delta in waiting:
             if delta is None:
                 continue
-            at = newest.get(delta.request_id)
-            if at is None or not _follows(delta, merged[at]):
-                newest[delta.request_id] = len(merged)
-                merged.append(delta)
-            else:
-                merged[at] = joined(merged[at], delta)
+            group = newest.get(delta.request_id)
+            if group is None or not _follows(delta, group[-1]):
+                group = newest[delta.request_id] = []
+                groups.append(group)
+            group.append(delta)
+        merged = [joined(group) for group in groups]
         return [*merged, None] if None in waiting else [*merged]
 
 
@@ -113,30 +113,30 @@ class TokenChannel:
                 inbox.put_nowait(delta)
 
 
-def _follows(later: TokenDelta, first: TokenDelta) -> bool:
+def _follows(later: TokenDelta, before: TokenDelta) -> bool:
     """Return whether the two can be merged: not if `later` reports an error, or if a delta between them is missing."""
-    next_position = first.position + len(first.token_ids)
+    next_position = before.position + len(before.token_ids)
     return later.finish_reason not in ("error", "abort") and later.position == next_position
 
 
-def sum_predictions(deltas: Iterable[TokenDelta]) -> tuple[int, int] | None:
-    """Return the `prediction_tokens` of all the deltas together."""
-    counts = [delta.prediction_tokens for delta in deltas if delta.prediction_tokens is not None]
-    return (sum(accepted for accepted, _ in counts), sum(rejected for _, rejected in counts)) if counts else None
-
-
-def joined(first: TokenDelta, later: TokenDelta) -> TokenDelta:
-    """Merge two deltas. Fields of a sequence's first delta come from `first`, those of its last from `later`."""
-    logprobs = None if later.logprobs is None else [*(first.logprobs or []), *later.logprobs]
+def joined(parts: Sequence[TokenDelta]) -> TokenDelta:
+    """Merge deltas of a sequence that follow one another; a single one is returned as it is."""
+    first, last = parts[0], parts[-1]
+    if len(parts) == 1:
+        return first
+    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+    predictions = [part.prediction_tokens for part in parts if part.prediction_tokens is not None]
     return msgspec.structs.replace(
         first,
-        token_ids=first.token_ids + later.token_ids,
-        logprobs=logprobs if later.token_ids else first.logprobs,
-        finish_reason=later.finish_reason,
-        stop_reason=later.stop_reason,
-        text_complete=later.text_complete,
-        prediction_tokens=sum_predictions([first, later]),
-        times=later.times or first.times,
-        num_preemptions=later.num_preemptions or first.num_preemptions,
-        timeline=first.timeline + later.timeline,
+        token_ids=[token_id for part in parts for token_id in part.token_ids],
+        logprobs=[entry for entries in logprobs for entry in entries] if logprobs else None,
+        prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
+        num_cached_tokens=sum(part.num_cached_tokens for part in parts),
+        prediction_tokens=(sum(a for a, _ in predictions), sum(r for _, r in predictions)) if predictions else None,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        text_complete=last.text_complete,
+        times=next((part.times for part in reversed(parts) if part.times is not None), None),
+        num_preemptions=max(part.num_preemptions for part in parts),
+        timeline=[event for part in parts for event in part.timeline],
     )

@@ -11,7 +11,6 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
 
 import msgspec
 
@@ -124,7 +123,7 @@ class EventIds:
         if any(now.is_before(then) for now, then in self._others()):
             return
         parts = [part for held_choice, part in self._held if held_choice == known.choice]
-        group = reduce(joined, parts) if parts else None
+        group = joined(parts) if parts else None
         last = known.choices[known.choice]
         if group is None or (group.finish_reason is None and group.position + len(group.token_ids) < last.tokens):
             return

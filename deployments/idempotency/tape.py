@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
+import msgspec
+
 from deployments.frontend.sequence import Frontend, Usage
-from deployments.frontend.token_channel import sum_predictions
+from deployments.frontend.token_channel import joined
 from deployments.idempotency.position import EventIds
 from engine.text.text_stream import TextChunk, TextStream
 from engine.wire.messages import GenerateRequest, TokenDelta
@@ -40,7 +42,10 @@ class Tape:
         parts: dict[int, list[TokenDelta]] = {}
         for choice, delta in self.deltas:
             parts.setdefault(choice, []).append(delta)
-        return [_joined(parts[choice]) for choice in sorted(parts)]
+        return [
+            msgspec.structs.replace(joined(parts[choice]), request_id="", times=None, num_preemptions=0, timeline=[])
+            for choice in sorted(parts)
+        ]
 
     def _wake(self) -> None:
         self._grown.set()
@@ -95,18 +100,3 @@ class TapedGeneration:
                 if self._ids is not None:
                     self._ids.advance(chunk)
                 yield chunk
-
-
-def _joined(parts: list[TokenDelta]) -> TokenDelta:
-    first, last = parts[0], parts[-1]
-    return TokenDelta(
-        request_id="",
-        token_ids=[token_id for part in parts for token_id in part.token_ids],
-        logprobs=None if first.logprobs is None else [entry for part in parts for entry in part.logprobs or []],
-        prompt_logprobs=first.prompt_logprobs,
-        num_cached_tokens=first.num_cached_tokens,
-        prediction_tokens=sum_predictions(parts),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        text_complete=last.text_complete,
-    )

@@ -7,7 +7,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.frontend.token_channel import MAX_UNMERGED, Inbox, TokenChannel, sum_predictions
+from deployments.frontend.token_channel import MAX_UNMERGED, Inbox, TokenChannel
 from deployments.observability.stats import IngressStats
 from engine.wire.messages import Abort, Command, ErrorInfo, RequestTimes, TokenBatch, TokenDelta, TokenLogprob
 from engine.wire.timeline import TimelineEvent
@@ -169,6 +169,21 @@ def test_gap_within_a_backlog_stays_visible():
     assert [(d.position, len(d.token_ids)) for d in got] == [(0, MAX_UNMERGED), (MAX_UNMERGED + 1, MAX_UNMERGED - 1)]
 
 
+def test_what_comes_with_the_first_token_is_kept_behind_the_timeline_of_a_request_that_waited():
+    waited = TokenDelta(request_id="a", timeline=[TimelineEvent(0.0, "", "preempted")])
+    tokens = sequence("a", 2 * MAX_UNMERGED, "stop")
+    tokens[0] = msgspec.structs.replace(tokens[0], prompt_logprobs=[None, logprob(3)])
+    (whole,) = taken([waited, *tokens])
+    assert (whole.num_cached_tokens, whole.prompt_logprobs) == (7, [None, logprob(3)])
+    assert whole.timeline[0] == waited.timeline[0]
+
+
+def predicted(deltas: list[TokenDelta]) -> tuple[int, int]:
+    """Tokens of the predictions that were accepted and rejected."""
+    counts = [d.prediction_tokens or (0, 0) for d in deltas]
+    return sum(accepted for accepted, _ in counts), sum(rejected for _, rejected in counts)
+
+
 @settings(deadline=None)
 @given(st.integers(0, 80), ENDS, st.integers(0, 80), ENDS)
 def test_nothing_is_lost_or_reordered_within_a_sequence(a, end_a, b, end_b):
@@ -179,7 +194,7 @@ def test_nothing_is_lost_or_reordered_within_a_sequence(a, end_a, b, end_b):
         assert [t for d in after for t in d.token_ids] == [t for d in before for t in d.token_ids]
         assert [p for d in after for p in d.logprobs or []] == [p for d in before for p in d.logprobs or []]
         assert sum(d.num_cached_tokens for d in after) == sum(d.num_cached_tokens for d in before)
-        assert sum_predictions(after) == sum_predictions(before)
+        assert predicted(after) == predicted(before)
         if before:
             assert after[-1].finish_reason == before[-1].finish_reason
             assert (after[-1].error, after[-1].times) == (before[-1].error, before[-1].times)
