@@ -62,7 +62,7 @@ class ClusterWatcher:
     async def look(self) -> ClusterState:
         """Return the state of all that answers within a few seconds."""
         models, overviews, scaling = await asyncio.gather(
-            asyncio.gather(*(ModelReplicas.of(name, pool) for name, pool in self._pools.items())),
+            ModelReplicas.of_all(self._pools),
             self._telemetry.overviews(),
             self._telemetry.scaling_changes(),
         )

@@ -81,9 +81,7 @@ ROUTING_COUNTERS = {
 
 async def render_metrics(pools: Mapping[str, EnginePool], telemetry: Telemetry) -> bytes:
     """pools: by model name. A model without a healthy replica has `manta_up` 0 and no series of engines."""
-    replicas, ingresses = await asyncio.gather(
-        asyncio.gather(*(ModelReplicas.of(name, pool) for name, pool in pools.items())), telemetry.all_stats()
-    )
+    replicas, ingresses = await asyncio.gather(ModelReplicas.of_all(pools), telemetry.all_stats())
     registry = CollectorRegistry()
     registry.register(_Snapshot(replicas, ingresses))
     return generate_latest(registry)

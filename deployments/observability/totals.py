@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from deployments.observability.telemetry import Telemetry
 from deployments.replicas.pools import EnginePool, ModelReplicas
+from engine.wire.messages import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +54,8 @@ class TotalsLog:
                 await asyncio.sleep(INTERVAL_S)
 
     async def log(self) -> None:
-        totals, replicas = await self._look()
+        totals, stats = await self._look()
         before, self._before = self._before, totals
-        stats = [status.stats for model in replicas for status in model.decode]
         queried = max(0, totals.queried_tokens - before.queried_tokens)
         logger.info(
             "totals prompt_tokens_per_s=%.1f output_tokens_per_s=%.1f running=%d waiting=%d kv_use=%.3f hit_rate=%.3f",
@@ -67,13 +67,13 @@ class TotalsLog:
             max(0, totals.hit_tokens - before.hit_tokens) / queried if queried else 0.0,
         )
 
-    async def _look(self) -> tuple[Totals, list[ModelReplicas]]:
-        replicas = await asyncio.gather(*(ModelReplicas.of(name, pool) for name, pool in self._pools.items()))
-        stats = [status.stats for model in replicas for status in model.decode]
+    async def _look(self) -> tuple[Totals, list[EngineStats]]:
+        """Return the totals of the decode engines, and what they were made from."""
+        stats = [status.stats for model in await ModelReplicas.of_all(self._pools) for status in model.decode]
         totals = Totals(
             prompt_tokens=sum(s.prompt_tokens for s in stats),
             output_tokens=sum(s.generation_tokens for s in stats),
             queried_tokens=sum(s.prefix_queried_tokens for s in stats),
             hit_tokens=sum(s.prefix_hit_tokens for s in stats),
         )
-        return totals, replicas
+        return totals, stats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
@@ -71,3 +72,8 @@ class ModelReplicas(msgspec.Struct, frozen=True):
         """Leave out replicas that do not answer."""
         decode, prefill = await all_statuses(pool)
         return cls(model, decode, prefill, not decode and await pool.asleep())
+
+    @classmethod
+    async def of_all(cls, pools: Mapping[str, EnginePool]) -> list[ModelReplicas]:
+        """pools: by model name."""
+        return await asyncio.gather(*(cls.of(name, pool) for name, pool in pools.items()))
