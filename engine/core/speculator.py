@@ -13,7 +13,6 @@ from engine.spec_decode.predicted_text import PredictedText
 from engine.wire.messages import SpecDecodeStats
 
 LOADED = 0.25  # least rate of acceptance that pays, above which a draft gains little
-REST = 16  # tokens for which a sequence does not look for a draft then, once it has found none
 
 
 class Speculator:
@@ -92,7 +91,7 @@ class Speculator:
         if drafts.drafter is not None:
             proposed = list(drafts.drafter.propose(limit))
             if not proposed and self._step.least_acceptance > LOADED:
-                drafts.resume_at = length + REST
+                drafts.rest(length)
         if not proposed:
             return None
         # one token tells as much about a text as five, and where many begin, five of each are a heavy step

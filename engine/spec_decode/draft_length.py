@@ -10,6 +10,7 @@ OPTIMISM = 0.8  # expected rate of acceptance while nothing is known of a sequen
 OPTIMISM_WEIGHT = 2.0  # drafted tokens that it counts for
 MEMORY = 40.0  # drafted tokens after which the weight of one is about 1/e
 MAX_MISSES = 7  # a pause grows to 2**7 tokens
+REST = 16  # tokens for which a sequence looks for no draft once none was found
 
 
 @dataclass(slots=True)
@@ -69,6 +70,10 @@ class SequenceDrafts:
         """Return how many drafted tokens were accepted and rejected since the last call; None if there were none."""
         verified, self.verified = self.verified, None
         return verified
+
+    def rest(self, length: int) -> None:
+        """Look for no draft for a while, as none was found."""
+        self.resume_at = length + REST
 
     def pause(self, length: int) -> None:
         """Draft nothing for a while, each time longer until a draft is accepted."""
