@@ -19,6 +19,7 @@ from engine.errors import ServingError
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.histogram import Histogram
 from engine.wire.model_identity import ModelIdentity
+from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_prefill import RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
@@ -35,6 +36,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     request_id: str
     """Unique among the live requests of an engine; also the source of the seed if none is given."""
     prompt: list[int]
+    mm_features: list[MultiModalFeatureSpec] = []
+    """Images of the prompt, by their place in it; they do not overlap."""
     params: SamplingParams = SamplingParams()
     pooling: PoolingParams | None = None
     """Asks for a vector or a score in place of tokens; `params` is then without effect."""

@@ -1,0 +1,66 @@
+"""Images of a prompt on their way to an engine; the names are those of vLLM's `MultiModalFeatureSpec`."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import numpy as np
+
+MM_HASH_BYTES = 16
+
+
+class TensorData(msgspec.Struct, frozen=True, array_like=True):
+    """A numpy array in transit."""
+
+    dtype: str
+    """Its numpy name, such as `float32`."""
+    shape: tuple[int, ...]
+    data: bytes
+    """Elements in row-major order, little endian."""
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> TensorData:
+        return cls(array.dtype.name, array.shape, array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+
+    def numpy(self) -> np.ndarray:
+        """Return a view of `data`, which cannot be written to. Raises ValueError if the shape does not fit `data`."""
+        return np.frombuffer(self.data, np.dtype(self.dtype).newbyteorder("<")).reshape(self.shape)
+
+
+class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of a prompt that stand for one image.
+
+    Those with the id `image_token_id` of the model's config.json (`image_token_index` in older ones) are replaced by
+    one embedding each, in order; others between them, such as Pixtral's ends of rows, are embedded as text.
+    """
+
+    offset: int
+    """Position of the first placeholder in the prompt's token ids."""
+    length: int
+    """Tokens from the first placeholder to the last one, those between them included."""
+
+
+class MultiModalFeatureSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One image of a prompt, as its model's image processor made it."""
+
+    data: dict[str, TensorData]
+    """Arguments of the vision encoder for this image alone, named as in the output of transformers' image processor:
+    `pixel_values` (float32) and, by family, `image_grid_thw` [1, 3] (Qwen) or `image_sizes` [1, 2] (Pixtral)."""
+    mm_hash: bytes
+    """Hash of `data`: equal for the same picture, processed in the same way, in any prompt."""
+    mm_position: PlaceholderRange
+    num_embeds: int
+    """Embeddings that the encoder makes of the image."""
+
+
+def mm_hash(data: dict[str, TensorData]) -> bytes:
+    """Return MM_HASH_BYTES that stand for all that an encoder's output depends on.
+
+    128 bits of blake2b, as `block_hash`: a collision would show one user's image to another.
+    """
+    digest = hashlib.blake2b(digest_size=MM_HASH_BYTES, person=b"manta-mm")
+    for name, tensor in sorted(data.items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())  # so that no two lists of tensors read alike
+        digest.update(tensor.data)
+    return digest.digest()
