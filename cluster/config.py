@@ -10,7 +10,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, Slo
-from deployments.console.config import ConsoleConfig, without_credentials
+from deployments.console.config import ConsoleConfig
 from deployments.http.middleware import AuthConfig
 from deployments.http.validation import UnknownFields
 from deployments.observability.tracing import TracingConfig
@@ -19,7 +19,7 @@ from deployments.openai.parsers import ReasoningParserName, ToolCallParserName
 from deployments.routing.config import Role, RoutingConfig
 from deployments.storage.config import StoreConfig
 from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig, HandoffConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, without_credentials
 from placement.console_log import LogConfig, LogFormat, LogLevel
 from placement.spec import GroupSpec, Strategy
 

@@ -29,8 +29,9 @@ Constructor arguments equal `args`, so that errors pickle between processes.
 
 from __future__ import annotations
 
+import re
 from itertools import islice
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class ServingError(Exception):
@@ -236,6 +237,18 @@ class StartupError(ServingError):
     """The engine cannot start as configured; the message says what to change."""
 
 
+CREDENTIALS = re.compile(r"(?<=://)[^/?#\s]+(?=@)|(?<=[?&]password=)[^&#\s]+")  # of a URL; passwords may hold an @
+
+
+def without_credentials(value: Any) -> Any:
+    """Return JSON without names and passwords in its URLs."""
+    if isinstance(value, dict):
+        return {key: without_credentials(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without_credentials(inner) for inner in value]
+    return CREDENTIALS.sub("***", value) if isinstance(value, str) else value
+
+
 class ConfigError(StartupError):
     """One key of the configuration has a wrong value."""
 
@@ -243,7 +256,7 @@ class ConfigError(StartupError):
         super().__init__(key, value, limit)
 
     def __str__(self) -> str:
-        return f"configuration: {self.args[0]} must be {self.args[2]}, got {self.args[1]!r}"
+        return f"configuration: {self.args[0]} must be {self.args[2]}, got {without_credentials(self.args[1])!r}"
 
 
 class ModelFolderError(StartupError):

@@ -13,10 +13,11 @@ from httpx import ASGITransport, AsyncClient
 from cluster.config import AppConfig
 from deployments.app import http_app
 from deployments.console.cluster_watcher import ClusterState
-from deployments.console.config import ConsoleConfig, without_credentials
+from deployments.console.config import ConsoleConfig
 from deployments.console.routes import PAGE
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
+from engine.errors import without_credentials
 from tests.deployments.fake_api import fake_api, says
 
 KEY = {"Authorization": "Bearer sk-a"}
