@@ -1,5 +1,4 @@
-"""A server in a process that can be killed: the API over a fake engine, whose tokens are made of the seed. Prints its
-port."""
+"""A server in a process that can be killed: the API over a fake engine, whose tokens are made of the seed."""
 
 from __future__ import annotations
 
@@ -7,12 +6,11 @@ import asyncio
 import sys
 from string import ascii_lowercase
 
-import uvicorn
-
 from deployments.app import http_app
 from deployments.storage.config import StoreConfig
 from engine.wire.messages import GenerateRequest
 from tests.deployments.fake_api import fake_api, tokenizer
+from tests.served_app import serve_app
 
 NUM_TOKENS = 120
 
@@ -26,12 +24,7 @@ def text_of_seed(request: GenerateRequest) -> list[int]:
 async def serve(url: str) -> None:
     async with fake_api(text_of_seed) as api:
         app = http_app({"fake": api.model}, api.telemetry, store=StoreConfig(url=url))
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-        serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        print(server.servers[0].sockets[0].getsockname()[1], flush=True)
-        await serving
+        await serve_app(app)
 
 
 if __name__ == "__main__":

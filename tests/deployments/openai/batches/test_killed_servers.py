@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from subprocess import PIPE, Popen
+from subprocess import Popen
 
 import openai
 import pytest
 
 from tests.deployments.openai.batches.batches import ENDED, jsonl, line
-from tests.processes import started
+from tests.served_app import served_app
 
 pytestmark = pytest.mark.slow
 NUM_LINES = 120
@@ -23,12 +22,11 @@ NUM_LINES = 120
 @contextmanager
 def server(folder: Path) -> Iterator[tuple[Popen[str], openai.OpenAI]]:
     """A process with the API, and a client of it."""
-    command = [sys.executable, "-m", "tests.deployments.openai.batches.server", str(folder)]
-    with started(command, stdout=PIPE) as process:
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
-        with openai.OpenAI(api_key="x", base_url=f"http://127.0.0.1:{port}/v1") as client:
-            yield process, client
+    with (
+        served_app("tests.deployments.openai.batches.server", str(folder)) as (process, url),
+        openai.OpenAI(api_key="x", base_url=f"{url}/v1") as client,
+    ):
+        yield process, client
 
 
 def wait_for_answers(client: openai.OpenAI, batch_id: str, count: int) -> None:

@@ -1,0 +1,68 @@
+"""A client of streams with an Idempotency-Key, which goes on where it was when its connection has broken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+PAUSE_S = 0.2  # before it connects again
+NOBODY_THERE = (502, 503, 504)
+
+
+@dataclass(slots=True)
+class ResumingClient:
+    """connections: that were answered. ids: of its events, each of which comes once."""
+
+    key: str
+    body: dict[str, Any]
+    text: str = ""
+    ids: list[str] = field(default_factory=list)
+    connections: int = 0
+    done: bool = False
+
+    async def read(self, http: httpx.AsyncClient) -> None:
+        """Until the connection breaks, or the stream has ended."""
+        headers = {"Idempotency-Key": self.key} | ({"Last-Event-ID": self.ids[-1]} if self.ids else {})
+        body, rest = {**self.body, "stream": True}, ""
+        with suppress(httpx.HTTPError):
+            async with http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+                if response.status_code in NOBODY_THERE:
+                    return
+                assert response.status_code == 200, await response.aread()
+                self.connections += 1
+                async for piece in response.aiter_text():
+                    *events, rest = (rest + piece).split("\n\n")
+                    for event in events:
+                        self._take(event)
+
+    def _take(self, event: str) -> None:
+        event_id, _, data = event.rpartition("\n")
+        if not event_id:  # an error, and the end after it
+            assert data == "data: [DONE]" or '"service_unavailable_error"' in data, data
+            return
+        assert event_id.startswith("id: ") and event_id[4:] not in self.ids
+        self.ids.append(event_id[4:])
+        if data == "data: [DONE]":
+            self.done = True
+        else:
+            self.text += json.loads(data.removeprefix("data: "))["choices"][0]["text"]
+
+
+async def read_all(clients: list[ResumingClient], url: Callable[[], str | None], limit_s: float) -> None:
+    """Until each has its whole text. url: of the server; None while there is none."""
+
+    async def read(client: ResumingClient) -> None:
+        while not client.done:
+            if (base_url := url()) is not None:
+                async with httpx.AsyncClient(base_url=base_url, timeout=60) as http:
+                    await client.read(http)
+            await asyncio.sleep(0 if client.done else PAUSE_S)
+
+    async with asyncio.timeout(limit_s):
+        await asyncio.gather(*map(read, clients))
