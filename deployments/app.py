@@ -51,6 +51,7 @@ def http_app(
     document = openapi_document(VERSION, with_keys=api_keys is not None)
     app.openapi = lambda: document  # type: ignore[method-assign]  # the way FastAPI's manual gives
     served, values = ServedModels(models), open_store(store)
+    telemetry.stats.store_errors = values.errors
     answers = Answers(values, store.idempotency_ttl_s)
     idempotent = IdempotentRoutes(answers)
     add_openai_routes(app, served, idempotent, auth.unknown_fields)

@@ -135,12 +135,11 @@ class Answer:
     async def _take_over(self) -> bool:
         """Wait until no other ingress computes the answer. Returns False if it is complete then.
 
-        Raises StoreUnavailable, StoredAnswerCorrupt.
+        Raises StoreUnavailable, StoredValueCorrupt.
         """
         while True:
             leased = await self._store.add(self._lease, self._holder, LEASE_S)
-            value = await self._store.get(self._key)
-            record = self.record if value is None else Record.decode(self.stream_id, value)
+            record = await Record.load(self._store, self.stream_id) or self.record
             if record.outputs is not None:
                 for choice, delta in enumerate(record.outputs):
                     self._tape.add(choice, delta)

@@ -8,7 +8,7 @@ from deployments.frontend.sequence import Frontend
 from deployments.idempotency.answer import Answer
 from deployments.idempotency.errors import StreamNotFound
 from deployments.idempotency.position import MAX_CHOICES, EventIds, Position
-from deployments.idempotency.record import Record, answer_key
+from deployments.idempotency.record import Record
 from deployments.idempotency.tape import TapedGeneration
 from deployments.storage.key_value import KeyValueStore
 from engine.wire.messages import GenerateRequest
@@ -55,7 +55,7 @@ class Answers:
     async def open(self, stream_id: str, owner: str, new: Record | None) -> Answer:
         """Return the answer of this id; if there is none, that to `new`, if it is given.
 
-        Raises StreamNotFound, StoreUnavailable, StoredAnswerCorrupt.
+        Raises StreamNotFound, StoreUnavailable, StoredValueCorrupt.
         """
         answer = self._live.get(stream_id) or await self._find(stream_id, new)
         if answer is None or answer.record.owner != owner:
@@ -65,11 +65,11 @@ class Answers:
         return self._live.setdefault(stream_id, answer)  # another request may have waited for the store, too
 
     async def _find(self, stream_id: str, new: Record | None) -> Answer | None:
-        value = await self._store.get(answer_key(stream_id))
-        record = new if value is None else Record.decode(stream_id, value)
+        stored = await Record.load(self._store, stream_id)
+        record = stored or new
         if record is None:
             return None
-        return Answer(stream_id, record, self._store, self._ttl_s, self.forget, stored=value is not None)
+        return Answer(stream_id, record, self._store, self._ttl_s, self.forget, stored=stored is not None)
 
     def forget(self, answer: Answer) -> None:
         """From now on the store is asked."""

@@ -33,16 +33,6 @@ class StreamNotFound(RequestError):
         self.param = "stream_id"
 
 
-class StoredAnswerCorrupt(ServingError):
-    """What the store has is not what was put there."""
-
-    def __init__(self, stream_id: str):
-        super().__init__(stream_id)
-
-    def __str__(self) -> str:
-        return f"the stored answer {self.args[0]} cannot be read; send the request again with a new Idempotency-Key"
-
-
 class AnswerNotReproducible(RequestError):
     """The rest of an answer cannot be computed, since the server is no longer the one that began it."""
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-import zlib
 from collections.abc import Mapping
 
 import msgspec
 
-from deployments.idempotency.errors import StoredAnswerCorrupt
+from deployments.storage.key_value import KeyValueStore, sealed
 from engine.wire.messages import TokenDelta
-
-CHECKSUM_BYTES = 4
 
 
 class Record(msgspec.Struct):
@@ -43,20 +40,13 @@ class Record(msgspec.Struct):
         return hashlib.sha256(f"{self.secret} {name}".encode()).hexdigest()[:32]
 
     def encode(self) -> bytes:
-        """Return it with a check sum in front."""
-        encoded = msgspec.msgpack.encode(self)
-        return zlib.crc32(encoded).to_bytes(CHECKSUM_BYTES, "little") + encoded
+        return sealed(msgspec.msgpack.encode(self))
 
     @classmethod
-    def decode(cls, stream_id: str, value: bytes) -> Record:
-        """Raises StoredAnswerCorrupt."""
-        encoded = value[CHECKSUM_BYTES:]
-        if zlib.crc32(encoded).to_bytes(CHECKSUM_BYTES, "little") != value[:CHECKSUM_BYTES]:
-            raise StoredAnswerCorrupt(stream_id)
-        try:
-            return msgspec.msgpack.decode(encoded, type=cls)
-        except msgspec.DecodeError as error:  # of another version
-            raise StoredAnswerCorrupt(stream_id) from error
+    async def load(cls, store: KeyValueStore, stream_id: str) -> Record | None:
+        """Raises StoreUnavailable, StoredValueCorrupt."""
+        value = await store.get(key := answer_key(stream_id))
+        return None if value is None else store.unsealed(key, value, msgspec.msgpack.Decoder(cls).decode)
 
 
 def stream_id_of(owner: str, key: str) -> str:

@@ -55,6 +55,7 @@ MODELS: list[Row] = [
 ]
 INGRESSES: list[Row] = [
     (Counter, "manta_dropped_deltas", "Token deltas that came for no open request.", "dropped_deltas"),
+    (Counter, "manta_store_errors", "Calls of `ingress.store` that failed.", "store_errors", "reason"),
     (Counter, "manta_ingress_refused_messages", "What sockets of ingresses refused.", "refused", "socket", "reason"),
 ]
 

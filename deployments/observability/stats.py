@@ -49,6 +49,8 @@ class IngressStats(msgspec.Struct):
     routes: dict[str, RouteStats] = {}
     """Routes by `METHOD /path`; the path is the declared one, so that clients cannot add to them."""
     dropped_deltas: int = 0  #: deltas that came for no open request
+    store_errors: dict[str, int] = {}
+    """Calls of the store that failed, and values that could not be read there (deployments/storage)."""
     refused: dict[str, dict[str, int]] = {}
     """What the sockets of its process have refused, by socket and reason (engine/distributed/refusals.py)."""
 

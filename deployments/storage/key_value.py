@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import logging
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
 
 from engine.errors import ServingError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+CHECKSUM_BYTES = 4
+LOG_INTERVAL_S = 10.0  # between two lines about a store that cannot be used
 
 
 class StoreUnavailable(ServingError):
@@ -19,23 +32,68 @@ class StoreUnavailable(ServingError):
         return f"the store cannot be used: {self.args[0]}"
 
 
-class KeyValueStore(Protocol):
+class StoredValueCorrupt(ServingError):
+    """What the store has is not what was put there."""
+
+    def __init__(self, key: str):
+        super().__init__(key)
+
+    def __str__(self) -> str:
+        return f"the stored value {self.args[0]} cannot be read: send the request again, and not under the same name"
+
+
+class KeyValueStore(ABC):
     """Values by key. Every method raises StoreUnavailable."""
 
     shared: bool
     """All ingresses see the same values, also after they were started again."""
 
+    def __init__(self) -> None:
+        self.errors = {"unavailable": 0, "corrupt": 0}
+        """Calls that failed, and values that could not be read."""
+        self._logged_at = -LOG_INTERVAL_S
+
+    def unavailable(self, reason: str) -> StoreUnavailable:
+        """Return the error of a call that has failed, and count it."""
+        self.errors["unavailable"] += 1
+        if time.monotonic() >= self._logged_at + LOG_INTERVAL_S:
+            self._logged_at = time.monotonic()
+            logger.error("store unavailable calls_failed=%d reason=%s", self.errors["unavailable"], reason)
+        return StoreUnavailable(reason)
+
+    def unsealed(self, key: str, value: bytes, decode: Callable[[bytes], T]) -> T:
+        """Return what a value of `sealed` says. Raises StoredValueCorrupt."""
+        try:
+            if value != sealed(value[CHECKSUM_BYTES:]):
+                raise msgspec.DecodeError("its check sum is wrong")
+            return decode(value[CHECKSUM_BYTES:])
+        except msgspec.DecodeError as error:  # or it is of another version
+            self.errors["corrupt"] += 1
+            logger.error("stored value corrupt key=%s reason=%s", key, error)
+            raise StoredValueCorrupt(key) from error
+
+    @abstractmethod
     async def get(self, key: str) -> bytes | None: ...
 
+    @abstractmethod
     async def set(self, key: str, value: bytes, ttl_s: float) -> None: ...
 
+    @abstractmethod
     async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
         """Set a value, unless the key has one. Returns whether it was set."""
 
+    @abstractmethod
     async def extend(self, key: str, value: bytes, ttl_s: float) -> bool:
         """Let a value live longer. Returns False, and does nothing, if the key has another or none."""
 
+    @abstractmethod
     async def delete(self, key: str) -> None: ...
 
+    @abstractmethod
     async def close(self) -> None:
         """Return once everything is written."""
+
+
+def sealed(value: bytes) -> bytes:
+    """Return a value with its check sum in front."""
+    return zlib.crc32(value).to_bytes(CHECKSUM_BYTES, "little") + value

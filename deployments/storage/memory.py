@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 
-from deployments.storage.key_value import StoreUnavailable
+from deployments.storage.key_value import KeyValueStore
 
 MAX_VALUES = 100_000  # besides max_bytes
 
 
-class MemoryStore:
+class MemoryStore(KeyValueStore):
     """Drops its oldest values when it is full."""
 
     shared = False
 
     def __init__(self, max_bytes: int):
+        super().__init__()
         self._max_bytes = max_bytes
         self._values: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # with the time they expire; oldest first
         self._bytes = 0
@@ -27,29 +28,30 @@ class MemoryStore:
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         await self.delete(key)
         if len(value) > self._max_bytes:
-            raise StoreUnavailable(f"it has {len(value)} bytes, more than the store ({self._max_bytes})")
+            raise self.unavailable(f"it has {len(value)} bytes, more than the store ({self._max_bytes})")
         self._values[key] = time.monotonic() + ttl_s, value
         self._bytes += len(value)
         while self._bytes > self._max_bytes or len(self._values) > MAX_VALUES or self._oldest_expired():
             await self.delete(next(iter(self._values)))
 
     async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
-        if await self.get(key) is not None:
-            return False
-        await self.set(key, value, ttl_s)
-        return True
+        return await self._set_if(key, None, value, ttl_s)
 
     async def extend(self, key: str, value: bytes, ttl_s: float) -> bool:
-        if await self.get(key) != value:
-            return False
-        await self.set(key, value, ttl_s)
-        return True
+        return await self._set_if(key, value, value, ttl_s)
 
     async def delete(self, key: str) -> None:
         _, value = self._values.pop(key, (0.0, b""))
         self._bytes -= len(value)
 
     async def close(self) -> None: ...
+
+    async def _set_if(self, key: str, expected: bytes | None, value: bytes, ttl_s: float) -> bool:
+        """Set a value if the key has the expected one, or none if that is None. Returns whether it was set."""
+        if await self.get(key) != expected:
+            return False
+        await self.set(key, value, ttl_s)
+        return True
 
     def _oldest_expired(self) -> bool:
         return bool(self._values) and next(iter(self._values.values()))[0] <= time.monotonic()

@@ -10,16 +10,17 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from deployments.storage.key_value import StoreUnavailable
+from deployments.storage.key_value import KeyValueStore
 
 TIMEOUT_S = 2.0  # of each command, connecting included
 EXTEND = "return redis.call('get', KEYS[1]) == ARGV[1] and redis.call('pexpire', KEYS[1], ARGV[2]) or 0"
 
 
-class RedisStore:
+class RedisStore(KeyValueStore):
     shared = True
 
     def __init__(self, url: str):
+        super().__init__()
         # one retry: a connection may have been closed while it was idle
         self._redis = Redis.from_url(url, retry=Retry(NoBackoff(), 1))
 
@@ -47,7 +48,7 @@ class RedisStore:
             async with asyncio.timeout(TIMEOUT_S):
                 return await getattr(self._redis, command)(*args, **options)
         except (RedisError, OSError, TimeoutError) as error:
-            raise StoreUnavailable(f"{type(error).__name__}: {error}") from error
+            raise self.unavailable(f"{type(error).__name__}: {error}") from error
 
 
 def _ms(ttl_s: float) -> int:

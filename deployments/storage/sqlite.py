@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deployments.storage.key_value import StoreUnavailable
+from deployments.storage.key_value import KeyValueStore
 from engine.errors import ConfigError
 
 T = TypeVar("T")
@@ -27,11 +27,12 @@ CLEAN_UP_S = 60.0  # between two looks for expired values
 Call = tuple[Callable[[sqlite3.Connection], Any], "asyncio.Future[Any]"]
 
 
-class SqliteStore:
+class SqliteStore(KeyValueStore):
     shared = True
 
     def __init__(self, path: str, max_bytes: int):
         """Raises ConfigError if the file cannot be opened. Its folder is made."""
+        super().__init__()
         file = Path(path)
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         try:
@@ -53,22 +54,10 @@ class SqliteStore:
         await self._run(lambda database: _set(database, key, value, ttl_s))
 
     async def add(self, key: str, value: bytes, ttl_s: float) -> bool:
-        def add(database: sqlite3.Connection) -> bool:
-            if _get(database, key) is not None:
-                return False
-            _set(database, key, value, ttl_s)
-            return True
-
-        return await self._run(add)
+        return await self._run(lambda database: _set_if(database, key, None, value, ttl_s))
 
     async def extend(self, key: str, value: bytes, ttl_s: float) -> bool:
-        def extend(database: sqlite3.Connection) -> bool:
-            if _get(database, key) != value:
-                return False
-            _set(database, key, value, ttl_s)
-            return True
-
-        return await self._run(extend)
+        return await self._run(lambda database: _set_if(database, key, value, value, ttl_s))
 
     async def delete(self, key: str) -> None:
         await self._run(lambda database: database.execute("delete from stored where key = ?", (key,)))
@@ -80,14 +69,16 @@ class SqliteStore:
 
     async def _run(self, call: Callable[[sqlite3.Connection], T]) -> T:
         if self._closed:
-            raise StoreUnavailable("it is closed")
+            raise self.unavailable("it is closed")
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._calls.put((call, result))
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await result
         except TimeoutError:
-            raise StoreUnavailable(f"the disk did not answer within {TIMEOUT_S:g} s") from None
+            raise self.unavailable(f"the disk did not answer within {TIMEOUT_S:g} s") from None
+        except sqlite3.Error as error:
+            raise self.unavailable(f"{type(error).__name__}: {error}") from error
 
     def _work(self) -> None:
         while True:
@@ -119,8 +110,7 @@ class SqliteStore:
             if self._database.in_transaction:
                 self._database.execute("rollback")
             if len(calls) == 1 or not begun:  # nobody else would get the file either
-                unavailable = StoreUnavailable(f"{type(error).__name__}: {error}")
-                _settle([(future, unavailable) for _, future in calls])
+                _settle([(future, error) for _, future in calls])
             else:
                 for call in calls:
                     self._commit([call])
@@ -151,13 +141,21 @@ def _set(database: sqlite3.Connection, key: str, value: bytes, ttl_s: float) -> 
     database.execute("insert or replace into stored values (?, ?, ?)", (key, value, time.time() + ttl_s))
 
 
+def _set_if(database: sqlite3.Connection, key: str, expected: bytes | None, value: bytes, ttl_s: float) -> bool:
+    """Set a value if the key has the expected one, or none if that is None. Returns whether it was set."""
+    if _get(database, key) != expected:
+        return False
+    _set(database, key, value, ttl_s)
+    return True
+
+
 def _settle(results: list[tuple[asyncio.Future[Any], Any]]) -> None:
     """Give the results to those who wait for them, unless they have left; the event loop is woken once."""
 
     def settle() -> None:
         for future, result in results:
             if not future.done():
-                if isinstance(result, StoreUnavailable):
+                if isinstance(result, sqlite3.Error):
                     future.set_exception(result)
                 else:
                     future.set_result(result)

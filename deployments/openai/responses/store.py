@@ -9,7 +9,7 @@ import msgspec
 from deployments.openai.responses.errors import ResponseNotFound
 from deployments.openai.responses.items import Item, ItemReference, invalid, parsed
 from deployments.openai.responses.response_body import LIVE, Response, ResponseError
-from deployments.storage.key_value import KeyValueStore
+from deployments.storage.key_value import KeyValueStore, sealed
 from engine.errors import InvalidParameter
 
 LEASE_S = 15.0
@@ -45,11 +45,11 @@ class ResponseStore:
         self._values, self._ttl_s = values, ttl_s
 
     async def get(self, owner: str, response_id: str) -> StoredResponse:
-        """Raises ResponseNotFound, StoreUnavailable."""
-        value = await self._values.get(_key(owner, response_id))
+        """Raises ResponseNotFound, StoreUnavailable, StoredValueCorrupt."""
+        value = await self._values.get(key := _key(owner, response_id))
         if value is None:
             raise ResponseNotFound(response_id, self._ttl_s, self._values.shared)
-        stored = msgspec.json.decode(value, type=StoredResponse)
+        stored = self._values.unsealed(key, value, msgspec.json.Decoder(StoredResponse).decode)
         response = stored.response
         if response.status in LIVE and not await self._values.get(_key(owner, response_id, "lease")):
             message = "its ingress has ended, or could not store the result"
@@ -59,7 +59,7 @@ class ResponseStore:
     async def put(self, owner: str, stored: StoredResponse) -> None:
         """Raises StoreUnavailable."""
         value = msgspec.json.encode(stored)  # it may have numbers that are too large for MessagePack
-        await self._values.set(_key(owner, stored.response.id), value, self._ttl_s)
+        await self._values.set(_key(owner, stored.response.id), sealed(value), self._ttl_s)
 
     async def delete(self, owner: str, response_id: str) -> None:
         """Raises StoreUnavailable."""

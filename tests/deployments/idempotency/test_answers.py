@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Iterator
+import resource
+import subprocess
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +17,7 @@ import pytest
 
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
+from deployments.idempotency import answer as answer_module
 from deployments.idempotency.answer import Answer
 from deployments.idempotency.answers import AnswerReader
 from deployments.idempotency.record import Record, answer_key, stream_id_of
@@ -22,6 +26,7 @@ from engine.errors import InvalidParameter
 from engine.wire.messages import ErrorInfo
 from tests.deployments.fake_api import FakeApi, fake_api, says, tokenizer, until
 from tests.redis_server import redis_server
+from tests.scrape import Scrape
 
 KEY = {"Idempotency-Key": "key 1"}
 PROMPT: dict[str, Any] = {"prompt": "abcdefgh", "max_tokens": 20}
@@ -260,9 +265,72 @@ def test_without_its_store_a_key_is_refused_and_what_was_begun_is_answered():
                 refused = await post(api, "completions", {"Idempotency-Key": "2"}, **PROMPT)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
                 assert "Retry-After" in refused.headers and len(api.engine.added) == 1
+                metrics = Scrape((await api.client.get("/metrics")).text)
+                assert metrics.sum("manta_store_errors_total", reason="unavailable") >= 1
                 assert (await api.post("completions", **PROMPT)).status_code == 200
 
     run(scenario())
+
+
+@contextmanager
+def no_space(folder: Path) -> Iterator[Callable[[bool], None]]:
+    """A disk that is full, or not; mounted for the test."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", folder], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+
+    def fill(full: bool) -> None:
+        with (folder / "filling").open("wb", buffering=0) as file, suppress(OSError):
+            while full:
+                file.write(b"x" * 512)
+
+    try:
+        yield fill
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@contextmanager
+def no_longer_files(folder: Path) -> Iterator[Callable[[bool], None]]:
+    """As a quota does: no file may grow beyond the size that the store's have."""
+    folder.mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(full: bool) -> None:
+        size = max(file.stat().st_size for file in folder.iterdir())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]) if full else before)
+
+    try:
+        yield limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("limited", [no_space, no_longer_files])
+def test_on_a_full_disk_a_key_is_refused_and_what_was_promised_is_answered_also_later(limited, tmp_path, caplog):
+    async def scenario(folder: Path, fill: Callable[[bool], None]) -> None:
+        async with fake_api(store=StoreConfig(url=f"sqlite://{folder}/store.db")) as api:
+            api.engine.paused.set()
+            begun = asyncio.create_task(post(api, "completions", **PROMPT))
+            await until(lambda: api.engine.num_live)
+            fill(True)
+            refused = await post(api, "completions", {"Idempotency-Key": "2"}, **PROMPT)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+            assert len(api.engine.added) == 1
+            api.engine.paused.clear()
+            whole = (await begun).json()
+            assert len(whole["choices"][0]["text"]) == 20
+            await until(lambda: "lease not given back" in caplog.text)
+            assert "store unavailable" in caplog.text and "answer not stored" in caplog.text
+            metrics = Scrape((await api.client.get("/metrics")).text)
+            assert metrics.sum("manta_store_errors_total", reason="unavailable") >= 2
+            fill(False)
+            again = (await post(api, "completions", **PROMPT)).json()
+            assert again == whole and len(api.engine.added) == 2
+            assert (await post(api, "completions", {"Idempotency-Key": "2"}, **PROMPT)).status_code == 200
+
+    with limited(tmp_path / "disk") as fill, mock.patch.object(answer_module, "LEASE_S", 0.5):
+        run(scenario(tmp_path / "disk", fill))
 
 
 def test_an_answer_that_was_asked_for_again_ends_with_its_time_in_the_store_and_so_does_one_asked_for_in_vain(tmp_path):
@@ -354,7 +422,8 @@ async def expire_record(config: StoreConfig, stream_id: str) -> None:
 async def change_record(config: StoreConfig, stream_id: str, value: bytes | None = None, **fields: Any) -> None:
     """As a crash, or a broken disk, would have left it."""
     store = open_store(config)
-    record = Record.decode("", await store.get(answer_key(stream_id)) or b"")
+    record = await Record.load(store, stream_id)
+    assert record is not None
     for name, changed in fields.items():
         setattr(record, name, changed)
     await store.set(answer_key(stream_id), record.encode() if value is None else value, 60)
@@ -380,7 +449,9 @@ def test_a_stored_answer_that_cannot_be_read_or_gone_on_with_is_an_error_by_name
         await change_record(config, stream_id, b"no record")
         async with fake_api(store=config) as api:
             answer = await post(api, "completions", **PROMPT, stream=True)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "stored_answer_corrupt")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "stored_value_corrupt")
+            metrics = Scrape((await api.client.get("/metrics")).text)
+            assert metrics.sum("manta_store_errors_total", reason="corrupt") == 1
 
     run(scenario())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,5 +85,20 @@ def test_a_response_that_memory_cannot_hold_is_answered_and_not_stored():
             answer = await api.post("responses", input="a" * 2000)
             assert answer.status_code == 200 and answer.json()["store"] is False
             assert "store" in answer.headers["Warning"]
+
+    run(scenario())
+
+
+def test_a_stored_response_with_one_wrong_bit_is_an_error_by_name(tmp_path):
+    async def scenario() -> None:
+        config = StoreConfig(url=f"sqlite://{tmp_path}/store.db")
+        async with serving("Good day.", store=config) as api:
+            made = await ask(api)
+            with sqlite3.connect(tmp_path / "store.db") as database:
+                (value,) = database.execute("select value from stored").fetchone()
+                damaged = value[:-20] + bytes([value[-20] ^ 1]) + value[-19:]
+                database.execute("update stored set value = ?", (damaged,))
+            answer = await api.client.get(f"/v1/responses/{made['id']}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "stored_value_corrupt")
 
     run(scenario())
