@@ -524,6 +524,9 @@ def _moe(raw: Fields, num_layers: int) -> MoEConfig | None:
     shared = raw.get("shared_expert_intermediate_size") or size * (raw.get("n_shared_experts") or 0)
     _one_of("swiglu_limit", raw.get("swiglu_limit", SWIGLU_LIMIT), (SWIGLU_LIMIT,))
     _one_of("swiglu_alpha", raw.get("swiglu_alpha", SWIGLU_ALPHA), (SWIGLU_ALPHA,))
+    groups = raw.get("n_group", 1)
+    if groups != 1 and (num_experts % groups or num_experts == groups):  # groups are chosen by their two best experts
+        raise _Unsupported("n_group", groups)
     return MoEConfig(
         num_experts=num_experts,
         experts_per_token=raw["num_experts_per_tok"],
@@ -531,7 +534,7 @@ def _moe(raw: Fields, num_layers: int) -> MoEConfig | None:
         norm_topk_prob=raw.get("norm_topk_prob", False),
         layers=frozenset(i for i in range(first, num_layers) if (i + 1) % step == 0 and i not in dense),
         scoring=raw.get("scoring", "softmax"),
-        num_groups=raw.get("n_group", 1),
+        num_groups=groups,
         topk_groups=raw.get("topk_group", 1),
         routed_scaling_factor=raw.get("routed_scaling_factor", 1.0),
         router_bias=raw.get("router_bias", False),

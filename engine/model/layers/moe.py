@@ -52,7 +52,7 @@ class BiasedRouter(Sharded):
 
     def __init__(self, hidden_size: int, moe: MoEConfig):
         super().__init__()
-        self.moe, self.top_k = moe, ops.select_top_k_sigmoid(moe.num_experts, moe.num_groups, self.device)
+        self.moe, self.top_k = moe, ops.select_top_k_sigmoid(self.device)
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size, dtype=torch.float32), requires_grad=False)
         self.correction = nn.Parameter(torch.empty(moe.num_experts, dtype=torch.float32), requires_grad=False)
 

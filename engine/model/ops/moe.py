@@ -89,14 +89,14 @@ def top_k_softmax_plain(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor
     return experts, weights.to(logits.dtype)
 
 
-def select_top_k_sigmoid(num_experts: int, num_groups: int, device: torch.device) -> TopKOfGroups:
+def select_top_k_sigmoid(device: torch.device) -> TopKOfGroups:
     """logits [tokens, num_experts] float32, correction [num_experts], (num_groups, topk_groups), k, normalise ->
     experts [tokens, k] int64, weights [tokens, k] float32, the best choice first. See layers/moe.py."""
     if not dispatch.gpu_kernels(torch.float32, device):
         return top_k_sigmoid_plain
     from engine.model.ops.gpu import routing
 
-    return routing.top_k_sigmoid if routing.divides(num_experts, num_groups) else top_k_sigmoid_plain
+    return routing.top_k_sigmoid
 
 
 def top_k_sigmoid_plain(

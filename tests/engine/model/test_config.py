@@ -308,6 +308,12 @@ def test_clamped_gates_with_another_limit_are_refused_by_name(read):
         read(GPT_OSS_20B, swiglu_limit=10.0)
 
 
+@pytest.mark.parametrize("groups", [3, 128])
+def test_groups_of_unequal_size_or_of_one_expert_are_refused_by_name(read, groups):
+    with pytest.raises(ModelFolderError, match=f"n_group = {groups}"):
+        read(GLM_4_5_AIR, n_group=groups)
+
+
 def test_rope_parameters_of_transformers_5_say_the_same_as_the_older_fields(read):
     old = read(LLAMA_3_1_8B)
     fields = {k: v for k, v in LLAMA_3_1_8B.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}

@@ -52,39 +52,37 @@ def top_k_softmax(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tens
     return experts, weights
 
 
-def divides(num_experts: int, num_groups: int) -> bool:
-    """Whether `top_k_sigmoid` can divide so many experts into groups."""
-    return num_groups == 1 or (num_experts == triton.next_power_of_2(num_experts) and num_experts % num_groups == 0)
-
-
 @triton.jit
 def top_k_sigmoid_kernel(
     logits, correction, experts, weights, stride,
-    NUM: tl.constexpr, NUM_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
-    GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens)."""
+    """Grid (tokens). Groups of SIZE experts, each padded to SIZE_PAD: an expert's place is not its number then."""
     token = tl.program_id(0).to(tl.int64)
-    expert, rank = tl.arange(0, NUM_PAD), tl.arange(0, K_PAD)
-    scores = tl.sigmoid(tl.load(logits + token * stride + expert, mask=expert < NUM, other=0.0))
-    choice = scores + tl.load(correction + expert, mask=expert < NUM, other=0.0)
-    choice = tl.where(expert < NUM, choice, float("-inf"))
+    place, rank = tl.arange(0, GROUPS_PAD * SIZE_PAD), tl.arange(0, K_PAD)
+    expert = place // SIZE_PAD * SIZE + place % SIZE_PAD
+    exists = (place // SIZE_PAD < GROUPS) & (place % SIZE_PAD < SIZE)
+    scores = tl.sigmoid(tl.load(logits + token * stride + expert, mask=exists, other=0.0))
+    choice = scores + tl.load(correction + expert, mask=exists, other=0.0)
+    choice = tl.where(exists, choice, float("-inf"))
     if GROUPS > 1:
-        grouped, group = choice.reshape(GROUPS, NUM_PAD // GROUPS), tl.arange(0, GROUPS)
-        first = tl.arange(0, NUM_PAD // GROUPS)[None, :] == tl.argmax(grouped, 1)[:, None]
+        grouped, group = choice.reshape(GROUPS_PAD, SIZE_PAD), tl.arange(0, GROUPS_PAD)
+        first = tl.arange(0, SIZE_PAD)[None, :] == tl.argmax(grouped, 1)[:, None]
         both = tl.max(grouped, 1) + tl.max(tl.where(first, float("-inf"), grouped), 1)
-        kept = tl.zeros([GROUPS], tl.int32)
+        kept = tl.zeros([GROUPS_PAD], tl.int32)
         for _ in tl.static_range(TOPK_GROUPS):
             best_group = tl.argmax(both, 0)
             kept = tl.where(group == best_group, 1, kept)
             both = tl.where(group == best_group, float("-inf"), both)
-        choice = tl.where(kept[:, None] > 0, grouped, float("-inf")).reshape(NUM_PAD)
+        choice = tl.where(kept[:, None] > 0, grouped, float("-inf")).reshape(GROUPS_PAD * SIZE_PAD)
     best, chosen = tl.zeros([K_PAD], tl.float32), tl.zeros([K_PAD], tl.int32)
     for i in tl.static_range(K):
-        index = tl.minimum(tl.argmax(choice, 0), NUM - 1)  # among NaN it may be none
-        best = tl.where(rank == i, tl.sum(tl.where(expert == index, scores, 0.0), 0), best)
+        taken = place == tl.argmax(choice, 0)
+        index = tl.minimum(tl.sum(tl.where(taken, expert, 0), 0), SIZE * GROUPS - 1)  # among NaN it may be none
+        best = tl.where(rank == i, tl.sum(tl.where(taken, scores, 0.0), 0), best)
         chosen = tl.where(rank == i, index, chosen)
-        choice = tl.where(expert == index, float("-inf"), choice)
+        choice = tl.where(taken, float("-inf"), choice)
     if NORMALISE:
         best = best / (tl.sum(best, 0) + 1e-20)
     tl.store(experts + token * K + rank, chosen.to(tl.int64), mask=rank < K)
@@ -94,13 +92,14 @@ def top_k_sigmoid_kernel(
 def top_k_sigmoid(
     logits: Tensor, correction: Tensor, groups: tuple[int, int], k: int, normalise: bool
 ) -> tuple[Tensor, Tensor]:
-    tokens, num = logits.shape
+    (tokens, num), (num_groups, topk_groups) = logits.shape, groups
+    size = num // num_groups
     experts = torch.empty(tokens, k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     top_k_sigmoid_kernel[tokens,](
-        logits, correction, experts, weights, logits.stride(0), NUM=num, NUM_PAD=triton.next_power_of_2(num),
-        K=k, K_PAD=triton.next_power_of_2(k), NORMALISE=normalise, GROUPS=groups[0], TOPK_GROUPS=groups[1],
-        num_warps=1,
+        logits, correction, experts, weights, logits.stride(0), SIZE=size, SIZE_PAD=triton.next_power_of_2(size),
+        GROUPS=num_groups, GROUPS_PAD=triton.next_power_of_2(num_groups), TOPK_GROUPS=topk_groups,
+        K=k, K_PAD=triton.next_power_of_2(k), NORMALISE=normalise, num_warps=1,
     )  # fmt: skip
     return experts, weights
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.model.ops import activation, dispatch
 from engine.model.ops import moe as ops
 from engine.model.ops.gpu import grouped_mm, moe
-from engine.model.ops.gpu.routing import divides, sort_pairs, top_k_sigmoid, top_k_softmax
+from engine.model.ops.gpu.routing import sort_pairs, top_k_sigmoid, top_k_softmax
 from engine.model.quantization.format import StoredWeight
 from engine.model.quantization.mxfp4 import MXFP4
 from engine.model.quantization.online import Online
@@ -144,30 +144,29 @@ def test_the_router_chooses_and_weighs_experts_as_plain_torch(num_experts, k, no
 
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize(
-    ("num_experts", "groups", "k"), [(16, (4, 2), 5), (32, (8, 4), 8), (20, (1, 1), 3), (8, (2, 1), 1)]
+    ("num_experts", "groups", "k"),
+    [
+        (16, (4, 2), 5),
+        (32, (8, 4), 8),
+        (20, (1, 1), 3),
+        (8, (2, 1), 1),
+        (30, (3, 2), 7),
+        (160, (8, 3), 6),
+        (12, (6, 6), 4),
+    ],
 )
 def test_the_router_of_deepseek_v3_chooses_and_weighs_experts_as_plain_torch(num_experts, groups, k, normalise):
     logits = torch.randn(6, num_experts + 3, generator=seeded(k))[:, :num_experts].to(DEVICE)
     correction = torch.randn(num_experts, generator=seeded(1)).to(DEVICE)
-    assert divides(num_experts, groups[0])
     experts, weights = top_k_sigmoid(logits, correction, groups, k, normalise)
     expected, expected_weights = ops.top_k_sigmoid_plain(logits, correction, groups, k, normalise)
     assert torch.equal(experts, expected)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
 
 
-def test_groups_that_the_kernel_cannot_divide_are_left_to_plain_torch(monkeypatch):
-    monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
-    cpu = torch.device("cpu")
-    assert ops.select_top_k_sigmoid(160, 1, cpu) is top_k_sigmoid
-    assert ops.select_top_k_sigmoid(256, 8, cpu) is top_k_sigmoid
-    assert ops.select_top_k_sigmoid(160, 8, cpu) is ops.top_k_sigmoid_plain
-    assert ops.select_top_k_sigmoid(16, 3, cpu) is ops.top_k_sigmoid_plain
-
-
-@pytest.mark.parametrize("groups", [None, (1, 1), (4, 2)])
+@pytest.mark.parametrize("groups", [None, (1, 1), (4, 2), (3, 2)])
 def test_a_row_of_nan_is_routed_to_experts_that_there_are(groups):
-    logits = torch.full((2, 8 if groups == (4, 2) else 5), torch.nan, device=DEVICE)
+    logits = torch.full((2, 5 if groups is None else 5 * groups[0]), torch.nan, device=DEVICE)
     if groups is None:
         experts, weights = top_k_softmax(logits, 3, True)
     else:
