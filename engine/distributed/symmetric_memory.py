@@ -51,7 +51,9 @@ class SymmetricMemory:
 
     def check(self, rank: int) -> str:
         """Compare some sums with plain ones; return which torch refuses or gets wrong, or nothing. Every rank computes
-        all of them, since others wait for it."""
+        all of them, since others wait for it: for ever, if it dies."""
+        if self._buffer.is_cuda:
+            torch.cuda.set_device(self._buffer.device)  # each thread has its own
         wrong = []
         for dtype in DTYPES:
             for size in (ALIGNMENT, ONE_SHOT_BYTES, ONE_SHOT_BYTES + ALIGNMENT, self._buffer.nbytes):
@@ -70,8 +72,12 @@ class SymmetricMemory:
     def abort(self, reason: str) -> None:
         self._plain.abort(reason)
 
-    def close(self) -> None:
+    def release(self) -> None:
+        """Give back the buffer, and leave `plain` open."""
         c10d._unregister_process_group(self._name)
+
+    def close(self) -> None:
+        self.release()
         self._plain.close()
 
 

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -199,13 +200,18 @@ class ConnectedGroup(TPGroup):
                 missing = [rank for rank in missing if not store.check([keys[rank]])]
                 if not missing:
                     return [store.get(key).decode() for key in keys]
-                if store.check(["failed"]):
-                    raise StartupError(store.get("failed").decode())
-                if self._broken is not None:
-                    raise StartupError(self._broken)
+                self._check_others()
                 if time.monotonic() > deadline:
                     raise RendezvousTimeout(missing, self.size, timeout_s, self.address)
                 time.sleep(POLL_INTERVAL_S)
+
+    def _check_others(self) -> None:
+        """Raise StartupError if another rank has failed."""
+        store = self._open_store()
+        if store.check(["failed"]):
+            raise StartupError(store.get("failed").decode())
+        if self._broken is not None:
+            raise StartupError(self._broken)
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -271,11 +277,32 @@ class ConnectedGroup(TPGroup):
         except Exception as error:  # noqa: BLE001 - whatever torch raises where there is none
             problem = str(error)
         # the first question before the kernels, which wait on the device for a rank that does not start them
-        if self._all_can(problem) and shared is not None and self._all_can(shared.check(self.rank)):
+        if self._all_can(problem) and shared is not None and self._all_can(self._check_shared(shared)):
             return shared
         if shared is not None:
-            shared.close()
+            shared.release()
         return plain
+
+    def _check_shared(self, shared: SymmetricMemory) -> str:
+        """Return what `shared.check` does, or raise StartupError if another rank keeps it waiting. It runs in a thread
+        that nothing joins, since nothing ends that wait."""
+        found: Future[str] = Future()
+
+        def check() -> None:
+            try:
+                found.set_result(shared.check(self.rank))
+            except BaseException as error:  # noqa: BLE001 - raised by result()
+                found.set_exception(error)
+
+        threading.Thread(target=check, name="check sums", daemon=True).start()
+        deadline = time.monotonic() + COLLECTIVE_TIMEOUT_S
+        with _lost_rank_0():
+            while not wait([found], POLL_INTERVAL_S).done:
+                self._check_others()
+                if time.monotonic() > deadline:
+                    limit = f"had not ended after {COLLECTIVE_TIMEOUT_S:.0f} s; disable_custom_all_reduce does without"
+                    raise StartupError(f"a sum over memory that the GPUs share {limit}")
+        return found.result()
 
     def _all_can(self, problem: str) -> bool:
         """Whether no rank has a problem with shared memory."""

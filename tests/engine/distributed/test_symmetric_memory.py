@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from engine.config import EngineConfig
 from engine.distributed import tp_group
 from engine.distributed.symmetric_memory import ONE_SHOT_BYTES, SymmetricMemory, open_symmetric_memory
 from engine.distributed.tp_group import ConnectedGroup, ProcessGroup
+from engine.errors import StartupError
 from engine.offline.llm import LLM
 from tests.engine.distributed.test_tp_group import connect, on_all
 
@@ -116,7 +118,8 @@ def test_columns_of_a_wider_tensor_are_summed(groups):
 
 def start(groups: list[ConnectedGroup], open_shared: Callable[..., SymmetricMemory], monkeypatch) -> list:
     monkeypatch.setattr(tp_group, "open_symmetric_memory", open_shared)
-    monkeypatch.setattr(SymmetricMemory, "close", lambda self: None)
+    monkeypatch.setattr(SymmetricMemory, "release", lambda self: None)
+    monkeypatch.setattr(ProcessGroup, "close", lambda self: pytest.fail("the ranks go on with it"))
     return on_all(SIZE, lambda rank: groups[rank]._share_gpu_memory(groups[rank]._collectives, None))
 
 
@@ -150,6 +153,43 @@ def test_ranks_use_nccl_alone_if_torch_refuses_a_sum(groups, monkeypatch, caplog
     found = start(groups, lambda plain, group, store, rank, size, name: shared[rank], monkeypatch)
     assert found == [group._collectives for group in groups]
     assert "failed: two_shot_all_reduce_: unsupported" in caplog.text
+
+
+class LonelySums:
+    """Symmetric memory whose first sum waits for a rank that has died."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def check(self, rank: int) -> str:
+        self.ended.wait()
+        return ""
+
+
+@pytest.fixture
+def lonely_sums():
+    sums = LonelySums()
+    yield sums
+    sums.ended.set()
+
+
+def test_a_rank_that_fails_in_the_first_sums_ends_the_start_of_those_that_wait_for_it(groups, lonely_sums):
+    with pytest.raises(MemoryError), groups[1].starting():
+        raise MemoryError("no memory")
+    with pytest.raises(StartupError, match="rank 1: no memory"):
+        groups[0]._check_shared(lonely_sums)
+
+
+def test_a_rank_that_dies_in_the_first_sums_ends_the_start_of_rank_0(groups, lonely_sums):
+    groups[0].abort("rank 1 has died")
+    with pytest.raises(StartupError, match="rank 1 has died"):
+        groups[0]._check_shared(lonely_sums)
+
+
+def test_the_first_sums_have_a_deadline(groups, lonely_sums, monkeypatch):
+    monkeypatch.setattr(tp_group, "COLLECTIVE_TIMEOUT_S", 0.0)
+    with pytest.raises(StartupError, match="had not ended after 0 s; disable_custom_all_reduce does without"):
+        groups[0]._check_shared(lonely_sums)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such memory")
