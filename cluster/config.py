@@ -217,9 +217,9 @@ class ModelSection(Section):
             raise ConfigError(f"{path}.{self._section('prefill', 'block_size')}block_size", sizes["prefill"], limit)
 
     def engine_config(self, role: Role = "decode") -> EngineConfig:
-        options = (GPU_DEFAULTS if self._on_gpu(role) else {}) | self._options(role)
+        options = (GPU_DEFAULTS if self.on_gpu(role) else {}) | self._options(role)
         if options.get("block_size") is None:  # ingresses and routers hash prompts by it, and know no device
-            options["block_size"] = BLOCK_SIZES["cuda" if any(map(self._on_gpu, self.pools)) else "cpu"]
+            options["block_size"] = BLOCK_SIZES["cuda" if any(map(self.on_gpu, self.pools)) else "cpu"]
         if self.prefill is not None:
             options["handoff"] = HandoffConfig(role=role, **dict(self.handoff or HandoffSection()))
         return EngineConfig(model=self.model, **options)
@@ -258,7 +258,8 @@ class ModelSection(Section):
             shown[role]["engine"] = msgspec.to_builtins(self.engine_config(role))
         return shown
 
-    def _on_gpu(self, role: Role) -> bool:
+    def on_gpu(self, role: Role) -> bool:
+        """Whether the engines of a pool compute on GPUs."""
         device = self._options(role).get("device", "auto")
         return device == "cuda" or (device == "auto" and self.pools[role].num_gpus > 0)
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
 from cluster.config import IngressSection, ModelSection
+from cluster.fingerprint import fingerprint
 from deployments.frontend.admission import AdmissionLimits
 from deployments.openai.served_model import ModelInfo
-from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidParameter
 from engine.model.checkpoint import folder as model_folder
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.text.tokenizer import Tokenizer
-from engine.wire.model_identity import ModelIdentity, short
+from engine.wire.model_identity import ModelIdentity
 from engine.wire.sampling_params import SamplingParams
-
-NUMERICS = ("dtype", "quantization", "kv_cache_dtype", "device", "load_format", "torch_compile", "determinism")
 
 
 def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
@@ -40,7 +36,19 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     Tokenizer.from_folder(folder, decodes=generates)
     identity = ModelIdentity.of(folder)
     template, sampling = _chat_template(model.chat_template), _default_sampling(model, folder)
-    numerics = fingerprint(identity, model.engine_config(), template, model.default_chat_template_kwargs, sampling)
+    max_model_len = config.longest_sequence(model.engine_config().max_model_len)
+    numerics = fingerprint(
+        identity,
+        text_folder,
+        [model.engine_config(role) for role in model.pools],
+        [model.on_gpu(role) for role in model.pools],
+        max_model_len,
+        template,
+        model.default_chat_template_kwargs,
+        sampling,
+        model.tool_call_parser,
+        model.reasoning_parser,
+    )
     shares_prefixes = not config.bidirectional and config.pooling.type == "last"  # a mean needs every token
     return ModelInfo(
         name=model.name,
@@ -48,7 +56,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         folder=str(text_folder),
         identity=identity,
         fingerprint=numerics,
-        max_model_len=config.longest_sequence(model.engine_config().max_model_len),
+        max_model_len=max_model_len,
         vocab_size=config.vocab_size,
         default_sampling=sampling,
         aliases=tuple(model.aliases),
@@ -104,10 +112,3 @@ def _default_sampling(model: ModelSection, folder: Path) -> dict[str, float]:
     except (InvalidParameter, msgspec.ValidationError) as error:
         raise ConfigError("override_generation_config", sampling, f"valid ({error})") from None
     return sampling
-
-
-def fingerprint(identity: ModelIdentity, engine: EngineConfig, *more: object) -> str:
-    """Return what responses name as `system_fingerprint`: a digest of whatever may change the answer to a request."""
-    ranks = None if engine.determinism == "strict" else engine.tensor_parallel
-    numerics = [*(getattr(engine, name) for name in NUMERICS), ranks, *(one for one in more if one)]
-    return f"fp_{short(hashlib.sha256(repr((identity.weights, numerics, version('manta-serve'))).encode()))}"

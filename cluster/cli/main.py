@@ -181,6 +181,36 @@ def explain(
 
 
 @app.command(rich_help_panel=LOOK)
+def verify(
+    answer: Annotated[Path, typer.Argument(help="What the server answered, as it came: JSON, not a stream.")],
+    request: Annotated[Path, typer.Argument(help="The body that was sent.")],
+    model: Annotated[
+        str, typer.Option(help="What is served: as for `manta serve`; or its serve_config.yaml.")
+    ] = "pocket",
+) -> None:
+    """Compute the answer to a chat or completion again, without the server, and compare the two bit by bit.
+
+    With `return_token_ids` and `logprobs` in the request each token and its log-probability is compared, else the text.
+    The request must be greedy or have a seed. Exit code 0 if they are equal, 1 if not; 2 if that cannot be said, as
+    when the server had other weights, options or code (docs/determinism.md).
+
+    Example: manta verify answer.json request.json --model serve_config.yaml
+    """
+    from cluster.cli.verify import verify as compute_again
+
+    try:
+        verdict = compute_again(answer, request, model)
+    except (ServingError, OSError) as error:
+        print(f"manta: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    if verdict.fingerprint:
+        print(f"not computed: the server's system_fingerprint differs in {', '.join(verdict.fingerprint)}")
+        raise typer.Exit(2)
+    print("\n".join(verdict.differences) or f"equal: {verdict.compared}")
+    raise typer.Exit(1 if verdict.differences else 0)
+
+
+@app.command(rich_help_panel=LOOK)
 def top(
     url: UrlOption = URL,
     api_key: ApiKeyOption = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -249,6 +249,24 @@ class LLM:
             finally:
                 for request_id in live:  # the caller gave up, or a step failed: leave nothing behind
                     self._core.abort(request_id)
+
+    def deltas(self, request: GenerateRequest) -> Generator[TokenDelta]:
+        """Compute a request of a server alone, and yield what an engine answers; closing the generator aborts it.
+
+        Raises RequestError, or EngineError if it fails.
+        """
+        self._core.check(request)
+        self._core.add(request)
+        try:
+            while True:
+                for event in self._core.step():
+                    if event.delta.error is not None:
+                        raise EngineError(request.request_id, event.delta.error.message)
+                    yield event.delta
+                    if event.delta.finish_reason is not None:
+                        return
+        finally:
+            self._core.abort(request.request_id)  # if it has not ended
 
     def _pooling_prompts(self) -> PoolingPrompts:
         return PoolingPrompts(self.tokenizer, self._model_config.supported_tasks, self.max_model_len)

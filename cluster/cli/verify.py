@@ -1,0 +1,211 @@
+"""`manta verify`: computes an answer of a server again, and compares the two bit by bit.
+
+The request goes through the code of the routes, up to where its answer would be read from a store; the engine in this
+process computes it there. So whatever a request may ask for is asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from contextlib import closing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from cluster.cli.check.serve_config import load, ours
+from cluster.cli.serve import YAML, configuration
+from cluster.config import AppConfig, IngressSection, ModelSection
+from cluster.fingerprint import differing_parts
+from cluster.model_info import model_info
+from deployments.frontend.sequence import Frontend
+from deployments.http.body import parse
+from deployments.http.context import RequestContext
+from deployments.idempotency.answers import AnswerReader
+from deployments.idempotency.tape import Tape, TapedGeneration
+from deployments.observability.telemetry import Telemetry
+from deployments.openai.chat import ChatResponse
+from deployments.openai.request_bodies import ChatBody, CompletionBody
+from deployments.openai.served_model import ServedModel
+from engine.config import EngineConfig
+from engine.errors import InvalidParameter, RequestError
+from engine.offline.llm import LLM
+from engine.text.text_stream import TextStream
+from engine.text.tokenizer import Tokenizer
+from engine.wire.messages import GenerateRequest
+
+Json = dict[str, Any]
+Step = tuple[int | None, str | None, float | None]
+"""Id, name and log-probability of a token; None for what an answer does not have."""
+
+ROUTES = {"chat.completion": "chat", "text_completion": "completion"}  # by the `object` of their answers
+SHOWN, SHOWN_BEFORE = 60, 20  # characters of a text that differs, and how many of them do not
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    fingerprint: list[str]
+    """Parts of `system_fingerprint` that are not those of this server; then nothing was computed."""
+    differences: list[str]
+    """The first of each choice that differs, in words."""
+    compared: str = ""
+    """What of the answer there was to compare."""
+
+
+class Recomputation(AnswerReader):
+    """The answer to a request that an engine in this process computes."""
+
+    started = True  # no work is refused
+
+    def __init__(self, llm: LLM):
+        self.created, self.ids, self._llm = 0, None, llm
+
+    def hex_id(self, name: str) -> str:
+        return ""  # of a tool call, which no two computations have in common
+
+    async def read(
+        self, frontend: Frontend, prompts: list[list[GenerateRequest]], client: str, fingerprint: str | None
+    ) -> TapedGeneration:
+        """Raises RequestError for one whose tokens were drawn by chance."""
+        tape = Tape()
+        for choice, request in enumerate(request for requests in prompts for request in requests):
+            if request.params.seed is None and not request.params.greedy:
+                raise InvalidParameter("seed", None, "given, or temperature 0: tokens were drawn by chance")
+            text = TextStream(request.params, frontend.tokenizer)
+            with closing(self._llm.deltas(msgspec.structs.replace(request, timeout_s=None))) as deltas:
+                for delta in deltas:
+                    tape.add(choice, delta)
+                    if text.add(delta).finish_reason is not None:  # maybe at a stop string
+                        break
+        tape.end()
+        return TapedGeneration(frontend, prompts, tape)
+
+
+def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
+    """model: as for `manta serve`. Raises ServingError if the answer cannot be computed again, OSError."""
+    answer, request = _read(answer_file), _read(request_file)
+    route = ROUTES.get(answer.get("object", ""))
+    if route is None or not isinstance(answer.get("system_fingerprint"), str):
+        raise RequestError(f"{answer_file} is no whole answer of {' or '.join(ROUTES)} with a system_fingerprint")
+    section, ingress = _find(model, answer.get("model"))
+    info = model_info(section, ingress)
+    assert info.fingerprint is not None
+    if parts := differing_parts(answer["system_fingerprint"], info.fingerprint):
+        return Verdict(parts, [])
+    tokenizer = Tokenizer.from_folder(Path(info.folder), template=info.chat_template)
+    nobody: Any = SimpleNamespace(address="")  # no engine is asked
+    served = ServedModel(info, tokenizer, nobody, nobody, Telemetry("verify"))
+    with LLM(**_engine_options(section)) as llm:
+        again = asyncio.run(_compute(route, request, served, RequestContext("", 0, "", answer=Recomputation(llm))))
+    prompts = zip(_prompts(answer), _prompts(again), strict=False)
+    if len(answer["choices"]) != len(again["choices"]) or any(one not in (None, other) for one, other in prompts):
+        raise RequestError(f"{request_file} is not what was answered: it has another prompt, or `n`")
+    pairs = zip(answer["choices"], again["choices"], strict=True)
+    differences = [found for pair in pairs if (found := _difference(*pair, tokenizer)) is not None]
+    first = answer["choices"][0]
+    compared = "tokens and log-probabilities" if first.get("logprobs") else "tokens" if "token_ids" in first else "text"
+    return Verdict([], differences, compared)
+
+
+async def _compute(route: str, request: Json, model: ServedModel, context: RequestContext) -> Json:
+    """Return a whole response, with all that can be compared."""
+    more: Json = {"stream": False, "stream_options": None, "return_token_ids": True, "prediction": None}
+    if route == "chat":
+        body = parse(ChatBody, msgspec.json.encode(request | more | {"logprobs": True}), "ignore")
+        response = ChatResponse(body, context, await model.chat(body, context))
+        return msgspec.to_builtins(await response.full())
+    more["logprobs"] = request.get("logprobs") or 0
+    text_body = parse(CompletionBody, msgspec.json.encode(request | more), "ignore")
+    return msgspec.to_builtins(await (await model.completion(text_body, context)).full())
+
+
+def _difference(choice: Json, again: Json, tokenizer: Tokenizer) -> str | None:
+    """Say where two choices first differ, by the tokens and log-probabilities that the answer has, and by its text."""
+    given, found = _steps(choice), _steps(again)
+    if choice.get("logprobs") is None:  # those of an echoed prompt are not in the answer either
+        found = found[len(found) - len(again["token_ids"]) :]
+    for position, (one, other) in enumerate(itertools.zip_longest(given, found) if given else ()):
+        if one is None or other is None or any(a is not None and a != b for a, b in zip(one, other, strict=True)):
+            shown = " computed again ".join(_shown(step, tokenizer) for step in (one, other))
+            return f"choice {choice['index']}, position {position}: {shown}"
+    for key in ("text", "message", "finish_reason", "stop_reason"):
+        one, other = (
+            json.dumps(_without_ids(each.get(key)), ensure_ascii=False, sort_keys=True) for each in (choice, again)
+        )
+        if one != other:
+            same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+            cut = slice(max(0, same - SHOWN_BEFORE), same + SHOWN)
+            return f"choice {choice['index']}: another {key}: ...{one[cut]}, computed again ...{other[cut]}"
+    return None
+
+
+def _steps(choice: Json) -> list[Step]:
+    """Return what a choice says of each token. An echoed prompt has log-probabilities, but no ids."""
+    logprobs: Json = choice.get("logprobs") or {}
+    if "content" in logprobs:  # of a chat
+        names, values = ([entry[key] for entry in logprobs["content"] or ()] for key in ("token", "logprob"))
+    else:
+        names, values = logprobs.get("tokens", []), logprobs.get("token_logprobs", [])
+    ids = choice.get("token_ids") or []
+    size = max(len(ids), len(names))
+    columns = ([None] * (size - len(column)) + column for column in (ids, names, values))
+    return list(zip(*columns, strict=True))
+
+
+def _shown(step: Step | None, tokenizer: Tokenizer) -> str:
+    if step is None:
+        return "the answer has ended,"
+    token_id, name, logprob = step
+    if name is None and token_id is not None:
+        name = tokenizer.token_text(token_id)
+    number = "" if token_id is None else f" ({token_id})"
+    return f"{name!r}{number}" + (f" with log-probability {logprob!r}," if logprob is not None else ",")
+
+
+def _prompts(answer: Json) -> list[Any]:
+    """Return what an answer says of its prompts."""
+    return [answer["usage"]["prompt_tokens"], *(each.get("prompt_token_ids") for each in (answer, *answer["choices"]))]
+
+
+def _without_ids(value: Any) -> Any:
+    """Return JSON without ids, which are random for tool calls, and without fields that some clients leave out."""
+    if isinstance(value, list):
+        return [_without_ids(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_ids(each) for key, each in value.items() if key != "id" and each is not None}
+    return value
+
+
+def _find(model: str, name: str | None) -> tuple[ModelSection, IngressSection]:
+    """Return the model of this name, or the only one."""
+    config = load(Path(model)) if model.endswith(YAML) else configuration(model, {}, {})
+    applications = [AppConfig.of(application) for _, application in ours(config)]
+    found = [(section, application.ingress) for application in applications for section in application.models]
+    named = [pair for pair in found if name in (pair[0].name, *pair[0].aliases)] or found
+    if len(named) > 1:
+        raise RequestError(f"{model} has no model {name!r}; it has {', '.join(section.name for section, _ in found)}")
+    return named[0]
+
+
+def _engine_options(section: ModelSection) -> Json:
+    """Return the options of an engine that gives the bits of the model's replicas."""
+    config = section.engine_config()
+    options = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
+    options |= {"handoff": None, "speculative": None, "device": "cuda" if section.on_gpu("decode") else "cpu"}
+    if config.determinism == "strict":
+        options["tensor_parallel"] = 1
+    return options
+
+
+def _read(path: Path) -> Json:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise RequestError(f"{path} is no JSON object")
+    return value

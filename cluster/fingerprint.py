@@ -1,0 +1,69 @@
+"""`system_fingerprint` of responses: four digests of whatever may change the answer to a request.
+
+They are told apart so that `manta verify` can say what has changed. They do not cover the kind of CPU or GPU: the
+process that makes them is not the one that computes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import deployments.openai
+import engine
+from engine.config import EngineConfig
+from engine.wire.model_identity import VOCABULARY_FILES, ModelIdentity
+
+PARTS = ("weights", "tokenizer", "options", "code")
+DIGITS = 8  # hexadecimal, of each part
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
+              "chat_template*", "additional_chat_templates/*", *VOCABULARY_FILES)  # fmt: skip
+NUMERICS = ("dtype", "quantization", "kv_cache_dtype", "block_size", "load_format", "torch_compile", "determinism")
+KERNEL_PACKAGES = ("manta-serve", "torch", "numba", "triton", "transformers", "tokenizers", "llguidance")
+
+
+def fingerprint(identity: ModelIdentity, text_folder: Path, pools: Collection[EngineConfig], *more: object) -> str:
+    """Return `fp_`, followed by a digest of each of PARTS.
+
+    text_folder: of the tokenizer and the chat template. pools: that work on an answer. more: other options that may
+    change it.
+    """
+    ranks = [None if pool.determinism == "strict" else pool.tensor_parallel for pool in pools]
+    options = [*([getattr(pool, name) for name in NUMERICS] for pool in pools), ranks, *more]
+    digests = identity.weights, _digest_of_files(text_folder, TEXT_FILES), _digest([repr(options).encode()]), _code()
+    return "fp_" + "_".join(digest[:DIGITS] for digest in digests)
+
+
+def differing_parts(one: str, other: str) -> list[str]:
+    """Return the names of the parts in which two fingerprints differ: all if either is of another form."""
+    ours, theirs = (text.removeprefix("fp_").split("_") for text in (one, other))
+    if len(ours) != len(theirs):
+        return list(PARTS)
+    return [part for part, a, b in zip(PARTS, ours, theirs, strict=True) if a != b]
+
+
+@cache
+def _code() -> str:
+    """Digest the sources that an answer passes through, and the versions of the packages whose kernels they call."""
+    sources = [_digest_of_files(Path(package.__path__[0]), ["**/*.py"]) for package in (engine, deployments.openai)]
+    return _digest(text.encode() for text in (*sources, *map(_version, KERNEL_PACKAGES)))
+
+
+def _digest_of_files(folder: Path, patterns: Iterable[str]) -> str:
+    files = sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+    return _digest(part for file in files for part in (str(file.relative_to(folder)).encode(), file.read_bytes()))
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    """Digest each part by itself first, so that what ends one does not count as the start of the next."""
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

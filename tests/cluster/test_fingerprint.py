@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cluster.config import IngressSection, ModelSection
+from cluster.fingerprint import differing_parts
+from cluster.model_info import model_info
+from tests.models import make_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
+
+
+def fingerprint(model: Path, **keys: object) -> str:
+    found = model_info(ModelSection(name="m", model=str(model), **keys), IngressSection()).fingerprint
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({"name": "other"}, []),
+        ({"engine": {"max_num_seqs": 3}}, []),
+        ({"engine": {"dtype": "bfloat16"}}, ["options"]),
+        ({"engine": {"block_size": 32}}, ["options"]),
+        ({"decode": {"num_gpus": 1}}, ["options"]),
+        ({"prefill": {"engine": {"tensor_parallel": 2}}}, ["options"]),
+        ({"override_generation_config": {"temperature": 0.5}}, ["options"]),
+    ],
+)
+def test_options_count_if_they_may_change_an_answer(model, keys, parts):
+    other = model_info(ModelSection(**{"name": "m", "model": str(model), **keys}), IngressSection()).fingerprint
+    assert differing_parts(fingerprint(model), other or "") == parts
+
+
+def test_the_number_of_ranks_counts_unless_bits_do_not_depend_on_it(model):
+    def of(ranks: int, determinism: str | None) -> str:
+        return fingerprint(model, engine={"tensor_parallel": ranks, "determinism": determinism})
+
+    assert differing_parts(of(1, None), of(2, None)) == ["options"]
+    assert of(1, "strict") == of(2, "strict")
+
+
+@pytest.mark.parametrize(
+    ("file", "part"),
+    [("config.json", "weights"), ("tokenizer.json", "tokenizer"), ("chat_template.jinja", "tokenizer")],
+)
+def test_files_of_a_model_count_in_their_part(model, tmp_path, file, part):
+    other = shutil.copytree(model, tmp_path / "other")
+    with (other / file).open("a") as changed:
+        changed.write("\n")
+    assert differing_parts(fingerprint(model), fingerprint(other)) == [part]
+
+
+def test_a_fingerprint_of_another_form_differs_in_all_parts(model):
+    assert differing_parts("fp_0123456789abcdef", fingerprint(model)) == ["weights", "tokenizer", "options", "code"]
