@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.model.ops.cpu.kernel import as_f32, as_i64, device_function, exp, store
+from engine.model.ops.cpu.kernel import as_f32, as_i64, device_function, exp
 from engine.model.ops.cpu.tile_product import (
     COLUMNS,
     ROWS,
@@ -20,15 +20,17 @@ from engine.model.ops.cpu.tile_product import (
     multiply_columns,
     pack_columns,
     pack_row,
+    product_tile,
     rows_at_once,
 )
-from engine.model.ops.cpu.vector import CACHE_LINE_BYTES, LANES, exponentials, highest, prefetch
+from engine.model.ops.cpu.vector import CACHE_LINE_BYTES, LANES, clear, copy, divide_by_total, prefetch, weigh
 
 TILE_TOKENS = 128
 PART_TOKENS = 16  # whose keys and values are asked for with a few rows of the tile before
 FEW_ROWS = 4  # up to which keys and values are read where they lie
 NO_WINDOW = 2**62
 LOWEST = np.float32(-1e30)  # a score that counts as none; infinities are not safe under fast math
+LOWEST_TOP = np.float32(-1e20)  # so that even a row of nothing else weighs 0
 LOG2_E = np.float32(1.4426950408889634)
 
 
@@ -47,8 +49,7 @@ class Space(NamedTuple):
     begins: int  #: [queries] int64, first token that is seen
     ends: int  #: [queries] int64, past the last
     tops: int  #: [queries] float32, highest score so far, as a power of 2
-    shrinks: int  #: [ROWS] float32
-    zeros: int  #: [ROWS] float32
+    shrinks: int  #: [LANES] float32
     end: int
 
 
@@ -73,10 +74,9 @@ def divide_space(start: int, queries: int, head_dim: int) -> Space:
     ends = begins + 8 * queries
     tops = ends + 8 * queries
     shrinks = tops + 4 * queries
-    zeros = shrinks + 4 * ROWS
     return Space(
-        start, sums, totals, keys, values, scores, weights, key_at, value_at, begins, ends, tops, shrinks, zeros,
-        zeros + 4 * ROWS,
+        start, sums, totals, keys, values, scores, weights, key_at, value_at, begins, ends, tops, shrinks,
+        shrinks + 4 * LANES,
     )  # fmt: skip
 
 
@@ -95,25 +95,17 @@ def space_in(memory: Any, queries: int, head_dim: int) -> Space:
 @device_function
 def begin_query(space: Space, query: int, cast: Any, q: Any, source: int, head_dim: int) -> None:
     """Copy a query from q[source] on, and forget what was summed in its place."""
-    target, width = query * head_dim, padded(head_dim)
-    for i in range(head_dim):
-        cast(space.queries)[target + i] = q[source + i]
-    for i in range(width):
-        as_f32(space.sums)[query * width + i] = np.float32(0.0)
-    for i in range(LANES):
-        as_f32(space.totals)[query * LANES + i] = np.float32(0.0)
-    as_f32(space.tops)[query] = LOWEST
+    width = padded(head_dim)
+    copy(cast(space.queries), query * head_dim, q, source, head_dim)
+    clear(as_f32(space.sums + 4 * query * width), width)
+    clear(as_f32(space.totals + 4 * query * LANES), LANES)
+    as_f32(space.tops)[query] = LOWEST_TOP
 
 
 @device_function
 def end_query(space: Space, query: int, out: Any, target: int, head_dim: int) -> None:
-    total = np.float32(0.0)
-    for i in range(LANES):
-        total += as_f32(space.totals)[query * LANES + i]
-    factor = np.float32(1.0) / total
-    first = query * padded(head_dim)
-    for i in range(head_dim):
-        store(out, target + i, as_f32(space.sums)[first + i] * factor)
+    sums = as_f32(space.sums + 4 * query * padded(head_dim))
+    divide_by_total(out, target, sums, as_f32(space.totals + 4 * query * LANES), head_dim)
 
 
 @device_function
@@ -136,7 +128,7 @@ def attend_tile(
         for t in range(0, padded(count), per_word):
             pack_row(cast(space.values + 4 * (t // per_word) * width), as_i64(value_at + 8 * t), value_offset, head_dim)
     query, last = first_query, first_query + queries
-    begins, ends, tops = as_i64(space.begins), as_i64(space.ends), as_f32(space.tops)
+    begins, ends = as_i64(space.begins), as_i64(space.ends)
     while query < last:
         rows = rows_at_once(last - query)
         low = max(begins[query] - start, 0) // COLUMNS * COLUMNS
@@ -149,41 +141,30 @@ def attend_tile(
             own = cast(space.queries + 4 * query * words)
             if packed:
                 for t in range(low, high, COLUMNS):
-                    add_product_tile(
-                        rows, as_f32(space.scores + 4 * t), TILE_TOKENS, as_f32(space.zeros), own, words,
-                        cast(space.keys + 4 * t), TILE_TOKENS, words,
-                    )  # fmt: skip
+                    scores = as_f32(space.scores + 4 * t)
+                    product_tile(rows, scores, TILE_TOKENS, own, words, cast(space.keys + 4 * t), TILE_TOKENS, words)
             else:
                 for t in range(low, high, COLUMNS):
                     prefetch(as_i64(next_keys + 8 * t), COLUMNS, next_offset, size * head_dim)
                     scores = as_f32(space.scores + 4 * t)
                     multiply_columns(rows, scores, TILE_TOKENS, own, as_i64(key_at + 8 * t), key_offset, words)
+            factor = scale * LOG2_E
             for r in range(rows):
                 scores = as_f32(space.scores + 4 * (r * TILE_TOKENS + low))
-                weights = cast(space.weights + size * (r * TILE_TOKENS + low))
-                begin, end = begins[query + r] - start - low, ends[query + r] - start - low
-                shrink = np.float32(1.0)
-                if end <= 0 or begin >= high - low:  # other rows see something here
+                if softcap > np.float32(0.0):
+                    factor = LOG2_E
                     for t in range(high - low):
-                        store(weights, t, np.float32(0.0))
-                else:
-                    factor = scale * LOG2_E
-                    if softcap > np.float32(0.0):
-                        factor = LOG2_E
-                        for t in range(high - low):
-                            power = exp(scores[t] * (np.float32(2.0) * scale / softcap))  # for the tanh
-                            scores[t] = softcap - np.float32(2.0) * softcap / (power + np.float32(1.0))
-                    for t in range(begin):
-                        scores[t] = LOWEST
-                    for t in range(end, high - low):
-                        scores[t] = LOWEST
-                    top = max(tops[query + r], highest(scores, high - low) * factor)
-                    if top > tops[query + r]:
-                        shrink = exp((tops[query + r] - top) / LOG2_E)
-                        tops[query + r] = top
-                    totals = as_f32(space.totals + 4 * LANES * (query + r))
-                    exponentials(weights, scores, high - low, factor, top, totals, shrink)
-                as_f32(space.shrinks)[r] = shrink
+                        power = exp(scores[t] * (np.float32(2.0) * scale / softcap))  # for the tanh
+                        scores[t] = softcap - np.float32(2.0) * softcap / (power + np.float32(1.0))
+                for t in range(min(begins[query + r] - start, high) - low):
+                    scores[t] = LOWEST
+                for t in range(max(ends[query + r] - start - low, 0), high - low):
+                    scores[t] = LOWEST
+            weigh(
+                cast(space.weights + size * low), as_f32(space.totals + 4 * LANES * query),
+                as_f32(space.tops + 4 * query), as_f32(space.shrinks), as_f32(space.scores + 4 * low), TILE_TOKENS,
+                rows, high - low, factor,
+            )  # fmt: skip
             sums, shrinks = space.sums + 4 * query * width, as_f32(space.shrinks)
             weights, line = space.weights + size * low, TILE_TOKENS // per_word
             if packed:

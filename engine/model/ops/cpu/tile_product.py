@@ -7,7 +7,7 @@ A word times a word is the sum of its one or two products, for which many CPUs h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -57,47 +57,71 @@ def add_product(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value
     return total
 
 
-def product_of(rows: int) -> Callable[..., None]:
-    """The product for tiles of `rows` rows and 32 columns."""
+def multiply_into(builder: ir.IRBuilder, totals: list[ir.Value], args: Sequence[ir.Value], dtype: Any) -> None:
+    """Add the product of rows of a and 32 columns of b to totals, two vectors of a row. args: a, the words of its rows,
+    b and the words of its rows, and how many words are multiplied."""
+    a, a_size, b, b_size, count = args
+    rows, vectors = len(totals) // (COLUMNS // LANES), [ir.Constant(I64, i) for i in range(0, COLUMNS, LANES)]
+    starts = [builder.mul(ir.Constant(I64, row), a_size) for row in range(rows)]
+    with cgutils.for_range(builder, count, intp=I64) as loop:
+        first = builder.mul(loop.index, b_size)
+        some = [load_words(builder, b, builder.add(first, vector), dtype) for vector in vectors]
+        for row, start in enumerate(starts):
+            x = splat_word(builder, a, builder.add(start, loop.index), dtype)
+            for y, total in zip(some, totals[row * len(some) :], strict=False):
+                builder.store(add_product(builder, builder.load(total), x, y, dtype), total)
+
+
+def places_of(builder: ir.IRBuilder, rows: int, size: ir.Value) -> list[ir.Value]:
+    """Where the vectors of a tile of `rows` rows and 32 columns lie, whose rows have `size` elements."""
+    starts = [builder.mul(ir.Constant(I64, row), size) for row in range(rows)]
+    return [builder.add(start, ir.Constant(I64, i)) for start in starts for i in range(0, COLUMNS, LANES)]
+
+
+def products_of(rows: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Both products for tiles of `rows` rows and 32 columns."""
 
     @intrinsic
-    def add_tile(
+    def product(_: Any, out: Any, out_size: Any, a: Any, a_size: Any, b: Any, b_size: Any, count: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+            places = places_of(builder, rows, args[1])
+            totals = [cgutils.alloca_once_value(builder, constant(0.0)) for _ in places]
+            multiply_into(builder, totals, args[2:], a.dtype)
+            for place, total in zip(places, totals, strict=True):
+                store16(builder, builder.load(total), args[0], place, types.float32)
+            return context.get_dummy_value()
+
+        size = types.int64
+        return types.void(F32P, size, a, size, b, size, size), generate
+
+    @intrinsic
+    def adding(
         _: Any, out: Any, out_size: Any, shrink: Any, a: Any, a_size: Any, b: Any, b_size: Any, count: Any
     ) -> Any:  # fmt: skip
-        dtype = a.dtype
-
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-            target, target_size, factors, left, left_size, right, right_size, number = args
-            vectors = [ir.Constant(I64, LANES * i) for i in range(COLUMNS // LANES)]
-            starts = [builder.mul(ir.Constant(I64, row), left_size) for row in range(rows)]
-            places, totals = [], []
-            for row in range(rows):
-                factor = splat(builder, builder.load(builder.gep(factors, [ir.Constant(I64, row)])))
-                for vector in vectors:
-                    place = builder.add(builder.mul(ir.Constant(I64, row), target_size), vector)
-                    before = load16(builder, target, place, types.float32)
-                    kept = builder.fcmp_ordered("!=", factor, constant(0.0))
-                    start = builder.select(kept, builder.fmul(before, factor), constant(0.0))
-                    places.append(place)
-                    totals.append(cgutils.alloca_once_value(builder, start))
-            with cgutils.for_range(builder, number, intp=I64) as loop:
-                first = builder.mul(loop.index, right_size)
-                some = [load_words(builder, right, builder.add(first, vector), dtype) for vector in vectors]
-                for row, start in enumerate(starts):
-                    x = splat_word(builder, left, builder.add(start, loop.index), dtype)
-                    for y, total in zip(some, totals[row * len(some) :], strict=False):
-                        builder.store(add_product(builder, builder.load(total), x, y, dtype), total)
+            places, totals = places_of(builder, rows, args[1]), []
+            for i, place in enumerate(places):
+                row = ir.Constant(I64, i * LANES // COLUMNS)
+                factor = splat(builder, builder.load(builder.gep(args[2], [row])))
+                before = load16(builder, args[0], place, types.float32)
+                kept = builder.fcmp_ordered("!=", factor, constant(0.0))
+                start = builder.select(kept, builder.fmul(before, factor), constant(0.0))
+                totals.append(cgutils.alloca_once_value(builder, start))
+            multiply_into(builder, totals, args[3:], a.dtype)
             for place, total in zip(places, totals, strict=True):
-                store16(builder, builder.load(total), target, place, types.float32)
+                store16(builder, builder.load(total), args[0], place, types.float32)
             return context.get_dummy_value()
 
         size = types.int64
         return types.void(F32P, size, F32P, a, size, b, size, size), generate
 
-    return add_tile
+    return product, adding
 
 
-product_8, product_4, product_2, product_1 = (product_of(rows) for rows in (8, 4, 2, 1))
+product_8, add_product_8 = products_of(8)
+product_4, add_product_4 = products_of(4)
+product_2, add_product_2 = products_of(2)
+product_1, add_product_1 = products_of(1)
 
 
 @device_function
@@ -107,20 +131,33 @@ def rows_at_once(left: int) -> int:
 
 
 @device_function
+def product_tile(rows: Any, out: Any, out_size: Any, a: Any, a_size: Any, b: Any, b_size: Any, count: Any) -> None:
+    """out[r, c] = sum over i < count of a[r, i] * b[i, c], for 32 columns and as many rows as `rows_at_once` says. Each
+    matrix has rows of its `size`; a and b consist of words, `out` of float32."""
+    if rows == 8:
+        product_8(out, out_size, a, a_size, b, b_size, count)
+    elif rows == 4:
+        product_4(out, out_size, a, a_size, b, b_size, count)
+    elif rows == 2:
+        product_2(out, out_size, a, a_size, b, b_size, count)
+    else:
+        product_1(out, out_size, a, a_size, b, b_size, count)
+
+
+@device_function
 def add_product_tile(
     rows: Any, out: Any, out_size: Any, shrink: Any, a: Any, a_size: Any, b: Any, b_size: Any, count: Any
 ) -> None:
-    """out[r, c] = out[r, c] * shrink[r] + sum over i < count of a[r, i] * b[i, c], for 32 columns and as many rows as
-    `rows_at_once` says. Where shrink[r] is 0, what is in `out` does not matter. A row of each matrix has its `size`; a
-    and b consist of words, `out` of float32."""
+    """out[r, c] = out[r, c] * shrink[r] + what `product_tile` gives. Where shrink[r] is 0, what is in `out` does not
+    matter."""
     if rows == 8:
-        product_8(out, out_size, shrink, a, a_size, b, b_size, count)
+        add_product_8(out, out_size, shrink, a, a_size, b, b_size, count)
     elif rows == 4:
-        product_4(out, out_size, shrink, a, a_size, b, b_size, count)
+        add_product_4(out, out_size, shrink, a, a_size, b, b_size, count)
     elif rows == 2:
-        product_2(out, out_size, shrink, a, a_size, b, b_size, count)
+        add_product_2(out, out_size, shrink, a, a_size, b, b_size, count)
     else:
-        product_1(out, out_size, shrink, a, a_size, b, b_size, count)
+        add_product_1(out, out_size, shrink, a, a_size, b, b_size, count)
 
 
 def pointers(builder: ir.IRBuilder, table: ir.Value, first: ir.Value, offset: ir.Value, count: int) -> list[ir.Value]:

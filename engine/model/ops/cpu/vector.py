@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -37,6 +37,16 @@ VI32 = ir.VectorType(I32, LANES)
 VI16 = ir.VectorType(ir.IntType(16), LANES)
 FAST = ("fast",)
 F32P = types.CPointer(types.float32)
+HAS_SCALEF = binding.get_host_cpu_features().get("avx512f", False)
+POLYNOMIAL = (
+    1.535336188319500e-4,
+    1.339887440266574e-3,
+    9.618437357674640e-3,
+    5.550332471162809e-2,
+    2.402264791363012e-1,
+    6.931472028550421e-1,
+    1.0,
+)  # of 2 ** x in [-0.5, 0.5], the highest power first: Cephes' exp2f
 
 
 def splat(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
@@ -82,64 +92,120 @@ def steps(builder: ir.IRBuilder, count: ir.Value) -> Any:
     return cgutils.for_range_slice(builder, ir.Constant(I64, 0), count, ir.Constant(I64, LANES), intp=I64)
 
 
+def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2 ** x for x not above 0, to 2e-7 relative: the nearest whole number and a polynomial for the rest."""
+    round = cgutils.get_or_insert_function(builder.module, ir.FunctionType(VF32, [VF32]), f"llvm.nearbyint.v{LANES}f32")
+    low = constant(-126.0)
+    seen = builder.fcmp_ordered(">", x, low)
+    if not HAS_SCALEF:
+        x = builder.select(seen, x, low)
+    whole = builder.call(round, [x])
+    f = builder.fsub(x, whole)
+    p = constant(POLYNOMIAL[0])
+    for coefficient in POLYNOMIAL[1:]:
+        p = fma(builder, p, f, constant(coefficient))
+    if HAS_SCALEF:
+        signature = ir.FunctionType(VF32, [VF32, VF32, VF32, ir.IntType(16), I32])
+        scale = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx512.mask.scalef.ps.512")
+        return builder.call(scale, [p, whole, constant(0.0), ir.Constant(ir.IntType(16), -1), ir.Constant(I32, 4)])
+    exponent = builder.shl(builder.fptosi(whole, VI32), ir.Constant(VI32, [23] * LANES))
+    raised = builder.bitcast(builder.add(builder.bitcast(p, VI32), exponent), VF32)
+    return builder.select(seen, raised, constant(0.0))
+
+
+def reduced(builder: ir.IRBuilder, name: str, vector: ir.Value, *start: ir.Value) -> ir.Value:
+    signature = ir.FunctionType(F32, [*(F32 for _ in start), VF32])
+    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.vector.reduce.{name}.v{LANES}f32")
+    return builder.call(function, [*start, vector], fastmath=FAST)
+
+
 @intrinsic
-def highest(_: Any, values: Any, count: Any) -> Any:
-    """The largest of values[:count]; `count` a multiple of 16."""
+def weigh(
+    _: Any, out: Any, totals: Any, tops: Any, shrinks: Any, scores: Any, size: Any, rows: Any, count: Any, factor: Any
+) -> Any:  # fmt: skip
+    """Turn the first `count` scores, a multiple of 16, of `rows` rows of `size`, up to 16, into weights of a softmax.
 
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        pointer, number = args
-        top = cgutils.alloca_once_value(builder, load16(builder, pointer, ir.Constant(I64, 0), types.float32))
-        with steps(builder, number) as (i, _count):
-            x, best = load16(builder, pointer, i, types.float32), builder.load(top)
-            builder.store(builder.select(builder.fcmp_ordered(">", x, best), x, best), top)
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(F32, [VF32]), f"llvm.vector.reduce.fmax.v{LANES}f32"
-        )
-        return builder.call(function, [builder.load(top)], fastmath=FAST)
-
-    return types.float32(F32P, types.int64), generate
-
-
-@intrinsic
-def exponentials(_: Any, out: Any, scores: Any, count: Any, factor: Any, top: Any, sums: Any, shrink: Any) -> Any:
-    """out[i] = 2 ** (scores[i] * factor - top), for scores whose power is not above 0; `count` a multiple of 16.
-
-    The 16 elements of `sums` are multiplied by `shrink`, and element i added to lane i % 16. Powers below -126 give 0,
-    so that what is hidden changes no bit of a sum. Otherwise accurate to 2e-7 relative: whole part and polynomial
-    (Cephes' exp2f).
+    tops[r], a power of 2, is raised to the row's highest score * factor, and shrinks[r] = 2 ** (what it was - it).
+    out[r, i] = 2 ** (scores[r, i] * factor - tops[r]). The 16 elements of totals[r] are multiplied by shrinks[r], and
+    element i added to lane i % 16. What has the lowest score weighs 0, and changes no bit of a sum.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        target, pointer, number, scale, highest, lanes, less = args
-        floor = cgutils.get_or_insert_function(builder.module, ir.FunctionType(VF32, [VF32]), f"llvm.floor.v{LANES}f32")
-        zero, low = ir.Constant(I64, 0), constant(-126.0)
-        before = load16(builder, lanes, zero, types.float32)
-        total = cgutils.alloca_once_value(builder, builder.fmul(before, splat(builder, less)))
-        with steps(builder, number) as (i, _count):
-            score = load16(builder, pointer, i, types.float32)
-            power = builder.fsub(
-                builder.fmul(score, splat(builder, scale), flags=FAST), splat(builder, highest), flags=FAST
-            )
-            seen = builder.fcmp_ordered(">", power, low)
-            x = builder.select(seen, power, low)
-            whole = builder.call(floor, [builder.fadd(x, constant(0.5))])
-            f = builder.fsub(x, whole)
-            p = constant(1.535336188319500e-4)
-            for coefficient in (
-                1.339887440266574e-3, 9.618437357674640e-3, 5.550332471162809e-2,
-                2.402264791363012e-1, 6.931472028550421e-1, 1.0,
-            ):  # fmt: skip
-                p = fma(builder, p, f, constant(coefficient))
-            exponent = builder.shl(builder.fptosi(whole, VI32), ir.Constant(VI32, [23] * LANES))
-            raised = builder.bitcast(builder.add(builder.bitcast(p, VI32), exponent), VF32)
-            result = builder.select(seen, raised, constant(0.0))
-            store16(builder, result, target, i, sig.args[0].dtype)
-            builder.store(builder.fadd(builder.load(total), result), total)
-        store16(builder, builder.load(total), lanes, zero, types.float32)
+        target, lanes, highest, factors, source, width, number, length, scale = args
+        f32, zero = types.float32, ir.Constant(I64, 0)
+        with cgutils.for_range(builder, number, intp=I64) as row:
+            first = builder.mul(row.index, width)
+            best = cgutils.alloca_once_value(builder, load16(builder, source, first, f32))
+            with steps(builder, length) as (i, _count):
+                x, so_far = load16(builder, source, builder.add(first, i), f32), builder.load(best)
+                builder.store(builder.select(builder.fcmp_ordered(">", x, so_far), x, so_far), best)
+            place = builder.gep(highest, [row.index])
+            before, now = builder.load(place), builder.fmul(reduced(builder, "fmax", builder.load(best)), scale)
+            now = builder.select(builder.fcmp_ordered(">", now, before), now, before)
+            builder.store(now, place)
+            builder.store(builder.fsub(before, now), builder.gep(factors, [row.index]))
+        store16(builder, exp2(builder, load16(builder, factors, zero, f32)), factors, zero, f32)
+        with cgutils.for_range(builder, number, intp=I64) as row:
+            first, own = builder.mul(row.index, width), builder.mul(row.index, ir.Constant(I64, LANES))
+            top = splat(builder, builder.load(builder.gep(highest, [row.index])))
+            less = splat(builder, builder.load(builder.gep(factors, [row.index])))
+            total = cgutils.alloca_once_value(builder, builder.fmul(load16(builder, lanes, own, f32), less))
+            with steps(builder, length) as (i, _count):
+                place = builder.add(first, i)
+                score = builder.fmul(load16(builder, source, place, f32), splat(builder, scale), flags=FAST)
+                weight = exp2(builder, builder.fsub(score, top, flags=FAST))
+                store16(builder, weight, target, place, sig.args[0].dtype)
+                builder.store(builder.fadd(builder.load(total), weight), total)
+            store16(builder, builder.load(total), lanes, own, f32)
         return context.get_dummy_value()
 
-    f32 = types.float32
-    return types.void(out, F32P, types.int64, f32, f32, F32P, f32), generate
+    size_type = types.int64
+    return types.void(out, F32P, F32P, F32P, F32P, size_type, size_type, size_type, types.float32), generate
+
+
+@intrinsic
+def copy(_: Any, out: Any, target: Any, x: Any, source: Any, size: Any) -> Any:
+    """out[target + i] = x[source + i] for i < size, a multiple of 16."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        to, first_to, values, first, number = args
+        kind = ir.VectorType(values.type.pointee, LANES).as_pointer()
+        align = sig.args[0].dtype.bitwidth // 8
+        with steps(builder, number) as (i, _count):
+            some = builder.load(builder.bitcast(builder.gep(values, [builder.add(first, i)]), kind), align=align)
+            builder.store(some, builder.bitcast(builder.gep(to, [builder.add(first_to, i)]), kind), align=align)
+        return context.get_dummy_value()
+
+    return types.void(out, types.int64, out, types.int64, types.int64), generate
+
+
+@intrinsic
+def clear(_: Any, out: Any, size: Any) -> Any:
+    """out[i] = 0 for i < size, a multiple of 16."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        with steps(builder, args[1]) as (i, _count):
+            store16(builder, constant(0.0), args[0], i, types.float32)
+        return context.get_dummy_value()
+
+    return types.void(F32P, types.int64), generate
+
+
+@intrinsic
+def divide_by_total(_: Any, out: Any, target: Any, x: Any, totals: Any, size: Any) -> Any:
+    """out[target + i] = x[i] / the sum of 16 totals, for i < size, a multiple of 16."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        to, first, values, parts, number = args
+        parts = load16(builder, parts, ir.Constant(I64, 0), types.float32)
+        total = reduced(builder, "fadd", parts, ir.Constant(F32, 0.0))
+        factor = splat(builder, builder.fdiv(ir.Constant(F32, 1.0), total))
+        with steps(builder, number) as (i, _count):
+            value = builder.fmul(load16(builder, values, i, types.float32), factor)
+            store16(builder, value, to, builder.add(first, i), sig.args[0].dtype)
+        return context.get_dummy_value()
+
+    return types.void(out, types.int64, F32P, F32P, types.int64), generate
 
 
 def prefetch_line(builder: ir.IRBuilder, address: ir.Value) -> None:
