@@ -16,7 +16,7 @@ ORDER = ["engine", "placement", "deployments", "cluster"]  # each may import tho
 ENGINE_ORDER = [
     {"wire"},
     {"text", "distributed"},
-    {"pooling"},
+    {"pooling", "multimodal"},
     {"model"},
     {"kv_transfer", "spec_decode"},
     {"runner"},

@@ -1,0 +1,179 @@
+"""Makes of an image what its model's vision encoder takes, and puts its placeholders into a prompt.
+
+The pixels are transformers' work, by the image processors that need Pillow and numpy, not torchvision. The texts of the
+placeholders are those of the processors of transformers (`processing_*.py`), which need more than an ingress has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, RequestError
+from engine.text.tokenizer import Tokenizer
+from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFamily:
+    """How prompts of a family name an image."""
+
+    marker: str
+    """What a chat template writes in the place of an image."""
+    placeholders: Callable[[Fields, Fields, str], str]
+    """Return the text that replaces the marker. Takes config.json, the output of the image processor for one image, and
+    the placeholder of one embedding."""
+    arguments: tuple[str, ...]
+    """Outputs of the image processor that the encoder takes."""
+    options: Callable[[Fields], dict[str, Any]] = lambda config: {}
+    """Options of the image processor that follow from config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessedImage:
+    """An image without a place in a prompt."""
+
+    data: dict[str, TensorData]
+    mm_hash: bytes
+    placeholders: str
+    """Text that stands for the image in a prompt."""
+    num_embeds: int
+
+
+class ImageProcessor:
+    """Safe to use in several threads at once."""
+
+    def __init__(self, family: ImageFamily, config: Fields, processor: Any, tokenizer: Tokenizer, folder: Path):
+        """config: config.json. processor: of transformers. Raises ModelFolderError."""
+        self._family, self._config, self._processor, self._tokenizer = family, config, processor, tokenizer
+        self._options = family.options(config)
+        token_id = config.get("image_token_id", config.get("image_token_index"))
+        token = None if token_id is None else tokenizer.token(token_id)
+        if token is None:
+            raise ModelFolderError(str(folder), f"its image token {token_id} is not in the vocabulary")
+        self._token_id, self._token = int(token_id), token
+
+    @classmethod
+    def from_folder(cls, folder: Path, config: Fields, tokenizer: Tokenizer) -> ImageProcessor:
+        """Read the settings of a model's image processor. Raises ModelFolderError. Imports torch, by transformers."""
+        from transformers import AutoImageProcessor
+
+        family = FAMILIES.get(str(config.get("model_type")))
+        if family is None:
+            known = ", ".join(FAMILIES)
+            raise ModelFolderError(str(folder), f"images of model_type {config.get('model_type')!r}; known: {known}")
+        try:
+            found = AutoImageProcessor.from_pretrained(
+                str(folder), backend="pil", trust_remote_code=False, local_files_only=True
+            )
+        except Exception as error:  # what comes depends on the file that is missing or broken
+            reason = " ".join(str(error).split())[:300]
+            raise ModelFolderError(str(folder), f"its image processor cannot be read: {reason}") from error
+        return cls(family, config, found, tokenizer, folder)
+
+    def process(self, image: Image.Image, field: str) -> ProcessedImage:
+        """Takes up to a second, mostly without the GIL. Raises InvalidParameter, naming the image `field`."""
+        try:
+            found = self._processor(images=[image], **self._options)
+        except ValueError as error:
+            raise InvalidParameter(field, f"{image.width} × {image.height}", f"fit for this model: {error}") from None
+        tensors = {name: TensorData.of(np.ascontiguousarray(found[name])) for name in self._family.arguments}
+        text = self._family.placeholders(self._config, found, self._token)
+        return ProcessedImage(
+            data=tensors, mm_hash=mm_hash(tensors), placeholders=text, num_embeds=text.count(self._token)
+        )
+
+    def place(
+        self, text: str, images: Sequence[ProcessedImage], max_model_len: int, add_special_tokens: bool = False
+    ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
+        """Return the tokens of a prompt, and where the images are in it.
+
+        text: a conversation as the chat template has rendered it.
+        Raises PromptTooLong, and RequestError if the prompt does not show each image once.
+        """
+        marker = self._family.marker
+        parts = text.split(marker)
+        if len(parts) - 1 != len(images):
+            message = f"the prompt has {len(parts) - 1} times {marker!r} for {len(images)} images: "
+            message += "no text may have it, and the chat template must show images where they are"
+            raise RequestError(message, "messages")
+        needed = sum(image.num_embeds for image in images)
+        if needed >= max_model_len:
+            raise PromptTooLong(needed, max_model_len, estimated=True)
+        between = [image.placeholders for image in images]
+        whole = parts[0] + "".join(shown + part for shown, part in zip(between, parts[1:], strict=True))
+        prompt = self._tokenizer.encode_prompt(whole, max_model_len, add_special_tokens)
+        places = [i for i, token_id in enumerate(prompt) if token_id == self._token_id]
+        if len(places) != needed:
+            raise RequestError(f"messages: no text beside images may have {self._token!r}", "messages")
+        features, start = [], 0
+        for image in images:
+            first, last = places[start], places[start + image.num_embeds - 1]
+            start += image.num_embeds
+            feature = MultiModalFeatureSpec(
+                data=image.data,
+                mm_hash=image.mm_hash,
+                mm_position=PlaceholderRange(first, last - first + 1),
+                num_embeds=image.num_embeds,
+            )
+            features.append(feature)
+        return prompt, features
+
+
+def _qwen(config: Fields, found: Fields, token: str) -> str:
+    merge = config["vision_config"].get("spatial_merge_size", 2)
+    return token * (math.prod(np.asarray(found["image_grid_thw"])[0].tolist()) // merge**2)
+
+
+def _pixtral_patch(config: Fields) -> int:
+    return int(config["vision_config"]["patch_size"] * config.get("spatial_merge_size", 1))
+
+
+def _pixtral(config: Fields, found: Fields, token: str) -> str:
+    height, width = (side // _pixtral_patch(config) for side in found["image_sizes"][0])
+    return "[IMG_BREAK]".join([token * width] * height) + "[IMG_END]"
+
+
+def _gemma3(config: Fields, found: Fields, token: str) -> str:
+    one = f"\n\n<start_of_image>{token * config.get('mm_tokens_per_image', 256)}<end_of_image>\n\n"
+    crops = found["num_crops"][0]
+    if not crops:
+        return one
+    begin = f"Here is the original image {one} and here are some crops to help you see better "
+    return begin + " ".join([one] * crops)
+
+
+def _internvl(config: Fields, found: Fields, token: str) -> str:
+    return f"<img>{token * (config.get('image_seq_length', 256) * found['num_patches'][0])}</img>"
+
+
+_QWEN = ImageFamily(marker="<|image_pad|>", placeholders=_qwen, arguments=("pixel_values", "image_grid_thw"))
+_PIXTRAL = ImageFamily(
+    marker="[IMG]",
+    placeholders=_pixtral,
+    arguments=("pixel_values", "image_sizes"),
+    options=lambda config: {"patch_size": {"height": _pixtral_patch(config), "width": _pixtral_patch(config)}},
+)
+FAMILIES = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "mistral3": _PIXTRAL,
+    "gemma3": ImageFamily(marker="<start_of_image>", placeholders=_gemma3, arguments=("pixel_values",)),
+    "internvl": ImageFamily(
+        marker="<IMG_CONTEXT>",
+        placeholders=_internvl,
+        arguments=("pixel_values",),
+        options=lambda config: {"crop_to_patches": True},
+    ),
+}
+"""By `model_type` of config.json. Llama 4 is missing, since its image processor needs torchvision."""

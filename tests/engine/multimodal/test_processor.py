@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, RequestError
+from engine.multimodal.processor import FAMILIES, ImageProcessor
+from tests.engine.multimodal.images import SETTINGS, picture, processor, tokenizer
+
+MARKERS = {name: FAMILIES[name].marker for name in SETTINGS}
+
+
+@pytest.mark.parametrize("model_type", SETTINGS)
+def test_each_image_has_its_place_in_the_prompt_and_as_many_placeholders_as_embeddings(tmp_path, model_type):
+    images, marker = processor(tmp_path, model_type), MARKERS[model_type]
+    first, second = (images.process(picture(*size), "image") for size in ((40, 24), (24, 60)))
+    prompt, features = images.place(f"look at {marker} and {marker} this", [first, second], 1000)
+    text, token = tokenizer(), SETTINGS[model_type][0]
+    assert [text.token(i) for i in prompt[:2]] == ["look", "at"] and text.token(prompt[-1]) == "this"
+    places = [i for i, token_id in enumerate(prompt) if text.token(token_id) == token]
+    for feature, image in zip(features, (first, second), strict=True):
+        position = feature.mm_position
+        inside = [i for i in places if position.offset <= i < position.offset + position.length]
+        assert len(inside) == feature.num_embeds == image.num_embeds
+        assert (inside[0], inside[-1]) == (position.offset, position.offset + position.length - 1)
+        assert feature.data["pixel_values"].numpy().dtype == np.float32 and feature.mm_hash == image.mm_hash
+    assert sum(feature.num_embeds for feature in features) == len(places)
+    assert features[0].mm_position.offset < features[1].mm_position.offset and first.mm_hash != second.mm_hash
+
+
+PROCESSORS = {
+    "qwen2_5_vl": "qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
+    "qwen3_vl": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    "mistral3": "pixtral.processing_pixtral.PixtralProcessor",
+    "gemma3": "gemma3.processing_gemma3.Gemma3Processor",
+    "internvl": "internvl.processing_internvl.InternVLProcessor",
+}
+
+
+@pytest.mark.parametrize("size", [(40, 24), (24, 60), (8, 8), (200, 30)])
+@pytest.mark.parametrize("model_type", PROCESSORS)
+def test_placeholders_are_those_of_transformers(tmp_path, monkeypatch, model_type, size):
+    # imported beside it, and needs torchvision
+    unused = "transformers.models.pixtral.image_processing_pixtral"
+    monkeypatch.setitem(sys.modules, unused, SimpleNamespace(get_resize_output_image_size=None))
+    module, _, name = PROCESSORS[model_type].rpartition(".")
+    oracle = getattr(importlib.import_module(f"transformers.models.{module}"), name)
+    images, token = processor(tmp_path, model_type), SETTINGS[model_type][0]
+    found = images.process(picture(*size), "image")
+    inner = images._processor
+    # what these methods read of a whole processor, which needs torchvision for videos
+    whole = SimpleNamespace(
+        image_processor=inner, image_token=token, patch_size=4, spatial_merge_size=2, image_seq_length=4,
+        image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]", start_image_token="<img>",
+        end_image_token="</img>", full_image_sequence=f"\n\n<start_of_image>{token * 4}<end_of_image>\n\n",
+    )  # fmt: skip
+    outputs = inner(images=[picture(*size)], **images._options)
+    assert found.placeholders == oracle.replace_image_token(whole, outputs, 0)
+
+
+def test_crops_of_gemma_are_introduced_as_transformers_does(tmp_path):
+    images = processor(
+        tmp_path, "gemma3", do_pan_and_scan=True, pan_and_scan_min_crop_size=8, pan_and_scan_max_num_crops=4,
+        pan_and_scan_min_ratio_to_activate=1.2,
+    )  # fmt: skip
+    found = images.process(picture(48, 16), "image")
+    assert found.placeholders.startswith("Here is the original image \n\n<start_of_image>")
+    assert found.num_embeds == 4 * 4 and found.data["pixel_values"].shape == (4, 3, 16, 16)
+    _, [feature] = images.place("look <start_of_image>", [found], 1000)
+    assert feature.mm_position.length > feature.num_embeds  # the words between the crops are inside
+
+
+def test_the_same_picture_has_the_same_hash_in_any_prompt(tmp_path):
+    images = processor(tmp_path, "qwen3_vl")
+    first, again, other = (images.process(picture(40, 24, seed), "image") for seed in (1, 1, 2))
+    assert first.mm_hash == again.mm_hash != other.mm_hash
+
+
+@pytest.mark.parametrize("text", ["look at this", "<|image_pad|> <|image_pad|>"])
+def test_a_prompt_that_does_not_show_each_image_once_is_refused(tmp_path, text):
+    images = processor(tmp_path, "qwen3_vl")
+    message = f"has {text.count('<')} times '<|image_pad|>' for 1 images"
+    with pytest.raises(RequestError, match=re.escape(message)):
+        images.place(text, [images.process(picture(8, 8), "image")], 1000)
+
+
+def test_a_text_with_the_placeholder_of_an_embedding_is_refused_beside_images(tmp_path):
+    images = processor(tmp_path, "gemma3")
+    with pytest.raises(RequestError, match="no text beside images may have '<image_soft_token>'"):
+        images.place("<image_soft_token> <start_of_image>", [images.process(picture(8, 8), "image")], 1000)
+
+
+def test_images_that_do_not_fit_the_context_are_refused_before_the_prompt_is_made(tmp_path):
+    images = processor(tmp_path, "qwen3_vl")
+    image = images.process(picture(40, 24), "image")
+    with pytest.raises(PromptTooLong, match=f"at least {2 * image.num_embeds} tokens"):
+        images.place("<|image_pad|> <|image_pad|>", [image, image], 2 * image.num_embeds)
+    with pytest.raises(PromptTooLong):
+        images.place("look <|image_pad|>", [image], image.num_embeds + 1)
+    assert len(images.place("look <|image_pad|>", [image], image.num_embeds + 2)[0]) == image.num_embeds + 1
+
+
+def test_an_image_that_the_processor_refuses_is_named(tmp_path):
+    images = processor(tmp_path, "qwen3_vl")
+    with pytest.raises(InvalidParameter, match=re.escape("messages[0].content[0] must be fit for this model")):
+        images.process(picture(201, 1), "messages[0].content[0]")
+
+
+def test_a_folder_whose_images_cannot_be_processed_is_refused(tmp_path):
+    config = {"model_type": "qwen3_vl", "image_token_id": 10}
+    with pytest.raises(ModelFolderError, match="its image processor cannot be read"):
+        ImageProcessor.from_folder(tmp_path, config, tokenizer())
+    with pytest.raises(ModelFolderError, match="images of model_type 'llama4'"):
+        ImageProcessor.from_folder(tmp_path, {"model_type": "llama4"}, tokenizer())
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
+    with pytest.raises(ModelFolderError, match="image token 999 is not in the vocabulary"):
+        ImageProcessor.from_folder(tmp_path, {**config, "image_token_id": 999}, tokenizer())
