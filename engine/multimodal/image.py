@@ -24,7 +24,7 @@ def decode(file: bytes, field: str, max_pixels: int, low_detail: bool = False) -
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's own limit of pixels; ours comes right behind
-            image = Image.open(io.BytesIO(file), formats=FORMATS)
+            image: Image.Image = Image.open(io.BytesIO(file), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise InvalidParameter(field, str(error), f"an image of at most {max_pixels} pixels") from None
     except UnidentifiedImageError:
