@@ -1,4 +1,5 @@
-"""Every private name of Ray that we use. Ray is pinned to a minor version; look here first when that changes."""
+"""Every private name of Ray that we use, but for those in ray_driver.py. Ray is pinned to a minor version; look here
+first when that changes."""
 
 from __future__ import annotations
 
@@ -6,37 +7,27 @@ import asyncio
 import logging
 import os
 import signal
-import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import ray
 from ray import serve
-from ray._private.ray_logging import global_worker_stdstream_dispatcher
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import RayError
 from ray.experimental import internal_kv
-from ray.serve._private import api
-from ray.serve._private.client import ServeControllerClient
 from ray.serve._private.common import RequestMetadata
-from ray.serve._private.constants import HTTP_PROXY_TIMEOUT, SERVE_NAMESPACE
-from ray.serve.config import gRPCOptions
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter
-from ray.serve.schema import ServeDeploySchema
 
 from engine.distributed.cluster_key import ClusterKey
-from placement.console_log import log_to_console
 
 logger = logging.getLogger(__name__)
 
 INGRESS = "ingress"  # name of that deployment
 DRIVER_EXIT_S = 30.0
-STATUS_INTERVAL_S = 0.5
 NAMESPACE = "manta"  # in Ray's key-value store
 SCALING_CHANGES = "scaling_changes"  # the newest ScalingChanges, in msgpack
 
@@ -59,59 +50,6 @@ class HttpEndpoint:
     url: str  #: as the configuration names it
     is_local: bool  #: this node has a proxy
     deployed_at: float  #: in seconds since 1970
-
-
-class ServeViewer(Protocol):
-    """Shows a server to the user who has started it."""
-
-    def line(self, text: str) -> None:
-        """Take a line that a process of the cluster has written. Called by any thread."""
-
-    def stopping(self, states: dict[str, int]) -> None:
-        """Called again and again while the server ends. states: replicas that still stop, by deployment."""
-
-
-def serve_until_interrupted(config: dict[str, Any], address: str | None, viewer: ServeViewer | None = None) -> None:
-    """Start Ray, or join one, deploy a Serve configuration, and return once Ctrl-C has ended it.
-
-    As `serve run FILE` does, which waits for its proxies before it deploys, and ends with 0 after an error. viewer: is
-    given all lines, which otherwise go to the console.
-    """
-    schema = ServeDeploySchema.model_validate(config)
-    if viewer is None:
-        log_to_console("manta-serve")
-    started = time.monotonic()
-    try:
-        ray.init(address=address, namespace=SERVE_NAMESPACE, configure_logging=viewer is None)
-        if viewer is not None:
-            _send_lines_to(viewer)
-        logger.info("Ray is up startup_s=%.1f", time.monotonic() - started)
-        client, proxies = serve.context._get_global_client(raise_if_no_controller_running=False), []
-        if client is None:
-            controller, proxies = api._create_controller_and_proxy_refs(
-                schema.http_options.model_dump(),
-                gRPCOptions(**schema.grpc_options.model_dump()),
-                None,
-                None,
-                api._coerce_controller_options(schema.controller_options),
-                schema.proxy_location,
-            )
-            client = ServeControllerClient(controller)
-            serve.context._set_global_client(client)
-        client.deploy_apps(schema, _blocking=False)
-        logger.info("Serve is up startup_s=%.1f", time.monotonic() - started)
-        for proxy in proxies:
-            with suppress(ActorDiedError):  # on a busy machine the controller may replace one that is slow
-                ray.get(proxy, timeout=HTTP_PROXY_TIMEOUT)
-        logger.info("proxies are up startup_s=%.1f", time.monotonic() - started)
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        if viewer is not None:
-            threading.Thread(target=_tell_what_stops, args=(viewer,), daemon=True).start()
-        serve.shutdown()
-    except Exception:
-        serve.shutdown()
-        raise
 
 
 def end_serve_run(reason: str) -> None:
@@ -223,27 +161,6 @@ def haproxy_binary() -> str:
 
     path: str = get_haproxy_binary()
     return path
-
-
-def _send_lines_to(viewer: ServeViewer) -> None:
-    """Give a viewer what Ray prints to the console of a driver: all that the processes of its cluster write."""
-
-    def give(data: dict[str, Any]) -> None:
-        for line in data["lines"]:
-            viewer.line(line)
-
-    global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
-    global_worker_stdstream_dispatcher.add_handler("ray_print_logs", give)
-
-
-def _tell_what_stops(viewer: ServeViewer) -> None:
-    """Returns when Serve's controller is gone."""
-    with suppress(RayError, RayServeException):
-        while True:
-            deployments = [d for a in serve.status().applications.values() for d in a.deployments.items()]
-            stopping = {name: sum(status.replica_states.values()) for name, status in deployments}
-            viewer.stopping({name: number for name, number in stopping.items() if number})
-            time.sleep(STATUS_INTERVAL_S)
 
 
 def _serve_run_pid() -> int | None:

@@ -251,7 +251,7 @@ def run(serve_config: dict[str, Any], address: str | None, *, log_requests: bool
     `log_format: json`, and with a `log_level` that leaves out the lines that a terminal needs."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup
         print(f"Ctrl-C is ignored here; to stop: kill {os.getpid()}", file=sys.stderr, flush=True)
-    from deployments.ray_compat import serve_until_interrupted  # seconds
+    from deployments.ray_driver import serve_until_interrupted  # Ray takes a while to import
 
     args = [application.get("args") or {} for application in serve_config.get("applications", ())]
     plain = any(given.get("log_format") == "json" or given.get("log_level") in ("warning", "error") for given in args)

@@ -49,7 +49,7 @@ def served(monkeypatch) -> list[Served]:
     """What Ray would have been started with."""
     found: list[Served] = []
     take = lambda config, address: found.append(Served(config, address, dict(os.environ)))  # noqa: E731
-    monkeypatch.setattr("deployments.ray_compat.serve_until_interrupted", take)
+    monkeypatch.setattr("deployments.ray_driver.serve_until_interrupted", take)
     return found
 
 

@@ -90,7 +90,7 @@ def test_requests_are_shown_one_by_one_only_if_asked_for(shown, log_requests):
 
 def test_lines_of_the_command_itself_count_like_those_of_its_cluster(shown):
     with terminal(shown) as view:
-        logging.getLogger("deployments.ray_compat").warning("of %s", "our own")
+        logging.getLogger("deployments.ray_driver").warning("of %s", "our own")
     assert "manta-serve: of our own" in shown.getvalue()
     assert "of our own" in Path(view.log_path).read_text(encoding="utf-8")
 

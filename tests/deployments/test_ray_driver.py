@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import ray
+from ray._private.node import Node
+
+from deployments import ray_driver
+from deployments.ray_driver import _dashboard_later
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[dict[str, bool]]:
+    """With which options nodes have started dashboards."""
+    found: list[dict[str, bool]] = []
+    monkeypatch.setattr(Node, "start_api_server", lambda node, **options: found.append(options))
+    monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(webui_url="127.0.0.1:8265"))
+    return found
+
+
+def test_rays_dashboard_starts_as_ray_meant_it_but_only_when_told_to(started):
+    with _dashboard_later() as start_dashboard:
+        Node.start_api_server(SimpleNamespace(), include_dashboard=None, raise_on_failure=False)
+        assert not started
+    start_dashboard()
+    assert started == [{"include_dashboard": None, "raise_on_failure": False}]
+
+
+def test_no_dashboard_is_started_for_a_ray_that_was_running(started):
+    with _dashboard_later() as start_dashboard:
+        pass
+    start_dashboard()
+    assert not started
+
+
+def test_a_ray_that_starts_later_in_this_process_has_its_dashboard_at_once(started):
+    with pytest.raises(KeyboardInterrupt), _dashboard_later():
+        raise KeyboardInterrupt
+    Node.start_api_server(SimpleNamespace(), include_dashboard=True)
+    assert started == [{"include_dashboard": True}]
+
+
+def test_the_dashboard_waits_for_models_that_load_until_its_limit(monkeypatch):
+    states = iter([["NOT_STARTED"], ["RUNNING", "DEPLOYING"], ["RUNNING", "DEPLOY_FAILED"]])
+    looks = []
+
+    def status() -> SimpleNamespace:
+        looks.append(next(states))
+        return SimpleNamespace(applications={str(i): SimpleNamespace(status=s) for i, s in enumerate(looks[-1])})
+
+    monkeypatch.setattr("ray.serve.status", status)
+    monkeypatch.setattr(ray_driver, "STATUS_INTERVAL_S", 0.0)
+    ray_driver._wait_while_models_load()
+    assert looks[-1] == ["RUNNING", "DEPLOY_FAILED"]
+    monkeypatch.setattr(ray_driver, "DASHBOARD_LIMIT_S", 0.0)
+    ray_driver._wait_while_models_load()
+    assert len(looks) == 3
