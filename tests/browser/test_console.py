@@ -32,6 +32,21 @@ def test_an_answer_streams_into_the_page_and_can_be_stopped(stage, page):
     expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
 
 
+def test_enter_while_an_answer_streams_neither_stops_it_nor_sends_and_escape_stops_it(stage, page):
+    page.goto(stage.url)
+    ask(page)
+    expect(page.locator(".turn.assistant .text")).to_contain_text("An ocean", timeout=SLOW_MS)
+    page.keyboard.type("And a lake?")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("textbox", name="Message", exact=True)).to_have_value("And a lake?")
+    expect(page.locator(".turn.user")).to_have_count(1)
+    expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator(".turn.assistant .about")).to_contain_text("stopped")
+    page.keyboard.press("Enter")
+    expect(page.locator(".turn.user")).to_have_count(2)
+
+
 def test_a_new_conversation_has_nothing_of_an_answer_that_was_cut_off(stage, page):
     page.goto(stage.url)
     ask(page)
@@ -184,12 +199,17 @@ def test_a_key_is_asked_for_and_kept_for_the_session_only(page, browser):
                 expect(asked.get_by_role("alert")).not_to_be_empty(timeout=SLOW_MS)
         expect(page.locator("#pulse.live")).to_be_visible(timeout=SLOW_MS)
         assert "sk-a" not in page.evaluate("JSON.stringify(localStorage) + document.cookie")
+        forget = page.get_by_role("button", name="Forget key")
+        expect(forget).to_be_visible(timeout=SLOW_MS)
         page.reload()
         expect(page.locator("#pulse.live")).to_be_visible(timeout=SLOW_MS)  # the same tab
         other = browser.new_context().new_page()
         other.goto(stage.url)
         expect(other.get_by_role("dialog", name="API key")).to_be_visible(timeout=SLOW_MS)
         other.context.close()
+        forget.click()
+        expect(asked).to_be_visible(timeout=SLOW_MS)
+        expect(forget).to_be_hidden()
         page.close()
 
 

@@ -21,6 +21,7 @@ const views = {
 const main = document.getElementById("main");
 const tabs = document.getElementById("tabs");
 const pulse = document.getElementById("pulse");
+const forget = document.getElementById("forget");
 const rates = new Rates();
 
 function show() {
@@ -41,12 +42,16 @@ function onState(state) {
   const running = sum(replicas, (replica) => replica.stats.running);
   const output = sum(replicas, (replica) => rates.of(replica).output);
   pulse.className = "live";
+  pulse.removeAttribute("role"); // nobody wants to hear the rate every two seconds
+  pulse.title = "";
+  forget.hidden = !hasKey();
   setText(pulse, `${count(running)} running · ${rate(output)} tokens/s`);
   for (const view of Object.values(views)) view.update?.(state, rates);
 }
 
 function onLost(error) {
   pulse.className = "lost";
+  pulse.setAttribute("role", "alert");
   setText(pulse, "the server does not answer");
   pulse.title = error.message;
 }
@@ -65,10 +70,9 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the hash names the view
   main.focus();
 });
+forget.addEventListener("click", () => {
+  forgetKey();
+  location.reload();
+});
 show();
 new Feed(onState, onLost);
-if (hasKey()) {
-  document.querySelector(".top").append(
-    h("button", { class: "plain", onclick: () => { forgetKey(); location.reload(); } }, "Forget key")
-  );
-}

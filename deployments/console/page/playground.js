@@ -12,7 +12,7 @@ export class PlaygroundView {
     this.compare = h("button", { "aria-pressed": "false", onclick: () => this.setTwo(!this.two) }, "Side by side");
     this.problem = h("p", { class: "problem", role: "alert" });
     this.input = h("textarea", { rows: "1", placeholder: "Message", "aria-label": "Message", onkeydown: (event) => this.onKey(event) });
-    this.button = h("button", { class: "primary", onclick: () => this.act() }, "Send");
+    this.button = h("button", { class: "primary", onclick: () => (this.busy ? this.stop() : this.submit()) }, "Send");
     this.examples = h("div", { class: "examples" }, ...EXAMPLES.map((text) => h("button", { onclick: () => this.send(text) }, text)));
     this.grid = h("div", { class: "panes" }, ...this.panes.map((pane) => pane.element));
     this.element = h(
@@ -48,19 +48,24 @@ export class PlaygroundView {
   }
 
   onKey(event) {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    if (event.isComposing) return;
+    if (event.key === "Enter" && !event.shiftKey) {
       event.preventDefault();
-      this.act();
+      this.submit();
+    } else if (event.key === "Escape") {
+      this.stop();
     }
   }
 
-  act() {
-    if (this.busy) {
-      for (const pane of this.shown) pane.answering?.abort();
-    } else if (this.input.value.trim()) {
-      this.send(this.input.value.trim());
-      this.input.value = "";
-    }
+  submit() {
+    const text = this.input.value.trim();
+    if (this.busy || !text) return; // what was typed meanwhile stays until the answer is there
+    this.input.value = "";
+    this.send(text);
+  }
+
+  stop() {
+    for (const pane of this.shown) pane.answering?.abort();
   }
 
   send(text) {
