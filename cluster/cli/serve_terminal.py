@@ -7,13 +7,14 @@ import os
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -23,13 +24,27 @@ from placement.console_log import PACKAGES, JsonFormatter
 
 @dataclass(slots=True)
 class Phase:
-    """A part of the start. It begins and ends with the first log line whose message begins so."""
+    """A part of the start. It begins and ends with log lines whose messages begin so."""
 
     name: str
     begins: str
     ends: str
+    of_ranks: bool = False
+    """Each rank begins and ends it."""
     began_at: float | None = None
     ended_at: float | None = None
+    ranks: set[str] = field(default_factory=set)
+    """Those that have begun but not ended it."""
+
+    def take(self, message: str, who: str, now: float) -> None:
+        """Note a line. who: the process that wrote it."""
+        if message.startswith(self.begins) and (self.of_ranks or self.began_at is None):
+            self.began_at, self.ended_at = self.began_at or now, None
+            self.ranks.add(who)
+        if message.startswith(self.ends) and self.began_at is not None:
+            self.ranks.discard(who)
+            if self.ended_at is None and not (self.of_ranks and self.ranks):
+                self.ended_at = now
 
     def seconds(self, now: float) -> float:
         return (self.ended_at or now) - (self.began_at or now)
@@ -40,8 +55,9 @@ def phases() -> list[Phase]:
         Phase("Ray", "", "Ray is up"),
         Phase("Serve and its proxy", "Ray is up", "proxies are up"),
         Phase("ingress", "Serve is up", "ingress ready"),
-        Phase("weights", "rank starts", "weights loaded"),
-        Phase("warm-up", "weights loaded", "warmed up"),
+        Phase("engines", "rank starts", "loading weights", of_ranks=True),
+        Phase("weights", "loading weights", "weights loaded", of_ranks=True),
+        Phase("warm-up", "weights loaded", "warmed up", of_ranks=True),
     ]
 
 
@@ -56,7 +72,10 @@ class ServeTerminal:
         self._file = os.fdopen(file, "w", buffering=1, encoding="utf-8")
         self._phases = phases()
         self._phases[0].began_at = time.monotonic()
-        self._facts: dict[str, str] = {}  # for the box
+        self._kv_caches: dict[str, str] = {}  # what fits, by pool
+        self._read: dict[str, float] = {}  # part of its weights that each rank has
+        self._stopping: str | None = None
+        self._spinner = Spinner("dots")
         self._ready: set[str] = set()  # models of the boxes shown; further ingresses have the same
         self._lock = threading.Lock()
         self._live = Live(get_renderable=self._progress, console=console, refresh_per_second=8, transient=True)
@@ -97,19 +116,18 @@ class ServeTerminal:
         waits = ", ".join(f"{name} ({number})" if number > 1 else name for name, number in states.items())
         text = f"Stopping. Requests under way may end first; Ctrl-C again ends at once. Waits for {waits or 'Ray'}"
         with self._lock:
-            self._facts["stopping"] = text
+            self._stopping = text
             if not (self._live.is_started or self._file.closed):
                 self._live.start()
 
     def _show(self, fields: dict[str, Any], message: str, who: str) -> None:
         now = time.monotonic()
         for phase in self._phases:
-            if phase.began_at is None and message.startswith(phase.begins):
-                phase.began_at = now
-            if phase.ended_at is None and message.startswith(phase.ends):
-                phase.ended_at = now
+            phase.take(message, who, now)
+        if message.startswith(("loading weights", "weights loaded")):
+            self._read[who] = float(fields.get("read", 1.0))
         if message.startswith("kv cache: "):
-            self._facts["KV cache"] = message.removeprefix("kv cache: ")
+            self._kv_caches[who.rpartition("-")[0]] = message.removeprefix("kv cache: ")
         if message.startswith("ready address="):
             self._live.stop()
             models = str(fields.get("models", ""))
@@ -125,24 +143,27 @@ class ServeTerminal:
             self.console.print(Text(f"{_clock()}  {message}", style="dim"))
 
     def _progress(self) -> RenderableType:
-        if "stopping" in self._facts:
-            return Spinner("dots", Text(self._facts["stopping"]))
-        now, lines = time.monotonic(), list[RenderableType]()
+        now, lines = time.monotonic(), Table.grid(padding=(0, 2, 0, 0))
+        if self._stopping is not None:
+            lines.add_row(self._spinner, Text(self._stopping))
+            return lines
         for phase in self._phases:
-            text = Text(f"{phase.name}  {phase.seconds(now):.1f} s")
-            if phase.ended_at is not None:
-                lines.append(Text("✓ ", style="green") + text)
-            elif phase.began_at is not None:
-                lines.append(Spinner("dots", text))
-        return Group(*lines)
+            if phase.began_at is None:
+                continue
+            mark = self._spinner if phase.ended_at is None else Text("✓", style="green")
+            bar = None
+            if phase.name == "weights" and phase.ended_at is None:
+                bar = ProgressBar(completed=100 * min(self._read.values()), width=30)
+            lines.add_row(mark, phase.name, f"{phase.seconds(now):.1f} s", bar)
+        return lines
 
     def _box(self, fields: dict[str, Any]) -> Panel:
-        address = str(fields.get("address", ""))
+        address, caches = str(fields.get("address", "")), self._kv_caches
         rows = [
             ("address", f"{address}/v1"),
             ("console", f"{address}/"),
             ("models", str(fields.get("models", "")).replace(",", ", ")),
-            ("KV cache", self._facts.get("KV cache", "")),
+            *(("KV cache", f"{pool}: {text}" if len(caches) > 1 else text) for pool, text in caches.items()),
             ("log", self.log_path),
             ("stop", "Ctrl-C"),
         ]

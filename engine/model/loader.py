@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPARED_ROWS = 4096
+TELL_S = 1.0  # between two log lines of how far it is
 # Tensors that a checkpoint may hold but that nobody needs: rotary frequencies, a copy of a tied head, shapes and
 # trivial column orders of quantized weights, and fixed scales of activations: here inputs are scaled as they
 # come. The scales of an FP8 KV cache are read by engine/runner/kv_cache.py.
@@ -60,7 +61,7 @@ class Loadable(Protocol):
 
 
 def load_weights(model: Loadable, folder: Path, tp: TPGroup) -> None:
-    """Fill every parameter of `model`, each exactly once. Rank 0 shows the progress, if there is a terminal.
+    """Fill every parameter of `model`, each exactly once. The log tells how far it is, and rank 0 a terminal.
 
     Raises ModelFolderError that names the tensors that are missing, unexpected or of a wrong shape.
     """
@@ -86,15 +87,20 @@ def load_weights(model: Loadable, folder: Path, tp: TPGroup) -> None:
     found = [name for names in files.values() for name in names if name not in unused]
     check_names(folder, set(shards), found, canonical)
     quiet = tp.rank > 0 or not sys.stderr.isatty()
+    num_bytes = sum(target.nbytes for parts in shards.values() for _, target in parts)
+    read, told_at = 0, 0.0
     with Progress(console=Console(stderr=True), disable=quiet) as progress:
-        bar = progress.add_task("loading weights", total=len(shards))
+        bar = progress.add_task("loading weights", total=num_bytes)
         for file, names in files.items():
             with safe_open(file, framework="pt") as tensors:
                 for name in names:
+                    if (now := time.monotonic()) >= told_at + TELL_S:
+                        told_at = now
+                        logger.info("loading weights folder=%s read=%.2f", folder, read / num_bytes)
                     if parts := shards.get(canonical[name]):
                         load_tensor(parts, tensors.get_slice(name), name, folder)
-                        progress.advance(bar)
-    num_bytes = sum(target.nbytes for parts in shards.values() for _, target in parts)
+                        read += sum(target.nbytes for _, target in parts)
+                        progress.update(bar, completed=read)
     seconds = time.monotonic() - started
     logger.info("weights loaded folder=%s gb=%.2f seconds=%.1f", folder, num_bytes / 1e9, seconds)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,10 +36,19 @@ def terminal(shown: io.StringIO, *, log_requests: bool = False) -> ServeTerminal
     return ServeTerminal(Console(file=shown, width=100), log_requests=log_requests)
 
 
-def record(message: str, *args: object, level: int = logging.INFO) -> str:
+def record(message: str, *args: object, level: int = logging.INFO, who: str = "ingress-x") -> str:
     """A line as processes of the cluster write it."""
     made = logging.LogRecord("deployments.ingress", level, "", 0, message, args, None)
-    return JsonFormatter("ingress-x").format(made)
+    return JsonFormatter(who).format(made)
+
+
+def progress(view: ServeTerminal) -> list[str]:
+    """The lines that the terminal shows while the server starts, without their seconds."""
+    console = Console(file=io.StringIO(), width=100)
+    console.print(view._progress())
+    assert isinstance(console.file, io.StringIO)
+    text = re.sub(r"[\u2800-\u28ff]", "…", re.sub(r"\d+\.\d s", "", console.file.getvalue()))
+    return [" ".join(line.split()) for line in text.splitlines()]
 
 
 def test_the_start_ends_with_a_box_that_says_where_and_how_to_stop(shown):
@@ -50,6 +60,34 @@ def test_the_start_ends_with_a_box_that_says_where_and_how_to_stop(shown):
     text = shown.getvalue()
     for part in ("is ready after", "http://127.0.0.1:8000/v1", "a, b", "4096 tokens fit", "Ctrl-C", view.log_path):
         assert part in text
+
+
+def test_each_pool_has_a_line_of_what_fits(shown):
+    with terminal(shown) as view:
+        for name, tokens in (("decode-small-a1", 512), ("decode-large-b2", 64), ("decode-large-c3", 64)):
+            view.line(record("kv cache: %d tokens fit", tokens, who=f"{name}/rank0"))
+        view.line(record("ready address=%s models=%s seconds=%.1f", "http://127.0.0.1:8000", "small,large", 3.0))
+    text = shown.getvalue()
+    for pool in ("decode-small: 512 tokens fit", "decode-large: 64 tokens fit"):
+        assert text.count(pool) == 1
+
+
+def test_the_weights_have_a_bar_as_long_as_the_rank_that_has_read_least(shown):
+    ranks = ("decode-m-a1/rank0", "decode-m-b2/rank0")
+    with terminal(shown) as view:
+        for message in ("Ray is up", "Serve is up", "proxies are up", "ingress ready"):
+            view.line(record(message))
+        for rank in ranks:
+            view.line(record("rank starts pid=%d", 1, who=rank))
+        for read, rank in zip((0.9, 0.5), ranks, strict=True):
+            view.line(record("loading weights folder=%s read=%.2f", "/m", read, who=rank))
+        assert progress(view)[3:] == ["✓ engines", "… weights " + "━" * 15]
+        view.line(record("weights loaded folder=%s", "/m", who=ranks[0]))
+        assert progress(view)[4:] == ["… weights " + "━" * 15, "… warm-up"], "the other rank still reads"
+        view.line(record("weights loaded folder=%s", "/m", who=ranks[1]))
+        for rank in ranks:
+            view.line(record("warmed up seconds=%.1f", 1.0, who=rank))
+        assert progress(view)[3:] == ["✓ engines", "✓ weights", "✓ warm-up"]
 
 
 def test_what_ray_and_other_libraries_write_goes_to_the_named_file_alone(shown):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ModelFolderError
+from engine.model import loader
 from engine.model.config import ModelConfig
 from engine.model.loader import fill_with_noise, load_weights
 from engine.model.models.llama import LlamaForCausalLM
@@ -152,12 +153,16 @@ def test_a_file_that_the_index_names_but_is_not_there_is_named(tmp_path):
         load(folder)
 
 
-def test_one_log_line_says_how_much_was_loaded(tmp_path, caplog, capfd):
+def test_log_lines_say_how_far_loading_is_and_how_much_was_loaded(tmp_path, caplog, capfd, monkeypatch):
+    monkeypatch.setattr(loader, "TELL_S", 0.0)
     caplog.set_level(logging.INFO)
     load(make_model(tmp_path, "llama"))
-    lines = [r.getMessage() for r in caplog.records if r.name == "engine.model.loader"]
-    assert len(lines) == 1
-    assert re.fullmatch(r"weights loaded folder=.* gb=0\.00 seconds=\d+\.\d", lines[0])
+    *told, last = [r.getMessage() for r in caplog.records if r.name == "engine.model.loader"]
+    assert re.fullmatch(r"weights loaded folder=.* gb=0\.00 seconds=\d+\.\d", last)
+    read = [float(line.rpartition("read=")[2]) for line in told]
+    assert read[0] == 0.0
+    assert read == sorted(read)
+    assert 0.5 < read[-1] <= 1.0
     assert "loading weights" not in capfd.readouterr().err, "no progress bar without a terminal"
 
 
