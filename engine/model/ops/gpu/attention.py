@@ -326,7 +326,7 @@ def launch(
         CAPPED=softcap is not None, SINKS=sinks is not None, QUANTIZED=batch.kv_scales is not None, SPLIT=split,
         BLOCK_M=block_m, BLOCK_N=block_n, HEAD_PAD=head_pad, PRECISION="ieee" if wide else "tf32",
         SLOT_ROWS=slot_rows, COMBINED=max(1, COMBINED_VALUES // (slot_rows * head_pad)),
-        num_warps=8 if block_m * head_pad >= CHUNK_ROWS * SMALL_HEAD_DIM else 4,
+        num_warps=8 if block_m * max(head_pad, block_n) >= CHUNK_ROWS * SMALL_HEAD_DIM else 4,  # for their registers
         num_stages=NUM_STAGES - 1 if small and head_dim > SMALL_HEAD_DIM else NUM_STAGES,
     )  # fmt: skip
 
