@@ -101,27 +101,34 @@ class PinnedCopy(StagedCopy):
         self._torch_device = torch_device
         self._chunks: list[tuple[Tensor, Tensor]] = []  # on the host, on the device
         self._used: list[int] = []  # bytes of each chunk
+        self._views: dict[np.dtype[Any], tuple[NDArray[Any], Tensor]] = {}  # of the last chunk, by dtype
 
     def add(self, array: NDArray[Any]) -> Tensor:
-        array = np.ascontiguousarray(array)
         start = -(-self._used[-1] // ALIGNMENT) * ALIGNMENT if self._used else 0
         if not self._chunks or start + array.nbytes > self._chunks[-1][0].numel():
             self._open(max(CHUNK_BYTES, array.nbytes))
             start = 0
-        host, remote = self._chunks[-1]
-        end = self._used[-1] = start + array.nbytes
-        host.numpy()[start:end] = array.reshape(-1).view(np.uint8)
-        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        return remote[start:end].view(dtype).view(array.shape)
+        self._used[-1] = start + array.nbytes
+        views = self._views.get(array.dtype)
+        if views is None:
+            host, remote = self._chunks[-1]
+            values = host.numpy().view(array.dtype)
+            views = self._views[array.dtype] = values, remote.view(torch.from_numpy(values).dtype)
+        first = start // array.itemsize
+        views[0][first : first + array.size] = array.reshape(-1)
+        added = views[1][first : first + array.size]
+        return added if array.ndim == 1 else added.view(array.shape)
 
     def send(self) -> None:
         for (host, remote), used in zip(self._chunks, self._used, strict=True):
             remote[:used].copy_(host[:used], non_blocking=True)
 
     def _open(self, size: int) -> None:
+        size = -(-size // ALIGNMENT) * ALIGNMENT
         host = torch.empty(size, dtype=torch.uint8, pin_memory=self._torch_device.type == "cuda")
         self._chunks.append((host, torch.empty(size, dtype=torch.uint8, device=self._torch_device)))
         self._used.append(0)
+        self._views.clear()
 
 
 class CudaEvent(DeviceEvent):

@@ -77,4 +77,6 @@ class FastForward:
         if len(ends) > 1:
             request.last_token_at = ends[-2]
         request.in_flight = 1
-        return self._scheduler.append_tokens(request, [token_of(request)], None, ends[-1])
+        event = self._scheduler.append_tokens(request, [token_of(request)], None, ends[-1])
+        self._scheduler.metrics.observe_tokens([request], ends[-1])
+        return event

@@ -56,7 +56,7 @@ RANK_CHECK_INTERVAL_S = 1.0  # while a step computes
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    launched: Future[LaunchedStep]
+    launched: Future[LaunchedStep] | LaunchedStep
     submitted_at: float
     work: StepWork
 
@@ -316,12 +316,8 @@ class EngineCore:
         submitted_at, work = time.monotonic(), StepWork.of(plan)
         if self._broadcaster:
             self._broadcaster.send(plan)
-        inputs = self.runner.prepare(plan)
-        if self._executor:
-            launched = self._executor.submit(self.runner.launch, inputs)
-        else:
-            launched = Future()
-            launched.set_result(self.runner.launch(inputs))
+        inputs, launch = self.runner.prepare(plan), self.runner.launch
+        launched = self._executor.submit(launch, inputs) if self._executor else launch(inputs)
         self._in_flight.append(StepInFlight(launched, submitted_at, work))
 
     def _finish_step(self) -> list[Event]:
@@ -336,8 +332,10 @@ class EngineCore:
             self._broadcaster.committed(result)
         return events
 
-    def _collect(self, step: Future[LaunchedStep]) -> StepResult:
+    def _collect(self, step: Future[LaunchedStep] | LaunchedStep) -> StepResult:
         """Raises EngineUnavailable if a rank dies or hangs meanwhile."""
+        if not isinstance(step, Future):
+            return self.runner.collect(step)
         while self._broadcaster and not wait([step], RANK_CHECK_INTERVAL_S).done:
             self._broadcaster.check()
         launched = step.result()

@@ -71,14 +71,13 @@ class KVCacheManager:
         return len(request.blocks) * self._pool.block_size - tokens
 
     def cache_blocks(self, request: Request, computed: int) -> None:
-        """Enter the full blocks of the first `computed` tokens into the prefix cache."""
-        if not self._pool.enable_prefix_caching:
+        """Enter the full blocks of the first `computed` tokens into the prefix cache, of those that are known."""
+        first, size = request.num_cached_blocks, self._pool.block_size
+        if computed < (first + 1) * size or not self._pool.enable_prefix_caching:
             return
-        full = computed // self._pool.block_size
-        if full <= request.num_cached_blocks:
-            return
-        hashes = request.hashes(full, self._pool.block_size)
-        for index in range(request.num_cached_blocks, full):
+        full = max(first, min(computed, len(request.tokens)) // size)
+        hashes = request.hashes(full, size)
+        for index in range(first, full):
             own = request.blocks[index]
             block = self._pool.cache_block(own, hashes[index])
             if block != own:  # another request computed the same prefix: share its copy

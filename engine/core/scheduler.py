@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from copy import deepcopy
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -41,7 +41,7 @@ NO_TOKEN = "no token can be sampled: all are banned, or the model's logits are n
 NOT_FINITE = "the model's hidden states are not finite"
 
 
-class Event(NamedTuple):
+class Event(msgspec.Struct, frozen=True, gc=False):
     """Output of a step for the client of a request."""
 
     request: Request
@@ -196,28 +196,29 @@ class Scheduler:
 
     def _plan_running(self) -> int:
         """Plan all running requests, in order. Returns the budget left for new ones."""
-        budget = self.config.max_num_batched_tokens
+        budget, block_size = self.config.max_num_batched_tokens, self.pool.block_size
         queue = list(self.queue.running)
         if self.speculator is not None:
             self.speculator.start_step(len(queue))
         for behind, request in zip(range(len(queue) - 1, -1, -1), queue, strict=True):
             if request.state is not State.RUNNING or request.verifying or request.waiting_for_grammar:
                 continue  # the first of these were preempted by one before them
-            pending = request.pending
-            count, drafts = min(pending, budget - behind), None
+            pending, drafts = request.pending, None
+            count = pending if pending <= budget - behind else budget - behind
             if self.speculator is not None and pending == 1 == count:
                 if request.in_flight == 0:
                     drafts = self.speculator.draft(request, budget - behind - count)
                 elif self.speculator.waits(request):
                     continue
             tokens = request.computed + count
-            if count > 0 and (tokens <= len(request.blocks) * self.pool.block_size or self._grow(request, tokens)):
+            if count > 0 and (tokens <= len(request.blocks) * block_size or self._grow(request, tokens)):
                 if self.speculator is not None and drafts:
                     wanted = min(len(drafts) + self.speculator.lookahead, self.max_model_len - tokens)
                     drafts = drafts[: self.kv_cache.room(request, tokens, wanted)]
                     self.speculator.planned(request, len(drafts))
+                    budget -= len(drafts)
                 self._builder.compute(request, count, drafts)
-                budget -= count + len(drafts or ())
+                budget -= count
         return budget
 
     def _admit(self, budget: int, now: float) -> None:
@@ -338,31 +339,35 @@ class Scheduler:
         """Record the result of the oldest planned step. Returns one event per request that got a token."""
         plan, requests = self.planned.popleft()
         assert plan.step == result.step, f"step {result.step} came back, step {plan.step} was expected"
-        events = []
-        for i, request in enumerate(requests):
-            if request.state in (State.FINISHED, State.LEASED):
+        events: list[Event] = []
+        columns = zip(requests, plan.starts, plan.counts, result.tokens, result.logprobs, strict=True)
+        for i, (request, start, count, tokens, logprobs) in enumerate(columns):
+            running = request.state is State.RUNNING
+            if not running and request.state in (State.FINISHED, State.LEASED):
                 continue  # ended after this step was planned
-            computed, tokens = plan.starts[i] + plan.counts[i], result.tokens[i]
+            computed = start + count
             if self.speculator is not None and tokens and (i in plan.drafts or self.speculator.has_weights):
                 rejected = self.speculator.verified(request, len(tokens) - 1, result.drafts.get(i, []))
                 computed -= rejected
-                request.computed -= rejected if request.state is State.RUNNING else 0
-            if request.state is State.RUNNING:
-                self.kv_cache.cache_blocks(request, min(computed, len(request.tokens)))
+                request.computed -= rejected if running else 0
+            if running:
+                self.kv_cache.cache_blocks(request, computed)
             if result.prompt_logprobs[i]:
-                self._collect_prompt_logprobs(request, plan.starts[i], result.prompt_logprobs[i])
+                self._collect_prompt_logprobs(request, start, result.prompt_logprobs[i])
             if request.prefill_request is not None:
-                self._report(request, computed, tokens, result.logprobs[i])
+                self._report(request, computed, tokens, logprobs)
             elif tokens:
-                events.append(self.append_tokens(request, tokens, result.logprobs[i], now))
+                events.append(self.append_tokens(request, tokens, logprobs, now))
             elif i in result.pooled:
                 events.append(self._finish_pooling(request, result.pooled[i], now))
+        self.metrics.observe_tokens([event.request for event in events if event.delta.token_ids], now)
         return events
 
     def append_tokens(
         self, request: Request, tokens: list[int], logprobs: list[TokenLogprob] | None, now: float
     ) -> Event:
-        """Record the sampled tokens of a step, and end the request at the first that ends it."""
+        """Record the sampled tokens of a step, and end the request at the first that ends it. Their time is for the
+        caller to observe, of all requests of a step together."""
         request.in_flight -= 1
         if tokens[0] < 0:
             self.kv_cache.distrust(request)
@@ -376,17 +381,15 @@ class Scheduler:
             request.first_token_at = now
             request.note("first token")
         position, reason = request.num_output, None
-        for token in tokens:
+        for count, token in enumerate(tokens, 1):
             request.tokens.append(token)
             if request.grammar is not None:
                 request.grammar.accept(token)
-            if reason := self._reason_to_end(request, token):
+            if reason := self._reason_to_end(request, token, position + count):
                 break
-        count = request.num_output - position
-        if len(tokens) > 1 and request.state is State.RUNNING:
-            self.kv_cache.cache_blocks(request, min(request.computed, len(request.tokens)))
+        if count > 1 and request.state is State.RUNNING:
+            self.kv_cache.cache_blocks(request, request.computed)
         self.totals.generation_tokens += count
-        self.metrics.observe_token(request, now)
         delta = TokenDelta(request_id=request.request_id, position=position, token_ids=tokens[:count])
         if request.prediction and request.drafts is not None:
             delta = msgspec.structs.replace(delta, prediction_tokens=request.drafts.take_verified())
@@ -404,22 +407,20 @@ class Scheduler:
                 speculator = self.speculator
                 request.grammar.start_masks(None if speculator is None else speculator.guess(request) or [])
             return Event(request, delta)
-        if reason == "stop" and not self._is_eos(request, token):
+        if reason == "stop" and (token not in self.eos_token_ids or request.params.ignore_eos):
             if token in request.params.stop_token_ids:
                 return self._finish(request, reason, now, delta, stop_reason=token)
             delta = msgspec.structs.replace(delta, text_complete=True)
         return self._finish(request, reason, now, delta)
 
-    def _is_eos(self, request: Request, token: int) -> bool:
-        return token in self.eos_token_ids and not request.params.ignore_eos
-
-    def _reason_to_end(self, request: Request, token: int) -> FinishReason | None:
+    def _reason_to_end(self, request: Request, token: int, num_output: int) -> FinishReason | None:
         """Return why a request ends with this token, its newest; None if it goes on."""
-        if self._is_eos(request, token) or token in request.params.stop_token_ids:
+        params = request.params
+        if (token in self.eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids:
             return "stop"
         if request.grammar is not None and request.grammar.is_done:
             return "stop"
-        return "length" if request.num_output >= request.max_tokens else None
+        return "length" if num_output >= request.max_tokens else None
 
     def _finish_pooling(self, request: Request, pooled: bytes, now: float) -> Event:
         if not pooled:
@@ -517,7 +518,9 @@ class Scheduler:
         request.computed, request.in_flight = verified, 1
         request.num_cached = max(request.num_cached, event.first.cached)
         logprobs = None if event.first.logprob is None else [event.first.logprob]
-        return [self.append_tokens(request, [event.first.token], logprobs, now)]
+        events = [self.append_tokens(request, [event.first.token], logprobs, now)]
+        self.metrics.observe_tokens([request], now)
+        return events
 
     def _report(self, request: Request, computed: int, tokens: list[int], logprobs: list[TokenLogprob] | None) -> None:
         """Tell the engine that asked for this prompt how much is computed. With a token, all of it is."""

@@ -49,11 +49,13 @@ class RequestMetrics:
         """Record a planned step that computes `tokens` tokens."""
         self.histograms["iteration_tokens_total"].observe(tokens)
 
-    def observe_token(self, request: Request, now: float) -> None:
-        """Record a token of a request, the first as well."""
-        if request.last_token_at is not None:
-            self.histograms["inter_token_latency_seconds"].observe(now - request.last_token_at)
-        request.last_token_at = now
+    def observe_tokens(self, requests: list[Request], now: float) -> None:
+        """Record a step that brought a token, or several, for each of these requests, the first as well."""
+        for last, count in Counter([request.last_token_at for request in requests]).items():
+            if last is not None:
+                self.histograms["inter_token_latency_seconds"].observe(now - last, count)
+        for request in requests:
+            request.last_token_at = now
 
     def observe_finished(self, request: Request, reason: FinishReason, now: float) -> None:
         """Record the end of a request. Only ends of its own are measured: how long an aborted one took says nothing."""

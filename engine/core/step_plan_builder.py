@@ -13,7 +13,6 @@ class StepPlanBuilder:
         #: Requests of the plan's entries.
         self.requests: list[Request] = []
         self._added: list[NewSequence] = []
-        self._slots: list[int] = []
         self._starts: list[int] = []
         self._counts: list[int] = []
         self._samples: list[bool] = []
@@ -31,16 +30,16 @@ class StepPlanBuilder:
 
         drafts: guesses of the tokens after the last; they too count as `computed` until the step is committed.
         """
-        samples = request.computed + count == len(request.tokens) + request.in_flight
+        start = request.computed
+        samples = start + count == len(request.tokens) + request.in_flight
         if drafts:
             self._drafts[len(self.requests)] = drafts
             count += len(drafts)
         self.requests.append(request)
-        self._slots.append(request.slot)
-        self._starts.append(request.computed)
+        self._starts.append(start)
         self._counts.append(count)
         self._samples.append(samples)
-        request.computed += count
+        request.computed = start + count
         request.in_flight += samples
 
     def plan(self, step: int, blocks: list[BlockChange], num_drafts: int = 0) -> StepPlan:
@@ -49,7 +48,8 @@ class StepPlanBuilder:
             for i, request in enumerate(self.requests)
             if request.grammar is not None and self._samples[i]
         }
-        lists = self._slots, self._starts, self._counts, self._samples
+        slots = [request.slot for request in self.requests]
+        lists = slots, self._starts, self._counts, self._samples
         return StepPlan(
             step, self._added, blocks, *lists, list(masks), b"".join(masks.values()), self._drafts, num_drafts
         )

@@ -61,6 +61,8 @@ class Batch:
 def split(counts: ArrayLike, kv_lens: ArrayLike) -> tuple[Tensor, list[Chunk]]:
     """Return `single`, on the host, and `chunks` of a Batch, from each sequence's tokens in this step and in all."""
     counts = np.asarray(counts)
+    if (counts == 1).all():
+        return torch.from_numpy(np.arange(len(counts), dtype=np.int32)), []
     single, several = np.flatnonzero(counts == 1).astype(np.int32), np.flatnonzero(counts != 1)
     columns = several, (counts.cumsum() - counts)[several], counts[several], np.asarray(kv_lens)[several]
     return torch.from_numpy(single), [Chunk(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]

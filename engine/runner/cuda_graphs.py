@@ -24,7 +24,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,8 +57,7 @@ class StepShape:
         return self.tokens // self.tile_rows + min(self.seqs, self.tokens // 2) if self.tile_rows else 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepColumns:
+class StepColumns(NamedTuple):
     """The inputs of a step, as parts of one buffer, so that they travel in one copy."""
 
     token_index: Any  #: [tokens] int64, where each token lies in the flattened history
@@ -92,12 +91,12 @@ def buffer_size(shape: StepShape) -> int:
     return layout(shape)[-1][1]
 
 
-def empty_step(shape: StepShape) -> NDArray[np.int32]:
-    """Return a buffer that holds padding only."""
+def empty_step(shape: StepShape) -> tuple[NDArray[np.int32], StepColumns]:
+    """Return a buffer that holds padding only, and its columns."""
     buffer = np.zeros(buffer_size(shape), dtype=np.int32)
     columns = StepColumns.of(buffer, shape, np.int64)
     columns.slot_mapping[:] = columns.single[:] = -1
-    return buffer
+    return buffer, columns
 
 
 def pad_step(
@@ -112,8 +111,7 @@ def pad_step(
     chunks: list[Chunk],
 ) -> NDArray[np.int32]:
     """Return a buffer with the columns of a step, and padding."""
-    buffer = empty_step(shape)
-    columns = StepColumns.of(buffer, shape, np.int64)
+    buffer, columns = empty_step(shape)
     tokens, seqs = len(positions), len(slots)
     columns.token_index[:tokens], columns.positions[:tokens] = token_index, positions
     columns.slot_mapping[:tokens] = slot_mapping
@@ -238,7 +236,7 @@ class CudaGraphs:
 
     def _capture(self, shape: StepShape) -> str:
         """Return the reason if this shape cannot be captured."""
-        inputs = torch.from_numpy(empty_step(shape)).to(self._device.torch_device)
+        inputs = torch.from_numpy(empty_step(shape)[0]).to(self._device.torch_device)
         try:
             self._compute(shape, inputs)  # compiles its kernels and warms them up
             self._graphs[shape] = Graph(inputs, *self._device.capture(lambda: self._compute(shape, inputs)))

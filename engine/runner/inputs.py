@@ -161,12 +161,11 @@ class InputBuilder:
         )
         token_index = slots[entry] * self._max_model_len + positions
         width = -(-(int(ends.max()) + plan.num_drafts) // self._block_size)
-        sequences, first_sequences = Sequences(slots, counts, ends), None
+        sequences, first_rows, first_sequences = Sequences(slots, counts, ends), query_start, None
         if plan.drafts:
             sequences, first = sequences.divided(np.isin(np.arange(len(slots)), list(plan.drafts)))
-            first_sequences = staged.add(first)
+            first_rows, first_sequences = np.concatenate([[0], np.cumsum(sequences.counts)]), staged.add(first)
         single, chunks = split(sequences.counts, sequences.ends)
-        first_rows = np.concatenate([[0], np.cumsum(sequences.counts)])
         shape = self._shape_for(len(positions), len(sequences.slots))
         batch = graph = None
         if shape is not None:

@@ -29,9 +29,9 @@ class Histogram(msgspec.Struct, array_like=True):
     def over(cls, bounds: list[float]) -> Histogram:
         return cls(bounds, [0] * (len(bounds) + 1))
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def observe(self, value: float, count: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
 
     @property
     def count(self) -> int:

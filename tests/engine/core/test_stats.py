@@ -16,7 +16,7 @@ def finished_request(metrics: RequestMetrics, reason: str = "length") -> Request
     request.scheduled_at, request.first_token_at = 11.0, 13.0
     for token, now in ((7, 13.0), (8, 14.0), (9, 16.0)):
         request.tokens.append(token)
-        metrics.observe_token(request, now)
+        metrics.observe_tokens([request], now)
     metrics.observe_finished(request, reason, 16.0)
     return request
 
