@@ -81,10 +81,11 @@ def measure(sampling: str, sequences: int, steps: int) -> HostTime:
     for i in range(sequences):
         prompt = [3 + (i + j) % 900 for j in range(CONTEXT)]
         core.add(GenerateRequest(request_id=str(i), prompt=prompt, params=SAMPLINGS[sampling]))
-    while any(request.num_output == 0 for request in core.scheduler.queue.live.values()):
-        core.step()
     with idle_compute(core):
+        while any(request.num_output == 0 for request in core.scheduler.queue.live.values()):
+            core.step()
         parts = time_steps(core, steps)
+    assert len(core.scheduler.queue.running) == sequences, "some have ended"
     core.close()
     return HostTime(sampling, sequences, parts, sum(parts.values()))
 
