@@ -23,7 +23,7 @@ from engine.model.ops.cpu.tile_product import (
     product_tile,
     rows_at_once,
 )
-from engine.model.ops.cpu.vector import CACHE_LINE_BYTES, LANES, clear, copy, divide_by_total, prefetch, weigh
+from engine.model.ops.cpu.vector import CACHE_LINE_BYTES, LANES, LOG2_E, clear, copy, divide_by_total, prefetch, weigh
 
 TILE_TOKENS = 128
 PART_TOKENS = 16  # whose keys and values are asked for with a few rows of the tile before
@@ -31,7 +31,6 @@ FEW_ROWS = 4  # up to which keys and values are read where they lie
 NO_WINDOW = 2**62
 LOWEST = np.float32(-1e30)  # a score that counts as none; infinities are not safe under fast math
 LOWEST_TOP = np.float32(-1e20)  # so that even a row of nothing else weighs 0
-LOG2_E = np.float32(1.4426950408889634)
 
 
 class Space(NamedTuple):

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.model.ops.cpu.kernel import I32, I64
+from engine.model.ops.cpu.kernel import I32, I64, device_function
 
 
 class BFloat16Type(ir.Type):
@@ -36,6 +37,7 @@ VF32 = ir.VectorType(F32, LANES)
 VI32 = ir.VectorType(I32, LANES)
 VI16 = ir.VectorType(ir.IntType(16), LANES)
 FAST = ("fast",)
+LOG2_E = np.float32(1.4426950408889634)
 F32P = types.CPointer(types.float32)
 HAS_SCALEF = binding.get_host_cpu_features().get("avx512f", False)
 POLYNOMIAL = (
@@ -93,7 +95,8 @@ def steps(builder: ir.IRBuilder, count: ir.Value) -> Any:
 
 
 def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2 ** x for x not above 0, to 2e-7 relative: the nearest whole number and a polynomial for the rest."""
+    """2 ** x to 2e-7 relative: the nearest whole number and a polynomial for the rest. Without AVX-512 for x up to 127,
+    and with 0 below -126."""
     round = cgutils.get_or_insert_function(builder.module, ir.FunctionType(VF32, [VF32]), f"llvm.nearbyint.v{LANES}f32")
     low = constant(-126.0)
     seen = builder.fcmp_ordered(">", x, low)
@@ -177,6 +180,15 @@ def copy(_: Any, out: Any, target: Any, x: Any, source: Any, size: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(out, types.int64, out, types.int64, types.int64), generate
+
+
+@device_function
+def copy_row(out: Any, target: int, x: Any, source: int, size: int) -> None:
+    """out[target + i] = x[source + i] for i < size."""
+    whole = size // LANES * LANES
+    copy(out, target, x, source, whole)
+    for i in range(whole, size):
+        out[target + i] = x[source + i]
 
 
 @intrinsic
