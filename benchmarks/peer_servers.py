@@ -69,10 +69,13 @@ class VllmServer(Server):
         """running: ends the server."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        ours = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        ours = {
+            "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }  # fmt: skip
         process = subprocess.Popen(
-            [str(Path(python).with_name("vllm")), "serve", model, "--served-model-name", MODEL, "--port", str(port),
-             "--dtype", "bfloat16", "--max-model-len", str(CONTEXT)],
+            [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", MODEL,
+             "--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(CONTEXT)],
             env=os.environ | environment | ours,
         )  # fmt: skip
         running.callback(stop, process)

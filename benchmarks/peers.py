@@ -54,6 +54,7 @@ class Load:
 
 LOADS = (
     Load("64 equal requests", 64, (128, 128), (64, 64)),
+    Load("16 equal requests", 16, (128, 128), (64, 64)),
     Load("mixed lengths, sampled", 48, (16, 1024), (16, 256), sampled=True),
     Load("long prompts", 8, (500, 4000), (8, 8), figure="prompt"),
     Load("shared prefixes", 48, (32, 32), (32, 32), prefixes=4, prefix=1024),

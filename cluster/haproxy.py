@@ -34,6 +34,8 @@ ENVIRONMENT = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
     # After Ray's 5 s a proxy that still starts is replaced, which makes a busy machine only busier.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
+    # Ray's 15 would leave an engine a thirtieth of a core that any other program of the machine also wants.
+    "RAY_worker_niceness": "0",
     # When the ingress changes, a new HAProxy process takes over; the old one may go on as long as a request may take.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "660",
 }

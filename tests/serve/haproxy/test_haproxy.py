@@ -38,6 +38,12 @@ def test_haproxy_listens_for_clients_and_on_loopback_only(server):
     assert listeners(server) == {("haproxy", "127.0.0.1")}
 
 
+def test_ranks_have_the_priority_of_the_command_that_serves(server):
+    command, *others = server.processes()
+    ranks = [process for process in others if "RankActor" in " ".join(process.cmdline())]
+    assert {rank.nice() for rank in ranks} == {command.nice()}
+
+
 def test_streamed_answer_is_the_whole_one_in_many_chunks(client):
     ask = {"model": "tiny", "prompt": "a b c", "max_tokens": 12, "temperature": 0}
     whole = client.completions.create(**ask).choices[0].text
