@@ -75,7 +75,8 @@ class VllmServer(Server):
         }  # fmt: skip
         process = subprocess.Popen(
             [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", MODEL,
-             "--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--uvicorn-log-level", "warning"],
+             "--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(CONTEXT),
+             "--uvicorn-log-level", "warning"],
             env=os.environ | environment | ours,
         )  # fmt: skip
         running.callback(stop, process)
