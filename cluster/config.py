@@ -118,6 +118,8 @@ class IngressSection(Section):
     )  #: on every node with an ingress; without any key everybody may come in
     api_keys: list[str] = Field(default=[])  #: further keys, as lines of that file (`manta hash-key`)
     console: bool = True  #: serve the page at `/` (docs/console.md)
+    console_texts: bool = False
+    """Show prompts and outputs of requests on that page, and by `manta explain`, to everybody who has a key."""
     root_path: str = Field(default="", pattern=r"^(/[^/\s]+)*$")  #: prefix of all paths at a proxy in front: `/llm`
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: of a file, which has accordingly more time to come
@@ -300,7 +302,11 @@ class AppConfig(Section):
         above = self.model_dump(mode="json", exclude={"models": True, "ingress": {"api_keys"}})
         above["ingress"]["api_keys"] = f"{len(self.ingress.api_keys)} keys"
         shown = {"models": [model.shown() for model in self.models], **above}
-        return ConsoleConfig(enabled=self.ingress.console, configuration=without_credentials(shown))
+        return ConsoleConfig(
+            enabled=self.ingress.console,
+            texts=self.ingress.console_texts,
+            configuration=without_credentials(shown),
+        )
 
     @classmethod
     def of(cls, application: dict[str, Any]) -> AppConfig:

@@ -92,7 +92,7 @@ class Ingress:
         log_to_console(f"ingress-{ingress_id}", log)
         self._auth, self._batches, self._store, self._console = auth, batches, store, console
         traces = None if tracing is None else Tracing(tracing)
-        self._telemetry = Telemetry(ingress_id, traces, IngressPeers())
+        self._telemetry = Telemetry(ingress_id, traces, IngressPeers(), keeps_texts=console.texts)
         key = await asyncio.to_thread(ray_compat.cluster_key)
         self._channel = TokenChannel(ray.util.get_node_ip_address(), self._telemetry.stats, key)
         engines = [

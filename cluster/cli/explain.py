@@ -86,5 +86,7 @@ def summary_of(timeline: SequenceTimeline) -> list[tuple[str, str]]:
         ("engines", ", ".join(timeline.engines)),
         ("replays", str(timeline.replays or "")),
         ("preemptions", str(timeline.preemptions or "")),
+        ("prompt text", timeline.prompt or ""),
+        ("output text", timeline.output or ""),
     ]
     return [(name, text) for name, text in rows if text]

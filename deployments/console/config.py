@@ -10,5 +10,7 @@ from typing import Any
 class ConsoleConfig:
     enabled: bool = True
     """Whether the ingress serves it."""
+    texts: bool = False
+    """Whether the timelines of requests show prompts and outputs."""
     configuration: dict[str, Any] = field(default_factory=dict)
     """The application's configuration with all defaults; for people, and without its secrets."""

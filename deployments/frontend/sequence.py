@@ -15,7 +15,7 @@ from deployments.frontend.sequence_metrics import SequenceMetrics
 from deployments.frontend.token_channel import Inbox, TokenChannel
 from deployments.observability.stats import ModelStats
 from deployments.observability.telemetry import HttpRequest
-from deployments.observability.timeline import RequestTimelines
+from deployments.observability.timeline import MAX_TEXT_TOKENS, RequestTimelines
 from deployments.replicas.pools import EnginePool
 from engine.errors import EngineError, OtherModel, ServingError
 from engine.text.detokenizer import TokenBytes
@@ -158,7 +158,9 @@ class Sequence:
             frontend.timelines,
             frontend.admission.availability,
             quiet=request.pooling is not None and index > 0,
+            texts=self._texts if frontend.timelines.keeps_texts else None,
         )
+        self._tokenizer = frontend.tokenizer
         self._text = TextStream(request.params, frontend.tokenizer, index)
         self._channel, self._pool, self._stats = frontend.channel, frontend.pool, frontend.stats
         self._usage, self._counts_cached = usage, first
@@ -232,6 +234,14 @@ class Sequence:
         engine may live though its replica does not."""
         if self._attempt is not None and not self._attempt.close():
             self._channel.abort(self._attempt.request_id)
+
+    def _texts(self) -> tuple[str, str]:
+        """Return prompt and output with all their special tokens, as far as a timeline has them."""
+        prompt, output = (
+            b"".join(map(self._tokenizer.token_bytes, tokens[:MAX_TEXT_TOKENS])).decode(errors="replace")
+            for tokens in (self.retry.request.prompt, self.retry.output)
+        )
+        return prompt, output
 
     async def _generate(self) -> None:
         """Return when the present attempt has ended in its engine. The pool waits for a replica if there is none."""

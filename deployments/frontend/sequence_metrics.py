@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -32,11 +33,15 @@ class SequenceMetrics:
         timelines: RequestTimelines,
         availability: Availability,
         quiet: bool = False,
+        texts: Callable[[], tuple[str, str]] | None = None,
     ):
-        """quiet: another sequence stands for this one in logs, traces and timelines, unless it does not go well."""
+        """quiet: another sequence stands for this one in logs, traces and timelines, unless it does not go well.
+
+        texts: returns what the timeline shows of prompt and output.
+        """
         self.answered = False  #: a token of the present attempt has come
         self._http, self._stats, self._timelines = http, stats, timelines
-        self._availability, self._quiet = availability, quiet
+        self._availability, self._quiet, self._texts = availability, quiet, texts
         self._timeline = SequenceTimeline(
             request_id=request.request_id,
             model=model,
@@ -109,6 +114,8 @@ class SequenceMetrics:
             return
         timeline.state, timeline.reason, timeline.error = "ended", reason, None if error is None else str(error)
         timeline.seconds = now - self._http.started_at
+        if self._texts is not None:
+            timeline.prompt, timeline.output = self._texts()
         self._note(f"ended: {reason}, {timeline.output_tokens} output tokens", now)
         quiet = self._quiet and reason == "stop" and not timeline.replays
         self._timelines.end(timeline, keep=not quiet)

@@ -66,9 +66,17 @@ def current_request() -> HttpRequest:
 class Telemetry:
     """Collects what one ingress makes known, and asks the others for theirs."""
 
-    def __init__(self, ingress_id: str, tracing: Tracing | None = None, peers: Peers | None = None):
+    def __init__(
+        self,
+        ingress_id: str,
+        tracing: Tracing | None = None,
+        peers: Peers | None = None,
+        *,
+        keeps_texts: bool = False,
+    ):
+        """keeps_texts: timelines have prompts and outputs."""
         self.tracing = tracing
-        self.timelines = RequestTimelines(ingress_id)
+        self.timelines = RequestTimelines(ingress_id, keeps_texts=keeps_texts)
         self.stats = IngressStats(ingress_id)
         self._peers = peers
 

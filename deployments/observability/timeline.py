@@ -13,12 +13,13 @@ from engine.wire.timeline import TimelineEvent
 
 MAX_ENDED = 1000
 MAX_EVENTS = 200  # of one timeline; engines and routers may have something to tell again and again
+MAX_TEXT_TOKENS = 1000  # of a prompt, and of an output
 
 State = Literal["waiting", "running", "ended"]
 
 
 class SequenceTimeline(msgspec.Struct, kw_only=True):
-    """One sequence as its ingress has seen it so far, without its text and tokens."""
+    """One sequence as its ingress has seen it so far; with its texts only where the operator wants that."""
 
     request_id: str  #: of its first attempt in an engine; later ones have `.1`, `.2` behind it
     model: str
@@ -38,6 +39,8 @@ class SequenceTimeline(msgspec.Struct, kw_only=True):
     first_token_s: float | None = None  #: from the HTTP request to the first token
     seconds: float | None = None  #: from the HTTP request to the end
     events: list[TimelineEvent] = []  #: as the ingress heard of them; from `RequestTimelines.of`, oldest first
+    prompt: str | None = None  #: its first MAX_TEXT_TOKENS, once it has ended, with RequestTimelines.keeps_texts
+    output: str | None = None  #: the same of what the engines generated
 
     @property
     def attempts(self) -> list[str]:
@@ -71,8 +74,8 @@ class IngressOverview(msgspec.Struct, frozen=True):
 class RequestTimelines:
     """Timelines of all live sequences, and of the newest ones that have ended."""
 
-    def __init__(self, ingress_id: str):
-        self.ingress_id = ingress_id
+    def __init__(self, ingress_id: str, *, keeps_texts: bool = False):
+        self.ingress_id, self.keeps_texts = ingress_id, keeps_texts
         self.begun = asyncio.Event()
         """Set when a sequence begins; whoever waits for it clears it."""
         self._live: dict[str, SequenceTimeline] = {}
@@ -100,9 +103,9 @@ class RequestTimelines:
             timeline.events.append(TimelineEvent.now(what, self.ingress_id))
 
     def newest(self, count: int) -> list[SequenceTimeline]:
-        """Return live sequences and then ended ones, the newest of each first, without their events."""
+        """Return live sequences and then ended ones, the newest of each first, without events and texts."""
         newest = islice(chain(reversed(self._live.values()), reversed(self._ended)), count)
-        return [msgspec.structs.replace(timeline, events=[]) for timeline in newest]
+        return [msgspec.structs.replace(t, events=[], prompt=None, output=None) for t in newest]
 
     def of(self, name: str) -> list[SequenceTimeline]:
         """Return the timelines that `name` names (SequenceTimeline.is_of)."""

@@ -110,13 +110,14 @@ async def fake_api(
     store: StoreConfig = StoreConfig(),  # noqa: B008  frozen
     names: tuple[str, ...] = ("fake",),
     text_model: Tokenizer | None = None,
+    keeps_texts: bool = False,
     **info: Any,
 ) -> AsyncGenerator[FakeApi]:
     """script: see FakeEngine. names: of the models, all on one engine. text_model: their tokenizer.
 
     info: fields of ModelInfo, or of its admission.
     """
-    telemetry = Telemetry("ingress-1", tracing)
+    telemetry = Telemetry("ingress-1", tracing, keeps_texts=keeps_texts)
     channel, replica = TokenChannel("127.0.0.1", telemetry.stats), EngineReplica("127.0.0.1")
     tasks = [asyncio.create_task(channel.run()), asyncio.create_task(replica.run())]
     engine = FakeEngine(replica.status_to, script)

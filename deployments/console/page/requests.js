@@ -76,7 +76,9 @@ function drawSequence(request) {
     h("h1", { class: "mono" }, request.request_id),
     h("div", { class: "card timeline" }, drawTrack(request), drawLegend(request)),
     h("dl", { class: "card pairs" }, ...summary(request).flatMap(([name, text]) => [h("dt", {}, name), h("dd", {}, text)])),
-    h("div", { class: "card" }, story(request))
+    h("div", { class: "card" }, story(request)),
+    ...[["Prompt", request.prompt], ["Output", request.output]].filter(([, text]) => text).map(([name, text]) =>
+      h("section", { class: "card view" }, h("h2", {}, name), h("pre", {}, text)))
   );
 }
 

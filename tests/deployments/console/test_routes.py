@@ -15,6 +15,7 @@ from deployments.app import http_app
 from deployments.console.cluster_watcher import ClusterState
 from deployments.console.config import ConsoleConfig
 from deployments.console.routes import PAGE
+from deployments.frontend import sequence
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from engine.errors import without_credentials
@@ -102,6 +103,35 @@ def test_the_state_has_replicas_and_requests_but_no_text_of_them():
             assert "secret" not in event.decode()
 
     run(scenario())
+
+
+@pytest.mark.parametrize("keeps_texts", [False, True])
+def test_an_opened_request_has_prompt_and_output_only_if_the_operator_wants_that(keeps_texts, monkeypatch):
+    monkeypatch.setattr(sequence, "MAX_TEXT_TOKENS", 4)
+
+    async def scenario() -> None:
+        prompt = "a prompt of several tokens"
+        async with fake_api(says("an answer"), keeps_texts=keeps_texts) as api:
+            await api.until_status()
+            answer = await api.post("completions", prompt=prompt, max_tokens=3)
+            timeline = await api.client.get(f"/debug/requests/{answer.json()['id']}")
+            (found,) = timeline.json()["sequences"]
+            (listed,) = api.telemetry.own_overview().requests
+            assert (listed.prompt, listed.output) == (None, None)
+            if not keeps_texts:
+                assert (found["prompt"], found["output"]) == (None, None)
+                return
+            assert found["prompt"] == api.model.tokenizer.decode(api.model.tokenizer.encode(prompt)[:4])
+            assert found["prompt"] != prompt
+            assert found["output"] == answer.json()["choices"][0]["text"] != ""
+
+    run(scenario())
+
+
+def test_an_operator_who_wants_texts_gets_them():
+    args = {"models": [{"name": "m", "model": "pocket"}], "ingress": {"console_texts": True}}
+    assert AppConfig.parse(args).console_config().texts
+    assert not ConsoleConfig().texts
 
 
 def test_the_configuration_is_shown_with_its_defaults_and_without_its_secrets():
