@@ -11,18 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
-from engine.model.ops import tree_sum
+from engine.model.layers.linear import ColumnParallelLinear
+from engine.model.ops import linear, tree_sum
+from engine.model.shard import INPUTS, OUTPUTS
 
 PARTS = 8
-VOCAB_MULTIPLE = 64
-"""Outputs that our kernel for a CPU (ops/cpu/linear.py) computes at a time. A part of the vocabulary that is no
-multiple of them would be oneDNN's to multiply, which sums many inputs in another order."""
+OUTPUTS_MULTIPLE = 64
+"""Outputs that our kernel for a CPU (ops/cpu/linear.py) computes at a time. A rank's part of a layer that is no
+multiple of them is oneDNN's to multiply, which sums more than BLOCK_INPUTS inputs in another order."""
 
 
 def check(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> None:
@@ -36,6 +38,23 @@ def check(config: EngineConfig, model_config: ModelConfig, device: torch.device)
             raise ConfigError(name, value, "another value, or determinism left out: `strict` does not support it yet")
 
 
+def check_layers(model: nn.Module, tp: TPGroup) -> None:
+    """Raise ConfigError for a layer whose part on each rank another kernel would multiply than the whole of it."""
+    if linear.cpu_kernels() is None:
+        return
+    for name, layer in model.named_modules():
+        weight = layer.weight if isinstance(layer, ColumnParallelLinear) else None
+        if weight is None or weight.dtype != torch.bfloat16 or weight.shape[INPUTS] <= linear.BLOCK_INPUTS:
+            continue
+        is_split = any(part.local_shape != part.shape for part in layer.weights.values())
+        if is_split and weight.shape[OUTPUTS] % OUTPUTS_MULTIPLE:
+            limit = (
+                f"smaller with determinism: strict: a rank has {weight.shape[OUTPUTS]} outputs of {name} in bfloat16, "
+                f"no multiple of {OUTPUTS_MULTIPLE}"
+            )
+            raise ConfigError("tensor_parallel", tp.size, limit)
+
+
 class FixedOrder(TPGroup):
     """The collectives of a group, with sums over PARTS parts."""
 
@@ -44,7 +63,7 @@ class FixedOrder(TPGroup):
         if PARTS % tp.size:
             raise ConfigError("tensor_parallel", tp.size, f"1, 2, 4 or {PARTS} with determinism: strict")
         super().__init__(tp.rank, tp.size)
-        self.parts, self.vocab_multiple = PARTS // tp.size, VOCAB_MULTIPLE
+        self.parts, self.vocab_multiple = PARTS // tp.size, OUTPUTS_MULTIPLE
         self._tp = tp
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:

@@ -193,6 +193,8 @@ class ModelRunner:
             fixed_order.check(self.config, self.model_config, self.device.torch_device)
             group = fixed_order.FixedOrder(tp)
         model = build_model(self.model_config, group, self.dtype, self.device.torch_device)
+        if isinstance(group, fixed_order.FixedOrder):
+            fixed_order.check_layers(model, tp)
         if self.config.load_format == "dummy":
             fill_with_noise(model)
         else:

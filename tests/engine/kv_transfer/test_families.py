@@ -4,6 +4,7 @@ chunks, softcaps, experts, merged projections; by native code and by transformer
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,18 +25,19 @@ def make(folder: Path, name: str) -> Path:
     return make_model(folder, name) if name in FAMILIES else make_transformers_model(folder, name)
 
 
-def make_config(folder: Path, role: str | None = None, tensor_parallel: int = 1) -> EngineConfig:
+def make_config(folder: Path, role: str | None = None, tensor_parallel: int = 1, **options: Any) -> EngineConfig:
     handoff = HandoffConfig(role=role, policy="always", transport="tcp") if role else None
     sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_threads": 1}
-    return EngineConfig(model=str(folder), dtype="float32", tensor_parallel=tensor_parallel, handoff=handoff, **sizes)
+    options = {"dtype": "float32", **sizes, **options}
+    return EngineConfig(model=str(folder), tensor_parallel=tensor_parallel, handoff=handoff, **options)
 
 
 def prompt(length: int) -> list[int]:
     return [3 + 7 * i * i % 89 for i in range(length)]
 
 
-def alone(folder: Path) -> list[tuple[list[int], list[float]]]:
-    core = EngineCore.build(make_config(folder))
+def alone(folder: Path, **options: Any) -> list[tuple[list[int], list[float]]]:
+    core = EngineCore.build(make_config(folder, **options))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
     answers = []
     for length in LENGTHS:
@@ -76,5 +78,26 @@ def test_a_prompt_computed_by_another_engine_gives_the_same_tokens_and_log_proba
         for length, (tokens, logprobs) in zip(LENGTHS, expected, strict=True):
             assert pair.ingress.tokens(f"{length}") == tokens
             assert flat(pair.ingress.deltas[f"{length}"])[1] == pytest.approx(logprobs, abs=1e-4)
+        pair.settle()
+        assert sum(pair.decode.status.handoffs.results["received"].values()) == len(LENGTHS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("decode", "prefill"), [(1, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3", "gpt_oss"])
+def test_with_strict_determinism_pools_of_unequal_size_give_the_bits_of_one_engine(
+    tmp_path, ranks, family, dtype, decode, prefill
+):
+    options = {"dtype": dtype, "determinism": "strict"}
+    folder = make_model(tmp_path, family)
+    expected = alone(folder, **options)
+    configs = make_config(folder, "decode", decode, **options), make_config(folder, "prefill", prefill, **options)
+    with Pair(*configs, ranks) as pair:
+        for length in LENGTHS:
+            pair.ingress.add(f"{length}", prompt(length), logprobs=0)
+        for length in LENGTHS:
+            pair.ingress.last(f"{length}")
+        assert [flat(pair.ingress.deltas[f"{length}"]) for length in LENGTHS] == expected
         pair.settle()
         assert sum(pair.decode.status.handoffs.results["received"].values()) == len(LENGTHS)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model import fixed_order
 from engine.model.fixed_order import PARTS, FixedOrder
-from engine.model.shard import INPUTS, Shard
+from engine.model.layers.linear import ColumnParallelLinear
+from engine.model.models.registry import build
+from engine.model.shard import INPUTS, OUTPUTS, Shard
 from tests.ranks import make_ranks, on_all
 
 
@@ -45,6 +49,30 @@ def test_inputs_that_cannot_be_cut_into_the_parts_are_refused() -> None:
         Shard.of_rank((6, 12), INPUTS, FixedOrder(TPGroup.single()), "intermediate_size")
 
 
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="linear layers have no kernel of ours here")
+@pytest.mark.parametrize(
+    ("size", "dtype", "inputs", "refused"),
+    [
+        (4, torch.bfloat16, 1088, True),  # 2 * 48 outputs
+        (2, torch.bfloat16, 1088, False),  # 2 * 96
+        (1, torch.bfloat16, 1088, False),
+        (4, torch.float32, 1088, False),  # there is but one kernel
+        (4, torch.bfloat16, 1024, False),  # both sum so few alike
+    ],
+)
+def test_ranks_whose_parts_of_a_layer_another_kernel_would_multiply_are_refused(size, dtype, inputs, refused) -> None:
+    tp = TPGroup(rank=0, size=size)
+
+    def make() -> nn.Module:
+        parts = {name: Shard.of_rank((192,), OUTPUTS, tp, "intermediate_size") for name in ("gate_proj", "up_proj")}
+        return nn.ModuleDict({"gate_up_proj": ColumnParallelLinear(inputs, parts)})
+
+    model = build(make, dtype, "cpu")
+    refusal = r"tensor_parallel must be smaller.* 96 outputs of gate_up_proj .*no multiple of 64, got 4"
+    with pytest.raises(ConfigError, match=refusal) if refused else nullcontext():
+        fixed_order.check_layers(model, tp)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_are_added_up_in_one_order_whoever_holds_them(dtype: torch.dtype) -> None:
     parts = torch.randn(PARTS, 5, 24, generator=torch.Generator().manual_seed(0)).mul(1e3).to(dtype)
@@ -60,4 +88,4 @@ def test_parts_are_added_up_in_one_order_whoever_holds_them(dtype: torch.dtype) 
 
 def test_a_rank_has_as_many_rows_of_the_vocabulary_as_our_kernel_computes_at_a_time() -> None:
     linear = pytest.importorskip("engine.model.ops.cpu.linear")
-    assert fixed_order.VOCAB_MULTIPLE % linear.COLUMN == 0
+    assert fixed_order.OUTPUTS_MULTIPLE % linear.COLUMN == 0
