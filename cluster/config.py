@@ -192,6 +192,9 @@ class ModelSection(Section):
     prefill: PoolSection | None = None  #: replicas that only compute prompts for them
     handoff: HandoffSection | None = None  # type: ignore[valid-type]  #: how KV gets across (docs/handoff.md)
     slo: SloSection = SloSection()
+    sdc_check_every: int | None = Field(default=None, ge=1)
+    """One of so many answers is computed again by another replica while all are idle, to find silent data corruption:
+    1000 (docs/sdc_check.md)."""
 
     @property
     def autoscales(self) -> bool:
@@ -213,6 +216,12 @@ class ModelSection(Section):
             except ConfigError as error:
                 key, value, limit = error.args
                 raise ConfigError(f"{path}.{self._section(role, key)}{key}", value, limit) from None
+        if self.sdc_check_every is not None:
+            engines = [self.engine_config(role) for role in self.pools]
+            same = len({engine.tensor_parallel for engine in engines}) == 1 or engines[0].determinism == "strict"
+            if any(map(self._on_gpu, self.pools)) or any(engine.quantization for engine in engines) or not same:
+                limit = "left out on GPUs, with quantization, and with pools of unequal tensor_parallel, unless strict"
+                raise ConfigError(f"{path}.sdc_check_every", self.sdc_check_every, limit)
         sizes = {role: self.engine_config(role).block_size for role in self.pools}
         if len(set(sizes.values())) > 1:
             limit = f"that of the decode pool ({sizes['decode']}), since blocks travel as they are"

@@ -74,6 +74,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         supported_tasks=config.supported_tasks,
         may_sleep=model.decode.bounds[0] == 0,
         max_replays=ingress.max_replays,
+        sdc_check_every=model.sdc_check_every,
         drafts=model.engine_config().speculative is not None,
         has_priorities=model.engine_config().scheduling_policy == "priority",
         tool_call_parser=model.tool_call_parser,

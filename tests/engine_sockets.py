@@ -79,6 +79,7 @@ class Ingress(Inbox):
         timeout_s: float | None = None,
         prefill: Literal["auto", "local", "remote"] = "auto",
         num_prompt: int | None = None,
+        when_idle: bool = False,
         **params,
     ) -> None:
         settings = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
@@ -90,6 +91,7 @@ class Ingress(Inbox):
             timeout_s=timeout_s,
             prefill=prefill,
             num_prompt=num_prompt,
+            when_idle=when_idle,
         )
         self.send(Add(request))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from deployments.frontend.admission import Admission
 from deployments.frontend.retry import RetryState, TokensLost
+from deployments.frontend.sdc_check import SdcCheck
 from deployments.frontend.sequence_metrics import SequenceMetrics
 from deployments.frontend.token_channel import Inbox, TokenChannel
 from deployments.observability.stats import ModelStats
@@ -46,6 +47,7 @@ class Frontend:
     timelines: RequestTimelines
     max_replays: int
     """How often one sequence may go on in another engine."""
+    sdc_check: SdcCheck | None = None
 
 
 @dataclass(slots=True)
@@ -148,6 +150,10 @@ class Sequence:
         """index: among the sequences of the HTTP request. first: of those of its prompt, whose cached tokens count."""
         self.index = index
         self._record = record
+        self._sdc_check = frontend.sdc_check
+        self._sample = None if frontend.sdc_check is None else frontend.sdc_check.sample(request)
+        if self._sample is not None:
+            request = self._sample.request
         self.finished = False
         self.retry = RetryState(request, frontend.max_replays, time.monotonic())
         self.metrics = SequenceMetrics(
@@ -184,6 +190,8 @@ class Sequence:
         if delta.finish_reason in ("error", "abort"):
             raise Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error)
         delta = self.retry.add(delta)
+        if self._sample is not None:
+            delta = self._sample.take(delta, self._channel.engine_of(delta.request_id))
         if self._record is not None:
             self._record(self.index, delta)
         chunk = self._text.add(delta)
@@ -200,6 +208,8 @@ class Sequence:
             self.finished = True
             if delta.finish_reason is None:
                 self._channel.abort(delta.request_id, "stop")  # at a stop string, of which the engine does not know
+            if self._sample is not None and self._sdc_check is not None and not self.retry.num_replays:
+                self._sdc_check.ended(self._sample)
             self.metrics.ended(chunk.finish_reason)
         return chunk
 

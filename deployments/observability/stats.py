@@ -22,6 +22,8 @@ class ModelStats(msgspec.Struct):
     of; `abort` if the client left; `error` if it was told of one."""
     replays: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REPLAY_REASONS, 0))
     """Attempts to continue in another engine, by the error that ended the attempt before."""
+    sdc_checks: dict[str, int] = msgspec.field(default_factory=lambda: {"equal": 0, "different": 0})
+    """Answers that were computed again to find silent data corruption (deployments/frontend/sdc_check.py)."""
     histograms: dict[str, Histogram] = msgspec.field(
         default_factory=lambda: {
             "time_to_first_token_seconds": Histogram.over(SECONDS),

@@ -14,6 +14,7 @@ import msgspec
 from deployments.frontend.admission import Admission, AdmissionLimits
 from deployments.frontend.availability import Availability
 from deployments.frontend.generation import Generation
+from deployments.frontend.sdc_check import SdcCheck
 from deployments.frontend.sequence import Frontend
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.context import RequestContext
@@ -74,6 +75,8 @@ class ModelInfo:
     """What the model can do; by default it generates."""
     max_replays: int = 3
     """Maximum number of times that a sequence continues in another engine because its own is lost."""
+    sdc_check_every: int | None = None
+    """One of so many answers is computed again, to find silent data corruption; None for none."""
     has_priorities: bool = False
     """The engines schedule by priority."""
     drafts: bool = False
@@ -118,6 +121,9 @@ class ServedModel:
             stats=stats,
             timelines=telemetry.timelines,
             max_replays=info.max_replays,
+            sdc_check=None
+            if info.sdc_check_every is None
+            else SdcCheck(info.sdc_check_every, pool, channel, self.admission, stats),
         )
 
     def check_priority(self, priority: int) -> None:

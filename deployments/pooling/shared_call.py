@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from deployments.replicas.pools import EnginePool, ReplicaStatus
 from engine.wire.messages import GenerateRequest
@@ -21,9 +22,9 @@ class SharedCall:
         self._num_open = 0
         self._call: asyncio.Task[None] | None = None
 
-    async def generate(self, *requests: GenerateRequest) -> None:
+    async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         if not self._num_missing:
-            await self._pool.generate(*requests)
+            await self._pool.generate(*requests, avoid=avoid)
             return
         self._requests += requests
         self._num_missing -= len(requests)

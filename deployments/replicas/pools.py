@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -27,9 +27,9 @@ class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__
 
 
 class EnginePool(Protocol):
-    async def generate(self, *requests: GenerateRequest) -> None:
+    async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         """Return when the requests have ended in their engine, which is the same for all. Cancelling the call aborts
-        them there.
+        them there. avoid: ids of engines that should not get them if there are others.
 
         Waits for a replica if there is none. Raises ServingError; EngineUnavailable if the replica is lost meanwhile.
         """

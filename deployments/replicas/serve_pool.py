@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,7 +51,7 @@ class ServePool:
         self._handle, self._prefill, self._prompts = handle, prefill, PromptDigester(block_size)
         self._note = note
 
-    async def generate(self, *requests: GenerateRequest) -> None:
+    async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         first = requests[0]  # of several, its prefix stands for all
         prompt = self._prompts.digest(first.request_id, first.prompt, first.cache_salt, first.session_id)
         if len(requests) > 1:
@@ -59,7 +59,7 @@ class ServePool:
         if first.params.prompt_logprobs is not None:
             prompt = replace(prompt, keys=())  # all of it is computed, whatever is cached
         note = partial(self._note_all, [request.request_id for request in requests])
-        call = RoutingContext(prompt, self.routing, model=first.model, note=note)
+        call = RoutingContext(prompt, self.routing, avoid, first.model, note)
         await _answer(self._handle.generate.remote([EncodedRequest.of(request) for request in requests], call), call)
 
     def _note_all(self, request_ids: list[str], what: str) -> None:

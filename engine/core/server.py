@@ -18,7 +18,7 @@ from engine.core.scheduler import Event
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.distributed.sockets import PullSocket, PushSockets, Waker
 from engine.distributed.tp_group import TPGroup
-from engine.errors import ServingError
+from engine.errors import Overloaded, ServingError
 from engine.wire.messages import (
     MAX_LIVE_HANDOFFS,
     Abort,
@@ -81,6 +81,7 @@ class EngineServer:
         self._encode = msgspec.msgpack.Encoder().encode
         self._kv_events = KVEventPublisher(engine_id, self._core.scheduler)
         self._deltas: dict[str, list[TokenDelta]] = {}  # by reply address, since the last step
+        self._runs_when_idle: str | None = None  # a request that gives way to any other
         self._ended: list[str] = []  # requests and remote prefills, since the last status
         self._status_due = self._timelines_due = time.monotonic()
         self._stopping = threading.Event()
@@ -133,10 +134,19 @@ class EngineServer:
             self._end(request.request_id)
             return
         try:
+            if request.when_idle and self._core.scheduler.has_work:
+                raise Overloaded("the engine has other requests, for which this one was to make way")
+            self._make_way(request.request_id if request.when_idle else None)
             self._core.add(request)
         except ServingError as error:
             delta = TokenDelta(request_id=request.request_id, finish_reason="error", error=ErrorInfo.of(error))
             self._reply(request.reply_to, delta)
+
+    def _make_way(self, runs_when_idle: str | None = None) -> None:
+        """Abort what runs only while there is no other work. runs_when_idle: a new request of that kind."""
+        if self._runs_when_idle is not None:
+            self._abort(self._runs_when_idle)
+        self._runs_when_idle = runs_when_idle
 
     def _abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> None:
         event = self._core.abort(request_id, reason)
@@ -168,6 +178,7 @@ class EngineServer:
             return
         match command:
             case Prefill(prefill_request):
+                self._make_way()
                 self._kv_events.admitted(prefill_request.handoff_id)
                 if not self._core.prefill(prefill_request):
                     self._end(prefill_request.handoff_id)

@@ -60,6 +60,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """A replica of another model refuses the request; None is accepted by any."""
     session_id: str = ""
     """Requests of one session should meet in one engine; read by routers, ignored by engines."""
+    when_idle: bool = False
+    """Refused by an engine that has other work, and aborted there once other work comes."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -54,7 +54,7 @@ class LocalPool:
         self.sleeps = False
         self._replica = replica
 
-    async def generate(self, *requests: GenerateRequest) -> None:
+    async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         await self._replica.run_requests([EncodedRequest.of(request) for request in requests])
 
     async def statuses(self) -> list[ReplicaStatus]:

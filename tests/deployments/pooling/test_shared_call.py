@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ class Pool:
     def __init__(self) -> None:
         self.calls: list[tuple[list[str], asyncio.Future[None]]] = []
 
-    async def generate(self, *requests: GenerateRequest) -> None:
+    async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls.append(([request.request_id for request in requests], end))
         await end

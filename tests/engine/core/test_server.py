@@ -382,3 +382,17 @@ def test_stop_ends_run_and_closes_the_sockets_while_requests_are_running(folder,
     assert thread.error is None
     with context.socket(zmq.PULL) as again:
         again.bind(server.address)  # the port is free once more
+
+
+def test_a_request_for_idle_times_is_refused_beside_others_and_aborted_when_one_comes(ingress, server):
+    ingress.add("long", max_tokens=30)
+    ingress.add("refused", when_idle=True)
+    assert ingress.last("refused").error.code == "overloaded"
+    assert len(ingress.tokens("long")) == 30
+    ingress.add("checked", max_tokens=60, when_idle=True)
+    ingress.gather()
+    ingress.add("other")
+    assert ingress.last("checked").finish_reason == "abort"
+    assert len(ingress.tokens("other")) == 8
+    ingress.add("again", when_idle=True)
+    assert len(ingress.tokens("again")) == 8

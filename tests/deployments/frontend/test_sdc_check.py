@@ -1,0 +1,185 @@
+"""Answers of two real engines, computed again by each other; one of them gets a wrong bit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deployments.frontend import sdc_check
+from deployments.frontend.admission import Admission, AdmissionLimits
+from deployments.frontend.availability import Availability
+from deployments.frontend.generation import Generation
+from deployments.frontend.sdc_check import SdcCheck
+from deployments.frontend.sequence import Frontend
+from deployments.frontend.token_channel import TokenChannel
+from deployments.observability.telemetry import Telemetry
+from deployments.replicas.encoded_request import EncodedRequest
+from deployments.replicas.engine_replica import EngineReplica
+from deployments.replicas.pools import ReplicaStatus
+from engine.config import EngineConfig
+from engine.core.server import EngineServer
+from engine.errors import EngineUnavailable
+from engine.wire.messages import GenerateRequest
+from engine.wire.sampling_params import SamplingParams
+from tests.deployments.fake_api import tokenizer, until
+from tests.engine_sockets import ServerThread
+from tests.models import make_model
+
+EVERY = 3
+
+
+class Replicas:
+    """An EnginePool of several engines, which answer in turn."""
+
+    def __init__(self, servers: dict[str, tuple[EngineServer, EngineReplica]]):
+        self.servers = servers
+        self.answers: list[tuple[str, GenerateRequest]] = []
+
+    async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
+        names = [name for name in self.servers if name not in avoid] or [*self.servers]
+        name = names[len(self.answers) % len(names)]
+        self.answers.append((name, requests[0]))
+        await self.servers[name][1].run_requests([EncodedRequest.of(request) for request in requests])
+
+    async def statuses(self) -> list[ReplicaStatus]:
+        return [replica.status() for _, replica in self.servers.values()]
+
+    async def asleep(self) -> bool:
+        return False
+
+    async def reset_prefix_cache(self) -> None: ...
+
+    async def prefill_statuses(self) -> list[ReplicaStatus]:
+        return []
+
+
+class Serving:
+    def __init__(self, pool: Replicas, frontend: Frontend):
+        self.pool, self.frontend = pool, frontend
+        self._number = 0
+
+    async def ask(self, max_tokens: int = 6, **params: Any) -> None:
+        self._number += 1
+        request = GenerateRequest(
+            request_id=f"request-{self._number}",
+            prompt=[5, 6, 7, 8, self._number],
+            params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params),
+            reply_to=self.frontend.channel.address,
+        )
+        async for chunk in Generation(self.frontend, [[request]], "client").chunks():
+            assert (chunk.logprobs is None) == ("logprobs" not in params)
+
+    @property
+    def checks(self) -> dict[str, int]:
+        return self.frontend.stats.sdc_checks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
+
+
+@asynccontextmanager
+async def serving(folder: Path, names: tuple[str, ...] = ("one", "two")) -> AsyncGenerator[Serving]:
+    telemetry = Telemetry("ingress-1", None)
+    channel, servers, threads = TokenChannel("127.0.0.1", telemetry.stats), {}, []
+    tasks = [asyncio.create_task(channel.run())]
+    config = EngineConfig(model=str(folder), block_size=4, num_blocks=64, max_num_seqs=4, num_threads=1, overlap=False)
+    for name in names:
+        replica = EngineReplica("127.0.0.1", stall_timeout_s=60)
+        server = EngineServer(config, engine_id=name, status_to=replica.status_to)
+        replica.connect(server.address)
+        servers[name] = (server, replica)
+        tasks.append(asyncio.create_task(replica.run()))
+        threads.append(ServerThread(server))
+    pool, stats = Replicas(servers), telemetry.stats.model("tiny")
+    limits = AdmissionLimits(max_num_seqs=4, num_engines=2, num_ingresses=1, max_waiting=8, max_waiting_tokens=1000)
+    admission = Admission(pool, limits, stats, Availability("tiny"))
+    check = SdcCheck(EVERY, pool, channel, admission, stats)
+    frontend = Frontend(
+        model="tiny",
+        tokenizer=tokenizer(),
+        channel=channel,
+        pool=pool,
+        admission=admission,
+        stats=stats,
+        timelines=telemetry.timelines,
+        max_replays=3,
+        sdc_check=check,
+    )
+    try:
+        await until(lambda: _reports(pool), 30)
+        yield Serving(pool, frontend)
+    finally:
+        for thread in threads:
+            thread.stop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _reports(pool: Replicas) -> bool:
+    with suppress(EngineUnavailable):
+        return all(replica.status() for _, replica in pool.servers.values())
+    return False
+
+
+@pytest.fixture
+def run(monkeypatch) -> Callable[[Coroutine[Any, Any, None]], None]:
+    monkeypatch.setattr(sdc_check, "POLL_INTERVAL_S", 0.01)
+    return lambda scenario: asyncio.run(asyncio.wait_for(scenario, 150))
+
+
+def test_one_of_so_many_answers_is_computed_again_by_the_other_engine_and_has_the_same_bits(folder, run):
+    async def scenario() -> None:
+        async with serving(folder) as served:
+            for params in ({"temperature": 0}, {"temperature": 1.0}, {"logprobs": 2}) * 2:
+                await served.ask(**params)
+                await until(lambda: sum(served.checks.values()) == served._number // EVERY, 30)
+            assert served.checks == {"equal": 2, "different": 0}
+            again = [(name, request) for name, request in served.pool.answers if request.when_idle]
+            assert len(again) == 2 and again[0][1].params.seed is not None
+            firsts = served.pool.answers[2][0], served.pool.answers[6][0]
+            assert all(first != name for first, (name, _) in zip(firsts, again, strict=True))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("bit", [2, 14])  # of the first channel's weight: a small error, and a large one
+def test_one_wrong_bit_in_the_weights_of_one_engine_is_found_within_so_many_answers(folder, run, caplog, bit):
+    async def scenario() -> None:
+        async with serving(folder) as served:
+            model = served.pool.servers["two"][0]._core.runner.model
+            weight = next(w for name, w in model.named_parameters() if name.endswith("layernorm.weight"))
+            weight.data.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+            for _ in range(EVERY):
+                assert not served.checks["different"]
+                await served.ask(temperature=0)
+            await until(lambda: sum(served.checks.values()) == 1, 30)
+            assert served.checks == {"equal": 0, "different": 1}
+            (line,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+            assert "engine=one" in line.getMessage() and "other_logprob=-" in line.getMessage()
+
+    run(scenario())
+
+
+def test_a_check_gives_way_to_a_request_and_is_made_later(folder, run):
+    async def scenario() -> None:
+        async with serving(folder, ("alone",)) as served:
+            for _ in range(EVERY - 1):
+                await served.ask()
+            await served.ask(max_tokens=30)
+            server = served.pool.servers["alone"][0]
+            await until(lambda: server._core.scheduler.queue.running, 30)  # the check has begun
+            await served.ask()
+            assert not sum(served.checks.values()) and server._core.scheduler.totals.finished["abort"] == 1
+            await until(lambda: served.checks["equal"], 30)
+
+    run(scenario())
