@@ -219,7 +219,7 @@ class ModelSection(Section):
         if self.sdc_check_every is not None:
             engines = [self.engine_config(role) for role in self.pools]
             same = len({engine.tensor_parallel for engine in engines}) == 1 or engines[0].determinism == "strict"
-            if any(map(self._on_gpu, self.pools)) or any(engine.quantization for engine in engines) or not same:
+            if any(map(self.on_gpu, self.pools)) or any(engine.quantization for engine in engines) or not same:
                 limit = "left out on GPUs, with quantization, and with pools of unequal tensor_parallel, unless strict"
                 raise ConfigError(f"{path}.sdc_check_every", self.sdc_check_every, limit)
         sizes = {role: self.engine_config(role).block_size for role in self.pools}
