@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 GRAMMAR_POLL_S = 0.005  # while nothing can be computed before a grammar or a mask is ready
 RANK_CHECK_INTERVAL_S = 1.0  # while a step computes
+RANK_POLL_S = 0.01  # after one has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,10 +339,22 @@ class EngineCore:
             return self.runner.collect(step)
         while self._broadcaster and not wait([step], RANK_CHECK_INTERVAL_S).done:
             self._broadcaster.check()
-        launched = step.result()
+        try:
+            launched = step.result()
+        except EngineUnavailable:
+            self._name_lost_rank()
+            raise
         while self._broadcaster and not launched.event.reached(RANK_CHECK_INTERVAL_S):
             self._broadcaster.check()
         return self.runner.collect(launched)
+
+    def _name_lost_rank(self) -> None:
+        """Raise EngineUnavailable with the rank that is gone, if that is known soon. A collective that failed only says
+        that a connection has ended, and may say so first."""
+        deadline = time.monotonic() + RANK_CHECK_INTERVAL_S
+        while self._broadcaster and time.monotonic() < deadline:
+            self._broadcaster.check()
+            time.sleep(RANK_POLL_S)
 
     def _wait_for_grammars(self) -> None:
         """Nothing can be computed: all requests wait for a grammar, a mask, or another engine."""
