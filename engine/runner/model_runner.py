@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROMPT_LOGPROB_ROWS = 256  # rows of [vocab] float32 in memory at a time
+CUBLAS_BYTES = 32 << 20  # workspace of each thread that multiplies, at most (ATen's CublasHandlePool.cpp)
 
 
 @dataclass(slots=True)
@@ -238,12 +239,13 @@ class ModelRunner:
         graphs = 0 if self.config.enforce_eager else int(self.config.cuda_graph_memory_gib * 2**30)
         longest = self.model_config.longest_sequence(self.config.max_model_len)
         sequences = 4 * self.config.max_num_seqs * (longest + -(-longest // self.block_size))  # history, block tables
+        threads = CUBLAS_BYTES * (self.tp.size > 1)  # with other ranks, EngineCore launches steps in another thread
         logger.info(
             "profiled the largest step: %.2f GiB beside %.2f GiB in use; %.2f GiB are kept for graphs, %.2f for tokens "
             "and block tables",
             activations / 2**30, used / 2**30, graphs / 2**30, sequences / 2**30,
         )  # fmt: skip
-        return int(total * self.config.gpu_memory_utilization) - used - activations - graphs - sequences
+        return int(total * self.config.gpu_memory_utilization) - used - activations - graphs - sequences - threads
 
     @torch.inference_mode()
     def run_dummy_step(self, tokens: int, seqs: int) -> None:
