@@ -58,6 +58,7 @@ class Ingress:
         self.computing: dict[int, Computation] = {}
         self.tasks: set[asyncio.Task[Any]] = set()
         self._store = store
+        self.unsealed = store.unsealed
 
     def __getattr__(self, name: str) -> Any:
         async def call(*args: Any) -> Any:
