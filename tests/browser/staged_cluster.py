@@ -39,11 +39,13 @@ class StagedPool:
     decode: list[str] = field(default_factory=lambda: ["decode-m-a1", "decode-m-b2"])
     handoffs: list[HandoffInfo] = field(default_factory=list)
     received: int = 0
+    prompts: list[list[int]] = field(default_factory=list)  #: of all requests
     running: dict[str, str] = field(default_factory=dict)  #: replica by request
     tokens: int = 0
 
     async def generate(self, request: GenerateRequest) -> None:
         engine = self.decode[0]
+        self.prompts.append(list(request.prompt))
         self.running[request.request_id] = engine
         socket = zmq.asyncio.Context.instance().socket(zmq.PUSH)
         socket.connect(request.reply_to)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from deployments.frontend.api_keys import hash_key
@@ -77,6 +81,30 @@ def test_two_settings_answer_side_by_side_and_their_code_can_be_copied(stage, pa
     expect(code).to_contain_text("max_tokens=4,")
     code.get_by_role("button", name="Copy").first.click()
     expect(code.get_by_text("Copied")).to_be_visible()
+
+
+def test_the_code_sends_the_same_request_when_it_is_run(page):
+    with staged_cluster(auth=AuthConfig(api_keys=(f"alice:{hash_key('sk-a')}",))) as stage:
+        stage.pool.token_s = 0.0
+        page.goto(stage.url)
+        page.get_by_role("dialog", name="API key").get_by_label("Key").fill("sk-a")
+        page.keyboard.press("Enter")
+        pane = page.locator(".pane").first
+        pane.get_by_text("Settings").click()
+        for example in ("Example tool", "Example schema"):
+            pane.get_by_role("button", name=example).click()
+        pane.get_by_label("tool choice").select_option("none")
+        pane.get_by_label("max tokens").fill("4")
+        ask(page, """It's "50 %" of $HOME, `ls` and \\n, é 🌊""")
+        expect(page.locator(".turn.assistant:not(.streaming)")).to_have_count(1, timeout=SLOW_MS)
+        pane.get_by_role("button", name="Code").click()
+        curl, python = page.locator(".snippet pre").all_inner_texts()
+        environment = {**os.environ, "MANTA_API_KEY": "sk-a"}
+        for command in (["bash", "-c", curl], [sys.executable, "-c", python]):
+            subprocess.run(command, env=environment, capture_output=True, timeout=120, check=True)
+        sent, by_curl, by_python = stage.pool.prompts
+        assert by_curl[: len(sent)] == by_python[: len(sent)] == sent, "the page's answer may be part of its messages"
+        page.close()
 
 
 def test_a_token_shows_how_probable_it_was_and_what_else_it_might_have_been(stage, page):

@@ -77,7 +77,7 @@ export class Answer {
 }
 
 const alternatives = h("ul", { class: "alternatives", hidden: true });
-document.body.append(alternatives);
+document.body.append(h("aside", { "aria-label": "Alternatives of a token" }, alternatives));
 addEventListener("hashchange", () => { alternatives.hidden = true; });
 
 function drawToken({ token, logprob, top_logprobs }) {

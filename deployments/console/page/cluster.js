@@ -64,7 +64,7 @@ function makeModel({ model }) {
     h(
       "div", { class: "pools" },
       ...["prefill", "decode"].map((role) =>
-        h("div", { class: "pool", "data-role": role }, h("h3", {}, ""), h("div", { class: "replicas" }))
+        h("div", { class: "pool", "data-role": role }, h("h2", {}, ""), h("div", { class: "replicas" }))
       ),
       svg(
         "svg", { class: "arrows", "aria-hidden": "true" },
@@ -93,7 +93,7 @@ function updateModel(element, model, state, rates) {
   for (const [role, replicas] of [["prefill", prefill], ["decode", decode]]) {
     const pool = pools.querySelector(`[data-role="${role}"]`);
     pool.hidden = role === "prefill" && !replicas.length;
-    setText(pool.querySelector("h3"), poolTitle(role, replicas, model));
+    setText(pool.querySelector("h2"), poolTitle(role, replicas, model));
     keep(pool.querySelector(".replicas"), replicas, (r) => r.engine_id, makeReplica, (card, replica) =>
       updateReplica(card, replica, rates.of(replica), role)
     );

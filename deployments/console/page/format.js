@@ -6,7 +6,7 @@ const clock = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-dig
 
 export const count = (n) => plain.format(n);
 export const rate = (n) => (n >= 10 ? plain : precise).format(n);
-export const percent = (fraction) => `${precise.format(100 * fraction)} %`;
+export const percent = (fraction) => (fraction > 0 && fraction < 0.0005 ? "< 0.1 %" : `${precise.format(100 * fraction)} %`);
 export const time = (seconds) => clock.format(new Date(1000 * seconds));
 
 export function duration(seconds) {

@@ -38,6 +38,7 @@ export class Pane {
     const { messages } = this; // a new conversation has others
     this.show(answer.element);
     this.answering = new AbortController();
+    this.log.setAttribute("aria-busy", "true"); // read out once it is whole
     this.onChange();
     try {
       const body = { ...this.settings.body(messages), stream: true, stream_options: { include_usage: true } };
@@ -60,6 +61,7 @@ export class Pane {
       else answer.fail(error);
     }
     this.answering = null;
+    this.log.removeAttribute("aria-busy");
     answer.end();
     if (answer.message.content !== null || answer.message.tool_calls) messages.push(answer.message);
     else if (messages.at(-1)?.role === "user") messages.pop(); // what had no answer can be sent again
