@@ -107,7 +107,10 @@ class ServeTerminal:
         except (msgspec.DecodeError, KeyError, TypeError):
             self._write(text)
             return
-        self._write(f"{fields.get('time', '')} {fields.get('level', '')} {who} {fields.get('logger', '')} {message}")
+        exception = f"\n{fields['exception']}" if "exception" in fields else ""
+        self._write(
+            f"{fields.get('time', '')} {fields.get('level', '')} {who} {fields.get('logger', '')} {message}{exception}"
+        )
         with self._lock:
             self._show(fields, message, who)
 

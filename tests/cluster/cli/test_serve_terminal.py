@@ -133,6 +133,12 @@ def test_lines_of_the_command_itself_count_like_those_of_its_cluster(shown):
     assert "of our own" in Path(view.log_path).read_text(encoding="utf-8")
 
 
+def test_the_log_keeps_the_traceback_of_an_error(shown):
+    with terminal(shown) as view:
+        view.line(msgspec.json.encode({"message": "failed", "process": "p", "exception": "Traceback: a bug"}).decode())
+    assert "failed\nTraceback: a bug\n" in Path(view.log_path).read_text(encoding="utf-8")
+
+
 def test_the_end_says_what_it_waits_for(shown):
     view = ServeTerminal(Console(file=shown, width=200, force_terminal=True), log_requests=False)
     with view:
