@@ -206,6 +206,11 @@ class EngineConfig:
         "use 256.",
     )
     max_waiting: int = option(1024, "Requests that may queue before new ones are refused with Overloaded.")
+    encoder_cache_size: int = option(
+        16_384,
+        "Embeddings of images that are kept, so that the same image is encoded once; a request's image may have no "
+        "more. Its own limit per step is `max_num_batched_tokens`.",
+    )
     scheduling_policy: Literal["fcfs", "priority"] = option(
         "fcfs", "`priority` orders requests by priority, then arrival; `fcfs` by arrival only."
     )
@@ -240,7 +245,7 @@ class EngineConfig:
         return self.known_block_size if self.enable_prefix_caching else None
 
     def __post_init__(self) -> None:
-        for key in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "tensor_parallel"):
+        for key in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "tensor_parallel", "encoder_cache_size"):
             if getattr(self, key) < 1:
                 raise ConfigError(key, getattr(self, key), "at least 1")
         for key in ("block_size", "num_blocks", "max_model_len", "num_threads"):

@@ -16,6 +16,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
+from engine.core.encoder_cache_manager import EncoderCacheManager
 from engine.core.handoffs import HandoffManager
 from engine.core.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.request import Request, State
@@ -133,6 +134,10 @@ class EngineCore:
             elif config.speculative.method == "suffix":
                 drafter = SuffixDrafter(config.speculative)
             speculator = Speculator(config.speculative, drafter, step_times.drafting.of, model_config.vocab_size)
+        encoder_cache = None
+        if (vision := model_config.vision) is not None:
+            budget = config.max_num_batched_tokens
+            encoder_cache = EncoderCacheManager(config.encoder_cache_size, budget, vision.image_token_id)
         scheduler = Scheduler(
             config,
             BlockPool(
@@ -145,6 +150,7 @@ class EngineCore:
             chunked_prefill=not model_config.bidirectional,
             pools_all_tokens=model_config.pooling.type != "last",
             speculator=speculator,
+            encoder_cache=encoder_cache,
         )
         grammars = GrammarCompiler(folder, model_config.vocab_size, scheduler.eos_token_ids)
         return cls(

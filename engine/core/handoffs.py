@@ -74,6 +74,8 @@ class HandoffManager:
             return "prompt_logprobs"
         if request.pooling is not None:
             return "pooling"
+        if request.images:
+            return "images"
         if request.prefill == "local":
             return ASKED
         if request.num_remote_attempts >= self._policy.config.max_attempts:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
-from engine.wire.block_hash import block_hash, root_hash
+from engine.wire.block_hash import block_hash, root_hash, with_images
 from engine.wire.messages import GenerateRequest, RequestTimes, TokenLogprob
+from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.remote_prefill import RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
@@ -43,6 +44,7 @@ class Request:
     """(priority, number of arrival); the smallest is served first."""
     arrived_at: float
     pooling: PoolingParams | None = None
+    images: list[MultiModalFeatureSpec] = field(default_factory=list)
     cache_salt: str = ""
     reply_to: str = ""
     state: State = State.WAITING
@@ -102,6 +104,7 @@ class Request:
             order=order,
             arrived_at=now,
             pooling=message.pooling,
+            images=message.mm_features,
             cache_salt=message.cache_salt,
             reply_to=message.reply_to,
             skip_reading_prefix_cache=params.prompt_logprobs is not None,
@@ -177,6 +180,8 @@ class Request:
         while len(self.block_hashes) < count:
             start = len(self.block_hashes) * block_size
             parent = self.block_hashes[-1] if start else root_hash((self.cache_salt,))
+            if self.images:
+                parent = with_images(parent, self.images, start, start + block_size)
             self.block_hashes.append(block_hash(parent, self.tokens[start : start + block_size]))
         return self.block_hashes[:count]
 

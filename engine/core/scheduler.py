@@ -11,6 +11,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
+from engine.core.encoder_cache_manager import TEXT_ONLY, EncoderCacheManager
 from engine.core.handoffs import HandoffManager
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
@@ -75,6 +76,7 @@ class Scheduler:
         chunked_prefill: bool = True,
         pools_all_tokens: bool = False,
         speculator: Speculator | None = None,
+        encoder_cache: EncoderCacheManager | None = None,
     ):
         """chunked_prefill: a prompt may take several steps. pools_all_tokens: pooling needs every token of a prompt."""
         assert max_model_len <= pool.num_blocks * pool.block_size, "one request alone must fit the pool"
@@ -86,6 +88,7 @@ class Scheduler:
         self.kv_cache = KVCacheManager(pool)
         self.handoffs = handoffs or HandoffManager()
         self.speculator = speculator
+        self.encoder_cache = encoder_cache
         self._chunked_prefill, self._pools_all_tokens = chunked_prefill, pools_all_tokens
         self.totals = SchedulerStats()
         self.metrics = RequestMetrics()
@@ -143,8 +146,12 @@ class Scheduler:
         given = 0 if message.num_prompt is None else len(message.prompt) - message.num_prompt
         if message.params.max_tokens is not None and given >= message.params.max_tokens:
             raise InvalidParameter("max_tokens", message.params.max_tokens, f"above the {given} that are given already")
+        if message.mm_features:
+            if self.encoder_cache is None:
+                raise InvalidParameter("mm_features", len(message.mm_features), TEXT_ONLY)
+            self.encoder_cache.check_request(message)
         whole = message.params.prompt_logprobs is not None or message.pooling is not None
-        local_only = whole or not self.handoffs.decides
+        local_only = whole or message.mm_features or not self.handoffs.decides
         if message.prefill == "remote" and local_only:
             raise InvalidParameter("prefill", message.prefill, "auto or local where no other engine computes prompts")
 
@@ -188,7 +195,8 @@ class Scheduler:
         self.totals.steps += 1
         requests = self._builder.requests
         num_drafts = 0 if self.speculator is None else self.speculator.num_drafts(requests)
-        plan = self._builder.plan(self.totals.steps, self.kv_cache.take_changes(), num_drafts)
+        images = ([], []) if self.encoder_cache is None else self.encoder_cache.take_changes()
+        plan = self._builder.plan(self.totals.steps, self.kv_cache.take_changes(), num_drafts, *images)
         self.metrics.observe_step(plan.num_tokens)
         self.planned.append((plan, requests))
         self._builder = StepPlanBuilder()
@@ -205,6 +213,8 @@ class Scheduler:
                 continue  # the first of these were preempted by one before them
             pending, drafts = request.pending, None
             count = pending if pending <= budget - behind else budget - behind
+            if request.images:
+                count = self._up_to_images(request, count)
             if self.speculator is not None and pending == 1 == count:
                 if request.in_flight == 0:
                     drafts = self.speculator.draft(request, budget - behind - count)
@@ -270,7 +280,21 @@ class Scheduler:
         if request.prefill_request is not None:
             self.handoffs.report(request, request.computed, self.pool.block_size)
         count = min(request.pending, budget)
-        self._builder.compute(request, count)
+        if request.images:
+            count = self._up_to_images(request, count)
+        if count > 0:
+            self._builder.compute(request, count)
+        return count
+
+    def _up_to_images(self, request: Request, count: int) -> int:
+        """Return how many of the next `count` tokens of a request come before the first image that has to wait for
+        another step to be encoded."""
+        assert self.encoder_cache is not None
+        start = request.computed
+        for image in request.images:
+            place = image.mm_position
+            if start < place.end and place.offset < start + count and not self.encoder_cache.take(image):
+                return max(0, place.offset - start)
         return count
 
     def _count_scheduled(self, request: Request, cached: int, now: float) -> None:
@@ -578,12 +602,16 @@ class Scheduler:
             leased=len(leased),
             queued_tokens=queue.queued_tokens,
             prefill_decisions=self.handoffs.decisions(),
+            images_encoded=0 if self.encoder_cache is None else self.encoder_cache.num_encoded,
+            encoder_cache_hits=0 if self.encoder_cache is None else self.encoder_cache.num_hits,
             spec_decode=None if self.speculator is None else deepcopy(self.speculator.totals),
         )
 
     def check(self) -> None:
         """Raise AssertionError if requests, slots and blocks do not add up."""
         self.pool.check()
+        if self.encoder_cache is not None:
+            self.encoder_cache.check()
         receiving, leased = list(self.handoffs.receiving.values()), list(self.handoffs.leased.values())
         self.queue.check([r for r in receiving if r.state is not State.FINISHED], leased)
         holders = [*self.queue.running, *self.queue.waiting_with_kv, *receiving, *leased]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.core.request import Request
+from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.plan import BlockChange, NewSequence, StepPlan
 
 
@@ -21,7 +22,8 @@ class StepPlanBuilder:
     def add_sequence(self, request: Request) -> None:
         """Send a request that was given a slot to the runner."""
         tokens, params = list(request.tokens), request.params
-        added = NewSequence(request.slot, tokens, request.num_prompt, params, request.seed, request.pooling)
+        images = [image.without_pixels() for image in request.images]
+        added = NewSequence(request.slot, tokens, request.num_prompt, params, request.seed, request.pooling, images)
         self._added.append(added)
 
     def compute(self, request: Request, count: int, drafts: list[int] | None = None) -> None:
@@ -42,7 +44,14 @@ class StepPlanBuilder:
         request.computed = start + count
         request.in_flight += samples
 
-    def plan(self, step: int, blocks: list[BlockChange], num_drafts: int = 0) -> StepPlan:
+    def plan(
+        self,
+        step: int,
+        blocks: list[BlockChange],
+        num_drafts: int,
+        encoded: list[MultiModalFeatureSpec],
+        forgotten: list[bytes],
+    ) -> StepPlan:
         masks = {
             i: request.grammar.masks(len(self._drafts.get(i, ())))
             for i, request in enumerate(self.requests)
@@ -50,6 +59,7 @@ class StepPlanBuilder:
         }
         slots = [request.slot for request in self.requests]
         lists = slots, self._starts, self._counts, self._samples
+        bits = b"".join(masks.values())
         return StepPlan(
-            step, self._added, blocks, *lists, list(masks), b"".join(masks.values()), self._drafts, num_drafts
+            step, self._added, blocks, *lists, list(masks), bits, self._drafts, num_drafts, encoded, forgotten
         )

@@ -20,6 +20,16 @@ class Chunk:
     kv_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class DeepStack:
+    """What images add to the hidden states behind the first layers: arXiv:2406.04334."""
+
+    rows: Tensor
+    """[n] int64, of the tokens that stand for images."""
+    levels: tuple[Tensor, ...]
+    """[n, hidden] for each of these layers."""
+
+
 @dataclass(slots=True)
 class Batch:
     """Sequences laid end to end, each with the tokens it computes in this step.
@@ -56,6 +66,10 @@ class Batch:
     stays at its address for as long as the cache does."""
     token_types: Tensor | None = None
     """[tokens] int64, 1 for tokens of the second text of a pair; None if there are no pairs."""
+    deepstack: DeepStack | None = None
+    rope_table: Tensor | None = None
+    """[tokens, rotary_dim], in place of the layers' own, for tokens whose heights and widths count as positions too;
+    `positions` are then rows of it."""
 
 
 def split(counts: ArrayLike, kv_lens: ArrayLike) -> tuple[Tensor, list[Chunk]]:

@@ -6,6 +6,7 @@ Imports torch for quantized models only, so that reading a configuration stays f
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from engine.errors import ConfigError, ModelFolderError
 from engine.model.checkpoint.folder import as_token_ids, eos_token_ids, read_json, stored_dtype
-from engine.model.families import Family, Head, find_family, head_of, text_part
+from engine.model.families import VISION, Family, Head, find_family, head_of, text_part
 from engine.model.pooling_config import PoolingConfig, PoolingType
 from engine.model.quantization.unsupported import UnsupportedScheme
 from engine.wire.pooling_params import SupportedTasks, Task
@@ -93,6 +94,23 @@ class EncoderConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """What a multimodal model has beside its language model; its images are encoded by transformers' own code."""
+
+    transformers: str
+    """config.json."""
+    image_token_id: int
+    """Placeholder of an embedding in a prompt."""
+    deepstack: int = 0
+    """Layers, the first ones, behind which an image adds something of its own."""
+    merge_size: int = 1
+    """Patches of an image's height, and of its width, that make one embedding."""
+    rope_axes: tuple[int, ...] = ()
+    """What each rotary frequency turns by: 0 for the time of a token, 1 for its height, 2 for its width in an image;
+    all are a text token's position. Empty if images have positions like text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape of a transformer, decoder or encoder. Sizes are those of the whole model, not of one rank."""
 
@@ -139,6 +157,8 @@ class ModelConfig:
     encoder: EncoderConfig | None = None
     head: Head = "lm"
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
+    vision: VisionConfig | None = None
+    """None for a model that reads text only."""
     transformers: str = ""
     """config.json, if transformers' own code computes the model (engine/model/transformers_backend); `rope` is then
     empty, and what is said about biases, norms and experts does not count. Empty for a native family."""
@@ -159,6 +179,7 @@ class ModelConfig:
         cls, raw: Fields, folder: Path, quantization: Method | None = None, max_model_len: int | None = None
     ) -> ModelConfig:
         """The same with the fields of config.json already read, and possibly changed."""
+        whole = raw
         architecture, raw = text_part(raw)
         family = find_family(architecture)
         try:
@@ -169,7 +190,7 @@ class ModelConfig:
                 cfg = _from_transformers(raw, dtype, max_model_len)
             eos = eos_token_ids(folder) or cfg.eos_token_ids
             pooling = PoolingConfig.from_folder(folder, _default_pooling(cfg, raw))
-            cfg = replace(cfg, eos_token_ids=eos, pooling=pooling)
+            cfg = replace(cfg, eos_token_ids=eos, pooling=pooling, vision=_vision(whole, cfg))
         except KeyError as e:
             raise ModelFolderError(str(folder), f"config.json has no {e.args[0]!r}") from e
         except _Unsupported as e:
@@ -352,6 +373,31 @@ def _parse(architecture: str, family: Family, raw: Fields, dtype: str, max_model
         encoder=encoder,
         head="none" if bidirectional and head == "lm" else head,
     )
+
+
+def _vision(raw: Fields, cfg: ModelConfig) -> VisionConfig | None:
+    """raw: the whole config.json. None if the model's images are not supported, and it serves as a text model."""
+    architecture, vision = (raw.get("architectures") or ["none"])[0], raw.get("vision_config")
+    if architecture not in VISION or cfg.transformers or not vision:
+        return None
+    found = VisionConfig(
+        transformers=json.dumps(raw, sort_keys=True),
+        image_token_id=raw["image_token_id"] if "image_token_id" in raw else raw["image_token_index"],
+        deepstack=len(vision.get("deepstack_visual_indexes") or ()),
+    )
+    order = VISION[architecture]
+    if order is None:
+        return found
+    text = {**raw, **(raw.get("text_config") or {})}
+    sections = (text.get("rope_parameters") or text.get("rope_scaling") or {})["mrope_section"]
+    if sum(sections) != cfg.head_dim // 2:
+        raise _Unsupported("mrope_section", sections)
+    axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
+    if order == "interleaved":
+        axes = [0] * len(axes)
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = [axis] * sections[axis]
+    return replace(found, merge_size=vision["spatial_merge_size"], rope_axes=tuple(axes))
 
 
 def _common_names(raw: Fields) -> Fields:

@@ -54,6 +54,14 @@ TEXT_PARTS: dict[str, tuple[str, str, dict[str, bool]]] = {
         "qwen3_vl_moe_text", "Qwen3MoeForCausalLM", {**UNTIED, "norm_topk_prob": True, "use_sliding_window": False}
     ),
 }  # fmt: skip
+# Those of them that see, and the order in which the frequencies of their rotary embeddings belong to time, height and
+# width: one axis after the other (Qwen2-VL, arXiv:2409.12191), in turn (Qwen3-VL, arXiv:2511.21631), or None.
+VISION: dict[str, Literal["sections", "interleaved"] | None] = {
+    "Mistral3ForConditionalGeneration": None,
+    "Qwen2_5_VLForConditionalGeneration": "sections",
+    "Qwen3VLForConditionalGeneration": "interleaved",
+    "Qwen3VLMoeForConditionalGeneration": "interleaved",
+}
 LLAMA, QWEN3 = "llama.LlamaForCausalLM", "qwen3.Qwen3ForCausalLM"
 QWEN_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 FAMILIES: dict[str, Family] = {

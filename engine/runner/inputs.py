@@ -13,6 +13,7 @@ from engine.device import Device, StagedCopy
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.runner.cuda_graphs import StepShape, pad_step
+from engine.runner.images import EmbeddingRows, SlotImages
 from engine.runner.logits_processors import LogitsEdits
 from engine.runner.pooler import PooledRows
 from engine.runner.sampler import (
@@ -88,6 +89,9 @@ class StepInputs:
     sampling: SamplingInputs
     prompt_logprob_rows: list[PromptLogprobRows]
     pooled_rows: list[PooledRows]
+    image_rows: EmbeddingRows | None
+    rotary_positions: Tensor | None
+    """[tokens] int64, or [3, tokens] if some stand in images; None if they are those of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,7 @@ class InputBuilder:
         self._pooling: dict[int, PoolingParams] = {}  # of those in it that are pooled
         self._prompt_logprobs: set[int] = set()  # slots of those whose prompt's are wanted
         self._eos = model_config.eos_token_ids
+        self._images = None if model_config.vision is None else SlotImages(model_config.vision, slots)
         self._edits: list[LogitsEdits | None] = [None] * slots
         self._plain = np.zeros(slots, dtype=bool)  # sequences that need nothing but their most likely token
         self._uniform = UniformSource()
@@ -166,10 +171,15 @@ class InputBuilder:
             sequences, first = sequences.divided(np.isin(np.arange(len(slots)), list(plan.drafts)))
             first_rows, first_sequences = np.concatenate([[0], np.cumsum(sequences.counts)]), staged.add(first)
         single, chunks = split(sequences.counts, sequences.ends)
-        shape = self._shape_for(len(positions), len(sequences.slots))
+        image_rows, rotary = None, positions
+        if self._images is not None:
+            image_rows, rotary = self._images.place(plan, query_start, slots[entry], positions, staged)
+        shape = None
+        if image_rows is None and rotary.ndim == 1:
+            shape = self._shape_for(len(positions), len(sequences.slots))
         batch = graph = None
         if shape is not None:
-            columns = token_index, positions, slot_mapping, sequences.slots, sequences.ends, first_rows
+            columns = token_index, rotary, slot_mapping, sequences.slots, sequences.ends, first_rows
             graph = shape, staged.add(pad_step(shape, *columns, single.numpy(), chunks))
         if shape is None or self._drafts:
             batch = Batch(
@@ -216,6 +226,8 @@ class InputBuilder:
             sampling=self._sampling(plan, slots[sampling], entries, sampled, staged),
             prompt_logprob_rows=self._prompt_logprob_rows(plan, query_start, staged),
             pooled_rows=pooled_rows,
+            image_rows=image_rows,
+            rotary_positions=None if rotary is positions else staged.add(rotary),
         )
 
     def _add(self, sequence: NewSequence, staged: StagedCopy) -> NewTokens:
@@ -226,6 +238,8 @@ class InputBuilder:
         self._prompt_logprobs.discard(sequence.slot)
         if params.prompt_logprobs is not None:
             self._prompt_logprobs.add(sequence.slot)
+        if self._images is not None:
+            self._images.add(sequence)
         self._pooling.pop(sequence.slot, None)
         if sequence.pooling is not None:
             self._pooling[sequence.slot] = sequence.pooling

@@ -29,10 +29,11 @@ from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
 from engine.model.models.llama import Model
-from engine.model.models.registry import build_model
+from engine.model.models.registry import build, build_model
 from engine.model.ops import attention, dispatch
 from engine.runner import kv_cache
 from engine.runner.cuda_graphs import CudaGraphs, StepShape, decode_sizes, mixed_sizes
+from engine.runner.images import EncoderCache
 from engine.runner.inputs import InputBuilder, PromptLogprobRows, StepInputs
 from engine.runner.model_drafts import draft_inputs
 from engine.runner.pooler import Pooled, Pooler
@@ -103,6 +104,9 @@ class ModelRunner:
             limit = f"false for {model_config.architecture}, which transformers' own code computes"
             raise ConfigError("torch_compile", True, limit)
         self.model = self._load(folder, tp)
+        self._encoder_cache: EncoderCache | None = None
+        if model_config.vision is not None:
+            self._encoder_cache = EncoderCache(self.model, model_config, self.dtype)
         self._pooler = Pooler(model_config, self.model, folder, self.dtype, self.device)
         if config.torch_compile:
             self._compile()
@@ -196,6 +200,10 @@ class ModelRunner:
         model = build_model(self.model_config, group, self.dtype, self.device.torch_device)
         if isinstance(group, fixed_order.FixedOrder):
             fixed_order.check_layers(model, tp)
+        if (vision := self.model_config.vision) is not None:
+            from engine.model.transformers_backend.vision import VisionEncoder
+
+            model.vision = build(lambda: VisionEncoder(vision), self.dtype, self.device.torch_device)
         if self.config.load_format == "dummy":
             fill_with_noise(model)
         else:
@@ -308,6 +316,8 @@ class ModelRunner:
         for change in inputs.plan.blocks:
             for block, start in change.cleared:
                 self.kv_cache[block, :, :, :, start:] = 0
+        if self._encoder_cache is not None:
+            self._encoder_cache.update(inputs.plan)
         out, size = self._forward(inputs, history), self.model_config.hidden_size
         hidden = out if self.drafter is None else out[:, :size]
         tokens, logprobs = self._sample(hidden, inputs)
@@ -334,10 +344,14 @@ class ModelRunner:
             assert self.graphs is not None
             return self.graphs.run(*inputs.graph)
         assert inputs.batch is not None
-        ids = history[inputs.token_index].long()
-        if self._step_graph is not None:
-            return self._step_graph.run(self.model.embed(ids), inputs.batch)
-        return self.model(ids, inputs.batch)
+        ids, batch = history[inputs.token_index].long(), inputs.batch
+        x = None
+        if self._encoder_cache is not None:
+            embedded = self.model.embed(ids)
+            x, batch = self._encoder_cache.merge(embedded, batch, inputs.image_rows, inputs.rotary_positions)
+        if self._step_graph is not None and batch.rope_table is None and batch.deepstack is None:
+            return self._step_graph.run(self.model.embed(ids) if x is None else x, batch)
+        return self.model(ids, batch) if x is None else self.model.run_layers(x, batch)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a launched step and return its result."""

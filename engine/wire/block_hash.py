@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
+
+from engine.wire.multimodal import MultiModalFeatureSpec
 
 BLOCK_HASH_BYTES = 16
 
@@ -23,12 +26,29 @@ def block_hash(parent: bytes, tokens: list[int]) -> bytes:
     return hashlib.blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
 
 
-def block_hashes(tokens: list[int], block_size: int, cache_salt: str = "") -> bytes:
+def with_images(parent: bytes, images: Sequence[MultiModalFeatureSpec], start: int, end: int) -> bytes:
+    """Return the parent hash of the block with tokens [start, end): `parent`, and what tells its images from others
+    with the same placeholders."""
+    places = [
+        image.mm_hash + (image.mm_position.offset - start).to_bytes(8, "little", signed=True)
+        for image in images
+        if image.mm_position.offset < end and start < image.mm_position.end
+    ]
+    if not places:
+        return parent
+    return hashlib.blake2b(parent + b"".join(places), digest_size=16, person=b"manta-kv-image").digest()
+
+
+def block_hashes(
+    tokens: list[int], block_size: int, cache_salt: str = "", images: Sequence[MultiModalFeatureSpec] = ()
+) -> bytes:
     """Return the hashes of all full blocks of these tokens, joined; the same as those of `Request.hashes`."""
     content, last = array("i", tokens).tobytes(), root_hash((cache_salt,))
     size = block_size * array("i").itemsize
     hashes = []
-    for start in range(0, len(content) - size + 1, size):
+    for i, start in enumerate(range(0, len(content) - size + 1, size)):
+        if images:
+            last = with_images(last, images, i * block_size, (i + 1) * block_size)
         last = hashlib.blake2b(last + content[start : start + size], digest_size=16).digest()
         hashes.append(last)
     return b"".join(hashes)

@@ -210,6 +210,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts that were computed here to their end."""
     prefill_decisions: dict[str, dict[str, int]] = {}
     """Where prompts were sent to be computed, and why: {"local": {"short_prompt": 3}, "remote": ...}."""
+    images_encoded: int = 0
+    """Images that the vision encoder has computed."""
+    encoder_cache_hits: int = 0
+    """Times that a step found the embeddings of an image there already."""
     spec_decode: SpecDecodeStats | None = None
     """None without speculative decoding."""
     histograms: dict[str, Histogram] = {}

@@ -40,6 +40,11 @@ class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True):
     length: int
     """Tokens from the first placeholder to the last one, those between them included."""
 
+    @property
+    def end(self) -> int:
+        """Position after the last placeholder."""
+        return self.offset + self.length
+
 
 class MultiModalFeatureSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One image of a prompt, as its model's image processor made it."""
@@ -52,6 +57,10 @@ class MultiModalFeatureSpec(msgspec.Struct, frozen=True, kw_only=True):
     mm_position: PlaceholderRange
     num_embeds: int
     """Embeddings that the encoder makes of the image."""
+
+    def without_pixels(self) -> MultiModalFeatureSpec:
+        small = {name: tensor for name, tensor in self.data.items() if name != "pixel_values"}
+        return msgspec.structs.replace(self, data=small)
 
 
 def mm_hash(data: dict[str, TensorData]) -> bytes:

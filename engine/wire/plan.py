@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.wire.messages import TokenLogprob
+from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 
@@ -19,6 +20,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     pooling: PoolingParams | None = None
     """Its hidden states are pooled; nothing is sampled."""
+    images: list[MultiModalFeatureSpec] = []
+    """Images of its prompt, without their pixels."""
 
 
 class BlockChange(msgspec.Struct, frozen=True, array_like=True):
@@ -53,6 +56,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     after the last known one and after each of these."""
     num_drafts: int = 0
     """Tokens that a drafter with weights is to propose after this step, for each entry that samples."""
+    encoded: list[MultiModalFeatureSpec] = []
+    """Images that the vision encoder computes before the tokens, whose embeddings are then kept."""
+    forgotten: list[bytes] = []
+    """Hashes of images whose embeddings are dropped before that."""
 
     @property
     def num_tokens(self) -> int:

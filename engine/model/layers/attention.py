@@ -42,7 +42,8 @@ class Attention(nn.Module):
                 q, k = norms.apply(self.rms_norm, q, k)
             q, k = (self.rotate(x, self.table, batch.positions) for x in (q, k))
             return self.encoder_attention(q, k, v, batch, self.scale, self.window).flatten(1)
-        q = self.ops.rotate_and_write(q, k, v, self.table, batch, self.layer, norms)
+        table = self.table if batch.rope_table is None else batch.rope_table
+        q = self.ops.rotate_and_write(q, k, v, table, batch, self.layer, norms)
         attended = self.ops.paged_attention(
             q, batch, self.layer, self.scale, self.window, softcap=self.softcap, sinks=self.sinks
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,10 @@ from engine.model.layers.linear import QKVLinear, ReplicatedLinear, RowParallelL
 from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.moe import MixtureOfExperts
 from engine.model.layers.norm import RMSNorm
-from engine.model.tensor_names import NativeNames
+from engine.model.tensor_names import NativeNames, is_of_text
+
+if TYPE_CHECKING:
+    from engine.model.transformers_backend.vision import VisionEncoder
 
 # Modules are named as in the checkpoint, except those that merge several of its layers: merged layer and name within
 # it -> name in the checkpoint.
@@ -85,6 +88,8 @@ class LlamaForCausalLM(NativeNames, nn.Module):
 
     def __init__(self, cfg: ModelConfig, tp: TPGroup):
         super().__init__()
+        self.vision: VisionEncoder | None = None
+        """What makes embeddings of images, in a model that sees."""
         self.embed_tokens = VocabEmbedding(cfg.vocab_size, cfg.hidden_size, tp)
         self.layers = nn.ModuleList(self.layer_type(cfg, tp, i) for i in range(cfg.num_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
@@ -108,11 +113,18 @@ class LlamaForCausalLM(NativeNames, nn.Module):
             if i in self.aux_layers:
                 aux.append(x if residual is None else residual + x)
             x, residual = layer(x, residual, batch)
+            if batch.deepstack is not None and i < len(batch.deepstack.levels):
+                x = x.index_add(0, batch.deepstack.rows, batch.deepstack.levels[i])
         hidden = self.norm.add(residual, x)[1]
         return torch.cat((hidden, *aux), dim=-1) if aux else hidden
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.embed_tokens(input_ids)
+
+    def canonical_name(self, name: str) -> str | None:
+        if self.vision is None or is_of_text(name):
+            return super().canonical_name(name)
+        return self.vision.canonical_name(name)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab_size] float32."""

@@ -117,7 +117,7 @@ class TransformersModel(Sharded):
             attention.paged_attention = paged
             if call.rotated:
                 replace_rotation(attention, paged.rotate_later)
-        self._materialize(causal)
+        materialize(causal, self.device)
         self._prefix = self._names.prefix
         self.base = getattr(causal, self._prefix)
         self._hidden = Hidden()
@@ -194,17 +194,19 @@ class TransformersModel(Sharded):
             if not any(path.startswith(f"{own}.") for own in ours):
                 yield path, tensor.data
 
-    def _materialize(self, causal: nn.Module) -> None:
-        exact = getattr(causal, "_keep_in_fp32_modules_strict", None) or ()
-        for path, module in causal.named_modules():
-            for kind in (module._parameters, module._buffers):
-                for name, tensor in kind.items():
-                    if tensor is None:
-                        continue
-                    dtype = torch.float32 if any(part in f"{path}.{name}" for part in exact) else tensor.dtype
-                    if tensor.is_meta or dtype != tensor.dtype:
-                        made = torch.empty(tensor.shape, dtype=dtype, device=self.device)
-                        kind[name] = nn.Parameter(made) if isinstance(tensor, nn.Parameter) else made
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give tensors that `EmptyOnMeta` has left without memory some on `device`."""
+    exact = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for path, module in model.named_modules():
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                if tensor is None:
+                    continue
+                dtype = torch.float32 if any(part in f"{path}.{name}" for part in exact) else tensor.dtype
+                if tensor.is_meta or dtype != tensor.dtype:
+                    made = torch.empty(tensor.shape, dtype=dtype, device=device)
+                    kind[name] = nn.Parameter(made) if isinstance(tensor, nn.Parameter) else made
 
 
 def make(cfg: ModelConfig, attention: str, dtype: torch.dtype) -> Any:

@@ -1,0 +1,80 @@
+"""Which images have their embeddings on the device. Pure Python."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from engine.errors import InvalidParameter
+from engine.wire.messages import GenerateRequest
+from engine.wire.multimodal import MultiModalFeatureSpec
+
+TEXT_ONLY = "left out: this model reads text only"
+
+
+class EncoderCacheManager:
+    """Decides which images a step encodes, and which embeddings are dropped for theirs: the least recently used.
+
+    Embeddings are kept by the hash of their image, so an image is encoded once however many requests bring it, as long
+    as there is room. A step never drops what it needs itself. After vLLM's class of this name.
+    """
+
+    def __init__(self, size: int, budget: int, image_token_id: int):
+        """size: embeddings that are kept at most. budget: embeddings that a step makes at most, unless its first image
+        alone has more."""
+        self._size, self._budget, self._image_token_id = size, budget, image_token_id
+        self._cached: OrderedDict[bytes, int] = OrderedDict()  #: embeddings by hash, the least recently used first
+        self._in_step: set[bytes] = set()
+        self._encoded: list[MultiModalFeatureSpec] = []
+        self._forgotten: list[bytes] = []
+        self.num_embeds = 0  #: that are kept
+        self.num_encoded = 0  #: images, since the start
+        self.num_hits = 0  #: times that an image was there already
+
+    def take(self, image: MultiModalFeatureSpec) -> bool:
+        """Make sure that the step that is being planned finds the embeddings of an image. False if it has to wait."""
+        key, size = image.mm_hash, image.num_embeds
+        if key in self._cached:
+            self._cached.move_to_end(key)
+            self.num_hits += 1
+            self._in_step.add(key)
+            return True
+        if self._encoded and sum(other.num_embeds for other in self._encoded) + size > self._budget:
+            return False
+        while self.num_embeds + size > self._size:
+            oldest = next(iter(self._cached))
+            if oldest in self._in_step:
+                return False
+            self.num_embeds -= self._cached.pop(oldest)
+            self._forgotten.append(oldest)
+        self._cached[key] = size
+        self._in_step.add(key)
+        self._encoded.append(image)
+        self.num_embeds += size
+        self.num_encoded += 1
+        return True
+
+    def take_changes(self) -> tuple[list[MultiModalFeatureSpec], list[bytes]]:
+        """End a step: return the images that it encodes, and the hashes of those that it drops before."""
+        encoded, forgotten = self._encoded, self._forgotten
+        self._encoded, self._forgotten = [], []
+        self._in_step.clear()
+        return encoded, forgotten
+
+    def check_request(self, message: GenerateRequest) -> None:
+        """Raise InvalidParameter if an image could never be encoded, or does not fit its placeholders."""
+        end, num_prompt = 0, message.num_prompt or len(message.prompt)
+        for i, image in enumerate(message.mm_features):
+            name, place = f"mm_features[{i}]", image.mm_position
+            if not end <= place.offset < place.end <= num_prompt:
+                limit = f"behind the image before, in a prompt of {num_prompt} tokens"
+                raise InvalidParameter(f"{name}.mm_position", [place.offset, place.end], limit)
+            end = place.end
+            found = message.prompt[place.offset : place.end].count(self._image_token_id)
+            if not found == image.num_embeds <= self._size:
+                limit = f"the number of its placeholders ({found}), and at most encoder_cache_size ({self._size})"
+                raise InvalidParameter(f"{name}.num_embeds", image.num_embeds, limit)
+
+    def check(self) -> None:
+        """Raise AssertionError if the embeddings do not add up."""
+        assert self.num_embeds == sum(self._cached.values()) <= self._size, "embeddings are lost"
+        assert self._in_step <= set(self._cached), "a step drops what it needs"

@@ -1,0 +1,174 @@
+"""Images in a step: where their embeddings go, and which positions their tokens have."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.device import StagedCopy
+from engine.model.batch import Batch, DeepStack
+from engine.model.config import ModelConfig, VisionConfig
+from engine.model.layers.rope import rope_table
+from engine.model.models.llama import Model
+from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.plan import NewSequence, StepPlan
+
+logger = logging.getLogger(__name__)
+
+AXES = 3  # time, height and width
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRows:
+    """Rows of a step that take embeddings of images."""
+
+    rows: Tensor  #: [n] int64
+    parts: list[tuple[bytes, int, int]]  #: the hash of an image, and which of its embeddings: [first, stop)
+
+
+class PromptImages:
+    """Images of one sequence."""
+
+    def __init__(self, sequence: NewSequence, cfg: VisionConfig):
+        self.end = max(image.mm_position.end for image in sequence.images)
+        #: Hash of each image, and the positions of its embeddings in the sequence, ascending.
+        self.images: list[tuple[bytes, np.ndarray]] = []
+        tokens = np.array(sequence.tokens[: self.end])
+        for image in sequence.images:
+            place = image.mm_position
+            found = np.flatnonzero(tokens[place.offset : place.end] == cfg.image_token_id)
+            self.images.append((image.mm_hash, place.offset + found))
+        #: [3, end], rotary positions in time, height and width; None if they are those of the sequence.
+        self.positions = rotary_positions(sequence.images, cfg.merge_size) if cfg.rope_axes else None
+
+    @property
+    def shift(self) -> int:
+        """What is added to the positions of tokens behind the last image for their rotation."""
+        return 0 if self.positions is None else int(self.positions.max()) + 1 - self.end
+
+    def rows(self, start: int, stop: int) -> Iterator[tuple[np.ndarray, tuple[bytes, int, int]]]:
+        """Yield the images in tokens [start, stop): positions, counted from `start`, of which embeddings."""
+        for mm_hash, positions in self.images:
+            first, last = np.searchsorted(positions, (start, stop)).tolist()
+            if first < last:
+                yield positions[first:last] - start, (mm_hash, first, last)
+
+
+def rotary_positions(images: list[MultiModalFeatureSpec], merge_size: int) -> np.ndarray:
+    """Return [3, tokens up to the end of the last image]: positions in time, height and width.
+
+    Text counts on from the largest position before it. An image stands still in time, and counts its rows and columns
+    from where it begins: Qwen2-VL, arXiv:2409.12191, section 2.1.
+    """
+    pieces, end, position = [], 0, 0
+    for image in images:
+        text = image.mm_position.offset - end
+        _, height, width = image.data["image_grid_thw"].numpy()[0] // (1, merge_size, merge_size)
+        pieces.append(np.broadcast_to(position + np.arange(text), (AXES, text)))
+        grid = np.stack(np.meshgrid(np.zeros(1), np.arange(height), np.arange(width), indexing="ij"))
+        pieces.append(position + text + grid.reshape(AXES, -1).astype(np.int64))
+        position, end = position + text + max(height, width), image.mm_position.end
+    found: np.ndarray = np.concatenate(pieces, axis=1)
+    return found
+
+
+class SlotImages:
+    """Images of the sequences in the runner's slots, as far as their prompts are not computed yet."""
+
+    def __init__(self, cfg: VisionConfig, slots: int):
+        self._cfg = cfg
+        self._sequences: dict[int, PromptImages] = {}
+        self._shifts = np.zeros(slots, dtype=np.int64)
+
+    def add(self, sequence: NewSequence) -> None:
+        self._sequences.pop(sequence.slot, None)
+        self._shifts[sequence.slot] = 0
+        if sequence.images:
+            images = self._sequences[sequence.slot] = PromptImages(sequence, self._cfg)
+            self._shifts[sequence.slot] = images.shift
+
+    def place(
+        self, plan: StepPlan, query_start: np.ndarray, slots: np.ndarray, positions: np.ndarray, staged: StagedCopy
+    ) -> tuple[EmbeddingRows | None, np.ndarray]:
+        """Return where a step needs embeddings, if it does, and the rotary positions of its tokens: [tokens], or
+        [3, tokens] if some stand in images.
+
+        slots, positions: [tokens] each, of the sequences. Those whose last image this step computes are forgotten.
+        """
+        rotary: np.ndarray = positions + self._shifts[slots] if self._cfg.rope_axes else positions
+        rows: list[np.ndarray] = []
+        parts: list[tuple[bytes, int, int]] = []
+        for i, slot in enumerate(plan.slots if self._sequences else ()):
+            images = self._sequences.get(slot)
+            if images is None:
+                continue
+            first, start, stop = query_start[i], plan.starts[i], plan.starts[i] + plan.counts[i]
+            for placed, part in images.rows(start, stop):
+                rows.append(first + placed)
+                parts.append(part)
+            if images.positions is not None and start < images.end:
+                rotary = np.tile(rotary, (AXES, 1)) if rotary.ndim == 1 else rotary
+                own = images.positions[:, start:stop]
+                rotary[:, first : first + own.shape[1]] = own
+            if stop >= images.end:
+                del self._sequences[slot]
+        return EmbeddingRows(staged.add(np.concatenate(rows)), parts) if rows else None, rotary
+
+
+class EncoderCache:
+    """Embeddings of images on the device, by hash. Rank 0's scheduler decides which: see EncoderCacheManager."""
+
+    def __init__(self, model: Model, cfg: ModelConfig, dtype: torch.dtype):
+        assert model.vision is not None and cfg.vision is not None
+        self._vision, self._hidden_size, self._dtype = model.vision, cfg.hidden_size, dtype
+        self._width = cfg.hidden_size * (1 + cfg.vision.deepstack)
+        self._embeddings: dict[bytes, Tensor] = {}
+        self._device = model.vision.device
+        self._table = rope_table(cfg.rope[0], cfg.head_dim, cfg.max_position_embeddings, dtype, self._device)
+        # of the cosines, then of the sines
+        self._axes = torch.tensor(2 * cfg.vision.rope_axes, dtype=torch.int64, device=self._device)
+
+    def update(self, plan: StepPlan) -> None:
+        for mm_hash in plan.forgotten:
+            del self._embeddings[mm_hash]
+        for image in plan.encoded:
+            self._embeddings[image.mm_hash] = self._encode(image)
+
+    def merge(
+        self, x: Tensor, batch: Batch, needed: EmbeddingRows | None, rotary: Tensor | None
+    ) -> tuple[Tensor, Batch]:
+        """Return a step's embedded tokens [tokens, hidden] with those of images, and its batch with their positions.
+
+        rotary: see StepInputs.rotary_positions.
+        """
+        if rotary is not None and rotary.dim() == 1:
+            batch = replace(batch, positions=rotary)
+        elif rotary is not None:
+            columns = torch.arange(len(self._axes), device=self._device)
+            table = self._table[rotary[self._axes].T, columns].contiguous()
+            batch = replace(batch, positions=torch.arange(len(x), device=self._device), rope_table=table)
+        if needed is not None:
+            found = torch.cat([self._embeddings[mm_hash][first:stop] for mm_hash, first, stop in needed.parts])
+            embeddings, *levels = found.split(self._hidden_size, dim=1)
+            x = x.index_copy(0, needed.rows, embeddings)
+            if levels:
+                batch = replace(batch, deepstack=DeepStack(needed.rows, tuple(levels)))
+        return x, batch
+
+    def _encode(self, image: MultiModalFeatureSpec) -> Tensor:
+        shape = image.num_embeds, self._width
+        try:
+            found = self._vision(image.data)
+            if found.shape == shape:
+                return found
+            problem = f"the encoder made {list(found.shape)} of it, not {list(shape)}"
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        # numbers that are not finite end the requests that bring the image, and no others
+        logger.error("an image cannot be encoded mm_hash=%s: %s", image.mm_hash.hex(), problem)
+        return torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)

@@ -1,0 +1,173 @@
+"""Requests with images, through the whole engine, against transformers."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.core.engine import EngineCore
+from engine.core.request import Request
+from engine.errors import InvalidParameter
+from engine.wire.block_hash import block_hashes
+from engine.wire.messages import GenerateRequest
+from engine.wire.multimodal import PlaceholderRange, TensorData
+from engine.wire.sampling_params import SamplingParams
+from tests.engine.core.test_kv_events import split
+from tests.fake_drafter import WildDrafter, draft_always
+from tests.models import make_model
+from tests.vision_models import MODELS, MROPE, Prompt, expected_tokens, make_vision_model
+
+MAX_TOKENS = 8
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return cache(lambda name: make_vision_model(tmp_path_factory.mktemp(name), name))
+
+
+def engine(folder: Path, **options) -> EngineCore:
+    sizes = {"block_size": 4, "num_blocks": 128, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32"}
+    return EngineCore.build(EngineConfig(model=str(folder), **{**sizes, **options}))
+
+
+def run(core: EngineCore, *prompts: Prompt) -> list[list[int]]:
+    """Answer the prompts together."""
+    outputs: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        outputs[f"{i}"] = []
+        core.add(GenerateRequest(request_id=f"{i}", prompt=prompt.tokens, mm_features=prompt.images, params=GREEDY))
+    while core.has_work:
+        for event in core.step():
+            assert event.delta.error is None, event.delta.error
+            outputs[event.delta.request_id] += event.delta.token_ids
+        core.scheduler.check()
+    return list(outputs.values())
+
+
+def prompts(name: str) -> list[Prompt]:
+    return [
+        Prompt(name).text(5, 6).image(1).text(7, 8, 9),
+        Prompt(name).text(*range(3, 16)),
+        Prompt(name).image(2, 3, 2).text(11).image(3, 2, 2).image(4, 1, 4).text(12, 13),
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_about_images_are_those_of_transformers(folder, name):
+    core, wanted = engine(folder(name)), prompts(name)
+    expected = [expected_tokens(folder(name), prompt, MAX_TOKENS) for prompt in wanted]
+    assert [run(core, prompt)[0] for prompt in wanted] == expected
+    assert run(core, *wanted) == expected
+    core.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_chunk_may_end_inside_an_image(folder, name):
+    core, wanted = engine(folder(name), max_num_batched_tokens=5), prompts(name)
+    assert run(core, *wanted) == [expected_tokens(folder(name), prompt, MAX_TOKENS) for prompt in wanted]
+    core.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cached_prefix_may_end_inside_an_image(folder, name):
+    core = engine(folder(name), encoder_cache_size=9)  # one image
+    first, second = (Prompt(name).text(5, 6, 7).image(1, 3, 3).text(*rest) for rest in ([8, 9], [10]))
+    other = Prompt(name).text(5, 6, 7).image(2, 3, 3).text(8, 9)
+    assert other.tokens == first.tokens, "prompts about different pictures look alike"
+    place = first.images[0].mm_position
+    cached = []
+    for prompt in (first, other, second):
+        before = core.stats().prefix_hit_tokens
+        assert run(core, prompt) == [expected_tokens(folder(name), prompt, MAX_TOKENS)]
+        cached.append(core.stats().prefix_hit_tokens - before)
+    assert cached[1] <= place.offset, "an image was taken for another"
+    assert place.offset < cached[2] < place.end
+    assert core.scheduler.encoder_cache.num_encoded == 3
+    core.close()
+
+
+def test_the_same_image_asked_about_ten_times_is_encoded_once(folder):
+    core = engine(folder("mistral3"), enable_prefix_caching=False)
+    run(core, *[Prompt("mistral3").text(5 + i).image(1).text(8) for i in range(10)])
+    stats = core.stats()
+    assert (stats.images_encoded, stats.encoder_cache_hits) == (1, 9)
+    core.close()
+
+
+@pytest.mark.parametrize("name", ["mistral3", "qwen3_vl"])
+def test_a_request_with_images_goes_on_after_preemption(folder, name):
+    core = engine(folder(name), num_blocks=9, max_model_len=36, encoder_cache_size=8)
+    wanted = [Prompt(name).text(5, 6).image(seed).text(7, 8, 9) for seed in (1, 2, 3)]
+    assert run(core, *wanted) == [expected_tokens(folder(name), prompt, MAX_TOKENS) for prompt in wanted]
+    assert core.scheduler.totals.preemptions > 0
+    core.close()
+
+
+def test_drafts_behind_an_image_are_verified_at_their_rotary_positions(folder, monkeypatch):
+    drafter = WildDrafter()
+    monkeypatch.setattr("engine.core.engine.NgramDrafter", lambda shortest, longest: drafter)
+    draft_always(monkeypatch)
+    wanted = Prompt("qwen2_5_vl").text(5, 6).image(1).text(7, 8, 9)
+    right = expected_tokens(folder("qwen2_5_vl"), wanted, MAX_TOKENS)
+    drafter.rest_of = lambda tokens: right[len(tokens) - len(wanted.tokens) :]
+    core = engine(folder("qwen2_5_vl"), speculative={"method": "ngram"})
+    assert run(core, wanted) == [right]
+    assert core.stats().spec_decode.num_accepted_tokens > 0
+    core.close()
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="linear layers have no kernel of ours here")
+@pytest.mark.parametrize(("name", "eager"), [("mistral3", 0), ("qwen3_vl", 1)])
+def test_only_steps_with_positions_in_an_image_run_without_the_recorded_graph(tmp_path, monkeypatch, name, eager):
+    wide = {"hidden_size": 128, "intermediate_size": 1152, "vocab_size": 192, "head_dim": 32}
+    wide |= {"rope_parameters": {**MROPE, "mrope_section": [8, 4, 4]}} if name == "qwen3_vl" else {}
+    path, wanted = make_vision_model(tmp_path, name, **wide), prompts(name)
+    options = {"dtype": "bfloat16", "enable_prefix_caching": False}
+    expected = run(engine(path, enforce_eager=True, **options), *wanted)
+    core, steps = engine(path, **options), []
+    assert core.runner._step_graph is not None
+    run_layers = core.runner.model.run_layers
+    monkeypatch.setattr(core.runner.model, "run_layers", lambda x, batch: steps.append(1) or run_layers(x, batch))
+    assert run(core, *wanted) == expected
+    assert len(steps) == eager
+    core.close()
+
+
+def test_an_image_that_cannot_be_encoded_ends_its_own_request_only(folder):
+    core = engine(folder("qwen2_5_vl"))
+    good, bad = (Prompt("qwen2_5_vl").text(5, 6).image(seed).text(7) for seed in (1, 2))
+    grid = TensorData.of(np.array([[1, 7, 5]]))
+    bad.images[0] = msgspec.structs.replace(bad.images[0], data={**bad.images[0].data, "image_grid_thw": grid})
+    core.add(GenerateRequest(request_id="bad", prompt=bad.tokens, mm_features=bad.images, params=GREEDY))
+    (event,) = [event for _ in range(2) for event in core.step()]
+    assert event.delta.error is not None and "not finite" in event.delta.error.message
+    assert run(core, good) == [expected_tokens(folder("qwen2_5_vl"), good, MAX_TOKENS)]
+    core.close()
+
+
+def test_a_text_model_refuses_images(tmp_path):
+    core = engine(make_model(tmp_path, "llama"))
+    prompt = Prompt("mistral3").image(1)
+    with pytest.raises(InvalidParameter, match="mm_features must be left out: this model reads text only"):
+        core.add(GenerateRequest(request_id="r", prompt=prompt.tokens, mm_features=prompt.images))
+    core.close()
+
+
+def test_other_images_at_the_same_place_have_other_block_hashes():
+    one, two = (Prompt("qwen3_vl").text(*range(1, 6)).image(seed).text(5, 6, 7) for seed in (1, 2))
+    plain, first, second = (
+        split(block_hashes(one.tokens, 4, images=images)) for images in ([], one.images, two.images)
+    )
+    assert plain[0] == first[0] == second[0], "the image begins behind the first block"
+    assert len({*plain[1:], *first[1:], *second[1:]}) == 3 * len(plain[1:])
+    moved = [msgspec.structs.replace(one.images[0], mm_position=PlaceholderRange(5, 6))]
+    assert split(block_hashes(one.tokens, 4, images=moved))[1] != first[1]
+    request = Request.create(GenerateRequest(request_id="r", prompt=one.tokens, mm_features=one.images), (0, 0), 99, 0)
+    assert request.hashes(len(first), 4) == first

@@ -1,0 +1,143 @@
+"""Tiny multimodal models with random weights, made by transformers itself, and images for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
+from tests.models import COMMON, EOS, randomise
+from tests.transformers_models import known_fields
+
+IMAGE, BREAK, END = 90, 91, 92  # token ids
+PATCH, MERGE = 4, 2  # pixels of a patch, and patches of an embedding, in height and in width
+QWEN_TOWER = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4}
+# class, configuration of its text, fields of the text, fields of the tower, and other fields
+MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        "MistralConfig",
+        {"sliding_window": None},
+        {
+            "model_type": "pixtral",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "head_dim": 8,
+            "image_size": 64,
+            "patch_size": PATCH,
+        },
+        {"spatial_merge_size": MERGE},
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLTextConfig",
+        {"head_dim": 12, "rope_parameters": {**MROPE, "mrope_section": [2, 2, 2]}},
+        {**QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+        {},
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLTextConfig",
+        {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2]}},
+        {**QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        {},
+    ),
+}
+
+
+@dataclass
+class Prompt:
+    """Token ids with their images. `text` and `image` append to both."""
+
+    name: str
+    tokens: list[int] = field(default_factory=list)
+    images: list[MultiModalFeatureSpec] = field(default_factory=list)
+
+    def text(self, *tokens: int) -> Prompt:
+        self.tokens += tokens
+        return self
+
+    def image(self, seed: int, height: int = 2, width: int = 3) -> Prompt:
+        """height, width: in embeddings."""
+        row, mistral = [IMAGE] * width, self.name == "mistral3"
+        ids = [*([*row, BREAK] * (height - 1)), *row, END] if mistral else row * height
+        self.tokens += [] if mistral else [BREAK]  # without which transformers takes two images for one
+        data = pixels(self.name, seed, height * MERGE, width * MERGE)
+        place = PlaceholderRange(len(self.tokens), len(ids))
+        feature = MultiModalFeatureSpec(data=data, mm_hash=mm_hash(data), mm_position=place, num_embeds=height * width)
+        self.images.append(feature)
+        self.tokens += ids
+        return self
+
+
+def pixels(name: str, seed: int, height: int, width: int) -> dict[str, TensorData]:
+    """What an image processor makes of an image of so many patches."""
+    random = np.random.default_rng(seed)
+    if name == "mistral3":
+        shape, key, size = (1, 3, height * PATCH, width * PATCH), "image_sizes", [[height * PATCH, width * PATCH]]
+    else:
+        shape, key, size = (height * width, 3 * 2 * PATCH**2), "image_grid_thw", [[1, height, width]]
+    values = random.normal(size=shape).astype(np.float32)
+    return {"pixel_values": TensorData.of(values), key: TensorData.of(np.array(size))}
+
+
+def make_vision_model(folder: Path, name: str, **overrides: Any) -> Path:
+    """Write a model of MODELS into `folder`, float32, and return it. overrides: fields of its text part."""
+    cls_name, text_class, text, vision, others = MODELS[name]
+    text = {**COMMON, **text, **overrides}
+    if "out_hidden_size" in vision:
+        vision = {**vision, "out_hidden_size": text["hidden_size"]}
+    cls, text_config = getattr(transformers, cls_name), getattr(transformers, text_class)
+    config = cls.config_class(
+        text_config=text_config(**known_fields(text_config, text)).to_dict(),
+        vision_config=vision,
+        image_token_id=IMAGE,
+        **others,
+    )
+    model = cls(config).eval()
+    randomise(model, tied=False, seed=1)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=EOS, pad_token_id=0)
+    model.save_pretrained(folder)
+    return Path(folder)
+
+
+@cache
+def transformers_model(folder: Path) -> Any:
+    return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def expected_tokens(folder: Path, prompt: Prompt, max_tokens: int) -> list[int]:
+    """The greedy continuation by transformers; it ends where the model does."""
+    ids = torch.tensor([prompt.tokens])
+    inputs: dict[str, Any] = {}
+    if prompt.images:
+        arrays = [{name: tensor.numpy().copy() for name, tensor in image.data.items()} for image in prompt.images]
+        if prompt.name == "mistral3":
+            height, width = np.max([a["pixel_values"].shape[2:] for a in arrays], axis=0)
+            for a in arrays:
+                own = a["pixel_values"]
+                a["pixel_values"] = np.pad(own, ((0, 0), (0, 0), (0, height - own.shape[2]), (0, width - own.shape[3])))
+        else:
+            inputs["mm_token_type_ids"] = (ids == IMAGE).int()
+        inputs |= {name: torch.from_numpy(np.concatenate([a[name] for a in arrays])) for name in arrays[0]}
+    out = transformers_model(folder).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, **inputs
+    )
+    return out[0, len(prompt.tokens) :].tolist()
