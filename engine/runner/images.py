@@ -127,6 +127,7 @@ class EncoderCache:
         assert model.vision is not None and cfg.vision is not None
         self._vision, self._hidden_size, self._dtype = model.vision, cfg.hidden_size, dtype
         self._width = cfg.hidden_size * (1 + cfg.vision.deepstack)
+        self.embedding_bytes = self._width * dtype.itemsize
         self._embeddings: dict[bytes, Tensor] = {}
         self._device = model.vision.device
         self._table = rope_table(cfg.rope[0], cfg.head_dim, cfg.max_position_embeddings, dtype, self._device)

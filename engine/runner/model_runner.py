@@ -248,6 +248,8 @@ class ModelRunner:
         longest = self.model_config.longest_sequence(self.config.max_model_len)
         sequences = 4 * self.config.max_num_seqs * (longest + -(-longest // self.block_size))  # history, block tables
         threads = CUBLAS_BYTES * (self.tp.size > 1)  # with other ranks, EngineCore launches steps in another thread
+        if self._encoder_cache is not None:
+            activations += self.config.encoder_cache_size * self._encoder_cache.embedding_bytes
         logger.info(
             "profiled the largest step: %.2f GiB beside %.2f GiB in use; %.2f GiB are kept for graphs, %.2f for tokens "
             "and block tables",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine import LLM
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.core.request import Request
@@ -20,7 +21,7 @@ from engine.wire.multimodal import PlaceholderRange, TensorData
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.core.test_kv_events import split
 from tests.fake_drafter import WildDrafter, draft_always
-from tests.models import make_model
+from tests.models import make_model, make_tokenizer
 from tests.vision_models import MODELS, MROPE, Prompt, expected_tokens, make_vision_model
 
 MAX_TOKENS = 8
@@ -138,6 +139,15 @@ def test_only_steps_with_positions_in_an_image_run_without_the_recorded_graph(tm
     assert run(core, *wanted) == expected
     assert len(steps) == eager
     core.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_answer_about_images_as_one_does(folder, name, tmp_path):
+    path, wanted = make_vision_model(tmp_path, name), prompts(name)
+    make_tokenizer().save_pretrained(path)
+    with LLM(str(path), tensor_parallel=2, dtype="float32", block_size=4, num_blocks=64, max_num_seqs=4) as llm:
+        assert run(llm._core, *wanted) == [expected_tokens(path, prompt, MAX_TOKENS) for prompt in wanted]
 
 
 def test_an_image_that_cannot_be_encoded_ends_its_own_request_only(folder):
