@@ -411,7 +411,7 @@ class Scheduler:
                 request.grammar.accept(token)
             if reason := self._reason_to_end(request, token, position + count):
                 break
-        if count > 1 and request.state is State.RUNNING:
+        if len(tokens) > 1 and request.state is State.RUNNING:
             self.kv_cache.cache_blocks(request, request.computed)
         self.totals.generation_tokens += count
         delta = TokenDelta(request_id=request.request_id, position=position, token_ids=tokens[:count])
