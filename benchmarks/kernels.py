@@ -31,7 +31,7 @@ from engine.model.batch import Batch, split
 from engine.model.ops import cpu, linear
 from engine.model.ops.cpu.attention import ATTEND
 from engine.model.ops.cpu.kernel import Kernel
-from engine.model.ops.cpu.linear import MULTIPLY, MULTIPLY_GATED
+from engine.model.ops.cpu.linear import MULTIPLY
 from engine.runner.model_runner import ModelRunner
 
 REPETITIONS = 5
@@ -81,10 +81,9 @@ class Watch:
         rows = args[0] if isinstance(args[0], Tensor) else torch.empty(0)
         name, flops = self._names[id(kernel)], 0.0
         size = float(sum(arg.nbytes for arg in args if isinstance(arg, Tensor) and len(arg) == len(rows)))
-        if kernel in (MULTIPLY, MULTIPLY_GATED) and isinstance(args[1], Tensor):
+        if kernel is MULTIPLY and isinstance(args[1], Tensor):
             columns, pairs, width, _ = args[1].shape
-            name = f"linear {2 * pairs} x {columns * width}{', SiLU' if kernel is MULTIPLY_GATED else ''}"
-            size = args[1].nbytes
+            name, size = f"linear {2 * pairs} x {columns * width}", args[1].nbytes
             flops = 2.0 * len(rows) * args[1].numel()
         elif kernel is ATTEND and isinstance(args[1], Tensor):
             _, kv_heads, _, head_dim = args[1].shape

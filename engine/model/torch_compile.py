@@ -28,7 +28,7 @@ from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.layers.attention import Attention
 from engine.model.layers.linear import Linear, RowParallelLinear
-from engine.model.layers.mlp import GatedLinear
+from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.moe import MixtureOfExperts
 from engine.model.layers.norm import RMSNorm
 from engine.model.models.llama import Model
@@ -146,7 +146,7 @@ def prepare(layer: nn.Module, cfg: ModelConfig, tp: TPGroup) -> None:
     for module in layer.modules():
         if isinstance(module, RMSNorm):
             module.rms_norm, module.add_rms_norm = norm_plain.rms_norm_plain, norm_plain.add_rms_norm_plain
-        if isinstance(module, GatedLinear):
+        if isinstance(module, GatedMLP):
             module.activation = activation.PLAIN[cfg.activation]
         if isinstance(module, RowParallelLinear):
             module.tp = sums

@@ -67,13 +67,6 @@ def is_packed(weight: Tensor) -> bool:
     return weight.is_mkldnn or is_ours(weight)
 
 
-def select_silu_mul(weight: Tensor) -> Any:
-    """The kernel for SiLU of the product with the first half of the outputs, the gates, times that with the second
-    half, or None. Its call takes x and a bias that its `interleaved` has rearranged."""
-    cpu = cpu_kernels() if weight.device.type == "cpu" else None
-    return cpu.SiluMul(weight.data) if cpu is not None and cpu.supports(weight) else None
-
-
 def pack(weight: Tensor) -> Tensor:
     """Rearrange the weight as our own kernel reads it or else oneDNN, so that it is not rearranged in every call.
     Return it unchanged where neither supports it."""

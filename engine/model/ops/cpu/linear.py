@@ -38,10 +38,8 @@ from engine.model.ops.cpu.vector import (
     CACHE_LINE_BYTES,
     HAS_BF16,
     LANES,
-    LOG2_E,
     VF32,
     constant,
-    exp2,
     load16,
     prefetch_line,
     splat,
@@ -49,7 +47,6 @@ from engine.model.ops.cpu.vector import (
 )
 
 VECTORS = 4
-HALF = VECTORS // 2  # of a gated column: of its gates, and of its values
 COLUMN = VECTORS * LANES  # outputs of one piece of a packed weight
 STEP_BYTES = 4 * COLUMN  # of a column, for two inputs
 BLOCK_ROWS = 384  # that a thread takes at a time, and that stay in its cache
@@ -59,9 +56,8 @@ PARTS = 8  # that can be added up
 TOKENS = 2  # of a sum, taken by a thread at a time
 
 
-def multiply_tile(rows: int, gated: bool = False) -> Any:
-    """The product of `rows` rows with a column, whose sums stay in registers. gated: the column's first half are gates
-    of SiLU for the second, as in `silu_mul`, and half as many outputs are written."""
+def multiply_tile(rows: int) -> Any:
+    """The product of `rows` rows with a column, whose sums stay in registers."""
 
     @intrinsic
     def tile(
@@ -104,12 +100,9 @@ def multiply_tile(rows: int, gated: bool = False) -> Any:
                     for row_sums in sums:
                         builder.store(builder.fadd(builder.load(row_sums[vector]), addend), row_sums[vector])
             for row, row_sums in enumerate(sums):
-                found = [builder.load(total) for total in row_sums]
-                if gated:
-                    found = [silu_mul_16(builder, g, v) for g, v in zip(found[:HALF], found[HALF:], strict=True)]
-                for vector, value in enumerate(found):
+                for vector, total in enumerate(row_sums):
                     index = builder.add(builder.mul(target_stride, number(row)), number(vector * LANES))
-                    store16(builder, value, target, index, types.uint16)
+                    store16(builder, builder.load(total), target, index, types.uint16)
             return context.get_dummy_value()
 
         i64 = types.int64
@@ -133,19 +126,7 @@ def prefetch_lines(builder: ir.IRBuilder, address: ir.Value, size: ir.Value) -> 
             ask(3)
 
 
-def silu_mul_16(builder: ir.IRBuilder, gate: ir.Value, value: ir.Value) -> ir.Value:
-    """SiLU of the gate times the value, both rounded to bfloat16 first, as where they are written to memory between."""
-    kind = ir.VectorType(BF16, LANES)
-    gate, value = (builder.fpext(builder.fptrunc(x, kind), VF32) for x in (gate, value))
-    power = builder.fmul(gate, constant(-float(LOG2_E)))
-    most = constant(126.0)  # as `exp` limits it: the results have the same bits
-    power = exp2(builder, builder.select(builder.fcmp_ordered("<", power, most), power, most))
-    gate = builder.fdiv(gate, builder.fadd(power, constant(1.0)), flags=CONTRACT)
-    return builder.fmul(gate, value, flags=CONTRACT)
-
-
 multiply_6, multiply_4, multiply_2, multiply_1 = (multiply_tile(rows) for rows in (6, 4, 2, 1))
-gated_6, gated_4, gated_2, gated_1 = (multiply_tile(rows, gated=True) for rows in (6, 4, 2, 1))
 
 
 @device_function
@@ -154,51 +135,38 @@ def rows_at_once(left: int) -> int:
     return 6 if left >= 6 and left != 8 else 4 if left >= 4 else 2 if left >= 2 else 1
 
 
-@device_function
-def multiply_rows(tile_6: Any, tile_4: Any, tile_2: Any, tile_1: Any, width: int, args: Any) -> None:
-    """width: outputs that are written for a column."""
+@kernel
+def multiply_bf16(args: Any) -> None:
     rows, inputs, outputs, x_stride = args[5], args[6], args[7], args[8]
     columns = outputs // COLUMN
-    out_stride = columns * width
     items = columns * ((rows + BLOCK_ROWS - 1) // BLOCK_ROWS)
     item = take(args, 1)
     while item < items:
         following = take(args, 1)
-        place, row = item % columns, item // columns * BLOCK_ROWS
-        first, end = place * COLUMN, min(row + BLOCK_ROWS, rows)
+        first, row = item % columns * COLUMN, item // columns * BLOCK_ROWS
+        end = min(row + BLOCK_ROWS, rows)
         column, bias = as_bf16(args[2] + 2 * first * inputs), as_bf16(args[3] + 2 * first if args[3] else 0)
         ahead = args[2] + 2 * (following % columns * COLUMN if following < items else first) * inputs
         rest = (end - row) % 6
         tiles = (end - row) // 6 + rest // 4 + rest % 4 // 2 + rest % 2
         pace = STEP_BYTES // tiles  # each asks for a part
         while row < end:
-            x, out = as_bf16(args[1] + 2 * row * x_stride), as_bf16(args[4] + 2 * (row * out_stride + place * width))
+            x, out = as_bf16(args[1] + 2 * row * x_stride), as_bf16(args[4] + 2 * (row * outputs + first))
             count = rows_at_once(end - row)
             if count == 6:
-                tile_6(out, out_stride, x, x_stride, column, bias, inputs, ahead, pace)
+                multiply_6(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
             elif count == 4:
-                tile_4(out, out_stride, x, x_stride, column, bias, inputs, ahead, pace)
+                multiply_4(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
             elif count == 2:
-                tile_2(out, out_stride, x, x_stride, column, bias, inputs, ahead, pace)
+                multiply_2(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
             else:
-                tile_1(out, out_stride, x, x_stride, column, bias, inputs, ahead, pace)
+                multiply_1(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
             row += count
             ahead += inputs // 2 * pace
         item = following
 
 
-@kernel
-def multiply_bf16(args: Any) -> None:
-    multiply_rows(multiply_6, multiply_4, multiply_2, multiply_1, COLUMN, args)
-
-
-@kernel
-def multiply_gated_bf16(args: Any) -> None:
-    multiply_rows(gated_6, gated_4, gated_2, gated_1, COLUMN // 2, args)
-
-
 MULTIPLY = Kernel({torch.bfloat16: multiply_bf16} if HAS_BF16 else {})
-MULTIPLY_GATED = Kernel({torch.bfloat16: multiply_gated_bf16} if HAS_BF16 else {})
 
 
 def supports(weight: Tensor) -> bool:
@@ -226,29 +194,6 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         TokenCount(len(x)), inputs, outputs, x.stride(0),
     )  # fmt: skip
     return out
-
-
-class SiluMul:
-    """SiLU of the product with the first half of the outputs times that with the second half."""
-
-    def __init__(self, weight: Tensor):
-        MULTIPLY_GATED.compile(weight.dtype)
-        self.weight = pack(self.interleaved(weight))
-
-    @staticmethod
-    def interleaved(outputs: Tensor) -> Tensor:
-        """Rearrange outputs, all gates before all values, so that each column has gates before their values."""
-        return outputs.unflatten(0, (2, -1, COLUMN // 2)).transpose(0, 1).flatten(0, 2)
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x: [tokens, inputs]; bias: interleaved. Return [tokens, half of the outputs]."""
-        outputs, inputs = self.weight.shape[0] * COLUMN, self.weight.shape[1] * 2
-        out = empty((len(x), outputs // 2), x.dtype)
-        MULTIPLY_GATED.launch(
-            x.dtype, len(self.weight) * -(-len(x) // BLOCK_ROWS), x, self.weight, 0 if bias is None else bias, out,
-            TokenCount(len(x)), inputs, outputs, x.stride(0),
-        )  # fmt: skip
-        return out
 
 
 @intrinsic

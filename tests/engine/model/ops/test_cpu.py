@@ -203,19 +203,6 @@ def test_our_product_equals_the_plain_one_and_a_row_has_the_same_bits_beside_any
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs dot products of bfloat16")
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_product_with_silu_has_the_bits_of_both_kernels_beside_any_other_rows(bias):
-    x, weight = randn(cpu_linear.BLOCK_ROWS + 5, 64, dtype=torch.bfloat16), randn(256, 64, dtype=torch.bfloat16)
-    offset = randn(256, dtype=torch.bfloat16) if bias else None
-    fused = linear.select_silu_mul(weight)
-    own = None if offset is None else fused.interleaved(offset)
-    together = fused(x, own)
-    assert torch.equal(together, cpu_activation.silu_mul(linear.linear(x, linear.pack(weight), offset)))
-    for count in range(1, 15):
-        assert torch.equal(fused(x[3 : 3 + count], own), together[3 : 3 + count]), f"{count} rows"
-
-
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs dot products of bfloat16")
 def test_an_embedding_reads_its_rows_from_the_packed_weight_of_a_head():
     weight, ids = randn(192, 48, dtype=torch.bfloat16), torch.tensor([191, 0, 64, 63, 64])
     assert torch.equal(linear.rows_of(linear.pack(weight), ids), weight[ids])

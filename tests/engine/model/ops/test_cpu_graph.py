@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.model.ops.cpu import activation, norm
-from engine.model.ops.cpu.graph import MAX_SPINS, Graph, wait_for_zero
+from engine.model.ops.cpu.graph import MAX_SPINS, WAITS, Graph, wait_for_zero
 from engine.model.ops.cpu.kernel import Kernel, as_i64, kernel
 
 TOKENS, SIZE = 40, 96  # work for more than one thread
@@ -50,6 +50,20 @@ def test_a_replay_computes_what_the_kernels_would_on_what_their_tensors_hold_by_
         x.copy_(torch.randn(TOKENS, SIZE))
         graph.replay(TOKENS)
         assert torch.equal(out, layers(x, 3))
+
+
+def test_a_replay_needs_only_the_threads_that_have_a_core():
+    """So beside a busy process a step takes at most as much longer as fewer threads compute it: each finds all work
+    that nobody has in hand, and waits for no thread that has not come."""
+    x, graph = torch.randn(TOKENS, SIZE), Graph(TOKENS)
+    with graph:
+        out = layers(x, 3)
+    expected, waits = out.clone(), WAITS[1:].copy()
+    out.zero_()
+    torch.set_num_threads(1)
+    graph.replay(TOKENS)
+    assert torch.equal(out, expected)
+    assert WAITS[1:].tolist() == waits.tolist(), "it has yielded or slept"
 
 
 def test_what_no_kernel_reads_any_more_makes_room_for_what_later_ones_write():
