@@ -109,6 +109,7 @@ def ingress(
         edge.batches(),
         edge.store_config(),
         config.console_config(),
+        edge.image_config(),
     )
 
 

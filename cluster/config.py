@@ -13,6 +13,7 @@ from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, Slo
 from deployments.console.config import ConsoleConfig
 from deployments.http.middleware import AuthConfig
 from deployments.http.validation import UnknownFields
+from deployments.multimodal.config import ImageConfig
 from deployments.observability.tracing import TracingConfig
 from deployments.openai.batches.config import BatchConfig
 from deployments.openai.parsers import ReasoningParserName, ToolCallParserName
@@ -48,6 +49,7 @@ def given(section: Section) -> dict[str, Any]:
 EngineSection = _section_of(EngineConfig, without={"model", "handoff"}, speculative=dict[str, Any] | None)
 HandoffSection = _section_of(HandoffConfig, without={"role"})
 RoutingSection = _section_of(RoutingConfig, without=set())
+ImageSection = _section_of(ImageConfig, without=set())
 
 
 class PoolSection(Section):
@@ -134,6 +136,7 @@ class IngressSection(Section):
     idempotency_ttl_s: float = Field(default=24 * 3600.0, gt=0)  #: how long the answer to an Idempotency-Key is stored
     batch_dir: str | None = Field(default="~/.local/state/manta/batches", min_length=1)
     """Folder of files and batches, shared by all ingresses; null for none (docs/batches.md)."""
+    images: ImageSection = ImageSection()  # type: ignore[valid-type]  #: limits on images of requests (docs/images.md)
     batch_max_in_flight: int = Field(default=16, ge=1)  #: requests of one batch at a time, while no request has to wait
 
     def auth(self) -> AuthConfig:
@@ -161,6 +164,10 @@ class IngressSection(Section):
         )
         config.check()
         return config
+
+    def image_config(self) -> ImageConfig:
+        """Return the limits on images. Raises ConfigError."""
+        return ImageConfig(**dict(self.images))
 
     def batches(self) -> BatchConfig:
         return BatchConfig(folder=self.batch_dir, max_in_flight=self.batch_max_in_flight)
@@ -350,6 +357,7 @@ class AppConfig(Section):
         if (tracing := config.tracing_config()) is not None:
             tracing.check_installed()
         config.ingress.store_config()
+        config.ingress.image_config()
         return config
 
 

@@ -24,6 +24,7 @@ from deployments.app import http_app
 from deployments.console.config import ConsoleConfig
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.middleware import AuthConfig
+from deployments.multimodal.config import ImageConfig
 from deployments.observability.stats import IngressStats
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import IngressOverview, SequenceTimeline
@@ -85,6 +86,7 @@ class Ingress:
         batches: BatchConfig,
         store: StoreConfig,
         console: ConsoleConfig,
+        images: ImageConfig,
     ):
         """pools: handles of each model's decode and prefill replicas."""
         started = time.monotonic()
@@ -100,8 +102,7 @@ class Ingress:
             for info, handles in zip(infos, pools, strict=True)
         ]
         self._models = {
-            info.name: ServedModel(info, _tokenizer(info), pool, self._channel, self._telemetry)
-            for info, pool in zip(infos, engines, strict=True)
+            info.name: self._served_model(info, pool, images) for info, pool in zip(infos, engines, strict=True)
         }
         for info, pool in zip(infos, engines, strict=True):
             self._telemetry.stats.model(info.name).routing = pool.routing
@@ -130,6 +131,15 @@ class Ingress:
         """Return what this ingress shows on the console: IngressOverview, in msgpack."""
         return msgspec.msgpack.encode(self._telemetry.own_overview())
 
+    def _served_model(self, info: ModelInfo, pool: ServePool, images: ImageConfig) -> ServedModel:
+        tokenizer = Tokenizer.from_folder(Path(info.folder), "generate" in info.supported_tasks, info.chat_template)
+        loader = None
+        if info.image_folder is not None:
+            from deployments.multimodal.image_loader import ImageLoader  # needs torch
+
+            loader = ImageLoader.from_folder(Path(info.image_folder), images, tokenizer)
+        return ServedModel(info, tokenizer, pool, self._channel, self._telemetry, loader)
+
     async def _log_state(self) -> None:
         """Log `ready` once a request would be answered, which `serve run` itself never says, and then totals."""
         while (endpoint := await self._ready_endpoint()) is None:
@@ -154,10 +164,6 @@ class Ingress:
         for task in self._tasks:
             task.cancel()
         await asyncio.to_thread(self._telemetry.close)
-
-
-def _tokenizer(info: ModelInfo) -> Tokenizer:
-    return Tokenizer.from_folder(Path(info.folder), "generate" in info.supported_tasks, info.chat_template)
 
 
 def _get_health(url: str) -> None:

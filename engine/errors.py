@@ -3,6 +3,7 @@
 ServingError
 ├── RequestError              400  the request itself is wrong
 │   ├── InvalidParameter      400  one field has a bad value: names field, value and limit
+│   │   └── InvalidImage         400  an image cannot be read: names it, what was wrong, and the limit
 │   ├── UnsupportedTask       400  the model cannot do what is asked of it, such as generate or embed
 │   ├── PromptTooLong         400  prompt does not fit the model's context (code: context_length_exceeded)
 │   ├── ModelNotFound         404  no model of that name is served
@@ -75,6 +76,14 @@ class InvalidParameter(RequestError):
         Exception.__init__(self, field, shown if not isinstance(value, (int, float, str)) else value, limit)
         self.message, self.param = f"{field} must be {limit}, got {shown}", field
         self.field, self.value, self.limit = field, value, limit
+
+
+class InvalidImage(InvalidParameter):
+    """An image of the request cannot be read, or is outside a limit. `field` is the path of its part."""
+
+    def __init__(self, field: str, value: object, limit: str):
+        super().__init__(field, value, limit)
+        self.param = field.partition("[")[0]
 
 
 def _head(value: object) -> object:

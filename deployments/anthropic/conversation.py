@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from deployments.openai.conversation import MAX_PARTS, ContentPart, FunctionCall, Message, TextPart, ToolCall
+from deployments.openai.conversation import MAX_PARTS, ContentPart, FunctionCall, ImagePart, Message, TextPart, ToolCall
 
 BLOCKS = {  # that a turn may have, by its role
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
@@ -28,6 +28,31 @@ class Block(BaseModel):
 class TextBlock(Block):
     type: Literal["text"]
     text: str
+
+
+class Base64Source(Block):
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    """Not relied on: an image is recognised by its content."""
+    data: str
+
+
+class UrlSource(Block):
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(Block):
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+    def part(self, path: str) -> ImagePart:
+        """path: how errors name the block."""
+        source = self.source
+        url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
+        part = ImagePart(type="image_url", image_url=url)
+        part._path = f"{path}.source"
+        return part
 
 
 class ThinkingBlock(Block):
@@ -51,28 +76,32 @@ class ToolUseBlock(Block):
 
 
 Text = str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+ToolContent = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
 
 
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Text | None = None
+    content: str | Annotated[list[ToolContent], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     is_error: bool | None = None
 
     @field_validator("content", mode="before")
     @classmethod
     def _is_text(cls, content: object) -> object:
-        return check_blocks(content, ("text",), "a tool's result")
+        return check_blocks(content, ("text", "image"), "a tool's result")
 
-    def message(self) -> Message:
-        parts = text_parts(self.content or "")
+    def message(self, path: str) -> Message:
+        """path: how errors name the block."""
+        blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content or []
+        parts: list[ContentPart] = [_part(block, f"{path}.content[{i}]") for i, block in enumerate(blocks)]
         if self.is_error:
             parts.insert(0, TextPart(type="text", text="Error:"))
         return Message.model_validate({"role": "tool", "content": parts, "tool_call_id": self.tool_use_id})
 
 
 ContentBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 
 
@@ -104,9 +133,13 @@ def check_blocks(content: object, allowed: tuple[str, ...], where: str) -> objec
     return content
 
 
-def text_parts(content: Text) -> list[ContentPart]:
+def text_parts(content: Text) -> list[TextPart]:
     texts = [content] if isinstance(content, str) else [block.text for block in content]
     return [TextPart(type="text", text=text) for text in texts]
+
+
+def _part(block: TextBlock | ImageBlock, path: str) -> ContentPart:
+    return TextPart(type="text", text=block.text) if isinstance(block, TextBlock) else block.part(path)
 
 
 def chat_messages(system: Text, turns: list[Turn]) -> list[Message]:
@@ -119,27 +152,32 @@ def chat_messages(system: Text, turns: list[Turn]) -> list[Message]:
     messages = []
     parts = [part for part in text_parts(system) if part.text and not part.text.startswith(BILLING)]
     if parts:
-        messages.append(Message(role="system", content=parts))
-    for turn in turns:
+        messages.append(Message(role="system", content=[*parts]))
+    for i, turn in enumerate(turns):
         late = turn.role == "system" and bool(messages) and messages[-1].role != "system"
         role = "user" if late else turn.role
-        for block in turn.blocks():
+        for j, block in enumerate(turn.blocks()):
+            path = f"messages[{i}].content[{j}]"
             if isinstance(block, ToolResultBlock):
-                messages.append(block.message())
+                messages.append(block.message(path))
                 continue
             if not messages or messages[-1].role != role:
                 messages.append(Message(role=role, content=[]))
             if late and isinstance(block, TextBlock):
                 block = TextBlock(type="text", text=f"<system-reminder>\n{block.text}\n</system-reminder>")
-            _extend(messages[-1], block)
+            _extend(messages[-1], block, path)
     return messages
 
 
-def _extend(message: Message, block: TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock) -> None:
+def _extend(
+    message: Message,
+    block: TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
+    path: str,
+) -> None:
     match block:
-        case TextBlock():
+        case TextBlock() | ImageBlock():
             assert isinstance(message.content, list)
-            message.content += text_parts([block])
+            message.content.append(_part(block, path))
         case ThinkingBlock():
             message.reasoning = (
                 block.thinking if message.reasoning is None else f"{message.reasoning}\n{block.thinking}"

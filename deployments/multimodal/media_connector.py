@@ -13,7 +13,7 @@ import aiohttp
 from yarl import URL
 
 from deployments.multimodal.config import ImageConfig
-from engine.errors import InvalidParameter
+from engine.errors import InvalidImage
 
 REDIRECTS = (301, 302, 303, 307, 308)
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
@@ -27,11 +27,11 @@ class MediaConnector:
         self._allowed = [ipaddress.ip_network(network) for network in config.allowed_private_networks]
 
     async def load(self, url: str, field: str) -> bytes:
-        """Return the file behind a data:, http: or https: URL. Raises InvalidParameter, naming the image `field`."""
+        """Return the file behind a data:, http: or https: URL. Raises InvalidImage, naming the image `field`."""
         if url[:5].lower() == "data:":
             return self._decode(url, field)
         if not self._config.fetch_urls:
-            raise InvalidParameter(field, url, "a data: URL, since this server loads none (ingress.images.fetch_urls)")
+            raise InvalidImage(field, url, "a data: URL, since this server loads none (ingress.images.fetch_urls)")
         refused: list[str] = []
         try:
             async with asyncio.timeout(self._config.fetch_timeout_s):
@@ -41,17 +41,17 @@ class MediaConnector:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # which address was refused is not said: names of an internal network are its own
             limit = "a URL of a public address" if refused else f"a URL that can be loaded ({type(error).__name__})"
-        raise InvalidParameter(field, url, limit)
+        raise InvalidImage(field, url, limit)
 
     def _decode(self, url: str, field: str) -> bytes:
         head, comma, data = url.partition(",")
         if not comma or not head.lower().endswith(";base64"):
-            raise InvalidParameter(field, url, "a data: URL in base64 (data:image/png;base64,...)")
+            raise InvalidImage(field, url, "a data: URL in base64 (data:image/png;base64,...)")
         self._check_size(len(data) * 3 // 4 - 2, field)
         try:
             return base64.b64decode(data, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise InvalidParameter(field, url, f"valid base64 ({error})") from None
+            raise InvalidImage(field, url, f"valid base64 ({error})") from None
 
     async def _fetch(self, given: str, field: str, refused: list[str]) -> bytes:
         def new_socket(address: tuple[Any, ...]) -> socket.socket:
@@ -73,10 +73,10 @@ class MediaConnector:
                         url = url.join(URL(response.headers["Location"]))
                         continue
                     if response.status != 200:
-                        raise InvalidParameter(field, given, f"a URL that is answered with 200, not {response.status}")
+                        raise InvalidImage(field, given, f"a URL that is answered with 200, not {response.status}")
                     return await self._read(response, field)
         limit = f"the URL of an image behind at most {self._config.max_redirects} redirects"
-        raise InvalidParameter(field, given, limit)
+        raise InvalidImage(field, given, limit)
 
     async def _read(self, response: aiohttp.ClientResponse, field: str) -> bytes:
         self._check_size(response.content_length or 0, field)
@@ -89,17 +89,17 @@ class MediaConnector:
     def _check_url(self, url: URL, field: str) -> None:
         domains = self._config.allowed_media_domains
         if url.scheme not in ("http", "https") or not url.host:
-            raise InvalidParameter(field, str(url), "a data:, http: or https: URL")
+            raise InvalidImage(field, str(url), "a data:, http: or https: URL")
         if url.user is not None or url.password is not None:
-            raise InvalidParameter(field, str(url.with_user(None)), "a URL without a user and a password")
+            raise InvalidImage(field, str(url.with_user(None)), "a URL without a user and a password")
         if domains and url.host not in domains:
             limit = f"a URL of one of the hosts {', '.join(domains)} (ingress.images.allowed_media_domains)"
-            raise InvalidParameter(field, str(url), limit)
+            raise InvalidImage(field, str(url), limit)
 
     def _check_size(self, size: int, field: str) -> None:
         if size > self._config.max_bytes:
             limit = f"an image of at most {self._config.max_bytes} bytes (ingress.images.max_bytes)"
-            raise InvalidParameter(field, f"at least {size} bytes", limit)
+            raise InvalidImage(field, f"at least {size} bytes", limit)
 
     def _may_connect(self, host: str) -> bool:
         found = ipaddress.ip_address(host.partition("%")[0])

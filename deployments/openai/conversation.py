@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from deployments.http.body import StrictModel
 from engine.errors import InvalidParameter
 
 MAX_PARTS = 1024  # of one message
-OTHER_PARTS = (
-    "image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "video", "file", "input_file"
-)  # fmt: skip
+OTHER_PARTS = ("image", "input_audio", "audio_url", "video_url", "video", "file", "input_file")
+Detail = Literal["auto", "low", "high", "original"]
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -87,7 +87,7 @@ class ToolCall(TemplateModel):
 
 
 class Part(BaseModel):
-    """A text of a message. Other keys, such as `cache_control`, say nothing to a model."""
+    """A part of a message. Other keys, such as `cache_control`, say nothing to a model."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
@@ -104,17 +104,57 @@ class RefusalPart(Part):
     text: str = Field(alias="refusal")
 
 
-ContentPart = TextPart | RefusalPart
+class ImageUrl(Part):
+    url: str
+    detail: Detail | None = None
 
 
-def only_text(content: object) -> object:
-    """Name parts that are no text: in an error for each branch of the union that would be lost."""
-    for part in content if isinstance(content, list) else ():
+class ImagePart(Part):
+    """An image, in the form of a chat (`image_url`) or of the Responses API (`input_image`)."""
+
+    type: Literal["image_url", "input_image"]
+    image_url: ImageUrl | str
+    """An http:, https: or data: URL."""
+    detail: Detail | None = None
+    """`low` may make the image smaller, for fewer tokens; all others mean the same."""
+    _path: str = PrivateAttr("")
+    """How errors name the part, where it came from another API than the chat's."""
+
+    @property
+    def url(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+    @property
+    def low_detail(self) -> bool:
+        inner = None if isinstance(self.image_url, str) else self.image_url.detail
+        return "low" in (self.detail, inner)
+
+
+ContentPart = TextPart | RefusalPart | ImagePart
+
+
+def known_parts(content: object) -> object:
+    """Name parts that are not read: in an error for each branch of the union that would be lost."""
+    for i, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in OTHER_PARTS:
-            limit = f"text: {kind} parts are not read, since of a model only the part that reads text is served"
-            raise PydanticCustomError("not_text", limit)
+            limit = f"texts and images: {kind} parts (the one at [{i}]) are not read"
+            raise PydanticCustomError("not_read", "{limit}", {"limit": limit})
+        if kind in ("image_url", "input_image"):
+            try:
+                ImagePart.model_validate(part)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                limit = f"a list whose part [{i}] is an image with a URL in image_url ({first['msg']})"
+                raise PydanticCustomError("not_an_image", "{limit}", {"limit": limit}) from None
     return content
+
+
+def joined(parts: list[ContentPart]) -> str | list[dict[str, Any]]:
+    """Return parts as chat templates expect them: texts as one, unless there are images, which stand for themselves."""
+    if not any(isinstance(part, ImagePart) for part in parts):
+        return "\n".join(part.text for part in parts if not isinstance(part, ImagePart))
+    return [{"type": "image"} if isinstance(p, ImagePart) else {"type": "text", "text": p.text} for p in parts]
 
 
 class Message(TemplateModel):
@@ -133,20 +173,28 @@ class Message(TemplateModel):
     function_call: FunctionCall | None = None
     """The old form of `tool_calls`."""
 
-    _is_text = field_validator("content", mode="before")(only_text)
+    _known_parts = field_validator("content", mode="before")(known_parts)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message with its content as one text, which is what templates of text models expect."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        """Return the message with its content as one text, which is what templates of text models expect, unless it has
+        images."""
+        content = joined(self.content) if isinstance(self.content, list) else self.content or ""
         extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        message = {**extra, "role": "tool" if self.role == "function" else self.role, "content": text}
+        message = {**extra, "role": "tool" if self.role == "function" else self.role, "content": content}
         calls = self.tool_calls or ([ToolCall(function=self.function_call)] if self.function_call else [])
         if calls:  # some templates only check whether the key exists
             message["tool_calls"] = [call.for_template() for call in calls]
         if reasoning := self.reasoning or self.reasoning_content:
             message["reasoning"] = message["reasoning_content"] = reasoning
         return message
+
+
+def image_parts(messages: list[Message]) -> Iterator[tuple[str, ImagePart]]:
+    """Yield the images of a conversation in their order, each with the path that errors name it by."""
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, ImagePart):
+                yield part._path or f"messages[{i}].content[{j}].{part.type}", part
 
 
 def parse_arguments(arguments: str) -> dict[str, Any] | str:

@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,11 +19,12 @@ from deployments.frontend.sequence import Frontend
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.context import RequestContext
 from deployments.idempotency.tape import TapedGeneration
+from deployments.multimodal.requested_image import RequestedImage
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.chat_format import ChatFormat, VisibleMarkers
 from deployments.openai.chat_output import ChatOutput
 from deployments.openai.completion import CompletionResponse
-from deployments.openai.conversation import Message, Tool
+from deployments.openai.conversation import Message, Tool, image_parts
 from deployments.openai.parsers import ReasoningParserName, ToolCallParserName
 from deployments.openai.parsers.choice_parser import OutputFormat
 from deployments.openai.request_bodies import (
@@ -38,12 +39,17 @@ from deployments.openai.request_bodies import (
 )
 from deployments.openai.response_bodies import DetokenizedText, Tokens
 from deployments.replicas.pools import EnginePool
-from engine.errors import EngineUnavailable, InvalidParameter, PromptTooLong
+from engine.errors import EngineUnavailable, InvalidImage, InvalidParameter, PromptTooLong, RequestTimeout
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import GenerateRequest
 from engine.wire.model_identity import ModelIdentity
+from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import SupportedTasks
 from engine.wire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # they import what only models with images need
+    from deployments.multimodal.image_loader import ImageLoader
+    from engine.multimodal.processor import ProcessedImage
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +87,8 @@ class ModelInfo:
     """The engines schedule by priority."""
     drafts: bool = False
     """The engines decode speculatively."""
+    image_folder: str | None = None
+    """Folder of the image processor; None for a model that reads text only."""
     fingerprint: str | None = None
     """Differs where the same request may have another answer: weights, numerics or version."""
     aliases: tuple[str, ...] = ()
@@ -95,9 +103,16 @@ class ModelInfo:
 
 class ServedModel:
     def __init__(
-        self, info: ModelInfo, tokenizer: Tokenizer, pool: EnginePool, channel: TokenChannel, telemetry: Telemetry
+        self,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        pool: EnginePool,
+        channel: TokenChannel,
+        telemetry: Telemetry,
+        images: ImageLoader | None = None,
     ):
-        self.info = info
+        """images: None if the model reads text only."""
+        self.info, self.images = info, images
         self.pool = pool
         stats = telemetry.stats.model(info.name)
         self.admission = Admission(pool, info.admission, stats, Availability(info.name))
@@ -162,7 +177,9 @@ class ServedModel:
         """Raises RequestError, and Overloaded before any work is done."""
         self._check_admission(context)
         self._format.check(body)
-        requests, output_format = await asyncio.to_thread(self._prepare_chat, body, context)
+        timeout_s = self.info.request_timeout_s if context.timeout_s is None else context.timeout_s
+        images = await self._load_images(body.messages, context.response_id, timeout_s)
+        requests, output_format = await asyncio.to_thread(self._prepare_chat, body, context, images)
         generation = await self._generation(requests, context)
         info = self.info
         return ChatOutput(
@@ -176,6 +193,19 @@ class ServedModel:
             tokens_as_ids=body.return_tokens_as_token_ids,
             hex_id=None if context.answer is None else context.answer.hex_id,
         )
+
+    async def _load_images(self, messages: list[Message], request_id: str, timeout_s: float) -> list[ProcessedImage]:
+        """Raises RequestError, also if the model reads no images, and RequestTimeout."""
+        wanted = [RequestedImage(path, part.url, part.low_detail) for path, part in image_parts(messages)]
+        if not wanted:
+            return []
+        if self.images is None:
+            raise InvalidImage(wanted[0].field, "an image", f"text: model {self.info.name!r} reads no images")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.images.load(wanted)
+        except TimeoutError:
+            raise RequestTimeout(request_id, timeout_s) from None
 
     async def completion(self, body: CompletionBody, context: RequestContext) -> CompletionResponse:
         """Raises RequestError, and Overloaded before any work is done."""
@@ -203,7 +233,10 @@ class ServedModel:
     async def tokenize(self, body: TokenizeBody) -> Tokens:
         """Raises RequestError."""
         if body.messages is not None:
+            images = await self._load_images(body.messages, "tokenize", self.info.request_timeout_s)
             text, special = await asyncio.to_thread(self._render_chat, body.messages, body.tools or [], body), False
+            if self.images is not None:
+                text = self.images.processor.expand(text, images, self.info.max_model_len)
         else:
             text, special = body.prompt or "", body.add_special_tokens is not False
         return await asyncio.to_thread(self._tokenize, text, special, body.return_token_strs)
@@ -234,14 +267,14 @@ class ServedModel:
         return self._requests(prompts, params, body, context), texts
 
     def _prepare_chat(
-        self, body: ChatBody, context: RequestContext
+        self, body: ChatBody, context: RequestContext, images: list[ProcessedImage]
     ) -> tuple[list[list[GenerateRequest]], OutputFormat]:
         """Return the requests, with the grammar of the output, and the format to parse it by. For a thread."""
         params = self._params(body)
         text = self._render_chat(body.messages, body.offered_tools, body)
         fields = body.field_variables.items()
         body.ignored.extend(field for field, names in fields if not self.tokenizer.template_names(names))
-        prompt = self._encode(text, body)
+        prompt, mm_features = self._encode_with_images(text, body, images) if images else (self._encode(text, body), [])
         thinking = self._format.thinking(body, text)
         budget = self._format.thinking_budget(body, thinking, self._tokens)
         if body.thinking_token_budget is not None and budget is None:
@@ -254,7 +287,7 @@ class ServedModel:
             prediction = self.tokenizer.encode(body.prediction.text, add_special_tokens=False)
         grammar = self._format.structured_outputs(body, thinking, params.structured_outputs, self._tokens)
         params = msgspec.structs.replace(params, structured_outputs=grammar, thinking_budget=budget)
-        requests = self._requests([prompt], params, body, context, prediction)
+        requests = self._requests([prompt], params, body, context, prediction, mm_features)
         return requests, self._format.output_format(body, thinking, self._tokens)
 
     def _render_chat(self, messages: list[Message], tools: list[Tool], body: TemplateBody) -> str:
@@ -291,6 +324,15 @@ class ServedModel:
         self.tokenizer.check_length(text, self.info.max_model_len)
         return self._truncate(self.tokenizer.encode(text, body.add_special_tokens), body)
 
+    def _encode_with_images(
+        self, text: str, body: ChatBody, images: list[ProcessedImage]
+    ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
+        """Raises RequestError."""
+        assert self.images is not None
+        if body.truncate_prompt_tokens is not None:
+            raise InvalidParameter("truncate_prompt_tokens", body.truncate_prompt_tokens, "left out beside images")
+        return self.images.processor.place(text, images, self.info.max_model_len, body.add_special_tokens)
+
     def _truncate(self, prompt: list[int], body: GenerationBody) -> list[int]:
         kept = body.truncate_prompt_tokens
         if kept is None:
@@ -318,6 +360,7 @@ class ServedModel:
         body: GenerationBody,
         context: RequestContext,
         prediction: list[int] | None = None,
+        mm_features: list[MultiModalFeatureSpec] | None = None,
     ) -> list[list[GenerateRequest]]:
         for prompt in prompts:
             if not prompt:
@@ -329,7 +372,7 @@ class ServedModel:
         if body.tier_priority and not self.info.has_priorities:
             body.ignored.append("service_tier")
         request = self.new_request(context, body.priority or body.tier_priority, body.cache_salt)
-        request = msgspec.structs.replace(request, prediction=prediction or [])
+        request = msgspec.structs.replace(request, prediction=prediction or [], mm_features=mm_features or [])
         sequences = [params.sequence(j) for j in range(body.n)]
         return [
             [

@@ -7,7 +7,7 @@ import warnings
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from engine.errors import InvalidParameter
+from engine.errors import InvalidImage
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 MAX_ASPECT_RATIO = 200  # beyond it Qwen's processor refuses an image, and others would stretch it
@@ -19,23 +19,24 @@ def decode(file: bytes, field: str, max_pixels: int, low_detail: bool = False) -
     """Return the first frame of an image file, upright and in RGB; what is transparent becomes white, as in vLLM.
 
     field: how an error names the image. low_detail: make it fit into LOW_DETAIL.
-    Raises InvalidParameter if it is none that can be read, or, before its pixels are decoded, if it has too many.
+    Raises InvalidImage if it is none that can be read, or, before its pixels are decoded, if it has too many.
     """
+    small_enough = f"an image of at most {max_pixels} pixels (ingress.images.max_pixels)"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's own limit of pixels; ours comes right behind
             image: Image.Image = Image.open(io.BytesIO(file), formats=FORMATS)
     except Image.DecompressionBombError as error:
-        raise InvalidParameter(field, str(error), f"an image of at most {max_pixels} pixels") from None
+        raise InvalidImage(field, str(error), small_enough) from None
     except UnidentifiedImageError:
-        raise InvalidParameter(field, f"{file[:16]!r}…", READABLE) from None
+        raise InvalidImage(field, f"{file[:16]!r}…", READABLE) from None
     except Exception as error:  # noqa: BLE001  a broken header, by which decoders fail in many ways
-        raise InvalidParameter(field, _reason(error), READABLE) from None
+        raise InvalidImage(field, _reason(error), READABLE) from None
     size = f"{image.width} × {image.height}"
     if image.width * image.height > max_pixels:
-        raise InvalidParameter(field, size, f"an image of at most {max_pixels} pixels")
+        raise InvalidImage(field, size, small_enough)
     if max(image.size) > MAX_ASPECT_RATIO * min(image.size):
-        raise InvalidParameter(field, size, f"an image whose sides differ at most by a factor of {MAX_ASPECT_RATIO}")
+        raise InvalidImage(field, size, f"an image whose sides differ at most by a factor of {MAX_ASPECT_RATIO}")
     try:
         image = ImageOps.exif_transpose(image)
         if image.has_transparency_data:
@@ -43,7 +44,7 @@ def decode(file: bytes, field: str, max_pixels: int, low_detail: bool = False) -
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         image = image.convert("RGB")
     except Exception as error:  # noqa: BLE001  a file that is cut off, or made to break decoders
-        raise InvalidParameter(field, _reason(error), f"{READABLE} that can be decoded") from None
+        raise InvalidImage(field, _reason(error), f"{READABLE} that can be decoded") from None
     if low_detail:
         image.thumbnail(LOW_DETAIL)
     return image

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, RequestError
+from engine.errors import InvalidImage, ModelFolderError, PromptTooLong, RequestError
 from engine.text.tokenizer import Tokenizer
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
 
@@ -80,25 +80,24 @@ class ImageProcessor:
         return cls(family, config, found, tokenizer, folder)
 
     def process(self, image: Image.Image, field: str) -> ProcessedImage:
-        """Takes up to a second, mostly without the GIL. Raises InvalidParameter, naming the image `field`."""
+        """Takes up to a second, mostly without the GIL. Raises InvalidImage, naming the image `field`."""
         try:
             found = self._processor(images=[image], **self._options)
         except ValueError as error:
-            raise InvalidParameter(field, f"{image.width} × {image.height}", f"fit for this model: {error}") from None
+            raise InvalidImage(field, f"{image.width} × {image.height}", f"fit for this model: {error}") from None
         tensors = {name: TensorData.of(np.ascontiguousarray(found[name])) for name in self._family.arguments}
         text = self._family.placeholders(self._config, found, self._token)
         return ProcessedImage(
             data=tensors, mm_hash=mm_hash(tensors), placeholders=text, num_embeds=text.count(self._token)
         )
 
-    def place(
-        self, text: str, images: Sequence[ProcessedImage], max_model_len: int, add_special_tokens: bool = False
-    ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
-        """Return the tokens of a prompt, and where the images are in it.
+    def expand(self, text: str, images: Sequence[ProcessedImage], max_model_len: int) -> str:
+        """Return a conversation, as the chat template has rendered it, with the placeholders of its images.
 
-        text: a conversation as the chat template has rendered it.
-        Raises PromptTooLong, and RequestError if the prompt does not show each image once.
+        Raises PromptTooLong, and RequestError if the text does not show each image once.
         """
+        if not images:
+            return text
         marker = self._family.marker
         parts = text.split(marker)
         if len(parts) - 1 != len(images):
@@ -108,11 +107,16 @@ class ImageProcessor:
         needed = sum(image.num_embeds for image in images)
         if needed >= max_model_len:
             raise PromptTooLong(needed, max_model_len, estimated=True)
-        between = [image.placeholders for image in images]
-        whole = parts[0] + "".join(shown + part for shown, part in zip(between, parts[1:], strict=True))
+        return parts[0] + "".join(image.placeholders + part for image, part in zip(images, parts[1:], strict=True))
+
+    def place(
+        self, text: str, images: Sequence[ProcessedImage], max_model_len: int, add_special_tokens: bool = False
+    ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
+        """Return the tokens of a prompt, and where the images are in it. Raises like `expand`."""
+        whole = self.expand(text, images, max_model_len)
         prompt = self._tokenizer.encode_prompt(whole, max_model_len, add_special_tokens)
         places = [i for i, token_id in enumerate(prompt) if token_id == self._token_id]
-        if len(places) != needed:
+        if len(places) != sum(image.num_embeds for image in images):
             raise RequestError(f"messages: no text beside images may have {self._token!r}", "messages")
         features, start = [], 0
         for image in images:

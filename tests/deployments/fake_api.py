@@ -18,6 +18,7 @@ from deployments.app import http_app
 from deployments.frontend.admission import AdmissionLimits
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.middleware import AuthConfig
+from deployments.multimodal.image_loader import ImageLoader
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.tracing import Tracing
 from deployments.openai.batches.config import BatchConfig
@@ -111,9 +112,11 @@ async def fake_api(
     names: tuple[str, ...] = ("fake",),
     text_model: Tokenizer | None = None,
     keeps_texts: bool = False,
+    images: ImageLoader | None = None,
     **info: Any,
 ) -> AsyncGenerator[FakeApi]:
     """script: see FakeEngine. names: of the models, all on one engine. text_model: their tokenizer.
+    images: loads theirs; None if they read text only.
 
     info: fields of ModelInfo, or of its admission.
     """
@@ -130,7 +133,8 @@ async def fake_api(
     models = {}
     for name in names:
         model_info = ModelInfo(name=name, root=name, folder="", admission=admission, **{**fields, **info})
-        models[name] = ServedModel(model_info, text_model or tokenizer(), LocalPool(replica), channel, telemetry)
+        parts = text_model or tokenizer(), LocalPool(replica), channel, telemetry
+        models[name] = ServedModel(model_info, *parts, images)
     model = models[names[0]]
     app = http_app(models, telemetry, auth, batches, store)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, field_validator
 
 from deployments.http.body import validated
-from deployments.openai.conversation import MAX_PARTS, ContentPart, TemplateModel, only_text
+from deployments.openai.conversation import MAX_PARTS, ContentPart, ImagePart, TemplateModel, joined, known_parts
 from engine.errors import InvalidParameter, RequestError
 
 Item = dict[str, Any]
@@ -31,7 +30,7 @@ class MessageItem(TemplateModel):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Parts
 
-    _is_text = field_validator("content", mode="before")(only_text)
+    _known_parts = field_validator("content", mode="before")(known_parts)
 
 
 class FunctionCallItem(TemplateModel):
@@ -45,7 +44,7 @@ class FunctionCallOutputItem(TemplateModel):
     call_id: str
     output: str | Parts
 
-    _is_text = field_validator("output", mode="before")(only_text)
+    _known_parts = field_validator("output", mode="before")(known_parts)
 
 
 class ReasoningItem(TemplateModel):
@@ -58,7 +57,7 @@ class ReasoningItem(TemplateModel):
         sent = self.encrypted_content or ""
         if not self.content and sent.startswith(SENT_REASONING):
             return sent.removeprefix(SENT_REASONING)
-        return _text(self.content or [])
+        return "\n".join(part.text for part in self.content or [])
 
 
 class ItemReference(TemplateModel):
@@ -101,12 +100,12 @@ def to_messages(items: list[Item], instructions: str | None, first: int) -> list
         match item.get("type") or "message":
             case "message":
                 message = parsed(MessageItem, item, path)
-                content = _text(message.content)
+                content = _content(message.content, f"{path}.content")
                 if message.role == "assistant":
                     _turn(messages, "content", "tool_calls")["content"] = content
                 elif message.role == "user":
                     messages.append({"role": "user", "content": content})
-                elif len(messages) == 1 and messages[0]["role"] == "system":
+                elif len(messages) == 1 and messages[0]["role"] == "system" and isinstance(content, str):
                     messages[0]["content"] += f"\n\n{content}"
                 else:
                     messages.append({"role": "system", "content": content})
@@ -120,7 +119,8 @@ def to_messages(items: list[Item], instructions: str | None, first: int) -> list
                 _turn(messages).setdefault("tool_calls", []).append({"id": call.call_id, "function": function})
             case "function_call_output":
                 output = parsed(FunctionCallOutputItem, item, path)
-                messages.append({"role": "tool", "tool_call_id": output.call_id, "content": _text(output.output)})
+                content = _content(output.output, f"{path}.output")
+                messages.append({"role": "tool", "tool_call_id": output.call_id, "content": content})
             case other:
                 raise invalid(f"{path}.type", other, f"{ITEM_TYPES}: this server has no other tools")
     return messages
@@ -135,5 +135,14 @@ def _turn(messages: list[dict[str, Any]], *closed_by: str) -> dict[str, Any]:
     return last
 
 
-def _text(content: str | Sequence[ContentPart | ReasoningPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _content(content: str | list[ContentPart], path: str) -> str | list[ContentPart]:
+    """Return one text, or the parts if there are images among them. path: how errors name the content."""
+    if isinstance(content, str):
+        return content
+    text = joined(content)
+    if isinstance(text, str):
+        return text
+    for i, part in enumerate(content):
+        if isinstance(part, ImagePart):
+            part._path = f"{path}[{i}].{part.type}"
+    return content

@@ -16,7 +16,7 @@ from deployments.openai.conversation import FunctionDefinition, TemplateModel
 from deployments.openai.foreign_fields import FOREIGN_FIELDS
 from deployments.openai.request_bodies import MAX_MESSAGES, MAX_TOOLS, ChatBody, SamplingBody
 from deployments.openai.responses.items import Item, function_name, invalid, parsed, to_messages
-from engine.errors import InvalidParameter, RequestError, ServingError
+from engine.errors import InvalidImage, InvalidParameter, RequestError, ServingError
 from engine.wire.sampling_params import MAX_LOGPROBS
 
 SEARCH = re.compile(r"web_search(_preview)?(_\d{4}_\d{2}_\d{2})?")
@@ -226,7 +226,7 @@ class ResponsesBody(SamplingBody):
                 message = RENAMED[CHAT_SCHEMA] + message.removeprefix(CHAT_SCHEMA)
             param = RENAMED.get(error.info.param or "", error.info.param)
             return ReportedError(msgspec.structs.replace(error.info, message=message, param=param))
-        if not isinstance(error, InvalidParameter):
+        if not isinstance(error, InvalidParameter) or isinstance(error, InvalidImage):
             error.param = RENAMED.get(error.param or "", error.param)
             return error
         field = RENAMED.get(error.field, error.field)

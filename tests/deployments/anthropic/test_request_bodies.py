@@ -54,13 +54,13 @@ def read(**fields: Any) -> MessagesBody:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image blocks are not read"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "document blocks are not"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "tool_use blocks are not read there"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, "tool_result blocks are not"),
         ({"messages": [{"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}]}]}, "in a tool's result"),
+            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document"}]}]}]}, "in a tool's result"),
         ({"tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}]}, "tools[1] must be a tool with an"),
         ({"tools": [TOOL, TOOL]}, "different from all other names"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),

@@ -259,10 +259,12 @@ def test_sampling_field_reaches_the_engine(route):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_a_part_that_is_no_text_says_what_is_missing(kind):
+@pytest.mark.parametrize("kind", ["input_audio", "video_url", "file"])
+def test_a_part_that_is_neither_text_nor_image_is_named(kind):
     content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "data:,a"}}]
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
     with pytest.raises(InvalidParameter) as caught:
         parse(ChatBody, body, "ignore")
-    assert f"messages[0].content must be text: {kind} parts are not read" in str(caught.value)
+    assert f"messages[0].content must be texts and images: {kind} parts (the one at [1]) are not read" in str(
+        caught.value
+    )

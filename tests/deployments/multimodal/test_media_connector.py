@@ -10,7 +10,7 @@ import pytest
 
 from deployments.multimodal.config import ImageConfig
 from deployments.multimodal.media_connector import MediaConnector
-from engine.errors import ConfigError, InvalidParameter
+from engine.errors import ConfigError, InvalidImage
 from tests.deployments.multimodal.image_server import IMAGE, ImageServer, image_server
 
 LOCAL = ("127.0.0.0/8", "::1")
@@ -30,7 +30,7 @@ def load(path: str, **options: Any) -> tuple[bytes, ImageServer]:
 
 
 def refusal(path: str, **options: Any) -> str:
-    with pytest.raises(InvalidParameter, match=re.escape(f"{FIELD} must be")) as caught:
+    with pytest.raises(InvalidImage, match=re.escape(f"{FIELD} must be")) as caught:
         load(path, **options)
     return str(caught.value)
 
@@ -112,7 +112,7 @@ def test_the_address_that_is_connected_to_is_the_one_that_was_checked(monkeypatc
     monkeypatch.setattr("asyncio.selector_events.BaseSelectorEventLoop.sock_connect", sock_connect)
     config = ImageConfig()
     for limit in ("a URL that can be loaded", "a URL of a public address"):
-        with pytest.raises(InvalidParameter, match=limit):
+        with pytest.raises(InvalidImage, match=limit):
             asyncio.run(MediaConnector(config).load("http://pictures.example/a.png", FIELD))
     assert connected == ["93.184.216.34"]
 
@@ -132,7 +132,7 @@ def test_of_an_endless_answer_no_more_than_the_limit_is_kept():
     async def run() -> None:
         async with image_server() as server:
             config = ImageConfig(allowed_private_networks=LOCAL, max_bytes=200_000)
-            with pytest.raises(InvalidParameter, match="at most 200000 bytes"):
+            with pytest.raises(InvalidImage, match="at most 200000 bytes"):
                 await MediaConnector(config).load(f"{server.url}/endless", FIELD)
             assert server.sent < 2**24  # what sockets hold
 

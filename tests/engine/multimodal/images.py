@@ -48,13 +48,22 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }} "
+    "{% if message.content is string %}{{ message.content }} "
+    "{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|image_pad|> {% else %}{{ part.text }} {% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+
+
 def tokenizer() -> Tokenizer:
     """One token per word, and per placeholder."""
     words = ["<unk>", "look", "at", "this", "and", "Here", "is", "the", "original", "image"]
     backend = tokenizers.Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = WhitespaceSplit()
     backend.add_special_tokens([tokenizers.AddedToken(token, normalized=False) for token in SPECIAL])
-    return Tokenizer(backend, {}, None)
+    return Tokenizer(backend, {}, TEMPLATE)
 
 
 def processor(folder: Path, model_type: str, **settings: Any) -> ImageProcessor:

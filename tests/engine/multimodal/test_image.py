@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.errors import InvalidParameter
+from engine.errors import InvalidImage
 from engine.multimodal.image import FORMATS, decode
 from tests.engine.multimodal.images import file_of, picture
 
@@ -36,14 +36,14 @@ def test_files_of_each_format_are_read(kind):
         (file_of(picture(20, 10))[:60], "that can be decoded"),
         (file_of(picture(90, 90), "JPEG")[:900], "that can be decoded"),
         (png_header(20, 20), "that can be decoded"),
-        (file_of(picture(101, 100)), "at most 10000 pixels, got '101 × 100'"),
-        (png_header(15_000, 10_000), "at most 10000 pixels, got '15000 × 10000'"),
+        (file_of(picture(101, 100)), "at most 10000 pixels (ingress.images.max_pixels), got '101 × 100'"),
+        (png_header(15_000, 10_000), "at most 10000 pixels (ingress.images.max_pixels), got '15000 × 10000'"),
         (png_header(60_000, 60_000), "at most 10000 pixels"),
         (file_of(picture(201, 1)), "factor of 200, got '201 × 1'"),
     ],
 )
 def test_what_is_no_image_or_too_large_is_refused_by_name(file, named):
-    with pytest.raises(InvalidParameter) as caught:
+    with pytest.raises(InvalidImage) as caught:
         decode(file, "messages[0].content[1].image_url", MAX_PIXELS)
     assert str(caught.value).startswith("messages[0].content[1].image_url must be") and named in str(caught.value)
 
@@ -53,7 +53,7 @@ def test_the_pixels_of_an_image_that_is_too_large_are_not_decoded(monkeypatch):
         raise AssertionError("decoded")
 
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
-    with pytest.raises(InvalidParameter, match="pixels"):
+    with pytest.raises(InvalidImage, match="pixels"):
         decode(file_of(picture(101, 100)), "image", MAX_PIXELS)
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, RequestError
+from engine.errors import InvalidImage, ModelFolderError, PromptTooLong, RequestError
 from engine.multimodal.processor import FAMILIES, ImageProcessor
 from tests.engine.multimodal.images import SETTINGS, picture, processor, tokenizer
 
@@ -107,7 +107,7 @@ def test_images_that_do_not_fit_the_context_are_refused_before_the_prompt_is_mad
 
 def test_an_image_that_the_processor_refuses_is_named(tmp_path):
     images = processor(tmp_path, "qwen3_vl")
-    with pytest.raises(InvalidParameter, match=re.escape("messages[0].content[0] must be fit for this model")):
+    with pytest.raises(InvalidImage, match=re.escape("messages[0].content[0] must be fit for this model")):
         images.process(picture(201, 1), "messages[0].content[0]")
 
 

@@ -79,6 +79,7 @@ def test_a_field_that_has_no_effect_is_named_in_a_warning():
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 LONG = "a" * 20_000
 IMAGE = {"type": "input_image", "image_url": "data:"}
+FILE = {"type": "input_image", "file_id": "file-1"}
 BAD: list[tuple[dict[str, Any], str, str]] = [  # body, param, part of the message
     *[({"input": "a", name: {"a": "b"}}, name, reason) for name, reason in FOREIGN.refused.items()],
     ({}, "input", "input is required"),
@@ -88,7 +89,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [  # body, param, part of the messa
     ({"input": [{"role": "user", "content": "a"}] * 4097}, "input", "at most 4096 items"),
     ({"input": [{"role": "user"}]}, "input", "input[0].content is required"),
     ({"input": [{"role": "boss", "content": "a"}]}, "input", "input[0].role must be 'user', 'assistant'"),
-    ({"input": [{"role": "user", "content": [IMAGE]}]}, "input", "input_image parts are not read"),
+    ({"input": [{"role": "user", "content": [FILE]}]}, "input", "an image with a URL in image_url (Field required)"),
+    ({"input": [{"role": "user", "content": [IMAGE]}]}, "input", "input[0].content[0].input_image must be text: model"),
     ({"input": [{"type": "computer_call"}]}, "input", "input[0].type must be message, reasoning"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input", "input[0].call_id is required"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "input[0].id must be the id of an item"),

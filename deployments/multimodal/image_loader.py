@@ -1,0 +1,53 @@
+"""Loads and processes the images of a request, so many at a time that their memory is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from deployments.multimodal.config import ImageConfig
+from deployments.multimodal.media_connector import MediaConnector
+from deployments.multimodal.requested_image import RequestedImage
+from engine.errors import InvalidParameter
+from engine.model.checkpoint.folder import read_json
+from engine.multimodal import image
+from engine.multimodal.processor import ImageProcessor, ProcessedImage
+from engine.text.tokenizer import Tokenizer
+
+
+class ImageLoader:
+    """Belongs to one model of an ingress."""
+
+    def __init__(self, config: ImageConfig, processor: ImageProcessor):
+        self._config, self.processor = config, processor
+        self._media = MediaConnector(config)
+        self._in_flight = asyncio.Semaphore(config.max_in_flight)
+        self._processing = asyncio.Semaphore(config.max_processing)
+
+    @classmethod
+    def from_folder(cls, folder: Path, config: ImageConfig, tokenizer: Tokenizer) -> ImageLoader:
+        """Raises ModelFolderError."""
+        return cls(config, ImageProcessor.from_folder(folder, read_json(folder, "config.json"), tokenizer))
+
+    async def load(self, images: Sequence[RequestedImage]) -> list[ProcessedImage]:
+        """Return the images in their order. Raises RequestError for the first that fails, and then loads no others."""
+        if len(images) > self._config.max_per_request:
+            limit = f"at most {self._config.max_per_request} images (ingress.images.max_per_request)"
+            raise InvalidParameter("messages", f"{len(images)} images", limit)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._load(requested)) for requested in images]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _load(self, requested: RequestedImage) -> ProcessedImage:
+        async with self._in_flight:
+            file = await self._media.load(requested.url, requested.field)
+            async with self._processing:
+                return await asyncio.to_thread(self._process, file, requested)
+
+    def _process(self, file: bytes, requested: RequestedImage) -> ProcessedImage:
+        decoded = image.decode(file, requested.field, self._config.max_pixels, requested.low_detail)
+        return self.processor.process(decoded, requested.field)

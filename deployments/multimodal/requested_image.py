@@ -1,0 +1,14 @@
+"""An image as a request names it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedImage:
+    field: str
+    """How errors name it: `messages[0].content[1].image_url`."""
+    url: str
+    low_detail: bool
+    """It may be made smaller, for fewer tokens."""
