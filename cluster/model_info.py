@@ -55,6 +55,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         root=model.model,
         folder=str(text_folder),
         identity=identity,
+        image_folder=str(folder) if config.vision is not None and model_folder.has_image_processor(folder) else None,
         fingerprint=numerics,
         max_model_len=max_model_len,
         vocab_size=config.vocab_size,

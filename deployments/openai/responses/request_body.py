@@ -55,7 +55,7 @@ RESPONSES_FOREIGN_FIELDS = ForeignFields(
         "access_programs": "there are none",
         "context_management": "nothing is compacted",
         "enable_response_messages": "`GET /v1/responses/{id}/input_items` returns what was sent",
-        "image": "only text is read",
+        "image": "images are parts of messages",
         **{name: FOREIGN_FIELDS.ignored[name] for name in SHARED_FOREIGN_FIELDS},
     },
     refused={

@@ -20,6 +20,7 @@ TOKENIZER_FILES = [*VOCABULARY_FILES, "*token*.json", "chat_template.*"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # copies of the weights in other layouts
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors names them
+IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -109,6 +110,10 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
 
 def as_token_ids(named: int | list[int] | None) -> frozenset[int]:
     return frozenset(named if isinstance(named, list) else [] if named is None else [named])
+
+
+def has_image_processor(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in IMAGE_PROCESSOR_FILES)
 
 
 def default_sampling(folder: Path) -> dict[str, float]:
