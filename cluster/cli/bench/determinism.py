@@ -8,6 +8,7 @@ rest have a seed. Tokens are what users see. The bits of their log-probabilities
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -186,13 +187,12 @@ def largest_difference(one: Answer, other: Answer) -> float:
 
 
 def show_report(report: DeterminismReport) -> None:
-    table = make_table(
-        "computed", "dtype", "determinism", "requests", "other tokens", "other logprobs", "largest difference",
-        "CPU ms per token",
-    )  # fmt: skip
-    for share in report.shares:
-        counts = map(str, (share.requests, share.other_tokens, share.other_logprobs))
-        difference = f"{share.largest_difference:.2g}"
-        cpu = figure(share.cpu_ms_per_token, 3)
-        table.add_row(share.way, share.dtype, share.determinism, *counts, difference, cpu)
-    show(f"{report.model}, {report.threads} threads: answers of {report.output_len} tokens against alone", table)
+    show(f"{report.model}, {report.threads} threads: answers of {report.output_len} tokens against alone")
+    columns = "requests", "other tokens", "other logprobs", "difference", "CPU ms per token"
+    for (dtype, mode), shares in itertools.groupby(report.shares, lambda share: (share.dtype, share.determinism)):
+        table = make_table("computed", *columns)
+        for share in shares:
+            counts = map(str, (share.requests, share.other_tokens, share.other_logprobs))
+            difference, cpu = f"{share.largest_difference:.2g}", figure(share.cpu_ms_per_token, 3)
+            table.add_row(share.way, *counts, difference, cpu)
+        show(f"{dtype}, determinism {mode}", table)
