@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from engine.core.scheduler import NOT_FINITE, Event
 from engine.device import is_gpu
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup
-from engine.errors import EngineError, RequestError
+from engine.errors import EngineError, InvalidParameter, RequestError
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.offline.outputs import (
@@ -36,8 +37,21 @@ from engine.pooling.prompts import PoolingPrompt, PoolingPrompts, refuse_instruc
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import EngineStats, GenerateRequest, TokenDelta
+from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.multimodal.processor import ImageProcessor
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompt:
+    """Token ids with the images that some of them stand for."""
+
+    token_ids: list[int]
+    mm_features: list[MultiModalFeatureSpec]
+
 
 Prompt = str | list[int]
 Message = dict[str, Any]
@@ -71,6 +85,7 @@ class LLM:
         folder = engine_folder(self.config)
         self._model_config = ModelConfig.from_folder(folder)
         self.tokenizer = Tokenizer.from_folder(folder, decodes="generate" in self._model_config.supported_tasks)
+        self._image_processor: ImageProcessor | None = None
         self._ranks: RankProcesses | None = None
         self._core = self._start()
         self._numbers = itertools.count()
@@ -121,9 +136,16 @@ class LLM:
         sampling_params: one for all prompts, or one for each.
         Raises RequestError, before anything is computed, if any request could not be served as it is.
         """
-        several = _as_list(prompts)
-        params = self._params_for(several, sampling_params)
-        requests = [self.request(prompt, p) for prompt, p in zip(several, params, strict=True)]
+        return self._generate(_as_list(prompts), sampling_params, progress)
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt | ImagePrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool,
+    ) -> list[RequestOutput]:
+        params = self._params_for(prompts, sampling_params)
+        requests = [self.request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
         for request, p in zip(requests, params, strict=True):
             self.check(request, p)
         jobs = zip(requests, params, strict=True)
@@ -140,11 +162,32 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages), or several, by the model's chat template.
 
+        A message's content may hold images, as `{"type": "image", "image": a PIL.Image}` among its parts.
         Without sampling_params, an answer may be as long as the context allows.
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [self.tokenizer.apply_chat_template(list(c), **template_arguments) for c in conversations]
-        return self.generate(prompts, sampling_params or SamplingParams(max_tokens=None), progress=progress)
+        prompts = [self._chat_prompt(list(c), template_arguments) for c in conversations]
+        return self._generate(prompts, sampling_params or SamplingParams(max_tokens=None), progress)
+
+    def _chat_prompt(self, messages: list[Message], template_arguments: dict[str, Any]) -> ImagePrompt | list[int]:
+        contents = [message.get("content") for message in messages]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        images = [part["image"] for part in parts if part.get("type") == "image"]
+        if not images:
+            return self.tokenizer.apply_chat_template(messages, **template_arguments)
+        if self._model_config.vision is None:
+            raise InvalidParameter("messages", f"{len(images)} images", "text: this model reads no images")
+        if self._image_processor is None:
+            from engine.multimodal.processor import ImageProcessor
+
+            folder = engine_folder(self.config)
+            self._image_processor = ImageProcessor.from_folder(
+                folder, json.loads(self._model_config.vision.transformers), self.tokenizer
+            )
+        processor = self._image_processor
+        found = [processor.process(image.convert("RGB"), f"images[{i}]") for i, image in enumerate(images)]
+        text = self.tokenizer.render_chat_template(messages, **template_arguments)
+        return ImagePrompt(*processor.place(text, found, self.max_model_len))
 
     def embed(
         self,
@@ -202,17 +245,22 @@ class LLM:
             for job, delta, score in zip(jobs, deltas, scores, strict=True)
         ]
 
-    def request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> RequestOutput:
+    def request(
+        self, prompt: Prompt | ImagePrompt, params: SamplingParams, request_id: str | None = None
+    ) -> RequestOutput:
         """A request that has not been computed yet; `run` fills it in.
 
         request_id: unique among those that run at a time, and the source of the seed if `params` has none; by
         default the engine's seed and a running number.
         """
+        images: list[MultiModalFeatureSpec] = []
+        if isinstance(prompt, ImagePrompt):
+            prompt, images = prompt.token_ids, prompt.mm_features
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
         request_id = request_id or f"{self.config.seed}-{next(self._numbers)}"
-        return RequestOutput(request_id, text, ids, outputs)
+        return RequestOutput(request_id, text, ids, outputs, mm_features=images)
 
     def check(self, request: RequestOutput, params: SamplingParams) -> None:
         """Raise RequestError if the engine would refuse this request."""
@@ -304,7 +352,7 @@ class LLM:
         return [ended[request.request_id] for request in requests]
 
     def _params_for(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: Sequence[object], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if sampling_params is None:
             sampling_params = SamplingParams()
@@ -324,6 +372,7 @@ class LLM:
             yield GenerateRequest(
                 request_id=f"{request.request_id}-{output.index}",
                 prompt=request.prompt_token_ids,
+                mm_features=request.mm_features,
                 params=params.sequence(output.index),
             )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from engine.wire.messages import RequestTimes, TokenLogprob
+from engine.wire.multimodal import MultiModalFeatureSpec
 
 Output = TypeVar("Output")
 
@@ -39,6 +40,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprob | None] | None = None  #: one per prompt token, the first None, if requested
     num_cached_tokens: int = 0  #: prompt tokens that came from the prefix cache
+    mm_features: list[MultiModalFeatureSpec] = field(default_factory=list)  #: images of the prompt
 
     @property
     def finished(self) -> bool:
