@@ -255,7 +255,7 @@ class LLM:
         """
         images: list[MultiModalFeatureSpec] = []
         if isinstance(prompt, ImagePrompt):
-            prompt, images = prompt.token_ids, prompt.mm_features
+            images, prompt = prompt.mm_features, prompt.token_ids
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
