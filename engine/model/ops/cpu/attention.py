@@ -41,7 +41,7 @@ from engine.model.ops.cpu.kernel import (
 )
 from engine.model.ops.cpu.norm import rms_norm
 from engine.model.ops.cpu.rope import rotate_head
-from engine.model.ops.cpu.vector import LANES, LOG2_E, copy_row
+from engine.model.ops.cpu.vector import LANES, LOG2_E
 from engine.model.ops.norm_plain import HeadNorms
 
 TOKENS = 4  # whose KV a thread writes at a time
@@ -72,8 +72,9 @@ def rotate_and_write_rows(cast: Any, args: Any) -> None:
                 k_to = base + head * head_stride
                 v_to = k_to + kv_heads * head_stride
                 rotate_head(k, k_from, table, angles, half)
-                copy_row(cache, k_to, k, k_from, head_dim)
-                copy_row(cache, v_to, v, v_from, head_dim)
+                for i in range(head_dim):
+                    cache[k_to + i] = k[k_from + i]
+                    cache[v_to + i] = v[v_from + i]
 
 
 @kernel

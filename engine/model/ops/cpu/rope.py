@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from engine.model.ops.cpu.kernel import (
@@ -22,38 +19,14 @@ from engine.model.ops.cpu.kernel import (
     store,
     take,
 )
-from engine.model.ops.cpu.vector import FAST, LANES, fma, load16, steps, store16
 
 TOKENS = 4  # taken by a thread at a time
-
-
-@intrinsic
-def rotate_pairs(_: Any, x: Any, first: Any, second: Any, table: Any, cosines: Any, sines: Any, count: Any) -> Any:
-    """Rotate the pairs (x[first + i], x[second + i]) by the angles at table[cosines + i] and table[sines + i], for
-    i < count, a multiple of 16."""
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        values, *starts, number = args[0], args[1], args[2], args[4], args[5], args[6]
-        dtype = sig.args[0].dtype
-        with steps(builder, number) as (i, _count):
-            to_a, to_b, at_cos, at_sin = (builder.add(start, i) for start in starts)
-            a, b = load16(builder, values, to_a, dtype), load16(builder, values, to_b, dtype)
-            cos, sin = load16(builder, args[3], at_cos, dtype), load16(builder, args[3], at_sin, dtype)
-            low = builder.fsub(builder.fmul(a, cos, flags=FAST), builder.fmul(b, sin, flags=FAST), flags=FAST)
-            store16(builder, low, values, to_a, dtype)
-            store16(builder, fma(builder, b, cos, builder.fmul(a, sin, flags=FAST)), values, to_b, dtype)
-        return context.get_dummy_value()
-
-    size = types.int64
-    return types.void(x, size, size, table, size, size, size), generate
 
 
 @device_function
 def rotate_head(x: Any, first: int, table: Any, angles: int, half: int) -> None:
     """Rotate the pairs of x[first : first + 2 * half] by table[angles : angles + 2 * half]."""
-    whole = half // LANES * LANES
-    rotate_pairs(x, first, first + half, table, angles, angles + half, whole)
-    for i in range(whole, half):
+    for i in range(half):
         cos, sin = load(table, angles + i), load(table, angles + half + i)
         a, b = load(x, first + i), load(x, first + half + i)
         store(x, first + i, a * cos - b * sin)

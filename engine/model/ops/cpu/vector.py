@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.model.ops.cpu.kernel import I32, I64, device_function
+from engine.model.ops.cpu.kernel import I32, I64
 
 
 class BFloat16Type(ir.Type):
@@ -180,15 +180,6 @@ def copy(_: Any, out: Any, target: Any, x: Any, source: Any, size: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(out, types.int64, out, types.int64, types.int64), generate
-
-
-@device_function
-def copy_row(out: Any, target: int, x: Any, source: int, size: int) -> None:
-    """out[target + i] = x[source + i] for i < size."""
-    whole = size // LANES * LANES
-    copy(out, target, x, source, whole)
-    for i in range(whole, size):
-        out[target + i] = x[source + i]
 
 
 @intrinsic
