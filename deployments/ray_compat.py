@@ -8,7 +8,9 @@ import logging
 import os
 import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -41,6 +43,22 @@ class CallRouter(RequestRouter):
         """Serve's own looks up the id that all calls of one HTTP request share: the second would wait for ever."""
         waiting = self._pending_requests_to_fulfill
         return next((p for p in waiting if p.metadata is request_metadata and not p.future.done()), None)
+
+
+@contextmanager
+def apart_from_http_request() -> Iterator[None]:
+    """Calls that are made within belong to no HTTP request, so they end only when they are cancelled by us.
+
+    Behind HAProxy, Serve cancels all calls that were made while an HTTP request was handled once its client has left,
+    also those of an answer that goes on without it.
+    """
+    context = serve.context._get_serve_request_context()
+    apart = replace(context, _internal_request_id="", cancel_on_parent_request_cancel=False)
+    token = serve.context._serve_request_context.set(apart)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        serve.context._serve_request_context.reset(token)
 
 
 @dataclass(frozen=True, slots=True)

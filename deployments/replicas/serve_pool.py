@@ -60,7 +60,9 @@ class ServePool:
             prompt = replace(prompt, keys=())  # all of it is computed, whatever is cached
         note = partial(self._note_all, [request.request_id for request in requests])
         call = RoutingContext(prompt, self.routing, avoid, first.model, note)
-        await _answer(self._handle.generate.remote([EncodedRequest.of(request) for request in requests], call), call)
+        with ray_compat.apart_from_http_request():
+            response = self._handle.generate.remote([EncodedRequest.of(request) for request in requests], call)
+        await _answer(response, call)
 
     def _note_all(self, request_ids: list[str], what: str) -> None:
         if self._note is not None:

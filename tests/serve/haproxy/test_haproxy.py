@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.deployments.openai.bad_requests import Bad
+from tests.scrape import Scrape
 from tests.serve.haproxy.clients import ALICE, KEYS
 from tests.serve.serve_run import ServeRun, wait_until
 
@@ -102,3 +103,18 @@ def test_client_that_leaves_a_stream_frees_its_blocks(server, client):
     next(iter(stream))
     stream.close()
     wait_for_metric(server, r"vllm:num_requests_running\{.*tiny.*\} 0\.0$")
+
+
+def test_answer_with_an_idempotency_key_goes_on_when_its_client_leaves(server):
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    ask = {"url": f"{server.url}/v1/completions", "json": body, "headers": {**ALICE, "Idempotency-Key": "left"}}
+
+    def ended(reason: str) -> float:
+        metrics = Scrape(httpx.get(f"{server.url}/metrics", headers=ALICE).text)
+        return metrics.sum("vllm:request_success_total", model_name="tiny", finished_reason=reason)
+
+    before = ended("abort"), ended("length")
+    with httpx.stream("POST", **ask, timeout=60) as response:
+        next(response.iter_lines())
+    assert httpx.post(**ask, timeout=60).text.endswith("data: [DONE]\n\n")
+    assert (ended("abort"), ended("length")) == (before[0], before[1] + 1)
