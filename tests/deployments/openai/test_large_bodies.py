@@ -239,7 +239,7 @@ def test_largest_value_that_a_field_may_have_holds_the_loop_for_less_than_100_ms
     async def scenario() -> None:
         async with fake_api(vocab_size=2**18) as api:
             took = []
-            for _ in range(3):
+            for _ in range(10):  # the other core may be at work in the same caches
                 async with longest_turn() as turn:
                     await api.client.post(PATHS[kind], content=raw, headers=JSON)
                 took.append(turn.cpu_s)

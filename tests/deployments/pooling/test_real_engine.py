@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def test_texts_whose_engine_is_lost_are_computed_again_as_a_whole(folder, monkey
     calls: list[tuple[GenerateRequest, ...]] = []
     generate = LocalPool.generate
 
-    async def fails_at_first(self: LocalPool, *requests: GenerateRequest) -> None:
+    async def fails_at_first(self: LocalPool, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         calls.append(requests)
         if len(calls) == 1:
             await generate(self, *requests[:2])
