@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from itertools import islice, takewhile
 
 from engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
@@ -33,7 +34,8 @@ class Speculator:
         step_cost: of a number of sequences; DraftCost.of."""
         self._limit, self._drafter = config.num_speculative_tokens, drafter
         self._step_cost, self._vocab_size = step_cost, vocab_size
-        self._step = self._undrafted = StepDrafts(0, 0.0, 0.0)
+        self._cost = 0, 0.0, 0.0, 0.0
+        self._step = self._undrafted = StepDrafts(*self._cost)
         self._num_proposed = 0  # for each request of the step that was planned last
         self.totals = SpecDecodeStats()
 
@@ -57,8 +59,10 @@ class Speculator:
 
     def start_step(self, sequences: int) -> None:
         """sequences: those that run."""
-        cost = self._step_cost(sequences)
-        self._step, self._undrafted = StepDrafts(sequences, *cost), StepDrafts(sequences, *cost)
+        cost = sequences, *self._step_cost(sequences)
+        if cost != self._cost:
+            self._cost, self._undrafted = cost, StepDrafts(*cost)
+        self._step = self._undrafted
 
     def waits(self, request: Request) -> bool:
         """Return whether a request should wait for its token in flight, since drafts may follow that."""
@@ -102,6 +106,8 @@ class Speculator:
         """Record that the next step verifies so many drafts of a request."""
         drafts = self._start(request)
         drafts.in_flight = count
+        if self._step is self._undrafted:
+            self._step = copy(self._undrafted)
         self._step.add(drafts.acceptance(len(request.tokens)), count)
 
     def verified(self, request: Request, accepted: int, proposed: list[int]) -> int:

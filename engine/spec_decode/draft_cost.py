@@ -24,6 +24,9 @@ class StepMean:
         self.seconds += (seconds - self.seconds) / self.count
 
 
+UNKNOWN = StepMean()
+
+
 def line_through(means: list[StepMean]) -> tuple[float, float]:
     """Return (fixed, slope) of seconds by tokens, by least squares. Neither is negative."""
     count = sum(mean.count for mean in means)
@@ -101,8 +104,10 @@ class ProposalCost:
         return idle.seconds, max(0.0, busy.seconds - idle.seconds) / busy.tokens if busy.count else 0.0
 
     def _nearest(self, means: dict[int, StepMean], size: int) -> StepMean:
+        if (mean := means.get(size, UNKNOWN)).count or not means:  # quickly, since this is asked in every step
+            return mean
         known = [other for other, mean in means.items() if mean.count]
-        return means[min(known, key=lambda other: abs(other - size))] if known else StepMean()
+        return means[min(known, key=lambda other: abs(other - size))] if known else UNKNOWN
 
 
 class DraftCost:
