@@ -54,7 +54,7 @@ def apart_from_http_request() -> Iterator[None]:
     """
     context = serve.context._get_serve_request_context()
     apart = replace(context, _internal_request_id="", cancel_on_parent_request_cancel=False)
-    token = serve.context._serve_request_context.set(apart)  # type: ignore[arg-type]
+    token = serve.context._serve_request_context.set(apart)
     try:
         yield
     finally:
