@@ -102,7 +102,7 @@ def forge(address: str, port: int, reply_to: str, context: zmq.Context) -> None:
             stranger.send(message)
     read = tcp.RESPONSE.pack(bytes(32), bytes(32)) + tcp.REQUEST.pack(tcp.MAGIC, 1, 0, 1, 0) + bytes(4)
     for data in (b"\xc1", read):
-        with socket.create_connection((address, port), timeout=10) as connection, suppress(OSError):
+        with suppress(OSError), socket.create_connection((address, port), timeout=10) as connection:
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
             answer = b""
