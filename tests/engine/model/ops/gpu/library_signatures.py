@@ -8,6 +8,8 @@ compares the records with wheels (`pip download --no-deps flashinfer-python flas
 from __future__ import annotations
 
 import ast
+import functools
+import gc
 import inspect
 import sys
 import zipfile
@@ -69,11 +71,25 @@ FLASH_ATTENTION_3 = Declaration(  # on no package index: built from the reposito
 DECLARATIONS = (FLASH_INFER, FLASH_ATTENTION_4, FLASH_ATTENTION_3)
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a source, built with the collector off.
+
+    A collection in the middle of building a large tree runs finalizers, and these let other threads run. One that
+    parses too then makes CPython 3.11 raise "AST constructor recursion depth mismatch": both share one counter.
+    """
+    gc.disable()
+    try:
+        return ast.parse(source)
+    finally:
+        gc.enable()
+
+
 def declared(source: str, name: str) -> list[tuple[int, str]]:
     """Line and arguments, without annotations, of every function of this name; a method's is `Class.method`."""
     owner, _, function = name.rpartition(".")
     found = []
-    for scope in ast.walk(ast.parse(source)):
+    for scope in ast.walk(parsed(source)):
         if isinstance(scope, ast.ClassDef if owner else ast.Module) and getattr(scope, "name", "") == owner:
             for node in scope.body:
                 if isinstance(node, ast.FunctionDef) and node.name == function:
