@@ -20,7 +20,7 @@ from benchmarks.command import run
 
 ENDPOINT = "/v1/completions"
 Times = list[tuple[float, float]]
-"""Of each answer: seconds to its first token, and to its end."""
+"""Seconds to the first token of each answer, and to its end."""
 
 
 def main(

@@ -8,7 +8,7 @@ from engine.wire.messages import EngineStats
 
 
 def engine_stats(**figures: Any) -> EngineStats:
-    """Of an engine of ten blocks that has done nothing yet, but for `figures`."""
+    """The stats of an engine of ten blocks that has done nothing yet, but for `figures`."""
     nothing = {
         "running": 0,
         "waiting": 0,

@@ -31,10 +31,10 @@ ABSENT = "absent"
 State = dict[str, Any]
 
 contexts: list[Any] = []
-"""Of ZMQ, that were not closed when last looked at."""
+"""Contexts of ZMQ that were not closed when last looked at."""
 left_contexts: list[Any] = []
-"""Of tests that failed here. With messages that nobody takes, the garbage collector would wait for ever to close them,
-in whichever test comes to it."""
+"""Contexts of tests that failed here. With messages that nobody takes, the garbage collector would wait for ever to
+close them, in whichever test comes to it."""
 
 if zmq is not None:
     make_context = zmq.Context.__init__
@@ -146,7 +146,7 @@ def pytest_configure() -> None:
 
 
 def end(*_: object) -> NoReturn:
-    """As for Ctrl-C: what tests have started is still ended."""
+    """Exit as Ctrl-C does: what tests have started is still ended."""
     pytest.exit("SIGTERM", returncode=128 + signal.SIGTERM)
 
 

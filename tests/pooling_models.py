@@ -170,7 +170,7 @@ def load(file: Path) -> torch.Tensor:
 
 
 def wordpiece() -> transformers.PreTrainedTokenizerFast:
-    """As BERT's files have it, with the padding and the truncation that sentence-transformers leaves in them."""
+    """A tokenizer like BERT's, with the padding and the truncation that sentence-transformers leaves in its files."""
     letters = [chr(i) for i in range(97, 123)]
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS, ".", ",", *letters, *(f"##{c}" for c in letters)]
     tokenizer = Tokenizer(models.WordPiece({t: i for i, t in enumerate(vocabulary)}, unk_token="[UNK]"))
@@ -187,7 +187,7 @@ def wordpiece() -> transformers.PreTrainedTokenizerFast:
 
 
 def unigram() -> transformers.PreTrainedTokenizerFast:
-    """As XLM-RoBERTa's files have it."""
+    """A tokenizer like that of XLM-RoBERTa's files."""
     letters = ["▁", *(chr(i) for i in range(97, 123)), "T", "A", ".", ","]
     pieces = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
     pieces += [(f"▁{word}", -5.0) for word in WORDS[:-1]] + [(letter, -9.0) for letter in letters]

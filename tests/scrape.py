@@ -23,7 +23,7 @@ class Scrape:
         self.series = [Series(sample.name, dict(sample.labels), sample.value) for sample in samples]
 
     def sum(self, name: str, **labels: str) -> float:
-        """Of all series with these labels; at least one must exist."""
+        """The sum of all series with these labels; at least one must exist."""
         found = [one.value for one in self.series if one.name == name and labels.items() <= one.labels.items()]
         assert found, f"no series {name} with {labels}"
         return sum(found)

@@ -26,7 +26,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def byte_fallback() -> transformers.PreTrainedTokenizerFast:
-    """As Llama 2's tokenizer.json has it."""
+    """Return a tokenizer that falls back to bytes as Llama 2's tokenizer.json does."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     special = ["<unk>", "<s>", "</s>"]

@@ -21,7 +21,7 @@ class AnswerReader:
         """known: what the client already has of its stream."""
         self.created = answer.record.created
         self.ids: EventIds | None = None
-        """Of the events of a stream; None before `read`, and with more than MAX_CHOICES choices."""
+        """The ids of a stream's events; None before `read`, and with more than MAX_CHOICES choices."""
         self._answer, self._known = answer, known
 
     @property

@@ -67,7 +67,7 @@ class Position:
     group_size: int
     """Tokens of the group; 0 before the first, and if only the end came."""
     choices: tuple[ChoicePosition, ...]
-    """Of each choice, after the group."""
+    """The position of each choice after the group."""
 
     @property
     def is_first(self) -> bool:

@@ -27,9 +27,9 @@ class Record(msgspec.Struct):
     secret: str
     """32 random hex digits, of which seeds and ids are made."""
     fingerprint: str | None = None
-    """Of the model that began it; see ModelInfo."""
+    """The model that began it; see ModelInfo."""
     outputs: list[TokenDelta] | None = None
-    """Of each choice, once all have ended."""
+    """What each choice generated, once all have ended."""
 
     @classmethod
     def new(cls, owner: str, route: str, body: bytes, headers: Mapping[str, str]) -> Record:

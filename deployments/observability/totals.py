@@ -18,7 +18,7 @@ INTERVAL_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of all engines that answer, since their starts."""
+    """Sums over all engines that answer, each since its start."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0

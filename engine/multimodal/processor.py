@@ -180,4 +180,4 @@ FAMILIES = {
         options=lambda config: {"crop_to_patches": True},
     ),
 }
-"""By `model_type` of config.json. Llama 4 is missing, since its image processor needs torchvision."""
+"""The processors by `model_type` of config.json. Llama 4 is missing, since its image processor needs torchvision."""

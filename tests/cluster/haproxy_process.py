@@ -27,8 +27,10 @@ needs_haproxy = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings H
 def running(
     applications: dict[str, BackendConfig], host: str = "127.0.0.1", environment: dict[str, str] | None = None
 ) -> Iterator[tuple[str, str, subprocess.Popen[bytes]]]:
-    """As Ray starts it for applications that have no replica yet, by name. Its address, that of its metrics, and the
-    process that did. environment: further variables."""
+    """Run HAProxy as Ray starts it for applications (by name) that have no replica yet.
+
+    Yields its address, that of its metrics, and the process that started it. environment: further variables.
+    """
     port, metrics_port = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="manta", dir="/tmp") as folder:  # socket paths must be short
         config = HAProxyConfig(

@@ -290,7 +290,7 @@ def test_monitors_of_an_overlay_name_ports_of_the_pods_that_they_select(overlay)
 @needs_kustomize
 @every_overlay
 def test_prometheus_operator_takes_the_monitors_and_rules_of_an_overlay(overlay):
-    """As kube-prometheus-stack installs it, it takes only those with the name of its release."""
+    """The operator, as kube-prometheus-stack installs it, takes only those with the name of its release."""
     for manifest in of_kind("PodMonitor", rendered(overlay)) + of_kind("PrometheusRule", rendered(overlay)):
         assert manifest["metadata"]["labels"]["release"] == "kube-prometheus-stack"
 

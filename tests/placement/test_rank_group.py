@@ -17,7 +17,7 @@ DEAD = RayActorError()
 
 
 def remote(error: Exception) -> RayTaskError:
-    """As Ray raises it where the call was made."""
+    """Return the error as Ray raises it where the call was made."""
     return RayTaskError("start", "Traceback ...", error, proctitle="rank", pid=1, ip="127.0.0.1")
 
 

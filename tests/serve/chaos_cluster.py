@@ -91,7 +91,7 @@ class ChaosCluster:
         return found_replicas
 
     def pids(self, deployment: str) -> list[int]:
-        """Of its running replicas; of none while Serve's controller is away."""
+        """The processes of its running replicas; none while Serve's controller is away."""
         try:
             replicas = self._deployments()[deployment]["replicas"]
         except (httpx.HTTPError, LookupError):

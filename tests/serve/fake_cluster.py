@@ -66,7 +66,7 @@ class FakeCluster:
         return groups
 
     def log_lines(self) -> list[str]:
-        """Of the actors of all nodes, in no order across processes."""
+        """The lines of the actors of all nodes, in no order across processes."""
         files = sorted(Path(self._folder.name).rglob("worker-*.err"))
         return [line for file in files for line in file.read_text(errors="replace").splitlines()]
 

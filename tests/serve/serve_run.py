@@ -87,7 +87,7 @@ class ServeRun:
         httpx.put(self._applications, json=self._change(args), timeout=60).raise_for_status()
 
     def status(self) -> str:
-        """Of the application, for Serve."""
+        """The application's status, as Serve reports it."""
         status: str = httpx.get(self._applications, timeout=30).json()["applications"]["manta"]["status"]
         return status
 
@@ -148,7 +148,7 @@ def kill_all(processes: list[psutil.Process]) -> None:
 
 
 def ray_environment(folder: str) -> dict[str, str]:
-    """Of a process whose Ray nobody else sees. folder: for its files; a short path."""
+    """The environment of a process whose Ray nobody else sees. folder: for its files; a short path."""
     ours = {
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",

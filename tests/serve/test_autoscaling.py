@@ -82,7 +82,7 @@ class Serving:
         return [(int(match[1]), int(match[2]), match[3]) for match in found]
 
     def exported(self, name: str, **labels: str) -> float:
-        """Of the series that Ray exports for Serve's controller."""
+        """The value of a series that Ray exports for Serve's controller."""
         return Scrape(httpx.get(self._ray_metrics, timeout=10).text).sum(f"ray_manta_autoscaling_{name}", **labels)
 
     def health(self) -> int:

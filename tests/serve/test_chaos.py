@@ -189,7 +189,7 @@ def test_streams_outlive_a_node_and_a_new_one_takes_its_place(serving, expected,
 
 
 def test_streams_outlive_a_decode_node_that_falls_silent(serving, expected):
-    """As when its network is cut: nothing says that it is gone, and it comes back when others have its work."""
+    """A cut network looks like this: nothing says that it is gone, and it comes back when others have its work."""
 
     def blow() -> Replica:
         replica = serving.busiest(len(STREAMS))

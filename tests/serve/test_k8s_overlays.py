@@ -59,7 +59,7 @@ class Head:
         answer.raise_for_status()
 
     def status(self) -> tuple[str, dict[str, int]]:
-        """Of the application, and running replicas of each deployment."""
+        """The application's status, and the number of running replicas of each deployment."""
         found = httpx.get(f"{self.dashboard}/api/serve/applications/", timeout=30).json()
         application = found["applications"]["manta"]
         assert application["status"] != "DEPLOY_FAILED", application["message"]

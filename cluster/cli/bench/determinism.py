@@ -40,7 +40,7 @@ Answer = list[tuple[int, float]]  # each token with its log-probability
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of the requests that were computed in one way, how many differ from the same requests alone."""
+    """How many of the requests that were computed in one way differ from the same requests alone."""
 
     way: str
     dtype: str

@@ -36,7 +36,7 @@ class _Body(msgspec.Struct):
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
     number: int
-    """Of its line, from 1."""
+    """The number of its line, from 1."""
     custom_id: str
     body: bytes
 

@@ -84,7 +84,7 @@ class BatchBody(RequestBody):
         default=None, max_length=16
     )
     output_expires_after: ExpiresAfter = ExpiresAfter(anchor="created_at", seconds=MAX_AGE_S)
-    """Of the output and error file."""
+    """When the output file and the error file expire."""
 
 
 class BatchError(msgspec.Struct):

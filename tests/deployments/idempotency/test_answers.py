@@ -292,7 +292,7 @@ def no_space(folder: Path) -> Iterator[Callable[[bool], None]]:
 
 @contextmanager
 def no_longer_files(folder: Path) -> Iterator[Callable[[bool], None]]:
-    """As a quota does: no file may grow beyond the size that the store's have."""
+    """Refuse growth as a quota does: no file may grow beyond the size that the store's have."""
     folder.mkdir()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -420,7 +420,7 @@ async def expire_record(config: StoreConfig, stream_id: str) -> None:
 
 
 async def change_record(config: StoreConfig, stream_id: str, value: bytes | None = None, **fields: Any) -> None:
-    """As a crash, or a broken disk, would have left it."""
+    """Leave a record as a crash, or a broken disk, would have left it."""
     store = open_store(config)
     record = await Record.load(store, stream_id)
     assert record is not None

@@ -28,7 +28,7 @@ STATS = HandoffStats(
 
 
 def series(*statuses: EngineStatus) -> dict[tuple[str, ...], float]:
-    """By name and values of labels without model and engine."""
+    """The values of series by name and labels, without model and engine."""
     engines = [(["m", status.engine_id], status) for status in statuses]
     metrics: list[Metric] = list(handoff_metrics(engines))
     return {

@@ -206,7 +206,7 @@ def test_paths_and_methods_that_clients_make_up_add_no_series_of_their_own():
 
 
 def test_a_request_that_somebody_else_cancels_counts_as_aborted_and_not_as_an_error():
-    """As Serve does it: when a client is gone, it cancels the call to the engine before it tells the ingress."""
+    """This is what Serve does: when a client is gone, it cancels the call to the engine before it tells the ingress."""
 
     async def scenario() -> None:
         async with fake_api() as api:

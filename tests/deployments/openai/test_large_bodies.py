@@ -221,7 +221,7 @@ TOO_LARGE: dict[str, tuple[type[RequestBody], Callable[[], Any], str]] = {
 
 
 async def parse_body(kind: type[RequestBody], raw: bytes) -> None:
-    """As a route does."""
+    """Parse a body as a route does."""
     await check_json_size(raw)
     body = parse(kind, raw)
     if isinstance(body, GenerationBody):

@@ -19,7 +19,7 @@ def test_status_of_an_engine_is_kept_and_read_back_with_what_prefill_requests_co
 
 
 def test_either_kind_of_status_is_read_as_the_other():
-    """As while replicas of an older version run, and as the control actor reads its engine."""
+    """Both are read while replicas of an older version run, and when the control actor reads its engine."""
     plain = status("decode-m-1")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=ReplicaStatus).prefill_routing is None
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(ReplicaStatus.of(plain, None)), type=Notice) == plain

@@ -37,7 +37,7 @@ def key(monkeypatch) -> ClusterKey:
 
 @dataclass
 class FakeReplica:
-    """As Serve's RunningReplica. ongoing: what it says when it is asked how many calls it has."""
+    """A stand-in for Serve's RunningReplica. ongoing: what it says when it is asked how many calls it has."""
 
     name: str
     max_ongoing_requests: int = 10

@@ -418,7 +418,7 @@ def test_an_abort_of_a_request_whose_kv_is_on_its_way_leaves_the_others_as_they_
 
 
 def make_prefill_request(engine: Engine, **change) -> RemotePrefillRequest:
-    """Of a decode engine that is not there."""
+    """Return a request of a decode engine that is not there."""
     fields = {
         "handoff_id": "h",
         "request_id": "r",

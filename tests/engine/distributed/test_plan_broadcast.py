@@ -116,7 +116,7 @@ def test_rank_0_notices_that_a_receiver_is_gone_and_says_which(ranks):
 
 @pytest.mark.parametrize("junk", [b"\x00rank x", b"\x00rank 99999999", b"\x00rank 0", b"\x01rank", b"\xc1", b"no rank"])
 def test_what_no_rank_sends_is_refused_and_rank_0_goes_on(junk):
-    """As a subscription where it is one, else as a message, which an XSUB socket may send."""
+    """The junk is sent as a subscription where it is one, else as a message, which an XSUB socket may send."""
     ranks, refused = Ranks(2), Refused("plans", "malformed")
     with zmq.Context() as context, context.socket(zmq.XSUB) as stranger:
         stranger.connect(ranks.broadcaster._socket.last_endpoint)

@@ -9,7 +9,7 @@ from tests.rank_pool import RankPool
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[tuple[RankPool, RankPool]]:
-    """Of a decode engine and of a prefill engine."""
+    """The ranks of a decode engine and of a prefill engine."""
     pools = RankPool(), RankPool()
     yield pools
     for pool in pools:

@@ -82,7 +82,7 @@ def load_compiled(folder: Path, tp: TPGroup = ONE) -> ByHand:
 
 
 def logits(model: ByHand) -> list[Tensor]:
-    """Of STEPS. Raises if anything is compiled now."""
+    """Compute the logits of STEPS. Raises if anything is compiled now."""
     with dynamo_config.patch(error_on_recompile=True):
         return [model.step(tokens) for tokens in STEPS]
 

@@ -21,7 +21,7 @@ METHODS = [method for method in DRAFTERS if method not in ("ngram", "suffix")]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Of each method the target, and the options."""
+    """The target of each method, and the options."""
     return make_drafters(tmp_path_factory.mktemp("drafters"))
 
 

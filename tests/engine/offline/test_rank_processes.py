@@ -146,7 +146,7 @@ def test_a_rank_that_hangs_is_noticed_by_its_silence(folder, leaves_nothing, mon
 
 @pytest.fixture
 def sigint_ignored():
-    """As under nohup, and in many CI runners."""
+    """SIGINT is ignored under nohup, and in many CI runners."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGINT, before)

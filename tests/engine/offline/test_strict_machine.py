@@ -129,7 +129,7 @@ class StrictMachine(RuleBasedStateMachine):
 
     @rule(which=WHICH, engine=ENGINE)
     def move(self, which: int, engine: int) -> None:
-        """As when its replica has died: another one goes on after the tokens that are known."""
+        """Move it as the death of its replica does: another one goes on after the tokens that are known."""
         live = self.abort(which)
         if live is not None:
             live.engine = engine
@@ -159,7 +159,7 @@ class StrictMachine(RuleBasedStateMachine):
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[list[RankPool]]:
-    """Of the engines with several ranks."""
+    """The rank pools of the engines with several ranks."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     pools = [RankPool() for _ in ENGINES]

@@ -109,7 +109,7 @@ def random_prompt(core: EngineCore, length: int, seed: int) -> list[int]:
 
 
 def run_mixed(core: EngineCore) -> Outcome:
-    """Of every kind of request some, more than fit at a time; then some whose prefix is cached."""
+    """Run some requests of every kind, more than fit at a time; then some whose prefix is cached."""
     long, longer = random_prompt(core, 33, 1), random_prompt(core, 40, 2)
     random = {"temperature": 1.0, "seed": 7}
     outcome = run(

@@ -11,7 +11,7 @@ PREDICTION = list(range(20))
 
 
 def drafts_after(output: list[int], limit: int = 3) -> list[int]:
-    """Of a sequence that grew token by token, and, the same, of one that came with all of them."""
+    """The drafts of a sequence that grew token by token, which are those of one that came with all of them."""
     tokens = list(PROMPT)
     grown = PredictedText(PREDICTION, tokens, len(PROMPT))
     for token in output:

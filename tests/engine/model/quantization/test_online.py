@@ -29,7 +29,7 @@ def logits(folder: Path, **options: Any) -> Tensor:
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """Of root mean squares."""
+    """The ratio of root mean squares."""
     return float((found - expected).norm() / expected.norm())
 
 

@@ -136,7 +136,7 @@ PACKED_EXPERTS = ("mxfp4", "float8", "float8 in blocks", "int8", "int4")
 
 
 def packed_experts(kind: str, outputs: int, inputs: int) -> PackedExperts:
-    """Of four experts."""
+    """Return the weights of four experts."""
     if kind == "mxfp4":
         sizes = (4, outputs, inputs // 32, 16), (4, outputs, inputs // 32)
         return PackedExperts(*(torch.zeros(size, dtype=torch.uint8) for size in sizes), None, inputs)
@@ -148,7 +148,7 @@ def packed_experts(kind: str, outputs: int, inputs: int) -> PackedExperts:
 
 
 def compile_packed_experts(kind: str) -> None:
-    """As in gpt-oss 20b, or in Qwen3 30B with a few experts."""
+    """Compile the kernels for the shapes of gpt-oss 20b, or of Qwen3 30B with a few experts."""
     hidden, size = (2880, 2880) if kind == "mxfp4" else (2048, 768)
     for tokens in (4, 400):
         x, experts = torch.zeros(tokens, hidden, dtype=torch.bfloat16), torch.zeros(tokens, 4, dtype=torch.int64)

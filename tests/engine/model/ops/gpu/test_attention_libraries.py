@@ -132,7 +132,7 @@ def failing(*args: object, **options: object) -> Tensor:
 
 
 def waiting(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, **options: object) -> Tensor:
-    """As flash-attention's main since #2711."""
+    """Wait for the host, as flash-attention's main does since #2711."""
     assert cache_seqlens.max().item() > 0
     return fake_libraries.flash_attn_3().flash_attn_with_kvcache(
         q, k_cache, v_cache, cache_seqlens=cache_seqlens, **options

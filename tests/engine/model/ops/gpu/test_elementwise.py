@@ -76,7 +76,7 @@ WRITES = {
 
 
 def cos_sin(case: Case) -> Tensor:
-    """Of exact turns by 0, 90, 180 and 270 degrees, so that every version gives the same bits."""
+    """Return a table of exact turns by 0, 90, 180 and 270 degrees, so that every version gives the same bits."""
     angles = torch.arange(64)[:, None] * torch.arange(1, (case.rotary_dim or case.head_dim) // 2 + 1)[None] % 4
     cos, sin = torch.tensor([1, 0, -1, 0])[angles], torch.tensor([0, 1, 0, -1])[angles]
     return torch.cat((cos, sin), dim=1).to(DEVICE, case.dtype)
