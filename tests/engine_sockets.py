@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -11,6 +12,7 @@ import zmq
 
 from engine.core.server import EngineServer
 from engine.wire.messages import Add, GenerateRequest, TokenBatch, TokenDelta
+from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.sampling_params import SamplingParams
 
 LIMIT_MS = 60_000
@@ -80,6 +82,7 @@ class Ingress(Inbox):
         prefill: Literal["auto", "local", "remote"] = "auto",
         num_prompt: int | None = None,
         when_idle: bool = False,
+        mm_features: Sequence[MultiModalFeatureSpec] = (),
         **params,
     ) -> None:
         settings = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
@@ -92,6 +95,7 @@ class Ingress(Inbox):
             prefill=prefill,
             num_prompt=num_prompt,
             when_idle=when_idle,
+            mm_features=list(mm_features),
         )
         self.send(Add(request))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from engine.errors import InvalidParameter
-from engine.wire.messages import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec
 
 TEXT_ONLY = "left out: this model reads text only"
@@ -60,16 +60,16 @@ class EncoderCacheManager:
         self._in_step.clear()
         return encoded, forgotten
 
-    def check_request(self, message: GenerateRequest) -> None:
-        """Raise InvalidParameter if an image could never be encoded, or does not fit its placeholders."""
-        end, num_prompt = 0, message.num_prompt or len(message.prompt)
-        for i, image in enumerate(message.mm_features):
+    def check_images(self, images: Sequence[MultiModalFeatureSpec], prompt: list[int]) -> None:
+        """Raise InvalidParameter if an image could never be encoded, or does not fit its placeholders in `prompt`."""
+        end = 0
+        for i, image in enumerate(images):
             name, place = f"mm_features[{i}]", image.mm_position
-            if not end <= place.offset < place.end <= num_prompt:
-                limit = f"behind the image before, in a prompt of {num_prompt} tokens"
+            if not end <= place.offset < place.end <= len(prompt):
+                limit = f"behind the image before, in a prompt of {len(prompt)} tokens"
                 raise InvalidParameter(f"{name}.mm_position", [place.offset, place.end], limit)
             end = place.end
-            found = message.prompt[place.offset : place.end].count(self._image_token_id)
+            found = prompt[place.offset : place.end].count(self._image_token_id)
             if not found == image.num_embeds <= self._size:
                 limit = f"the number of its placeholders ({found}), and at most encoder_cache_size ({self._size})"
                 raise InvalidParameter(f"{name}.num_embeds", image.num_embeds, limit)

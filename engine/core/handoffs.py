@@ -74,8 +74,6 @@ class HandoffManager:
             return "prompt_logprobs"
         if request.pooling is not None:
             return "pooling"
-        if request.images:
-            return "images"
         if request.prefill == "local":
             return ASKED
         if request.num_remote_attempts >= self._policy.config.max_attempts:
@@ -116,6 +114,7 @@ class HandoffManager:
             fingerprint=self.fingerprint,
             decode=self._peer,
             timeout_s=None if request.deadline_at is None else max(0.0, request.deadline_at - now),
+            mm_features=request.images,
         )
         request.handoff_id = prefill_request.handoff_id
         self.receiving[prefill_request.handoff_id] = request

@@ -129,6 +129,7 @@ class Request:
             cache_salt=prefill_request.cache_salt,
             deadline_at=None if prefill_request.timeout_s is None else now + prefill_request.timeout_s,
             prefill_request=prefill_request,
+            images=prefill_request.mm_features,
         )
 
     @property
@@ -189,7 +190,10 @@ class Request:
         """Return the hash of the last block of known tokens, full or not; it identifies all tokens."""
         full, rest = divmod(len(self.tokens), block_size)
         parent = self.hashes(full, block_size)[-1] if full else root_hash((self.cache_salt,))
-        return block_hash(parent, self.tokens[-rest:]) if rest else parent
+        if not rest:
+            return parent
+        parent = with_images(parent, self.images, len(self.tokens) - rest, len(self.tokens))
+        return block_hash(parent, self.tokens[-rest:])
 
 
 def seed_of(request_id: str) -> int:

@@ -30,6 +30,7 @@ from engine.wire.messages import (
     TokenDelta,
     TokenLogprob,
 )
+from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.remote_prefill import RemotePrefillRequest
 
@@ -115,6 +116,8 @@ class Scheduler:
     def add_remote_prefill(self, prefill_request: RemotePrefillRequest, now: float) -> Request:
         """Queue a prompt to be computed for another engine, or raise a ServingError and change nothing."""
         self._check_tokens(prefill_request.token_ids, prefill_request.num_prompt)
+        if prefill_request.mm_features:
+            self._check_images(prefill_request.mm_features, prefill_request.token_ids[: prefill_request.num_prompt])
         prefill_request.params.check_vocabulary(self.vocab_size)
         self._check_capacity()
         return self._enqueue(Request.for_remote_prefill(prefill_request, (0, self._num_arrived), now))
@@ -147,13 +150,15 @@ class Scheduler:
         if message.params.max_tokens is not None and given >= message.params.max_tokens:
             raise InvalidParameter("max_tokens", message.params.max_tokens, f"above the {given} that are given already")
         if message.mm_features:
-            if self.encoder_cache is None:
-                raise InvalidParameter("mm_features", len(message.mm_features), TEXT_ONLY)
-            self.encoder_cache.check_request(message)
+            self._check_images(message.mm_features, message.prompt[: message.num_prompt])
         whole = message.params.prompt_logprobs is not None or message.pooling is not None
-        local_only = whole or message.mm_features or not self.handoffs.decides
-        if message.prefill == "remote" and local_only:
+        if message.prefill == "remote" and (whole or not self.handoffs.decides):
             raise InvalidParameter("prefill", message.prefill, "auto or local where no other engine computes prompts")
+
+    def _check_images(self, images: list[MultiModalFeatureSpec], prompt: list[int]) -> None:
+        if self.encoder_cache is None:
+            raise InvalidParameter("mm_features", len(images), TEXT_ONLY)
+        self.encoder_cache.check_images(images, prompt)
 
     def _check_tokens(self, tokens: list[int], num_prompt: int | None, answer: bool = True) -> None:
         if not tokens:

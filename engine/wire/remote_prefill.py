@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.sampling_params import SamplingParams
 
 
@@ -30,3 +31,4 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     decode: Peer
     timeout_s: float | None = None  #: seconds left until the request's deadline; None for no deadline
+    mm_features: list[MultiModalFeatureSpec] = []  #: images of the prompt, with their pixels

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from engine.kv_transfer.protocol.messages import FirstToken, Progress
-from engine.wire.block_hash import block_hash, root_hash
+from engine.wire.block_hash import block_hash, root_hash, with_images
 from engine.wire.remote_prefill import RemotePrefillRequest
 
 MAX_READ_TOKENS = 4096  # per read, so that what earlier reads brought survives the death of prefill
@@ -88,7 +88,8 @@ class ReceiveState:
 
 def hash_prompt(prefill_request: RemotePrefillRequest, block_size: int) -> bytes:
     """Return the hash of the request's last block, full or not, which stands for all tokens of its prompt."""
-    parent = root_hash((prefill_request.cache_salt,))
+    parent, images = root_hash((prefill_request.cache_salt,)), prefill_request.mm_features
     for start in range(0, len(prefill_request.token_ids), block_size):
-        parent = block_hash(parent, prefill_request.token_ids[start : start + block_size])
+        tokens = prefill_request.token_ids[start : start + block_size]
+        parent = block_hash(with_images(parent, images, start, start + len(tokens)), tokens)
     return parent

@@ -4,7 +4,6 @@ import pytest
 
 from engine.core.encoder_cache_manager import EncoderCacheManager
 from engine.errors import InvalidParameter
-from engine.wire.messages import GenerateRequest
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 
 IMAGE = 9
@@ -65,10 +64,7 @@ def test_what_a_step_finds_is_what_the_device_has(seed):
         assert sum(sizes[int(name)] for name in device) == manager.num_embeds <= 20
 
 
-def request(*images: MultiModalFeatureSpec, num_prompt: int | None = None) -> GenerateRequest:
-    return GenerateRequest(
-        request_id="r", prompt=[1, IMAGE, IMAGE, 5, IMAGE, 1], mm_features=list(images), num_prompt=num_prompt
-    )
+PROMPT = [1, IMAGE, IMAGE, 5, IMAGE, 1]
 
 
 @pytest.mark.parametrize(
@@ -84,8 +80,8 @@ def request(*images: MultiModalFeatureSpec, num_prompt: int | None = None) -> Ge
 )
 def test_an_image_that_does_not_fit_its_prompt_is_refused(images, num_prompt, message):
     with pytest.raises(InvalidParameter, match=message):
-        EncoderCacheManager(2, 10, IMAGE).check_request(request(*images, num_prompt=num_prompt))
+        EncoderCacheManager(2, 10, IMAGE).check_images(images, PROMPT[:num_prompt])
 
 
 def test_tokens_between_the_placeholders_of_an_image_take_no_embedding():
-    EncoderCacheManager(10, 10, IMAGE).check_request(request(image("a", 3, 1, 4)))
+    EncoderCacheManager(10, 10, IMAGE).check_images([image("a", 3, 1, 4)], PROMPT)

@@ -1,0 +1,118 @@
+"""Prompts with images that another engine computes, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig, HandoffConfig
+from tests.engine.kv_transfer.pair import Pair
+from tests.vision_models import Prompt, expected_tokens, make_vision_model
+
+SIZES = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 5, "num_threads": 1}
+PREFILL_CACHE = 12  # embeddings
+MAX_TOKENS = 8
+
+
+class VisionPair:
+    """Two engines with a model that sees."""
+
+    def __init__(self, pair: Pair, name: str, folder: Path):
+        self.pair, self.name, self.folder = pair, name, folder
+
+    def prompt(self) -> Prompt:
+        return Prompt(self.name)
+
+    def add(self, request_id: str, prompt: Prompt, **options: Any) -> None:
+        options = {"ignore_eos": False, "max_tokens": MAX_TOKENS, "mm_features": prompt.images, **options}
+        self.pair.ingress.add(request_id, prompt.tokens, **options)
+
+    def expected(self, prompt: Prompt) -> list[int]:
+        return expected_tokens(self.folder, prompt, MAX_TOKENS)
+
+    def encoded(self) -> tuple[int, int]:
+        """Images that the decode and the prefill engine have encoded."""
+        engines = self.pair.decode, self.pair.prefill
+        return tuple(engine.scheduler.encoder_cache.num_encoded for engine in engines)
+
+
+@pytest.fixture(scope="module", params=["mistral3", "qwen2_5_vl"])
+def started(request, ranks, tmp_path_factory) -> Iterator[VisionPair]:
+    folder = make_vision_model(tmp_path_factory.mktemp(request.param), request.param)
+
+    def config(role: Any, **options: Any) -> EngineConfig:
+        handoff = HandoffConfig(role=role, policy="always", transport="tcp")
+        return EngineConfig(model=str(folder), dtype="float32", handoff=handoff, **SIZES, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
+        with Pair(config("decode"), config("prefill", encoder_cache_size=PREFILL_CACHE), ranks) as pair:
+            yield VisionPair(pair, request.param, folder)
+
+
+@pytest.fixture
+def engines(started) -> VisionPair:
+    """With empty prefix caches."""
+    started.pair.forget()
+    started.pair.prefill_requests.clear()
+    return started
+
+
+def test_a_prefill_engine_encodes_the_images_of_the_prompts_it_computes(engines):
+    wanted = [
+        engines.prompt().text(5, 6).image(11).text(7, 8, 9),
+        engines.prompt().text(*range(3, 16)),
+        engines.prompt().image(12, 3, 2).text(11).image(13, 2, 2).image(14, 1, 4).text(12, 13),
+        engines.prompt().text(5, 6, 7).image(15, 3, 3).text(9),
+    ]
+    before = engines.encoded()
+    for i, prompt in enumerate(wanted):
+        engines.add(f"of four {i}", prompt)
+    for i, prompt in enumerate(wanted):
+        assert engines.pair.ingress.tokens(f"of four {i}") == engines.expected(prompt)
+    engines.pair.settle()
+    assert len(engines.pair.prefill_requests) == len(wanted)
+    assert engines.encoded() == (before[0], before[1] + 5)
+
+
+def test_a_decode_engine_asks_for_what_follows_the_images_that_it_has(engines):
+    first, second = (engines.prompt().text(5, 6, 7).image(1, 3, 3).text(*rest) for rest in ([8, 9], [10]))
+    other = engines.prompt().text(5, 6, 7).image(2, 3, 3).text(8, 9)
+    assert other.tokens == first.tokens, "prompts about different pictures look alike"
+    for number, prompt in enumerate((first, other, second)):
+        engines.add(f"of three {number}", prompt)
+        assert engines.pair.ingress.tokens(f"of three {number}") == engines.expected(prompt)
+    skipped, place = [request.skip for request in engines.pair.prefill_requests], first.images[0].mm_position
+    assert skipped[1] <= place.offset < skipped[2] < place.end
+    engines.pair.settle()
+
+
+def test_a_request_with_an_image_goes_on_where_another_decode_engine_died(engines):
+    prompt = engines.prompt().text(5, 6).image(3).text(7, 8)
+    right = engines.expected(prompt)
+    assert len(right) > 3
+    again = Prompt(engines.name, prompt.tokens + right[:3], prompt.images)
+    engines.add("replay", again, num_prompt=len(prompt.tokens))
+    assert engines.pair.ingress.tokens("replay") == right[3:]
+    assert len(engines.pair.prefill_requests) == 1
+
+
+def test_an_image_is_encoded_where_the_request_is_when_no_prefill_engine_takes_it(engines):
+    prompt = engines.prompt().text(5, 6).image(4).text(7, 8)
+    before, engines.pair.fails = engines.encoded(), True
+    engines.add("alone", prompt)
+    assert engines.pair.ingress.tokens("alone") == engines.expected(prompt)
+    engines.pair.fails = False
+    assert engines.encoded() == (before[0] + 1, before[1])
+
+
+def test_a_prefill_engine_refuses_an_image_that_does_not_fit_its_cache(engines):
+    prompt = engines.prompt().text(5, 6).image(5, 4, PREFILL_CACHE // 4 + 1).text(7, 8)
+    before = engines.encoded()
+    engines.add("too large", prompt)
+    assert engines.pair.ingress.tokens("too large") == engines.expected(prompt)
+    assert engines.encoded() == (before[0] + 1, before[1])
+    engines.pair.settle()
