@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 import transformers
 
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
-from tests.models import COMMON, EOS, randomise
+from tests.engine.multimodal.images import QWEN
+from tests.models import COMMON, EOS, make_tokenizer, randomise
 from tests.transformers_models import known_fields
 
 IMAGE, BREAK, END = 90, 91, 92  # token ids
@@ -26,6 +28,13 @@ QWEN_TOWER = {
     "patch_size": PATCH,
     "spatial_merge_size": MERGE,
 }
+IMAGE_CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{{ '<|image_pad|>' if part.type == 'image' else part.text }}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 MROPE = {"rope_type": "default", "rope_theta": 1e4}
 # class, configuration of its text, fields of the text, fields of the tower, and other fields
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -98,7 +107,7 @@ def pixels(name: str, seed: int, height: int, width: int) -> dict[str, TensorDat
     return {"pixel_values": TensorData.of(values), key: TensorData.of(np.array(size))}
 
 
-def make_vision_model(folder: Path, name: str, **overrides: Any) -> Path:
+def make_vision_model(folder: Path, name: str, image_token_id: int = IMAGE, **overrides: Any) -> Path:
     """Write a model of MODELS into `folder`, float32, and return it. overrides: fields of its text part."""
     cls_name, text_class, text, vision, others = MODELS[name]
     text = {**COMMON, **text, **overrides}
@@ -108,7 +117,7 @@ def make_vision_model(folder: Path, name: str, **overrides: Any) -> Path:
     config = cls.config_class(
         text_config=text_config(**known_fields(text_config, text)).to_dict(),
         vision_config=vision,
-        image_token_id=IMAGE,
+        image_token_id=image_token_id,
         **others,
     )
     model = cls(config).eval()
@@ -116,6 +125,20 @@ def make_vision_model(folder: Path, name: str, **overrides: Any) -> Path:
     model.generation_config = transformers.GenerationConfig(eos_token_id=EOS, pad_token_id=0)
     model.save_pretrained(folder)
     return Path(folder)
+
+
+def make_vision_chat_model(folder: Path) -> Path:
+    """Write a small Qwen3-VL that takes images over HTTP: a model folder with a byte-level tokenizer, a chat template
+    and an image processor."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]})
+    tokenizer.chat_template = IMAGE_CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    ids = tokenizer.convert_tokens_to_ids
+    eos, image_token_id = ids("<|im_end|>"), ids("<|image_pad|>")
+    make_vision_model(folder, "qwen3_vl", image_token_id, vocab_size=len(tokenizer), eos_token_id=eos)
+    (folder / "preprocessor_config.json").write_text(json.dumps(QWEN))
+    return folder
 
 
 @cache

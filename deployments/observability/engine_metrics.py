@@ -108,6 +108,8 @@ REQUESTS: list[Row] = [
     (Counter, "vllm:num_preemptions", "Requests that lost their KV blocks to others.", "preemptions"),
     (Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queried_tokens"),
     (Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
+    (Counter, "manta_images_encoded", "Images that the vision encoder has computed.", "images_encoded"),
+    (Counter, "manta_encoder_cache_hits", "Images whose embeddings a step found computed.", "encoder_cache_hits"),
     *histograms(
         {
             "inter_token_latency_seconds": "From one token of a request to the next.",

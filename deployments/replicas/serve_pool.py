@@ -53,7 +53,9 @@ class ServePool:
 
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         first = requests[0]  # of several, its prefix stands for all
-        prompt = self._prompts.digest(first.request_id, first.prompt, first.cache_salt, first.session_id)
+        prompt = self._prompts.digest(
+            first.request_id, first.prompt, first.cache_salt, first.session_id, first.mm_features
+        )
         if len(requests) > 1:
             prompt = replace(prompt, num_tokens=sum(len(request.prompt) for request in requests))
         if first.params.prompt_logprobs is not None:

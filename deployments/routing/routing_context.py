@@ -10,6 +10,7 @@ from deployments.routing.prefix_index import block_keys
 from deployments.routing.stats import RoutingStats
 from engine.wire.block_hash import block_hashes
 from engine.wire.model_identity import ModelIdentity
+from engine.wire.multimodal import MultiModalFeatureSpec
 
 # answered: the engine had the request, and has ended it. lost: the replica is gone, or its engine. ended: all else.
 CallOutcome = Literal["answered", "lost", "ended"]
@@ -31,15 +32,22 @@ class PromptDigester:
         self._block_size = block_size
         self._last: tuple[list[int], str, Sequence[int]] = ([], "", ())
 
-    def digest(self, request_id: str, tokens: list[int], cache_salt: str, session: str = "") -> PromptDigest:
-        return PromptDigest(request_id, len(tokens), self._keys(tokens, cache_salt), session)
+    def digest(
+        self,
+        request_id: str,
+        tokens: list[int],
+        cache_salt: str,
+        session: str = "",
+        images: Sequence[MultiModalFeatureSpec] = (),
+    ) -> PromptDigest:
+        return PromptDigest(request_id, len(tokens), self._keys(tokens, cache_salt, images), session)
 
-    def _keys(self, tokens: list[int], cache_salt: str) -> Sequence[int]:
+    def _keys(self, tokens: list[int], cache_salt: str, images: Sequence[MultiModalFeatureSpec]) -> Sequence[int]:
         if self._block_size is None:
             return ()
         known, salt, keys = self._last
         if known is not tokens or salt != cache_salt:  # several answers to one prompt share the list
-            keys = block_keys(block_hashes(tokens, self._block_size, cache_salt))
+            keys = block_keys(block_hashes(tokens, self._block_size, cache_salt, images))
             self._last = (tokens, cache_salt, keys)
         return keys
 

@@ -17,6 +17,8 @@ import uvicorn
 from deployments.app import http_app
 from deployments.frontend.admission import AdmissionLimits
 from deployments.frontend.token_channel import TokenChannel
+from deployments.multimodal.config import ImageConfig
+from deployments.multimodal.image_loader import ImageLoader
 from deployments.observability.telemetry import Telemetry
 from deployments.observability.tracing import Tracing
 from deployments.openai.served_model import ModelInfo, ServedModel
@@ -31,6 +33,7 @@ from deployments.routing.stats import RoutingStats
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.server import EngineServer
 from engine.errors import EngineUnavailable
+from engine.model.checkpoint.folder import has_image_processor
 from engine.model.config import ModelConfig
 from engine.text.tokenizer import Tokenizer
 from engine.wire.remote_prefill import RemotePrefillRequest
@@ -42,6 +45,7 @@ BLOCK_SIZE = 4
 LIMITS = AdmissionLimits(
     max_num_seqs=MAX_NUM_SEQS, num_engines=1, num_ingresses=1, max_waiting=64, max_waiting_tokens=10_000
 )
+IMAGES = ImageConfig(allowed_private_networks=("127.0.0.1",))
 
 
 @dataclass(slots=True)
@@ -182,7 +186,9 @@ async def serving(
         admission=LIMITS,
         supported_tasks=ModelConfig.from_folder(folder).supported_tasks,
     )
-    model = ServedModel(info, Tokenizer.from_folder(folder), pool, channel, telemetry)
+    tokenizer = Tokenizer.from_folder(folder)
+    images = ImageLoader.from_folder(folder, IMAGES, tokenizer) if has_image_processor(folder) else None
+    model = ServedModel(info, tokenizer, pool, channel, telemetry, images)
     app = http_app({"tiny": model}, telemetry)
     web = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
     receiving, answering = asyncio.create_task(channel.run()), asyncio.create_task(web.serve())

@@ -8,8 +8,9 @@ import pytest
 
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import PolicyName, RoutingConfig
-from deployments.routing.routing_context import PromptDigest
+from deployments.routing.routing_context import PromptDigest, PromptDigester
 from engine.wire.messages import EngineLoad, EngineUpdate
+from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from tests.deployments.routing.pools import BLOCK, PoolEngine, prompt
 
 ENGINES = ["decode-m-a", "decode-m-b", "decode-m-c", "decode-m-d"]
@@ -320,3 +321,20 @@ def test_a_session_leaves_its_engine_where_it_would_have_to_wait_for_a_slot_and_
     for engine in ENGINES:
         router.update(report(engine, sequences=128))
     assert chosen_for(router, "s", 2, ENGINES) == (home, "session"), "it would have to wait everywhere"
+
+
+def test_a_question_about_an_image_goes_to_the_engine_that_has_seen_it():
+    """Two images have the same placeholders; only their hashes tell them apart."""
+
+    def asked(name: str, image: bytes) -> tuple[str, int]:
+        place = PlaceholderRange(4, 24)
+        images = [MultiModalFeatureSpec(data={}, mm_hash=image, mm_position=place, num_embeds=24)]
+        digest = PromptDigester(BLOCK).digest(name, [1] * 4 + [7] * 24 + [2, 3], "", "", images)
+        decision = router.choose(digest, ENGINES)
+        return decision.engines[0], decision.cached_tokens
+
+    router = balancer()
+    seen = {image: asked(f"first {image!r}", image) for image in (b"a" * 16, b"b" * 16)}
+    assert all(cached <= 4 for _, cached in seen.values())  # what comes before the image may be the same
+    for image, (engine, _) in seen.items():
+        assert asked(f"again {image!r}", image) == (engine, 28)
