@@ -41,6 +41,7 @@ from engine.runner.sampler import (
     LogprobTable,
     SampledRow,
     UniformSource,
+    cpu_sampling,
     logprob_table,
     mark_non_finite,
     prepare_sampling,
@@ -152,6 +153,8 @@ class ModelRunner:
         )  # fmt: skip
         if self.device.asynchronous:
             self._warm_up()
+        elif model_config.head == "lm":
+            cpu_sampling()
 
     def _warm_up(self) -> None:
         """Compute steps of every kind, so that no request waits while a kernel is compiled, and capture the graphs."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.device import numba_found
 from engine.model.ops import dispatch
 from engine.runner import logits_processors
 from engine.runner.logits_processors import BatchEdits, LogitsEdits, RowEdits, ToDevice
@@ -195,12 +197,28 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     else:
         best, tokens = logits.max(dim=-1)
     at_once = max(2, CACHED // vocab_size) if logits.device.type == "cpu" else rows
+    ours = cpu_sampling() if logits.device.type == "cpu" else None
     for group in inputs.random:
+        temperature = group.temperature.clamp(min=1e-2)  # vLLM's smallest too
+        if ours is not None and not group.width:
+            tokens[group.rows] = ours.draw_any(logits, best, group.rows, temperature, group.uniform)
+            continue
         for start in range(0, len(group.rows), at_once):
             part = group.part(slice(start, start + at_once))
-            chosen = logits[part.rows] / part.temperature.clamp(min=1e-2)  # vLLM's smallest temperature too
+            chosen = logits[part.rows] / temperature[start : start + at_once]
             tokens[part.rows] = draw_filtered(chosen, part) if part.width else draw_any(chosen, part.uniform)
     return mark_non_finite(best, tokens)
+
+
+@cache
+def cpu_sampling() -> Any:
+    """The module of our own kernel for a CPU, which is compiled, or None where it cannot run."""
+    if not numba_found():
+        return None
+    from engine.model.ops.cpu import sampling
+
+    sampling.DRAW.compile(torch.float32)
+    return sampling
 
 
 def mark_non_finite(best: Tensor, tokens: Tensor) -> Tensor:

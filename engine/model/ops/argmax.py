@@ -20,9 +20,9 @@ Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
 def select(dtype: torch.dtype, device: torch.device) -> Argmax:
     """The fastest version."""
     if dtype == torch.bfloat16 and dispatch.cpu_kernels(dtype, device):
-        from engine.model.ops.cpu import argmax as cpu
+        from engine.model.ops.cpu import sampling
 
-        return cpu.argmax
+        return sampling.argmax
     return argmax_plain
 
 

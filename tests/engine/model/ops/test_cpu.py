@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from engine.model.batch import Batch, split
 from engine.model.ops import activation, argmax, attention_plain, encoder_attention, linear, norm_plain, rope
 from engine.model.ops.cpu import activation as cpu_activation
-from engine.model.ops.cpu import argmax as cpu_argmax
 from engine.model.ops.cpu import attention as cpu_attention
 from engine.model.ops.cpu import encoder_attention as cpu_encoder_attention
 from engine.model.ops.cpu import linear as cpu_linear
 from engine.model.ops.cpu import norm as cpu_norm
 from engine.model.ops.cpu import rope as cpu_rope
+from engine.model.ops.cpu import sampling as cpu_sampling
 
 TOLERANCE = {torch.float32: {"atol": 1e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2}}
 DTYPES = st.sampled_from(list(TOLERANCE))
@@ -72,10 +72,31 @@ def test_the_likeliest_token_is_the_lowest_of_equals_and_nan_if_there_is_any(row
     generator = torch.Generator().manual_seed(len(planted))
     for value in planted:
         logits[torch.randint(rows, (1,), generator=generator), torch.randint(size, (2,), generator=generator)] = value
-    values, ids = cpu_argmax.argmax(logits[:, : max(size - 1, 1)])
+    values, ids = cpu_sampling.argmax(logits[:, : max(size - 1, 1)])
     expected, where = argmax.argmax_plain(logits[:, : max(size - 1, 1)])
     torch.testing.assert_close(values, expected, atol=0, rtol=0, equal_nan=True)
     assert ids.tolist() == where.tolist()
+
+
+@PROFILE
+@given(
+    size=st.sampled_from([1, 50, 512, 513, 3000]),
+    scale=st.sampled_from([0.1, 3.0, 300.0]),
+    temperature=st.sampled_from([0.01, 0.6, 2.0]),
+    seed=st.integers(0, 1000),
+)
+def test_a_number_draws_the_token_whose_share_of_the_weights_it_falls_into(size, scale, temperature, seed):
+    """Up to the rounding of float32, by rows in any order, of logits of which half are banned."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(7, size, generator=generator) * scale
+    logits[:, 1::2] = -torch.inf
+    rows, numbers = torch.tensor([6, 0, 3, 3, 5]), torch.tensor([0.0, 0.3, 0.6, 0.97, 1 - 2**-24])[:, None]
+    numbers = numbers[torch.randperm(5, generator=generator)]
+    tokens = cpu_sampling.draw_any(logits, logits.amax(-1), rows, torch.full((5, 1), temperature), numbers)
+    after = (logits[rows].double() / temperature).softmax(-1).cumsum(-1)
+    before = torch.cat([torch.zeros(5, 1), after[:, :-1]], dim=1).gather(1, tokens[:, None])
+    assert (tokens % 2 == 0).all()
+    assert (before - 1e-5 <= numbers).all() and (numbers <= after.gather(1, tokens[:, None]) + 1e-5).all()
 
 
 @PROFILE

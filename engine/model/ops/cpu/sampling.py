@@ -1,0 +1,129 @@
+"""Choosing a token of each row on a CPU: the likeliest in bfloat16, in one pass over the logits as integers of the same
+order, or one that is drawn from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.model.ops.cpu.kernel import (
+    Kernel,
+    as_bf16,
+    as_f32,
+    as_i64,
+    device_function,
+    empty,
+    exp,
+    kernel,
+    load,
+    store,
+    take,
+)
+
+PART = 1024  # logits whose largest is found before it is asked which one it was
+SUMMED = 512  # logits whose weights are one sum; a token is looked for in one of these parts
+
+
+@device_function
+def order(bits: int) -> int:
+    """An integer that is larger for a larger bfloat16 and largest for NaN; the same for both zeros."""
+    if bits & 0x7FFF > 0x7F80:
+        return 0x8000
+    return bits if bits < 0x8000 else 0x8000 - bits
+
+
+@kernel
+def argmax_bf16(args: Any) -> None:
+    logits, values, ids = as_bf16(args[1]), as_f32(args[2]), as_i64(args[3])
+    rows, size, stride = args[4], args[5], args[6]
+    while True:
+        row = take(args, 1)
+        if row >= rows:
+            break
+        start, top, found = row * stride, -0x10000, 0
+        for part in range(0, size, PART):
+            highest = -0x10000
+            for i in range(part, min(part + PART, size)):
+                highest = max(highest, order(logits[start + i]))
+            if highest > top:
+                top, found = highest, part
+        while order(logits[start + found]) != top:
+            found += 1
+        store(values, row, load(logits, start + found))
+        ids[row] = found
+
+
+@device_function
+def weight_of(logit: float, best: float, slope: float) -> float:
+    """What softmax has before it is divided by the sum; 0 where that is no normal float32, as for banned tokens."""
+    power = (logit - best) * slope
+    return exp(power) if power > np.float32(-87.0) else np.float32(0.0)
+
+
+@kernel
+def draw_f32(args: Any) -> None:
+    all_best, rows, temperatures, uniform = as_f32(args[2]), as_i64(args[3]), as_f32(args[4]), as_f32(args[5])
+    tokens, count, size, stride, parts = as_i64(args[7]), args[8], args[9], args[10], args[11]
+    while True:
+        item = take(args, 1)
+        if item >= count:
+            break
+        row = rows[item]
+        logits, sums = as_f32(args[1] + 4 * row * stride), as_f32(args[6] + 4 * item * parts)
+        best, slope, total = all_best[row], np.float32(1.0) / temperatures[item], 0.0
+        for part in range(parts):
+            weights = np.float32(0.0)
+            for i in range(part * SUMMED, min((part + 1) * SUMMED, size)):
+                weights += weight_of(logits[i], best, slope)
+            sums[part] = weights
+            total += weights
+        # a part, and in it a token, of some weight at which the running sum passes the goal
+        goal, before, part = total * uniform[item], 0.0, 0
+        while part + 1 < parts and before + sums[part] <= goal:
+            before, part = before + sums[part], part + 1
+        found = 0
+        for i in range(part * SUMMED, min((part + 1) * SUMMED, size)):
+            weight = weight_of(logits[i], best, slope)
+            if weight > np.float32(0.0):
+                found, before = i, before + weight
+                if before > goal:
+                    break
+        tokens[item] = found
+
+
+ARGMAX = Kernel({torch.bfloat16: argmax_bf16})
+DRAW = Kernel({torch.float32: draw_f32})
+
+
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    rows, size = logits.shape
+    values, ids = empty((rows,), torch.float32), empty((rows,), torch.int64)
+    ARGMAX.launch(logits.dtype, rows, logits, values, ids, rows, size, logits.stride(0))
+    return values, ids
+
+
+def draw_any(logits: Tensor, best: Tensor, rows: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+    """Draw tokens [n] int64 from the whole vocabulary, in the given rows [n] of logits [rows, vocab] float32; some
+    token where the best logit [rows] is not finite. temperature, uniform: [n, 1] float32."""
+    count, size = len(rows), logits.shape[1]
+    parts = -(-size // SUMMED)
+    tokens, sums = empty((count,), torch.int64), empty((count, parts), torch.float32)
+    DRAW.launch(
+        logits.dtype,
+        count,
+        logits,
+        best,
+        rows,
+        temperature,
+        uniform,
+        sums,
+        tokens,
+        count,
+        size,
+        logits.stride(0),
+        parts,
+    )
+    return tokens
