@@ -223,16 +223,15 @@ def prefetch_line(builder: ir.IRBuilder, address: ir.Value) -> None:
 @intrinsic
 def prefetch(_: Any, table: Any, count: Any, offset: Any, size: Any) -> Any:
     """Ask for `size` bytes from each of the first `count` addresses in `table` + `offset` on to be brought into the
-    cache."""
+    cache, one address after the other: where they adjoin, the processor goes on by itself."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         addresses, number, start, length = args
         line = ir.Constant(I64, CACHE_LINE_BYTES)
-        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), length, line, intp=I64) as (i, _n):
-            place = builder.add(start, i)
-            with cgutils.for_range(builder, number, intp=I64) as loop:
-                address = builder.add(builder.load(builder.gep(addresses, [loop.index])), place)
-                prefetch_line(builder, builder.inttoptr(address, ir.IntType(8).as_pointer()))
+        with cgutils.for_range(builder, number, intp=I64) as loop:
+            first = builder.add(builder.load(builder.gep(addresses, [loop.index])), start)
+            with cgutils.for_range_slice(builder, ir.Constant(I64, 0), length, line, intp=I64) as (i, _n):
+                prefetch_line(builder, builder.inttoptr(builder.add(first, i), ir.IntType(8).as_pointer()))
         return context.get_dummy_value()
 
     return types.void(types.CPointer(types.int64), types.int64, types.int64, types.int64), generate
