@@ -57,7 +57,7 @@ def argmax_bf16(args: Any) -> None:
 
 
 @device_function
-def weight_of(logit: float, best: float, slope: float) -> float:
+def weight_of(logit: Any, best: Any, slope: Any) -> Any:
     """What softmax has before it is divided by the sum; 0 where that is no normal float32, as for banned tokens."""
     power = (logit - best) * slope
     return exp(power) if power > np.float32(-87.0) else np.float32(0.0)
@@ -75,7 +75,7 @@ def draw_f32(args: Any) -> None:
         logits, sums = as_f32(args[1] + 4 * row * stride), as_f32(args[6] + 4 * item * parts)
         best, slope, total = all_best[row], np.float32(1.0) / temperatures[item], 0.0
         for part in range(parts):
-            weights = np.float32(0.0)
+            weights: Any = np.float32(0.0)
             for i in range(part * SUMMED, min((part + 1) * SUMMED, size)):
                 weights += weight_of(logits[i], best, slope)
             sums[part] = weights
