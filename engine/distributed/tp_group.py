@@ -52,6 +52,7 @@ class TPGroup:
 
     local_size = 1  #: ranks on this machine
     host = "127.0.0.1"  #: at which the other ranks reach this one
+    fixed_order = False  #: whether the bits of its sums are the same with any number of ranks
     parts = 1  #: of each sum over the ranks, that every rank computes
     vocab_multiple = 1  #: of which the rows of the vocabulary on a rank are a multiple
 

@@ -58,6 +58,8 @@ def check_layers(model: nn.Module, tp: TPGroup) -> None:
 class FixedOrder(TPGroup):
     """The collectives of a group, with sums over PARTS parts."""
 
+    fixed_order = True
+
     def __init__(self, tp: TPGroup):
         """Raises ConfigError for a number of ranks that does not divide PARTS."""
         if PARTS % tp.size:

@@ -3,6 +3,8 @@ one all-reduce: Megatron-LM, arXiv:1909.08053, section 3."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -139,17 +141,14 @@ class RowParallelLinear(Linear):
         out = self.tp.sum(self.partials(x))
         return out if self.bias is None else out + self.bias  # after the sum: once, not once per rank
 
-    def partials(self, x: Tensor) -> list[Tensor]:
+    def partials(self, x: Tensor) -> Sequence[Tensor]:
         """Return this rank's parts of the result, which is the sum of all ranks' parts, without the bias."""
-        if self.tp.parts == 1:
-            return [self.multiply(x)]
-        inputs = x.chunk(self.tp.parts, dim=-1)
-        return [linear.linear(part, weight) for part, weight in zip(inputs, self.pieces, strict=True)]
+        return linear.linear_parts(x, self.pieces, self.tp.parts) if self.pieces else [self.multiply(x)]
 
     def pack(self) -> None:
-        if self.tp.parts > 1:
+        if self.tp.fixed_order:
             assert self.weight is not None, "strict determinism is refused for quantized weights"
-            self.pieces = [linear.pack(part.contiguous()) for part in self.weight.chunk(self.tp.parts, dim=INPUTS)]
+            self.pieces = linear.pack_parts(self.weight, self.tp.parts)
             self.weight = None
         super().pack()
 

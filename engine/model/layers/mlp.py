@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
@@ -33,6 +35,6 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.gate_up_proj(x)))
 
-    def partials(self, x: Tensor) -> list[Tensor]:
+    def partials(self, x: Tensor) -> Sequence[Tensor]:
         """Return this rank's parts of the result, which is the sum of all ranks' parts, without the bias."""
         return self.down_proj.partials(self.activation(self.gate_up_proj(x)))

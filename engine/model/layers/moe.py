@@ -150,7 +150,7 @@ class Experts(Sharded):
         return shards
 
     def pack(self) -> None:
-        if self.tp.parts > 1:
+        if self.tp.fixed_order:
             self.kernels = self.pieces()
             self.gate_up = self.down = None
             return

@@ -95,7 +95,7 @@ class GptOssExperts(Experts):
         return list(zip(self.gate_up_bias.chunk(self.tp.parts, dim=1), down, strict=True))
 
     def pack(self) -> None:
-        if self.tp.parts > 1:
+        if self.tp.fixed_order:
             return super().pack()
         if not self.packed:
             return

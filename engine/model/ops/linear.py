@@ -6,6 +6,7 @@ linear(x, weight, bias) -> [tokens, outputs]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -39,6 +40,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return multiply(x, weight, bias)
 
 
+def linear_parts(x: Tensor, weights: Sequence[Tensor], parts: int) -> Sequence[Tensor]:
+    """Return the products of that many parts of the inputs. weights: what `pack_parts` made of them."""
+    if len(weights) < parts:
+        return cpu_kernels().multiply(x, weights[0], None, parts).chunk(parts, dim=1)
+    return [linear(part, weight) for part, weight in zip(x.chunk(parts, dim=1), weights, strict=True)]
+
+
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -59,6 +67,14 @@ def rows_of(weight: Tensor, ids: Tensor) -> Tensor:
     return F.embedding(ids, weight)
 
 
+def pack_parts(weight: Tensor, parts: int) -> list[Tensor]:
+    """Cut a weight [outputs, inputs] along its inputs, and pack the parts: into one tensor for our own kernel."""
+    cut = weight.chunk(parts, dim=1)
+    if weight.device.type == "cpu" and (cpu := cpu_kernels()) is not None and cpu.supports(cut[0]):
+        return [cpu.pack(torch.cat(cut))]
+    return [pack(part.contiguous()) for part in cut]
+
+
 def is_ours(weight: Tensor) -> bool:
     return weight.dim() == 4
 
@@ -72,7 +88,7 @@ def pack(weight: Tensor) -> Tensor:
     Return it unchanged where neither supports it."""
     if weight.device.type != "cpu" or weight.dtype not in CPU_DTYPES:
         return weight
-    if (cpu := cpu_kernels()) is not None and cpu.supports(weight):
+    if weight.dtype == torch.bfloat16 and (cpu := cpu_kernels()) is not None and cpu.supports(weight):
         return cpu.pack(weight)
     if not torch.backends.mkldnn.is_available():
         return weight

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model import fixed_order
 from engine.model.fixed_order import PARTS, FixedOrder
-from engine.model.layers.linear import ColumnParallelLinear
+from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.model.models.registry import build
 from engine.model.shard import INPUTS, OUTPUTS, Shard
 from tests.ranks import make_ranks, on_all
@@ -89,3 +90,18 @@ def test_parts_are_added_up_in_one_order_whoever_holds_them(dtype: torch.dtype) 
 def test_a_rank_has_as_many_rows_of_the_vocabulary_as_our_kernel_computes_at_a_time() -> None:
     linear = pytest.importorskip("engine.model.ops.cpu.linear")
     assert fixed_order.OUTPUTS_MULTIPLE % linear.COLUMN == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_split_over_eight_ranks_has_the_bits_of_one_that_is_whole(dtype: torch.dtype) -> None:
+    weight, x = torch.randn(2, 64, PARTS * 160, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def parts(rank: int, size: int) -> Sequence[Tensor]:
+        layer = build(lambda: RowParallelLinear(PARTS * 160, 64, FixedOrder(TPGroup(rank, size))), dtype, "cpu")
+        ((shard, target),) = layer.shards().values()
+        target.copy_(own := weight.narrow(INPUTS, shard.start, shard.size))
+        layer.pack()
+        return layer.partials(x.narrow(INPUTS, shard.start, own.shape[INPUTS]))
+
+    for i, part in enumerate(parts(0, 1)):
+        assert torch.equal(part, parts(i, PARTS)[0])

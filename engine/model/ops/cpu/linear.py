@@ -1,9 +1,10 @@
-"""The product of any number of rows with a weight in bfloat16, by AVX-512's dot products of pairs.
+"""The product of any number of rows with a weight in bfloat16, by AVX-512's dot products of pairs, or in float32.
 
-A packed weight is [outputs / 64, inputs / 2, 64, 2]: a column of 64 outputs lies in one piece, in the order in which it
-is read. A thread multiplies all rows by one column, a few rows at a time, and meanwhile asks for the column that it
-takes next, so that reading from memory and computing overlap. Each output is one sum in the order of the inputs: a row
-has the same bits beside any others. Products with parts of the inputs are added up as ops/tree_sum.py says.
+A packed weight is [outputs / 64, inputs / 2, 64, 2], in float32 [outputs / 64, inputs, 64, 1]: a column of 64 outputs
+lies in one piece, in the order in which it is read. A thread multiplies all rows by one column, a few rows at a time,
+and meanwhile asks for the column that it takes next, so that reading from memory and computing overlap. Each output is
+one sum in the order of the inputs: a row has the same bits beside any others. Weights of parts of the inputs lie one
+below the other, and one call multiplies all; their products are added up as ops/tree_sum.py says.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ from engine.model.ops.cpu.vector import (
 
 VECTORS = 4
 COLUMN = VECTORS * LANES  # outputs of one piece of a packed weight
-STEP_BYTES = 4 * COLUMN  # of a column, for two inputs
+STEP_INPUTS = {torch.bfloat16: 2, torch.float32: 1}  # that a tile multiplies at a time
+STEP_BYTES = 4 * COLUMN  # of a column, for these
 BLOCK_ROWS = 384  # that a thread takes at a time, and that stay in its cache
 PAIRS = ir.VectorType(BF16, 2 * LANES)
-U16P = types.CPointer(types.uint16)
 PARTS = 8  # that can be added up
 TOKENS = 2  # of a sum, taken by a thread at a time
 
@@ -65,48 +66,59 @@ def multiply_tile(rows: int) -> Any:
         pace: Any,
     ) -> Any:  # fmt: skip
         """out[r, c] = bias[c] + sum over i < inputs of x[r, i] * column[i, c]. bias: a null pointer if there is none.
-        With every two inputs `pace` bytes are asked for, from the address `ahead` on."""
+        With each step `pace` bytes are asked for, from the address `ahead` on."""
+        dtype = out.dtype
 
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
             target, target_stride, left, left_stride, right, offset, size, wanted, wanted_bytes = args
-            dot = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(VF32, [VF32, PAIRS, PAIRS]), "llvm.x86.avx512bf16.dpbf16ps.512"
+            pairs = dtype == types.uint16
+            vectors, name = (PAIRS, "llvm.x86.avx512bf16.dpbf16ps.512") if pairs else (VF32, "llvm.fma.v16f32")
+            product = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(VF32, [VF32, vectors, vectors]), name
             )
 
             def number(value: int) -> ir.Constant:
                 return ir.Constant(I64, value)
 
-            left, right = builder.bitcast(left, I32.as_pointer()), builder.bitcast(right, PAIRS.as_pointer())
-            size, left_stride = (builder.sdiv(value, number(2)) for value in (size, left_stride))
+            def add_product(total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+                return builder.call(product, [total, a, b] if pairs else [a, b, total])
+
+            right = builder.bitcast(right, vectors.as_pointer())
+            if pairs:
+                left = builder.bitcast(left, I32.as_pointer())
+                size, left_stride = (builder.sdiv(value, number(2)) for value in (size, left_stride))
             starts = [builder.gep(left, [builder.mul(left_stride, number(row))]) for row in range(rows)]
             sums = [[cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(VECTORS)] for _ in starts]
             with cgutils.for_range(builder, size, intp=I64) as loop:
                 first = builder.mul(loop.index, number(VECTORS))
                 some = [
-                    builder.load(builder.gep(right, [builder.add(first, number(vector))]), align=2)
+                    builder.load(builder.gep(right, [builder.add(first, number(vector))]), align=dtype.bitwidth // 8)
                     for vector in range(VECTORS)
                 ]
                 line = builder.add(wanted, builder.mul(loop.index, wanted_bytes))
-                prefetch_lines(builder, line, wanted_bytes)
+                # by many tiles the same line is asked for again and again, which costs float32 a third of its speed
+                least = number(0 if pairs else CACHE_LINE_BYTES)
+                with builder.if_then(builder.icmp_signed(">=", wanted_bytes, least)):
+                    prefetch_lines(builder, line, wanted_bytes)
                 for start, row_sums in zip(starts, sums, strict=True):
-                    pair = splat(builder, builder.load(builder.gep(start, [loop.index]), align=2))
-                    pair = builder.bitcast(pair, PAIRS)
+                    value = builder.load(builder.gep(start, [loop.index]), align=dtype.bitwidth // 8)
+                    value = builder.bitcast(splat(builder, value), vectors)
                     for vector, total in zip(some, row_sums, strict=True):
-                        builder.store(builder.call(dot, [builder.load(total), pair, vector]), total)
+                        builder.store(add_product(builder.load(total), value, vector), total)
             has_bias = builder.icmp_signed("!=", builder.ptrtoint(offset, I64), number(0))
             with builder.if_then(has_bias):
                 for vector in range(VECTORS):
-                    addend = load16(builder, offset, number(vector * LANES), types.uint16)
+                    addend = load16(builder, offset, number(vector * LANES), dtype)
                     for row_sums in sums:
                         builder.store(builder.fadd(builder.load(row_sums[vector]), addend), row_sums[vector])
             for row, row_sums in enumerate(sums):
                 for vector, total in enumerate(row_sums):
                     index = builder.add(builder.mul(target_stride, number(row)), number(vector * LANES))
-                    store16(builder, builder.load(total), target, index, types.uint16)
+                    store16(builder, builder.load(total), target, index, dtype)
             return context.get_dummy_value()
 
         i64 = types.int64
-        return types.void(U16P, i64, U16P, i64, U16P, U16P, i64, i64, i64), generate
+        return types.void(out, i64, out, i64, out, out, i64, i64, i64), generate
 
     return tile
 
@@ -135,23 +147,24 @@ def rows_at_once(left: int) -> int:
     return 6 if left >= 6 and left != 8 else 4 if left >= 4 else 2 if left >= 2 else 1
 
 
-@kernel
-def multiply_bf16(args: Any) -> None:
-    rows, inputs, outputs, x_stride = args[5], args[6], args[7], args[8]
-    columns = outputs // COLUMN
+@device_function
+def multiply_columns(cast: Any, item_bytes: Any, args: Any) -> None:
+    rows, inputs, outputs, part_outputs, x_stride = args[5], args[6], args[7], args[8], args[9]
+    columns, step_inputs = outputs // COLUMN, 4 // item_bytes
     items = columns * ((rows + BLOCK_ROWS - 1) // BLOCK_ROWS)
     item = take(args, 1)
     while item < items:
         following = take(args, 1)
         first, row = item % columns * COLUMN, item // columns * BLOCK_ROWS
         end = min(row + BLOCK_ROWS, rows)
-        column, bias = as_bf16(args[2] + 2 * first * inputs), as_bf16(args[3] + 2 * first if args[3] else 0)
-        ahead = args[2] + 2 * (following % columns * COLUMN if following < items else first) * inputs
+        left = args[1] + item_bytes * (first // part_outputs) * inputs
+        column, bias = cast(args[2] + item_bytes * first * inputs), cast(args[3] + item_bytes * first if args[3] else 0)
+        ahead = args[2] + item_bytes * (following % columns * COLUMN if following < items else first) * inputs
         rest = (end - row) % 6
         tiles = (end - row) // 6 + rest // 4 + rest % 4 // 2 + rest % 2
         pace = STEP_BYTES // tiles  # each asks for a part
         while row < end:
-            x, out = as_bf16(args[1] + 2 * row * x_stride), as_bf16(args[4] + 2 * (row * outputs + first))
+            x, out = cast(left + item_bytes * row * x_stride), cast(args[4] + item_bytes * (row * outputs + first))
             count = rows_at_once(end - row)
             if count == 6:
                 multiply_6(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
@@ -162,22 +175,33 @@ def multiply_bf16(args: Any) -> None:
             else:
                 multiply_1(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
             row += count
-            ahead += inputs // 2 * pace
+            ahead += inputs // step_inputs * pace
         item = following
 
 
-MULTIPLY = Kernel({torch.bfloat16: multiply_bf16} if HAS_BF16 else {})
+@kernel
+def multiply_bf16(args: Any) -> None:
+    multiply_columns(as_bf16, 2, args)
+
+
+@kernel
+def multiply_f32(args: Any) -> None:
+    multiply_columns(as_f32, 4, args)
+
+
+MULTIPLY = Kernel({torch.bfloat16: multiply_bf16, torch.float32: multiply_f32} if HAS_BF16 else {})
 
 
 def supports(weight: Tensor) -> bool:
     outputs, inputs = weight.shape
-    return HAS_BF16 and weight.dtype == torch.bfloat16 and not outputs % COLUMN and not inputs % 2
+    return weight.dtype in MULTIPLY.entries and not outputs % COLUMN and not inputs % STEP_INPUTS[weight.dtype]
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[outputs, inputs] -> [outputs / 64, inputs / 2, 64, 2]"""
+    """[outputs, inputs] -> [outputs / 64, inputs / n, 64, n], where n are the inputs of a step"""
     MULTIPLY.compile(weight.dtype)  # now, and not in the first step
-    return weight.view(-1, COLUMN, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    size = STEP_INPUTS[weight.dtype]
+    return weight.view(-1, COLUMN, weight.shape[1] // size, size).transpose(1, 2).contiguous()
 
 
 def packed_rows(weight: Tensor, rows: Tensor) -> Tensor:
@@ -185,13 +209,14 @@ def packed_rows(weight: Tensor, rows: Tensor) -> Tensor:
     return weight[rows // COLUMN, :, rows % COLUMN].flatten(1)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x: [tokens, inputs], each token's values contiguous; weight: packed."""
-    outputs, inputs = weight.shape[0] * COLUMN, weight.shape[1] * 2
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int = 1) -> Tensor:
+    """x: [tokens, inputs], each token's values contiguous; weight: packed, and of so many parts of the inputs, whose
+    products lie side by side."""
+    outputs, inputs = weight.shape[0] * COLUMN, weight.shape[1] * weight.shape[3]
     out = empty((len(x), outputs), x.dtype)
     MULTIPLY.launch(
         x.dtype, len(weight) * -(-len(x) // BLOCK_ROWS), x, weight, 0 if bias is None else bias, out,
-        TokenCount(len(x)), inputs, outputs, x.stride(0),
+        TokenCount(len(x)), inputs, outputs, outputs // parts, x.stride(0),
     )  # fmt: skip
     return out
 
@@ -210,15 +235,18 @@ def add(_: Any, a: Any, b: Any) -> Any:
 def sum_8_parts(cast: Any, args: Any) -> None:
     a, b, c, d = cast(args[1]), cast(args[2]), cast(args[3]), cast(args[4])
     e, f, g, h = cast(args[5]), cast(args[6]), cast(args[7]), cast(args[8])
-    out, tokens, size = cast(args[9]), args[10], args[11]
+    out, tokens, size, stride = cast(args[9]), args[10], args[11], args[12]
     while True:
         first = take(args, TOKENS)
         if first >= tokens:
             break
-        for i in range(first * size, min(first + TOKENS, tokens) * size):
-            low = add(add(load(a, i), load(b, i)), add(load(c, i), load(d, i)))
-            high = add(add(load(e, i), load(f, i)), add(load(g, i), load(h, i)))
-            store(out, i, add(low, high))
+        for token in range(first, min(first + TOKENS, tokens)):
+            start = token * stride
+            for i in range(size):
+                j = start + i
+                low = add(add(load(a, j), load(b, j)), add(load(c, j), load(d, j)))
+                high = add(add(load(e, j), load(f, j)), add(load(g, j), load(h, j)))
+                store(out, token * size + i, add(low, high))
 
 
 @kernel
@@ -235,7 +263,8 @@ SUM_8 = Kernel({torch.bfloat16: sum_8_bf16, torch.float32: sum_8_f32})
 
 
 def sum_8(parts: Sequence[Tensor]) -> Tensor:
+    """parts: [tokens, size] each, of one stride."""
     tokens, size = parts[0].shape
     out = empty((tokens, size), parts[0].dtype)
-    SUM_8.launch(out.dtype, -(-tokens // TOKENS), *parts, out, TokenCount(tokens), size)
+    SUM_8.launch(out.dtype, -(-tokens // TOKENS), *parts, out, TokenCount(tokens), size, parts[0].stride(0))
     return out

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model.batch import Batch, split
-from engine.model.ops import activation, argmax, attention_plain, encoder_attention, linear, norm_plain, rope
+from engine.model.ops import activation, argmax, attention_plain, encoder_attention, linear, norm_plain, rope, tree_sum
 from engine.model.ops.cpu import activation as cpu_activation
 from engine.model.ops.cpu import attention as cpu_attention
 from engine.model.ops.cpu import encoder_attention as cpu_encoder_attention
@@ -210,17 +210,36 @@ def test_nothing_is_written_or_read_for_padding(dtype, decodes):
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs dot products of bfloat16")
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), [(192, 2), (128, 768), (64, 1058), (128, 4864)])
-def test_our_product_equals_the_plain_one_and_a_row_has_the_same_bits_beside_any_others(outputs, inputs, bias):
+@pytest.mark.parametrize(
+    ("dtype", "outputs", "inputs"),
+    [
+        (torch.bfloat16, 192, 2),
+        (torch.bfloat16, 128, 768),
+        (torch.bfloat16, 64, 1058),
+        (torch.bfloat16, 128, 4864),
+        (torch.float32, 128, 63),
+    ],
+)
+def test_our_product_equals_the_plain_one_and_a_row_has_the_same_bits_beside_any_others(dtype, outputs, inputs, bias):
     rows = 2 * cpu_linear.BLOCK_ROWS + 5
-    x, weight = randn(rows, inputs, dtype=torch.bfloat16), randn(outputs, inputs, dtype=torch.bfloat16)
-    offset = randn(outputs, dtype=torch.bfloat16) if bias else None
-    packed = linear.pack(weight)
-    assert linear.is_ours(packed)
+    x, weight = randn(rows, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype)
+    offset = randn(outputs, dtype=dtype) if bias else None
+    packed = cpu_linear.pack(weight)
     together = linear.linear(x, packed, offset)
-    torch.testing.assert_close(together, linear.linear(x, weight, offset), **TOLERANCE[torch.bfloat16])
+    torch.testing.assert_close(together, linear.linear(x, weight, offset), **TOLERANCE[dtype])
     for count in (*range(1, 15), cpu_linear.BLOCK_ROWS):
         assert torch.equal(linear.linear(x[3 : 3 + count], packed, offset), together[3 : 3 + count]), f"{count} rows"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_products_of_all_parts_of_the_inputs_are_those_of_each_part_alone(dtype):
+    x, weight = randn(5, 8 * 24, dtype=dtype), randn(128, 8 * 24, dtype=dtype)
+    found = linear.linear_parts(x, linear.pack_parts(weight, 8), 8)
+    for part, own, rows in zip(found, weight.chunk(8, dim=1), x.chunk(8, dim=1), strict=True):
+        (alone,) = linear.linear_parts(rows, linear.pack_parts(own, 1), 1)
+        assert torch.equal(part, alone)
+        torch.testing.assert_close(part, linear.linear(rows, own), **TOLERANCE[dtype])
+    assert torch.equal(tree_sum.tree_sum(found), tree_sum.tree_sum_plain([p.float() for p in found]).to(dtype))
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs dot products of bfloat16")
