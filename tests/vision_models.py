@@ -14,7 +14,7 @@ import transformers
 
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
 from tests.engine.multimodal.images import QWEN
-from tests.models import COMMON, EOS, make_tokenizer, randomise
+from tests.models import COMMON, EOS, FAMILIES, make_tokenizer, randomise
 from tests.transformers_models import known_fields
 
 IMAGE, BREAK, END = 90, 91, 92  # token ids
@@ -38,6 +38,20 @@ IMAGE_CHAT_TEMPLATE = (
 MROPE = {"rope_type": "default", "rope_theta": 1e4}
 # class, configuration of its text, fields of the text, fields of the tower, and other fields
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        "Gemma3TextConfig",
+        {**FAMILIES["gemma3"][1], "tie_word_embeddings": False},
+        {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 6 * PATCH,
+            "patch_size": PATCH,
+        },
+        {"mm_tokens_per_image": 9},
+    ),
     "mistral3": (
         "Mistral3ForConditionalGeneration",
         "MistralConfig",
@@ -84,7 +98,9 @@ class Prompt:
         return self
 
     def image(self, seed: int, height: int = 2, width: int = 3) -> Prompt:
-        """height, width: in embeddings."""
+        """height, width: in embeddings; Gemma's images have 3 each, one more than its window."""
+        if self.name == "gemma3":
+            height = width = 3
         row, mistral = [IMAGE] * width, self.name == "mistral3"
         ids = [*([*row, BREAK] * (height - 1)), *row, END] if mistral else row * height
         self.tokens += [] if mistral else [BREAK]  # without which transformers takes two images for one
@@ -103,6 +119,8 @@ def pixels(name: str, seed: int, height: int, width: int) -> dict[str, TensorDat
         shape, key, size = (1, 3, height * PATCH, width * PATCH), "image_sizes", [[height * PATCH, width * PATCH]]
     else:
         shape, key, size = (height * width, 3 * 2 * PATCH**2), "image_grid_thw", [[1, height, width]]
+    if name == "gemma3":
+        return {"pixel_values": TensorData.of(random.normal(size=(1, 3, *[6 * PATCH] * 2)).astype(np.float32))}
     values = random.normal(size=shape).astype(np.float32)
     return {"pixel_values": TensorData.of(values), key: TensorData.of(np.array(size))}
 
@@ -158,7 +176,8 @@ def expected_tokens(folder: Path, prompt: Prompt, max_tokens: int) -> list[int]:
                 own = a["pixel_values"]
                 a["pixel_values"] = np.pad(own, ((0, 0), (0, 0), (0, height - own.shape[2]), (0, width - own.shape[3])))
         else:
-            inputs["mm_token_type_ids"] = (ids == IMAGE).int()
+            types = "token_type_ids" if prompt.name == "gemma3" else "mm_token_type_ids"
+            inputs[types] = (ids == IMAGE).int()
         inputs |= {name: torch.from_numpy(np.concatenate([a[name] for a in arrays])) for name in arrays[0]}
     out = transformers_model(folder).generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, **inputs

@@ -18,10 +18,11 @@ class EncoderCacheManager:
     as there is room. A step never drops what it needs itself. After vLLM's class of this name.
     """
 
-    def __init__(self, size: int, budget: int, image_token_id: int):
+    def __init__(self, size: int, budget: int, image_token_id: int, mm_tokens_per_image: int = 0):
         """size: embeddings that are kept at most. budget: embeddings that a step makes at most, unless its first image
-        alone has more."""
+        alone has more. mm_tokens_per_image: see VisionConfig."""
         self._size, self._budget, self._image_token_id = size, budget, image_token_id
+        self._mm_tokens_per_image = mm_tokens_per_image
         self._cached: OrderedDict[bytes, int] = OrderedDict()  #: embeddings by hash, the least recently used first
         self._in_step: set[bytes] = set()
         self._encoded: list[MultiModalFeatureSpec] = []
@@ -29,6 +30,11 @@ class EncoderCacheManager:
         self.num_embeds = 0  #: that are kept
         self.num_encoded = 0  #: images, since the start
         self.num_hits = 0  #: times that an image was there already
+
+    @property
+    def whole_images(self) -> bool:
+        """Whether one step has to compute all tokens of an image, since they see each other."""
+        return self._mm_tokens_per_image > 0
 
     def take(self, image: MultiModalFeatureSpec) -> bool:
         """Make sure that the step that is being planned finds the embeddings of an image. False if it has to wait."""
@@ -69,6 +75,8 @@ class EncoderCacheManager:
                 limit = f"behind the image before, in a prompt of {len(prompt)} tokens"
                 raise InvalidParameter(f"{name}.mm_position", [place.offset, place.end], limit)
             end = place.end
+            if self.whole_images and place.length != self._mm_tokens_per_image:
+                raise InvalidParameter(f"{name}.mm_position.length", place.length, f"{self._mm_tokens_per_image}")
             found = prompt[place.offset : place.end].count(self._image_token_id)
             if not found == image.num_embeds <= self._size:
                 limit = f"the number of its placeholders ({found}), and at most encoder_cache_size ({self._size})"

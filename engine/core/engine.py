@@ -96,6 +96,7 @@ class EngineCore:
             model_config = ModelConfig.from_folder(folder, config.quantization, config.max_model_len)
             if model_config.bidirectional:
                 config = whole_prompts(config, model_config)
+            check_whole_images(config, model_config)
             runner = ModelRunner(config, model_config, folder, group)
             if config.handoff is not None:
                 from engine.kv_transfer.transport.ranks import start_kv_worker
@@ -137,7 +138,9 @@ class EngineCore:
         encoder_cache = None
         if (vision := model_config.vision) is not None:
             budget = config.max_num_batched_tokens
-            encoder_cache = EncoderCacheManager(config.encoder_cache_size, budget, vision.image_token_id)
+            encoder_cache = EncoderCacheManager(
+                config.encoder_cache_size, budget, vision.image_token_id, vision.mm_tokens_per_image
+            )
         scheduler = Scheduler(
             config,
             BlockPool(
@@ -449,6 +452,15 @@ class EngineCore:
         if self._broadcaster:
             self._broadcaster.close()
         self._group.close()
+
+
+def check_whole_images(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if images that need a step for all their tokens could wait for ever."""
+    size = 0 if model.vision is None else model.vision.mm_tokens_per_image
+    needed = size + config.max_num_seqs - 1
+    if size and config.max_num_batched_tokens < needed:
+        limit = f"at least {needed}: a step computes all {size} tokens of an image, and one of each other sequence"
+        raise ConfigError("max_num_batched_tokens", config.max_num_batched_tokens, limit)
 
 
 def whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:

@@ -256,7 +256,7 @@ class Scheduler:
         everyone behind it with it."""
         if not startable and not self.handoffs.decides:
             return False
-        matched = self.kv_cache.match(request)
+        matched = self._match(request)
         if self.kv_cache.in_flight(request, len(matched), self.queue.running):
             return False
         cached = len(matched) * self.pool.block_size
@@ -293,14 +293,26 @@ class Scheduler:
 
     def _up_to_images(self, request: Request, count: int) -> int:
         """Return how many of the next `count` tokens of a request come before the first image that has to wait for
-        another step to be encoded."""
+        another step: to be encoded, or to be computed whole."""
         assert self.encoder_cache is not None
         start = request.computed
         for image in request.images:
             place = image.mm_position
-            if start < place.end and place.offset < start + count and not self.encoder_cache.take(image):
-                return max(0, place.offset - start)
+            if start < place.end and place.offset < start + count:
+                is_cut = self.encoder_cache.whole_images and place.end > start + count
+                if is_cut or not self.encoder_cache.take(image):
+                    return max(0, place.offset - start)
         return count
+
+    def _match(self, request: Request) -> list[int]:
+        """Return the cached blocks that a request begins with. If images are computed whole, they end in none."""
+        matched, size = self.kv_cache.match(request), self.pool.block_size
+        if self.encoder_cache is not None and self.encoder_cache.whole_images:
+            for image in reversed(request.images):
+                place = image.mm_position
+                if place.offset < len(matched) * size < place.end:
+                    matched = matched[: place.offset // size]
+        return matched
 
     def _count_scheduled(self, request: Request, cached: int, now: float) -> None:
         logger.debug("request scheduled request_id=%s cached_tokens=%d", request.request_id, cached)

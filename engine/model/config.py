@@ -105,6 +105,8 @@ class VisionConfig:
     """Layers, the first ones, behind which an image adds something of its own."""
     merge_size: int = 1
     """Patches of an image's height, and of its width, that make one embedding."""
+    mm_tokens_per_image: int = 0
+    """Tokens of every image, in a model where they also see those behind them; 0 if they are read like text."""
     rope_axes: tuple[int, ...] = ()
     """What each rotary frequency turns by: 0 for the time of a token, 1 for its height, 2 for its width in an image;
     all are a text token's position. Empty if images have positions like text."""
@@ -384,6 +386,7 @@ def _vision(raw: Fields, cfg: ModelConfig) -> VisionConfig | None:
         transformers=json.dumps(raw, sort_keys=True),
         image_token_id=raw["image_token_id"] if "image_token_id" in raw else raw["image_token_index"],
         deepstack=len(vision.get("deepstack_visual_indexes") or ()),
+        mm_tokens_per_image=raw.get("mm_tokens_per_image", 256) if raw.get("model_type") == "gemma3" else 0,
     )
     order = VISION[architecture]
     if order is None:

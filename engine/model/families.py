@@ -57,6 +57,7 @@ TEXT_PARTS: dict[str, tuple[str, str, dict[str, bool]]] = {
 # Those of them that see, and the order in which the frequencies of their rotary embeddings belong to time, height and
 # width: one axis after the other (Qwen2-VL, arXiv:2409.12191), in turn (Qwen3-VL, arXiv:2511.21631), or None.
 VISION: dict[str, Literal["sections", "interleaved"] | None] = {
+    "Gemma3ForConditionalGeneration": None,
     "Mistral3ForConditionalGeneration": None,
     "Qwen2_5_VLForConditionalGeneration": "sections",
     "Qwen3VLForConditionalGeneration": "interleaved",

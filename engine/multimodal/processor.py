@@ -147,12 +147,7 @@ def _pixtral(config: Fields, found: Fields, token: str) -> str:
 
 
 def _gemma3(config: Fields, found: Fields, token: str) -> str:
-    one = f"\n\n<start_of_image>{token * config.get('mm_tokens_per_image', 256)}<end_of_image>\n\n"
-    crops = found["num_crops"][0]
-    if not crops:
-        return one
-    begin = f"Here is the original image {one} and here are some crops to help you see better "
-    return begin + " ".join([one] * crops)
+    return f"\n\n<start_of_image>{token * config.get('mm_tokens_per_image', 256)}<end_of_image>\n\n"
 
 
 def _internvl(config: Fields, found: Fields, token: str) -> str:
@@ -172,7 +167,12 @@ FAMILIES = {
     "qwen3_vl": _QWEN,
     "qwen3_vl_moe": _QWEN,
     "mistral3": _PIXTRAL,
-    "gemma3": ImageFamily(marker="<start_of_image>", placeholders=_gemma3, arguments=("pixel_values",)),
+    "gemma3": ImageFamily(
+        marker="<start_of_image>",
+        placeholders=_gemma3,
+        arguments=("pixel_values",),
+        options=lambda config: {"do_pan_and_scan": False},  # its crops would be further images
+    ),
     "internvl": ImageFamily(
         marker="<IMG_CONTEXT>",
         placeholders=_internvl,

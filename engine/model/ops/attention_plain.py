@@ -46,6 +46,10 @@ def paged_attention(
         if batch.kv_scales is not None:
             k, v = ((x.float() * scale).to(q.dtype) for x, scale in zip((k, v), batch.kv_scales[layer], strict=True))
         visible = visible_keys(starts[seq + 1] - starts[seq], kv_len, window, chunk, q.device)
+        if batch.image_spans is not None:
+            first, end = batch.image_spans[rows, :, None].unbind(1)
+            key = torch.arange(kv_len, device=q.device)
+            visible |= (key >= first) & (key < end)
         if softcap is None and sinks is None:
             attended = attend(q[rows].transpose(0, 1), k, v, scale, visible)
         else:

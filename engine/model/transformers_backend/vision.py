@@ -44,7 +44,8 @@ class VisionEncoder(Sharded):
         inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
         output: Any = self.model.get_image_features(**inputs)
         levels = [level[0] for level in getattr(output, "deepstack_features", None) or ()]
-        return torch.cat([output.pooler_output[0], *levels], dim=-1)
+        embeddings = torch.cat(list(output.pooler_output))  # of one image: its rows of tiles, or all of it
+        return torch.cat([embeddings, *levels], dim=-1)
 
     def canonical_name(self, name: str) -> str:
         """`vision_tower.ln_pre.weight`, as transformers 4 saved it, and `model.vision_tower.ln_pre.weight` ->

@@ -14,7 +14,7 @@ from engine import LLM
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.core.request import Request
-from engine.errors import InvalidParameter
+from engine.errors import ConfigError, InvalidParameter
 from engine.wire.block_hash import block_hashes
 from engine.wire.messages import GenerateRequest
 from engine.wire.multimodal import PlaceholderRange, TensorData
@@ -25,6 +25,7 @@ from tests.models import make_model, make_tokenizer
 from tests.vision_models import MODELS, MROPE, Prompt, expected_tokens, make_vision_model
 
 MAX_TOKENS = 8
+IN_PARTS = [name for name in MODELS if name != "gemma3"]  # models of which a step may compute a part of an image
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
 
@@ -69,14 +70,45 @@ def test_answers_about_images_are_those_of_transformers(folder, name):
     core.close()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", IN_PARTS)
 def test_a_chunk_may_end_inside_an_image(folder, name):
     core, wanted = engine(folder(name), max_num_batched_tokens=5), prompts(name)
     assert run(core, *wanted) == [expected_tokens(folder(name), prompt, MAX_TOKENS) for prompt in wanted]
     core.close()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_no_chunk_ends_inside_an_image_whose_tokens_see_each_other(folder, sequences):
+    core = engine(folder("gemma3"), max_num_batched_tokens=8 + sequences, max_num_seqs=sequences)
+    wanted = prompts("gemma3")
+    assert run(core, *wanted) == [expected_tokens(folder("gemma3"), prompt, MAX_TOKENS) for prompt in wanted]
+    core.close()
+    with pytest.raises(ConfigError, match="max_num_batched_tokens must be at least 12: a step computes all 9 tokens"):
+        engine(folder("gemma3"), max_num_batched_tokens=11)
+
+
+def test_a_cached_prefix_that_ends_in_such_an_image_is_left_before_it(folder):
+    core, name = engine(folder("gemma3"), block_size=8), "gemma3"
+    first, second = (Prompt(name).text(*range(3, 10)).image(1).image(2).text(*rest) for rest in ([8, 9], [10]))
+    one, two = (image.mm_position for image in first.images)
+    assert one.offset == 8 and (one.end - 1) // 8 == two.offset // 8 and two.end % 8, "a block has parts of both"
+    assert run(core, first) == [expected_tokens(folder(name), first, MAX_TOKENS)]
+    before = core.stats().prefix_hit_tokens
+    assert run(core, second) == [expected_tokens(folder(name), second, MAX_TOKENS)]
+    assert core.stats().prefix_hit_tokens - before == one.offset
+    core.close()
+
+
+def test_an_image_of_another_size_is_refused_where_all_have_one(folder):
+    core, prompt = engine(folder("gemma3")), Prompt("gemma3").image(1).text(5)
+    place = PlaceholderRange(prompt.images[0].mm_position.offset, 8)
+    images = [msgspec.structs.replace(prompt.images[0], mm_position=place, num_embeds=8)]
+    with pytest.raises(InvalidParameter, match=r"mm_features\[0\].mm_position.length must be 9, got 8"):
+        core.add(GenerateRequest(request_id="r", prompt=prompt.tokens, mm_features=images))
+    core.close()
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
 def test_a_cached_prefix_may_end_inside_an_image(folder, name):
     core = engine(folder(name), encoder_cache_size=9)  # one image
     first, second = (Prompt(name).text(5, 6, 7).image(1, 3, 3).text(*rest) for rest in ([8, 9], [10]))
@@ -102,9 +134,9 @@ def test_the_same_image_asked_about_ten_times_is_encoded_once(folder):
     core.close()
 
 
-@pytest.mark.parametrize("name", ["mistral3", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_vl"])
 def test_a_request_with_images_goes_on_after_preemption(folder, name):
-    core = engine(folder(name), num_blocks=9, max_model_len=36, encoder_cache_size=8)
+    core = engine(folder(name), num_blocks=9, max_model_len=36, encoder_cache_size=9)
     wanted = [Prompt(name).text(5, 6).image(seed).text(7, 8, 9) for seed in (1, 2, 3)]
     assert run(core, *wanted) == [expected_tokens(folder(name), prompt, MAX_TOKENS) for prompt in wanted]
     assert core.scheduler.totals.preemptions > 0

@@ -10,8 +10,8 @@ the device, once for all layers of a kind. Of a tile's programs the last to end 
 CUDA graphs can hold it: the grid and every argument follow from shapes alone, and lengths are read on the device. A
 sequence with kv_len 0 pads such a batch; its output is 0. So do a sequence -1 and a tile without rows, for which
 nothing is written. Results depend on where the keys are split and so, in the last bits, on the other sequences of the
-batch. Tile sizes are estimates. Capped scores, sinks, chunks, plans, padding of chunks and the combination in place
-have run under Triton's interpreter only, not on a GPU yet.
+batch. Tile sizes are estimates. Capped scores, sinks, chunks, spans of images, plans, padding of chunks and the
+combination in place have run under Triton's interpreter only, not on a GPU yet.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def first_key(stop, rows, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_tiles(
-    tile, count, tiles, single, query_start, kv_len,
-    DECODE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    tile, count, tiles, single, query_start, kv_len, spans,
+    DECODE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Sequence, first row and rows of each tile, and its keys [start, stop)."""
+    """Sequence, first row and rows of each tile, its keys [start, end), and which its last row sees without spans."""
     here = tile < count
     if DECODE:
         seq = tl.load(single + tile, mask=here, other=-1)
@@ -71,33 +71,39 @@ def load_tiles(
         rows = tl.load(tiles + 4 * tile + 2, mask=here, other=0)
         after = tl.load(tiles + 4 * tile + 3, mask=here, other=0)
     stop = tl.where(rows > 0, tl.load(kv_len + seq, mask=here, other=0) - after, 0)
-    return seq, row, rows, first_key(stop, rows, WINDOW, CHUNK), stop
+    start, end = first_key(stop, rows, WINDOW, CHUNK), stop
+    if SPANS:
+        start = tl.minimum(start, tl.load(spans + 2 * row, mask=rows > 0, other=0))
+        end = tl.maximum(end, tl.load(spans + 2 * (row + rows) - 1, mask=rows > 0, other=0))
+    return seq, row, rows, start, end, stop
 
 
 @triton.jit(do_not_specialize=["count", "wanted", "max_items"])
 def plan_kernel(
-    items, tiles, single, query_start, kv_len, count, wanted, max_items,
-    DECODE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    items, tiles, single, query_start, kv_len, spans, count, wanted, max_items,
+    DECODE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SPANS: tl.constexpr, BLOCK_N: tl.constexpr,
     MIN_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (1). Divide the keys of `count` tiles into about `wanted` equal parts that do not cross tiles.
 
-    items [max_items, 9]: sequence, first row, rows, stop, begin and end of the keys, first slot for partial results of
-    the tile, its number of splits, and which this is. A surplus item has sequence -1.
+    items [max_items, 9]: sequence, first row, rows, stop (see `load_tiles`), begin and end of the keys, first slot for
+    partial results of the tile, its number of splits, and which this is. A surplus item has sequence -1.
     """
     total = 0
     for first in range(0, count, BLOCK):
         tile = first + tl.arange(0, BLOCK)
-        _, _, _, start, stop = load_tiles(tile, count, tiles, single, query_start, kv_len, DECODE, WINDOW, CHUNK)
-        total += tl.sum(stop - start, 0)
+        _, _, _, start, end, _ = load_tiles(
+            tile, count, tiles, single, query_start, kv_len, spans, DECODE, WINDOW, CHUNK, SPANS
+        )  # fmt: skip
+        total += tl.sum(end - start, 0)
     split_tokens = tl.cdiv(tl.maximum(tl.cdiv(total, wanted), MIN_TOKENS), BLOCK_N) * BLOCK_N
     used, slots = 0, 0
     for first in range(0, count, BLOCK):
         tile = first + tl.arange(0, BLOCK)
-        seq, row, rows, start, stop = load_tiles(
-            tile, count, tiles, single, query_start, kv_len, DECODE, WINDOW, CHUNK
+        seq, row, rows, start, end, stop = load_tiles(
+            tile, count, tiles, single, query_start, kv_len, spans, DECODE, WINDOW, CHUNK, SPANS
         )  # fmt: skip
-        splits = tl.where(tile < count, tl.maximum(tl.cdiv(stop - start, split_tokens), 1), 0)
+        splits = tl.where(tile < count, tl.maximum(tl.cdiv(end - start, split_tokens), 1), 0)
         slotted = tl.where(splits > 1, splits, 0)
         item = items + 9 * (used + tl.cumsum(splits, 0) - splits)
         slot = slots + tl.cumsum(slotted, 0) - slotted
@@ -109,7 +115,7 @@ def plan_kernel(
             tl.store(item + 2, rows, mask=here)
             tl.store(item + 3, stop, mask=here)
             tl.store(item + 4, begin, mask=here)
-            tl.store(item + 5, tl.minimum(begin + split_tokens, stop), mask=here)
+            tl.store(item + 5, tl.minimum(begin + split_tokens, end), mask=here)
             tl.store(item + 6, slot, mask=here)
             tl.store(item + 7, splits, mask=here)
             tl.store(item + 8, tl.zeros_like(seq) + split, mask=here)
@@ -123,11 +129,12 @@ def plan_kernel(
 
 @triton.jit
 def add_keys(
-    acc, total, top, q, keys, values, table, first, end, length, scale, cap, block_stride,
-    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_PAD: tl.constexpr, PRECISION: tl.constexpr,
+    acc, total, top, q, keys, values, table, first, end, length, span, span_end, scale, cap, block_stride,
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SPANS: tl.constexpr,
+    CAPPED: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of the running softmax, over keys [first, first + BLOCK_N) below `end`; row i sees the first length[i].
+    """One step of the running softmax, over keys [first, first + BLOCK_N) below `end`; row i sees the first length[i],
+    and with SPANS those from span[i] to span_end[i].
 
     acc [rows, head_dim], total and top [rows] float32: weighted values, sum of weights and largest score (base 2).
     """
@@ -151,6 +158,8 @@ def add_keys(
             visible = visible & (n[None, :] >= length[:, None] - WINDOW)
         if CHUNK:
             visible = visible & (n[None, :] >= (length[:, None] - 1) // CHUNK * CHUNK)
+        if SPANS:
+            visible = visible | ((n[None, :] >= span[:, None]) & (n[None, :] < span_end[:, None]))
         scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(highest == float("-inf"), 0.0, highest)  # a row that sees no key yet
@@ -164,10 +173,10 @@ def add_keys(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def attend_kernel(
-    q, cache, out, partial, partial_top, arrived, kv_scales, sinks, items, block_table,
+    q, cache, out, partial, partial_top, arrived, kv_scales, sinks, items, block_table, spans,
     scale, cap, q_stride, out_stride, block_stride, table_stride,
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    CAPPED: tl.constexpr, SINKS: tl.constexpr, QUANTIZED: tl.constexpr, SPLIT: tl.constexpr,
+    SPANS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, QUANTIZED: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_PAD: tl.constexpr, PRECISION: tl.constexpr,
     SLOT_ROWS: tl.constexpr, COMBINED: tl.constexpr,
 ):  # fmt: skip
@@ -184,7 +193,7 @@ def attend_kernel(
         return
     row, rows, stop = tl.load(items + 1), tl.load(items + 2), tl.load(items + 3)
     begin, end, split = tl.load(items + 4), tl.load(items + 5), tl.load(items + 8)
-    all_see = stop - rows + 1  # keys that every row sees; `stop` is what the last one sees
+    all_see = stop - rows + 1  # keys that every row sees; `stop` is what the last one sees without spans
 
     m = tl.arange(0, BLOCK_M)  # rows outside, heads inside
     d = tl.arange(0, HEAD_PAD)
@@ -193,6 +202,10 @@ def attend_kernel(
     q += tl.cast(row, tl.int64) * q_stride
     query = tl.load(q + (m // GROUP * q_stride + head * HEAD_DIM)[:, None] + d[None, :], mask=inside, other=0.0)
     length = all_see + m // GROUP
+    span, span_end = length, length  # not used without SPANS
+    if SPANS:
+        span = tl.load(spans + 2 * (row + m // GROUP), mask=m < rows * GROUP, other=0)
+        span_end = tl.load(spans + 2 * (row + m // GROUP) + 1, mask=m < rows * GROUP, other=0)
     page_size: tl.constexpr = PAGE * HEAD_DIM
     keys = cache + kv_head * page_size
     values = keys + kv_heads * page_size
@@ -212,13 +225,13 @@ def attend_kernel(
         masked_from += tl.maximum(tl.minimum(all_see, end) - begin, 0) // BLOCK_N * BLOCK_N
         for first in range(begin, masked_from, BLOCK_N):
             acc, total, top = add_keys(
-                acc, total, top, query, keys, values, table, first, end, length, scale, cap, block_stride,
-                PAGE, HEAD_DIM, WINDOW, CHUNK, CAPPED, False, BLOCK_N, HEAD_PAD, PRECISION,
+                acc, total, top, query, keys, values, table, first, end, length, span, span_end, scale, cap,
+                block_stride, PAGE, HEAD_DIM, WINDOW, CHUNK, SPANS, CAPPED, False, BLOCK_N, HEAD_PAD, PRECISION,
             )  # fmt: skip
     for first in range(masked_from, end, BLOCK_N):
         acc, total, top = add_keys(
-            acc, total, top, query, keys, values, table, first, end, length, scale, cap, block_stride,
-            PAGE, HEAD_DIM, WINDOW, CHUNK, CAPPED, True, BLOCK_N, HEAD_PAD, PRECISION,
+            acc, total, top, query, keys, values, table, first, end, length, span, span_end, scale, cap, block_stride,
+            PAGE, HEAD_DIM, WINDOW, CHUNK, SPANS, CAPPED, True, BLOCK_N, HEAD_PAD, PRECISION,
         )  # fmt: skip
 
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
@@ -309,7 +322,10 @@ def launch(
     slot_bytes = kv_heads * slot_rows * head_dim * 4
     wanted = max(1, min(PROGRAMS_PER_PROCESSOR * processors(q.device) // kv_heads, PARTIAL_BYTES // slot_bytes // 2))
     longest = batch.block_table.shape[1] * page
-    split = min(longest, (window or longest) + block_m, (chunk or longest) + block_m) > MIN_SPLIT_TOKENS
+    spans, seen = batch.image_spans, [longest]
+    if spans is None:
+        seen += [mask + block_m for mask in (window, chunk) if mask]
+    split = min(seen) > MIN_SPLIT_TOKENS
     items = plan(batch, tiles, wanted, window or 0, chunk or 0, block_n, decode=decode)
     partial = partial_top = arrived = out  # not used
     if split:  # each split tile has at most twice the splits that its share of the keys is worth
@@ -320,10 +336,11 @@ def launch(
     kv_scales = kv_cache if batch.kv_scales is None else batch.kv_scales[layer]
     attend_kernel[len(items), kv_heads](
         q, kv_cache[0, layer], out, partial, partial_top, arrived, kv_scales, q if sinks is None else sinks,
-        items, batch.block_table, scale * steepness * LOG2_E, (softcap or 0.0) * LOG2_E,
+        items, batch.block_table, q if spans is None else spans, scale * steepness * LOG2_E, (softcap or 0.0) * LOG2_E,
         q.stride(0), out.stride(0), kv_cache.stride(0), batch.block_table.stride(0),
         GROUP=group, PAGE=page, HEAD_DIM=head_dim, WINDOW=window or 0, CHUNK=chunk or 0,
-        CAPPED=softcap is not None, SINKS=sinks is not None, QUANTIZED=batch.kv_scales is not None, SPLIT=split,
+        SPANS=spans is not None, CAPPED=softcap is not None, SINKS=sinks is not None,
+        QUANTIZED=batch.kv_scales is not None, SPLIT=split,
         BLOCK_M=block_m, BLOCK_N=block_n, HEAD_PAD=head_pad, PRECISION="ieee" if wide else "tf32",
         SLOT_ROWS=slot_rows, COMBINED=max(1, COMBINED_VALUES // (slot_rows * head_pad)),
         num_warps=8 if block_m * max(head_pad, block_n) >= CHUNK_ROWS * SMALL_HEAD_DIM else 4,  # for their registers
@@ -333,14 +350,14 @@ def launch(
 
 def plan(batch: Batch, tiles: int, wanted: int, window: int, chunk: int, block_n: int, *, decode: bool) -> Tensor:
     """The division of the keys over programs, made by the first layer with this window for all such layers."""
-    key = decode, window, chunk
+    key, spans = (decode, window, chunk), batch.image_spans
     items = batch.plans.get(key)
     if items is None:
         items = batch.plans[key] = torch.empty((tiles + wanted, 9), dtype=torch.int32, device=batch.kv_len.device)
         plan_kernel[1,](
             items, batch.single if decode else batch.tiles, batch.single, batch.query_start, batch.kv_len,
-            tiles, wanted, len(items), DECODE=decode, WINDOW=window, CHUNK=chunk, BLOCK_N=block_n,
-            MIN_TOKENS=MIN_SPLIT_TOKENS, BLOCK=PLAN_BLOCK,
+            batch.kv_len if spans is None else spans, tiles, wanted, len(items), DECODE=decode, WINDOW=window,
+            CHUNK=chunk, SPANS=spans is not None, BLOCK_N=block_n, MIN_TOKENS=MIN_SPLIT_TOKENS, BLOCK=PLAN_BLOCK,
         )  # fmt: skip
     return items
 

@@ -2,7 +2,7 @@
 
 FlashInfer, arXiv:2501.01005, for steps that only decode, and FlashAttention 4 or 3, arXiv:2407.08608, for any step. Our
 Triton kernels (attention.py) compute where there is none, and what libraries are not asked for: a cache in float8,
-float32, a softcap, sinks, chunks.
+float32, a softcap, sinks, chunks, images whose tokens see each other.
 
 A library is used only after a trial of the model's own shapes, as the engine starts: it has to compute small batches as
 the oracle does, be captured in a CUDA graph, and follow other lengths when it is replayed. Nothing of this has run on a
@@ -60,7 +60,7 @@ def paged_attention(
     q: Tensor, batch: Batch, layer: int, scale: float, window: int | None = None,
     *, softcap: float | None = None, sinks: Tensor | None = None, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
-    plain_scores = softcap is None and sinks is None and chunk is None
+    plain_scores = softcap is None and sinks is None and chunk is None and batch.image_spans is None
     if plain_scores and batch.kv_cache.dtype == q.dtype and q.dtype in DTYPES:
         _, _, _, kv_heads, block_size, head_dim = batch.kv_cache.shape
         shape = Shape(q.dtype, q.shape[1], kv_heads, block_size, head_dim, window)

@@ -22,6 +22,7 @@ from engine.model.ops.cpu import linear as cpu_linear
 from engine.model.ops.cpu import norm as cpu_norm
 from engine.model.ops.cpu import rope as cpu_rope
 from engine.model.ops.cpu import sampling as cpu_sampling
+from tests.engine.model.ops.gpu.paged import image_span
 
 TOLERANCE = {torch.float32: {"atol": 1e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2}}
 DTYPES = st.sampled_from(list(TOLERANCE))
@@ -142,10 +143,11 @@ def test_rotate_equals_plain_and_leaves_its_neighbours_alone(tokens, heads, half
     softcap=st.sampled_from([None, None, 1.5, 50.0]),
     sinks=st.booleans(),
     chunk=st.sampled_from([None, None, 1, 32]),
+    images=st.booleans(),
     dtype=DTYPES,
 )
 def test_attention_over_pages_equals_plain(
-    sequences, heads, head_dim, block_size, window, softcap, sinks, chunk, dtype
+    sequences, heads, head_dim, block_size, window, softcap, sinks, chunk, images, dtype
 ):
     """Each sequence: tokens cached before, and tokens in this step."""
     num_heads, kv_heads = heads
@@ -156,6 +158,7 @@ def test_attention_over_pages_equals_plain(
     position = torch.cat([torch.arange(total - n, total) for n, total in zip(counts, kv_lens, strict=True)])
     sequence = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     single, chunks = split(counts, kv_lens)
+    spans = [image_span(*sequences[i], p) for i, p in zip(sequence.tolist(), position.tolist(), strict=True)]
     batch = Batch(
         positions=position,
         slot_mapping=table[sequence, position // block_size].long() * block_size + position % block_size,
@@ -165,6 +168,7 @@ def test_attention_over_pages_equals_plain(
         kv_cache=randn(len(blocks), 2, 2, kv_heads, block_size, head_dim, dtype=dtype),
         single=single,
         chunks=chunks,
+        image_spans=torch.tensor(spans, dtype=torch.int32) if images else None,
     )
     merged = randn(sum(counts), num_heads + 2 * kv_heads, head_dim, dtype=dtype)
     q, k, v = merged.split((num_heads, kv_heads, kv_heads), dim=1)

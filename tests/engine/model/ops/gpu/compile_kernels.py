@@ -50,6 +50,7 @@ CASES: dict[str, Case] = {
     "chunk, sinks": CHUNK.but(head_dim=64, sinks=True),
     "chunk, capped scores": CHUNK.but(head_dim=256, softcap=50.0),
     "chunk, chunked attention": CHUNK.but(chunk=8192),
+    "chunk, images and a window": CHUNK.but(head_dim=256, images=True, window=1024),
     "chunk over a long prefix": CHUNK.but(sequences=[(4000, 200)]),
     "rows, float32": DECODE.but(dtype=torch.float32),
     "chunk, float32": CHUNK.but(dtype=torch.float32),

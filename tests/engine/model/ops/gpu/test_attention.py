@@ -38,6 +38,8 @@ CASES = {
     "sinks": MIXED.but(sinks=True, dtype=torch.float32),
     "sinks of keys in four splits, and of padding": Case([(2100, 1), (0, 0)], heads=2, kv_heads=1, sinks=True),
     "chunks of 16 tokens": MIXED.but(chunk=16),
+    "images": MIXED.but(images=True),
+    "images longer than a window": CHUNKS.but(images=True, window=7),
 }
 MORE_CASES = {
     "one head each": MIXED.but(heads=2),
@@ -55,6 +57,9 @@ MORE_CASES = {
     "a window of 33 and sinks": CHUNKS.but(window=33, sinks=True, heads=14),
     "chunks of 1024 tokens, keys in four splits": Case([(2100, 1), (1020, 9)], kv_heads=1, chunk=1024),
     "capped scores of a float8 cache, a window": MIXED.but(cache_dtype=FLOAT8, softcap=50.0, window=7),
+    "images behind keys in four splits, longer than a window": Case(
+        [(2100, 1), (1300, 90)], heads=2, kv_heads=1, window=30, images=True
+    ),
     "float8 keys in four splits": Case([(2100, 1), (1300, 9)], kv_heads=1, cache_dtype=FLOAT8),
 }
 
