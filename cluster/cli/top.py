@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -60,12 +60,11 @@ def view(state: ClusterState, before: ClusterState | None) -> RenderableType:
     parts: list[RenderableType] = []
     old = {} if before is None else {replica.engine_id: replica for _, _, replica in _replicas(before)}
     elapsed_s = state.at - before.at if before is not None else 0.0
-    columns = ("replica", "running", "waiting", "tokens/s", "steps/s", "KV used", "cached", "prefix hits", "handoffs")
-    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    columns = ["running", "waiting", "tokens/s", "steps/s", "KV used", "cached", "hits"]
+    handoffs = any(model.prefill for model in state.models)
+    table = _table(["replica"], [*columns, "handoffs"] if handoffs else columns)
     for _, role, replica in _replicas(state):
-        table.add_row(*_row(role, replica, old.get(replica.engine_id), elapsed_s))
+        table.add_row(*_row(role, replica, old.get(replica.engine_id), elapsed_s)[: len(table.columns)])
     waiting = sum(state.waiting.values())
     asleep = "".join(f", {model.model} is asleep" for model in state.models if model.asleep)
     parts += [Text(f"{time.strftime(CLOCK, time.localtime(state.at))}  {waiting} wait for admission{asleep}"), table]
@@ -78,6 +77,16 @@ def view(state: ClusterState, before: ClusterState | None) -> RenderableType:
     for at, what in sorted(happened, reverse=True)[:NUM_EVENTS]:
         parts.append(Text(f"{time.strftime(CLOCK, time.localtime(at))}  {what}"))
     return Group(*parts)
+
+
+def _table(names: Sequence[str], figures: Sequence[str]) -> Table:
+    """Return a table whose names go on in the next line where a terminal is narrow, and whose figures stay whole."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for name in figures:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def _replicas(state: ClusterState) -> list[tuple[str, str, ReplicaStatus]]:
@@ -111,7 +120,7 @@ def _row(role: str, replica: ReplicaStatus, old: ReplicaStatus | None, elapsed_s
 
 
 def _requests(state: ClusterState) -> Table:
-    table = Table("request", "model", "state", "prompt", "output", "first token, s", box=None, header_style="dim")
+    table = _table(["request", "model", "state"], ["prompt", "output", "first, s"])
     for request in state.requests[:NUM_REQUESTS]:
         ended = request.reason or request.state
         replays = f", {request.replays} replay{'s' * (request.replays > 1)}" if request.replays else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 from rich.console import Console
 
 from cluster.cli.top import view
@@ -36,9 +37,9 @@ def state(at: float, tokens: int, *, asleep: bool = False) -> ClusterState:
     )
 
 
-def printed(now: ClusterState, before: ClusterState | None) -> str:
+def printed(now: ClusterState, before: ClusterState | None, width: int = 160) -> str:
     out = io.StringIO()
-    Console(file=out, width=160).print(view(now, before))
+    Console(file=out, width=width).print(view(now, before))
     return out.getvalue()
 
 
@@ -46,10 +47,24 @@ def test_replicas_requests_and_events_are_shown_with_rates_between_two_looks():
     text = printed(state(12.0, 300), state(10.0, 100))
     assert "7 wait for admission" in text
     (row,) = [line.split() for line in text.splitlines() if line.startswith("decode-m-a1")]
-    assert row == ["decode-m-a1", "3", "0", "100", "0", "50%", "20%", "25%", "0"]
+    assert row == ["decode-m-a1", "3", "0", "100", "0", "50%", "20%", "25%"]
     assert "[bold]r[/bold]" in text
     assert "waiting, 1 replay " in text
     assert text.index("decode-m from 1 to 2 replicas: itl") < text.index("gone decode-m-b2")
+
+
+def test_a_narrow_terminal_continues_names_in_the_next_line_and_cuts_nothing():
+    now = state(12.0, 300)
+    replica, request = "decode-Mistral-Small-3.1-24B-1f0c9a", f"chatcmpl-{'0123456789abcdef' * 2}"
+    now.models[0].decode[0] = msgspec.structs.replace(now.models[0].decode[0], engine_id=replica)
+    now.requests[0] = msgspec.structs.replace(now.requests[0], request_id=request, model="Mistral-Small-3.1-24B")
+    text = printed(now, state(10.0, 100), width=80)
+    assert "…" not in text
+    replicas, requests = text.split("request", 1)
+    for name, table in ((replica, replicas), (request, requests), ("Mistral-Small-3.1-24B", requests)):
+        rows = [line for line in table.splitlines() if line]
+        starts = next(row.index(name[:8]) for row in rows if name[:8] in row)
+        assert name in "".join(row[starts:].split(" ")[0] for row in rows)
 
 
 def test_without_a_look_before_there_are_no_rates_and_a_model_may_be_asleep():
