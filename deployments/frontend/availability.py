@@ -30,4 +30,5 @@ class Availability:
     def report_down(self) -> None:
         if self._down_since is None:
             self._down_since = time.monotonic()
-            logger.warning("no replica is up%s, requests wait model=%s", "" if self.was_up else " yet", self._model)
+            level, yet = (logging.WARNING, "") if self.was_up else (logging.INFO, " yet")  # a start may take long
+            logger.log(level, "no replica is up%s, requests wait model=%s", yet, self._model)

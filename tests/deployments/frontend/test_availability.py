@@ -54,6 +54,7 @@ def test_a_model_that_goes_and_comes_is_told_of_twice_however_often_it_is_report
         availability.report_up()
     availability.report_down()
     assert lines(log) == ["no replica is up yet, requests wait", "a replica is up", "no replica is up, requests wait"]
+    assert [record.levelname for record in log.records] == ["INFO", "INFO", "WARNING"], "a start is no problem"
 
 
 def test_clients_that_try_while_the_model_is_starting_are_no_ends_of_requests_in_the_log(log):
