@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import ray
 from ray._private.node import Node
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
+from ray._private.worker import filter_autoscaler_events
 from ray.exceptions import ActorDiedError, RayError
 
 from placement.console_log import log_to_console
@@ -152,10 +153,12 @@ def _wait_while_models_load() -> None:
 
 
 def _send_lines_to(viewer: ServeViewer) -> None:
-    """Give a viewer what Ray prints to the console of a driver: all that the processes of its cluster write."""
+    """Give a viewer what Ray prints to the console of a driver: all that the processes of its cluster write, and of the
+    autoscaler its events. The table of resources that it writes every five seconds stays in Ray's own log.
+    """
 
     def give(data: dict[str, Any]) -> None:
-        for line in data["lines"]:
+        for line in filter_autoscaler_events(data["lines"]) if data.get("pid") == "autoscaler" else data["lines"]:
             viewer.line(line)
 
     global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")

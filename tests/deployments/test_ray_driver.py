@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 from ray._private.node import Node
+from ray._private.ray_logging import WorkerStandardStreamDispatcher
 
 from deployments import ray_driver
 from deployments.ray_driver import _dashboard_later
@@ -56,3 +57,16 @@ def test_the_dashboard_waits_for_models_that_load_until_its_limit(monkeypatch):
     monkeypatch.setattr(ray_driver, "DASHBOARD_LIMIT_S", 0.0)
     ray_driver._wait_while_models_load()
     assert len(looks) == 3
+
+
+def test_the_viewer_is_given_the_events_of_rays_autoscaler_and_not_its_table_of_resources(monkeypatch):
+    dispatcher = WorkerStandardStreamDispatcher()
+    monkeypatch.setattr(ray_driver, "global_worker_stdstream_dispatcher", dispatcher)
+    monkeypatch.setattr("ray.autoscaler.v2.utils.is_autoscaler_v2", lambda: False)  # it would ask a cluster
+    viewer = SimpleNamespace(lines=[])
+    viewer.line = viewer.lines.append
+    ray_driver._send_lines_to(viewer)
+    dispatcher.emit({"pid": "autoscaler", "lines": ["Total Usage:", ":event_summary:Adding 1 node(s) of type gpu."]})
+    dispatcher.emit({"pid": 7, "lines": ["Total Usage:"]})
+    assert viewer.lines[-2:] == ["Adding 1 node(s) of type gpu.", "Total Usage:"]
+    assert viewer.lines.count("Total Usage:") == 1
