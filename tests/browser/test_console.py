@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -256,6 +257,24 @@ def test_markup_in_names_prompts_and_answers_is_shown_as_text(page):
         assert page.locator("main img, main script").count() == 0
         assert page.title() == "Manta · configuration"
         page.close()
+
+
+def test_markup_in_tool_calls_and_in_what_tools_return_is_shown_as_text(stage, page):
+    arguments = json.dumps({"word": MARKUP})
+    call = {"index": 0, "id": "call-1", "function": {"name": MARKUP, "arguments": arguments}}
+    chunk = {"id": "r", "choices": [{"delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}]}
+    answer = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=answer, content_type="text/event-stream"))
+    page.goto(stage.url)
+    ask(page)
+    expect(page.locator(".call pre")).to_have_text(arguments, timeout=SLOW_MS)
+    expect(page.locator(".call h3")).to_have_text(MARKUP)
+    page.get_by_label(f"What {MARKUP} returns").fill(MARKUP)
+    page.get_by_role("button", name="Send result").click()
+    expect(page.locator(".turn.tool .text")).to_have_text(MARKUP)
+    expect(page.locator(".turn.assistant:not(.streaming)")).to_have_count(2, timeout=SLOW_MS)
+    assert page.locator("main img, main script").count() == 0
+    assert page.title() == "Manta · playground"
 
 
 def test_the_browser_itself_refuses_markup_made_of_text_and_what_other_hosts_have(stage, browser):
