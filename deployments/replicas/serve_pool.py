@@ -104,7 +104,12 @@ class ServePrefillPool:
         self._handle, self._prompts = handle, PromptDigester(block_size)
 
     async def prefill(self, prefill_request: RemotePrefillRequest, avoid: list[str]) -> None:
-        prompt = self._prompts.digest(prefill_request.handoff_id, prefill_request.token_ids, prefill_request.cache_salt)
+        prompt = self._prompts.digest(
+            prefill_request.handoff_id,
+            prefill_request.token_ids,
+            prefill_request.cache_salt,
+            images=prefill_request.mm_features,
+        )
         call = RoutingContext(prompt, self.routing, avoid=avoid)
         await _answer(self._handle.prefill.remote(EncodedRequest.of(prefill_request), call), call)
 

@@ -9,9 +9,12 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, RequestCancelledError
 
-from deployments.replicas.serve_pool import _answer
+from deployments.replicas.serve_pool import ServePrefillPool, _answer
 from deployments.routing.routing_context import RoutingContext
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, ServingError
+from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.sampling_params import SamplingParams
 
 
 class Response:
@@ -84,3 +87,36 @@ def test_error_that_the_replica_raised_on_purpose_keeps_its_type():
 
 def test_full_queues_are_an_overload():
     assert isinstance(outcome(BackPressureError(1, 1)), Overloaded)
+
+
+class PrefillHandle:
+    """Keeps the keys by which calls are routed."""
+
+    def __init__(self):
+        self.prefill, self.keys = self, []
+
+    def remote(self, _request: object, call: RoutingContext) -> asyncio.Future:
+        self.keys.append(call.prompt.keys)
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+
+def test_a_prefill_request_is_routed_by_the_images_of_its_prompt():
+    def request(name: str, *hashes: bytes) -> RemotePrefillRequest:
+        place = PlaceholderRange(4, 4)
+        images = [MultiModalFeatureSpec(data={}, mm_hash=h, mm_position=place, num_embeds=4) for h in hashes]
+        return RemotePrefillRequest(
+            handoff_id=name, request_id=name, attempt=1, token_ids=[1] * 8, num_prompt=8, params=SamplingParams(),
+            seed=1, cache_salt="", skip=0, fingerprint="", decode=Peer("decode", "", 1), mm_features=images,
+        )  # fmt: skip
+
+    async def scenario() -> None:
+        for prefill_request in (request("text"), request("one", b"one"), request("two", b"two")):
+            await pool.prefill(prefill_request, [])
+
+    handle = PrefillHandle()
+    pool = ServePrefillPool(handle, block_size=4)
+    asyncio.run(scenario())
+    assert len({keys[0] for keys in handle.keys}) == 1, "the image begins behind the first block"
+    assert len({keys[1] for keys in handle.keys}) == 3
