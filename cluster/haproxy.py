@@ -11,8 +11,10 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,9 @@ OWN_PORTS = {  # that it listens on beside the one for HTTP, by the variables th
     "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
     "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
 }
+INGRESS_PORTS = ("RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT")
+FIRST_INGRESS_PORT, LAST_INGRESS_PORT = 30_000, 31_000  # Ray's own for both
+CLUSTER_PORTS = 100  # of these for one cluster
 # What HAProxy answers by itself: type, code and message of OpenAI's error, by status. HAProxy quotes them with '.
 ERRORS = {
     400: ("invalid_request_error", "bad_request", "this is not a valid HTTP request"),
@@ -70,6 +75,32 @@ def environment() -> dict[str, str]:
         return {}
     ours = Path(sys.executable).with_name("manta-haproxy")  # `main`, as pip installs it
     return {**ENVIRONMENT, BINARY_PATH: str(ours)} if ours.exists() else dict(ENVIRONMENT)
+
+
+def ingress_ports() -> dict[str, str]:
+    """Return the variables by which ingresses have ports that no other cluster of this machine gives to its own, while
+    this process lives.
+
+    HAProxy hears of an ingress's death late. If another cluster's had the port by then, it would be sent the requests.
+    """
+    if sys.platform != "linux" or any(name in os.environ for name in INGRESS_PORTS) or (held := held_port()) is None:
+        return {}
+    first: int = held.getsockname()[1]
+    return dict(zip(INGRESS_PORTS, (str(first + 1), str(first + CLUSTER_PORTS - 1)), strict=True))
+
+
+@cache
+def held_port() -> socket.socket | None:
+    """Take the first port of some that no cluster has; None if all are taken. It is held until this process ends."""
+    for port in range(FIRST_INGRESS_PORT, LAST_INGRESS_PORT, CLUSTER_PORTS):
+        held = socket.socket()
+        try:
+            held.bind(("", port))
+        except OSError:
+            held.close()
+        else:
+            return held
+    return None
 
 
 def tls_environment(http_options: Mapping[str, Any]) -> dict[str, str]:

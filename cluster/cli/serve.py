@@ -239,7 +239,7 @@ def set_environment(serve_config: Mapping[str, Any], address: str | None) -> Non
     """Set what Ray reads as it is imported, where the user has not, and forget the keys of the API."""
     environment = haproxy.environment() | haproxy.tls_environment(serve_config.get("http_options") or {})
     if address == "local" or (address is None and not _joins_a_cluster()):
-        environment |= ON_LOOPBACK
+        environment |= ON_LOOPBACK | haproxy.ingress_ports()
     for name, value in environment.items():
         os.environ.setdefault(name, value)
     for name in API_KEY_VARIABLES:
