@@ -39,17 +39,18 @@ class VisionPair:
         return tuple(engine.scheduler.encoder_cache.num_encoded for engine in engines)
 
 
+def config(folder: Path, role: Any, **options: Any) -> EngineConfig:
+    handoff = HandoffConfig(role=role, policy="always", transport="tcp")
+    return EngineConfig(model=str(folder), dtype="float32", handoff=handoff, **SIZES, **options)
+
+
 @pytest.fixture(scope="module", params=["mistral3", "qwen2_5_vl"])
 def started(request, ranks, tmp_path_factory) -> Iterator[VisionPair]:
     folder = make_vision_model(tmp_path_factory.mktemp(request.param), request.param)
-
-    def config(role: Any, **options: Any) -> EngineConfig:
-        handoff = HandoffConfig(role=role, policy="always", transport="tcp")
-        return EngineConfig(model=str(folder), dtype="float32", handoff=handoff, **SIZES, **options)
-
+    configs = config(folder, "decode"), config(folder, "prefill", encoder_cache_size=PREFILL_CACHE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
-        with Pair(config("decode"), config("prefill", encoder_cache_size=PREFILL_CACHE), ranks) as pair:
+        with Pair(*configs, ranks) as pair:
             yield VisionPair(pair, request.param, folder)
 
 
@@ -116,3 +117,16 @@ def test_a_prefill_engine_refuses_an_image_that_does_not_fit_its_cache(engines):
     assert engines.pair.ingress.tokens("too large") == engines.expected(prompt)
     assert engines.encoded() == (before[0] + 1, before[1])
     engines.pair.settle()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("decode", "prefill"), [(1, 2), (2, 1)])
+def test_pools_of_unequal_size_answer_about_images_as_one_engine(tmp_path, ranks, decode, prefill):
+    folder = make_vision_model(tmp_path, "qwen2_5_vl")
+    configs = config(folder, "decode", tensor_parallel=decode), config(folder, "prefill", tensor_parallel=prefill)
+    with Pair(*configs, ranks) as pair:
+        engines = VisionPair(pair, "qwen2_5_vl", folder)
+        prompt = engines.prompt().text(5, 6).image(1).text(7).image(2, 3, 3).text(8, 9)
+        engines.add("unequal", prompt)
+        assert pair.ingress.tokens("unequal") == engines.expected(prompt)
+        assert engines.encoded() == (0, 2)
