@@ -164,12 +164,23 @@ def transformers_model(folder: Path) -> Any:
     return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+def encoder_arguments(image: MultiModalFeatureSpec) -> dict[str, np.ndarray]:
+    arrays = {name: tensor.numpy().copy() for name, tensor in image.data.items()}
+    table = arrays.pop("pixel_table", None)
+    if table is not None:
+        values = arrays["pixel_values"]
+        channels = values.reshape(len(values), 3, -1).swapaxes(0, 1)
+        found = np.stack([own[channel] for own, channel in zip(table, channels, strict=True)], axis=1)
+        arrays["pixel_values"] = found.reshape(values.shape)
+    return arrays
+
+
 def expected_tokens(folder: Path, prompt: Prompt, max_tokens: int) -> list[int]:
     """The greedy continuation by transformers; it ends where the model does."""
     ids = torch.tensor([prompt.tokens])
     inputs: dict[str, Any] = {}
     if prompt.images:
-        arrays = [{name: tensor.numpy().copy() for name, tensor in image.data.items()} for image in prompt.images]
+        arrays = [encoder_arguments(image) for image in prompt.images]
         if prompt.name == "mistral3":
             height, width = np.max([a["pixel_values"].shape[2:] for a in arrays], axis=0)
             for a in arrays:

@@ -32,7 +32,7 @@ class ImageFamily:
     """Return the text that replaces the marker. Takes config.json, the output of the image processor for one image, and
     the placeholder of one embedding."""
     arguments: tuple[str, ...]
-    """Outputs of the image processor that the encoder takes."""
+    """Outputs of the image processor that the encoder takes, beside `pixel_values`."""
     options: Callable[[Fields], dict[str, Any]] = lambda config: {}
     """Options of the image processor that follow from config.json."""
 
@@ -54,7 +54,8 @@ class ImageProcessor:
     def __init__(self, family: ImageFamily, config: Fields, processor: Any, tokenizer: Tokenizer, folder: Path):
         """config: config.json. processor: of transformers. Raises ModelFolderError."""
         self._family, self._config, self._processor, self._tokenizer = family, config, processor, tokenizer
-        self._options = family.options(config)
+        self._options = {**family.options(config), "do_rescale": False, "do_normalize": False}
+        self._pixel_table = TensorData.of(_pixel_table(processor))
         token_id = config.get("image_token_id", config.get("image_token_index"))
         token = None if token_id is None else tokenizer.token(token_id)
         if token is None:
@@ -85,7 +86,9 @@ class ImageProcessor:
             found = self._processor(images=[image], **self._options)
         except ValueError as error:
             raise InvalidImage(field, f"{image.width} × {image.height}", f"fit for this model: {error}") from None
-        tensors = {name: TensorData.of(np.ascontiguousarray(found[name])) for name in self._family.arguments}
+        tensors = {name: TensorData.of(np.asarray(found[name])) for name in self._family.arguments}
+        pixels = np.asarray(found["pixel_values"]).astype(np.uint8)  # exact: some processors make floats of bytes
+        tensors |= {"pixel_values": TensorData.of(pixels), "pixel_table": self._pixel_table}
         text = self._family.placeholders(self._config, found, self._token)
         return ProcessedImage(
             data=tensors, mm_hash=mm_hash(tensors), placeholders=text, num_embeds=text.count(self._token)
@@ -132,6 +135,19 @@ class ImageProcessor:
         return prompt, features
 
 
+def _pixel_table(processor: Any) -> np.ndarray:
+    """Return what an image processor makes of each byte of each channel: [3, 256], float32.
+
+    Both steps treat each value for itself, so an image that is looked up has the same bits as one that went through.
+    """
+    ramp: np.ndarray = np.tile(np.arange(256, dtype=np.uint8), (3, 1, 1))
+    if processor.do_rescale:
+        ramp = processor.rescale(ramp, processor.rescale_factor)
+    if processor.do_normalize:
+        ramp = processor.normalize(ramp, processor.image_mean, processor.image_std)
+    return ramp[:, 0].astype(np.float32)
+
+
 def _qwen(config: Fields, found: Fields, token: str) -> str:
     merge = config["vision_config"].get("spatial_merge_size", 2)
     return token * (math.prod(np.asarray(found["image_grid_thw"])[0].tolist()) // merge**2)
@@ -154,11 +170,11 @@ def _internvl(config: Fields, found: Fields, token: str) -> str:
     return f"<img>{token * (config.get('image_seq_length', 256) * found['num_patches'][0])}</img>"
 
 
-_QWEN = ImageFamily(marker="<|image_pad|>", placeholders=_qwen, arguments=("pixel_values", "image_grid_thw"))
+_QWEN = ImageFamily(marker="<|image_pad|>", placeholders=_qwen, arguments=("image_grid_thw",))
 _PIXTRAL = ImageFamily(
     marker="[IMG]",
     placeholders=_pixtral,
-    arguments=("pixel_values", "image_sizes"),
+    arguments=("image_sizes",),
     options=lambda config: {"patch_size": {"height": _pixtral_patch(config), "width": _pixtral_patch(config)}},
 )
 FAMILIES = {
@@ -170,13 +186,13 @@ FAMILIES = {
     "gemma3": ImageFamily(
         marker="<start_of_image>",
         placeholders=_gemma3,
-        arguments=("pixel_values",),
+        arguments=(),
         options=lambda config: {"do_pan_and_scan": False},  # its crops would be further images
     ),
     "internvl": ImageFamily(
         marker="<IMG_CONTEXT>",
         placeholders=_internvl,
-        arguments=("pixel_values",),
+        arguments=(),
         options=lambda config: {"crop_to_patches": True},
     ),
 }

@@ -51,7 +51,11 @@ class MultiModalFeatureSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     data: dict[str, TensorData]
     """Arguments of the vision encoder for this image alone, named as in the output of transformers' image processor:
-    `pixel_values` (float32) and, by family, `image_grid_thw` [1, 3] (Qwen) or `image_sizes` [1, 2] (Pixtral)."""
+    `pixel_values` and, by family, `image_grid_thw` [1, 3] (Qwen) or `image_sizes` [1, 2] (Pixtral).
+
+    The pixels are float32, or bytes for a look-up beside them: `pixel_table` [3, 256], float32, holds what the rescaling
+    and the normalization of the image processor make of each value of a channel. Behind their first dimension, pixels
+    are ordered by channel first."""
     mm_hash: bytes
     """Hash of `data`: equal for the same picture, processed in the same way, in any prompt."""
     mm_position: PlaceholderRange
@@ -59,7 +63,7 @@ class MultiModalFeatureSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Embeddings that the encoder makes of the image."""
 
     def without_pixels(self) -> MultiModalFeatureSpec:
-        small = {name: tensor for name, tensor in self.data.items() if name != "pixel_values"}
+        small = {name: tensor for name, tensor in self.data.items() if name not in ("pixel_values", "pixel_table")}
         return msgspec.structs.replace(self, data=small)
 
 

@@ -20,6 +20,18 @@ from engine.model.transformers_backend.model import EmptyOnMeta, materialize, wh
 from engine.wire.multimodal import TensorData
 
 
+def look_up(pixels: Tensor, table: Tensor) -> Tensor:
+    """Return what pixels stand for; see MultiModalFeatureSpec.data.
+
+    pixels: [n, ...] uint8. table: [3, 256]. One channel at a time, since an index takes four bytes.
+    """
+    found = table.new_empty(pixels.shape)
+    by_channel, values = (tensor.view(len(pixels), len(table), -1) for tensor in (found, pixels))
+    for channel, levels in enumerate(table):
+        by_channel[:, channel] = levels[values[:, channel].int()]
+    return found
+
+
 class VisionEncoder(Sharded):
     """An image, as transformers' image processor made it -> [embeddings, (1 + deepstack) * hidden].
 
@@ -41,7 +53,9 @@ class VisionEncoder(Sharded):
 
     def forward(self, data: dict[str, TensorData]) -> Tensor:
         inputs = {name: copy_to(tensor.numpy().copy(), self.device) for name, tensor in data.items()}
-        inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
+        table = inputs.pop("pixel_table", None)
+        pixels = inputs["pixel_values"]
+        inputs["pixel_values"] = (pixels if table is None else look_up(pixels, table)).to(self.dtype)
         output: Any = self.model.get_image_features(**inputs)
         levels = [level[0] for level in getattr(output, "deepstack_features", None) or ()]
         embeddings = torch.cat(list(output.pooler_output))  # of one image: its rows of tiles, or all of it

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from engine.errors import InvalidImage, ModelFolderError, PromptTooLong, RequestError
 from engine.multimodal.processor import FAMILIES, ImageProcessor
+from engine.model.transformers_backend.vision import look_up
 from tests.engine.multimodal.images import SETTINGS, picture, processor, tokenizer
 
 MARKERS = {name: FAMILIES[name].marker for name in SETTINGS}
@@ -28,7 +30,7 @@ def test_each_image_has_its_place_in_the_prompt_and_as_many_placeholders_as_embe
         inside = [i for i in places if position.offset <= i < position.offset + position.length]
         assert len(inside) == feature.num_embeds == image.num_embeds
         assert (inside[0], inside[-1]) == (position.offset, position.offset + position.length - 1)
-        assert feature.data["pixel_values"].numpy().dtype == np.float32 and feature.mm_hash == image.mm_hash
+        assert feature.mm_hash == image.mm_hash
     assert sum(feature.num_embeds for feature in features) == len(places)
     assert features[0].mm_position.offset < features[1].mm_position.offset and first.mm_hash != second.mm_hash
 
@@ -61,6 +63,17 @@ def test_placeholders_are_those_of_transformers(tmp_path, monkeypatch, model_typ
     )  # fmt: skip
     outputs = inner(images=[picture(*size)], **images._options)
     assert found.placeholders == oracle.replace_image_token(whole, outputs, 0)
+
+
+@pytest.mark.parametrize("steps", [{}, {"do_normalize": False}, {"do_rescale": False, "do_normalize": False}])
+@pytest.mark.parametrize("model_type", SETTINGS)
+def test_bytes_and_their_table_are_the_pixels_of_transformers_bit_by_bit(tmp_path, model_type, steps):
+    images = processor(tmp_path, model_type, **steps)
+    data = images.process(picture(200, 120), "image").data
+    pixels, table = (torch.from_numpy(data[name].numpy().copy()) for name in ("pixel_values", "pixel_table"))
+    assert pixels.dtype == torch.uint8
+    expected = images._processor(images=[picture(200, 120)], **FAMILIES[model_type].options(images._config))
+    assert np.array_equal(look_up(pixels, table).numpy(), np.asarray(expected["pixel_values"], dtype=np.float32))
 
 
 def test_gemma_sees_the_whole_picture_whatever_its_processor_would_crop(tmp_path):
