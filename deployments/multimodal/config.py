@@ -26,13 +26,18 @@ class ImageConfig:
         "requests can then see what answers there.",
     )
     max_in_flight: int = option(32, "Images that one ingress loads or processes at a time; others wait.")
+    max_processed_bytes: int = option(
+        2**31,
+        "Bytes of processed images in one ingress, from before they are processed until the answers about them have "
+        "ended; other requests with images wait.",
+    )
     max_processing: int = option(2, "Images of those that are decoded and resized at a time, each in a thread.")
 
     def __post_init__(self) -> None:
         for key in ("max_per_request", "max_redirects"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"ingress.images.{key}", getattr(self, key), "at least 0")
-        for key in ("max_bytes", "max_pixels", "max_in_flight", "max_processing"):
+        for key in ("max_bytes", "max_pixels", "max_in_flight", "max_processed_bytes", "max_processing"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"ingress.images.{key}", getattr(self, key), "at least 1")
         if not 0 < self.fetch_timeout_s < float("inf"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from deployments.multimodal.config import ImageConfig
 from deployments.multimodal.media_connector import MediaConnector
+from deployments.multimodal.pixel_memory import PixelMemory
 from deployments.multimodal.requested_image import RequestedImage
 from engine.errors import InvalidParameter
 from engine.model.checkpoint.folder import read_json
@@ -23,6 +24,7 @@ class ImageLoader:
         self._config, self.processor = config, processor
         self._media = MediaConnector(config)
         self._in_flight = asyncio.Semaphore(config.max_in_flight)
+        self.memory = PixelMemory(config.max_processed_bytes)
         self._processing = asyncio.Semaphore(config.max_processing)
 
     @classmethod
@@ -35,12 +37,16 @@ class ImageLoader:
         if len(images) > self._config.max_per_request:
             limit = f"at most {self._config.max_per_request} images (ingress.images.max_per_request)"
             raise InvalidParameter("messages", f"{len(images)} images", limit)
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._load(requested)) for requested in images]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return [task.result() for task in tasks]
+        async with self.memory.reserve(len(images) * self.processor.max_bytes):
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._load(requested)) for requested in images]
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+            found = [task.result() for task in tasks]
+            for processed in found:
+                self.memory.hold(processed)
+        return found
 
     async def _load(self, requested: RequestedImage) -> ProcessedImage:
         async with self._in_flight:

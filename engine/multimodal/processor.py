@@ -33,6 +33,8 @@ class ImageFamily:
     the placeholder of one embedding."""
     arguments: tuple[str, ...]
     """Outputs of the image processor that the encoder takes, beside `pixel_values`."""
+    max_pixels: Callable[[Any], int]
+    """Return how many pixels the image processor makes of an image at most, about."""
     options: Callable[[Fields], dict[str, Any]] = lambda config: {}
     """Options of the image processor that follow from config.json."""
 
@@ -55,6 +57,7 @@ class ImageProcessor:
         """config: config.json. processor: of transformers. Raises ModelFolderError."""
         self._family, self._config, self._processor, self._tokenizer = family, config, processor, tokenizer
         self._options = {**family.options(config), "do_rescale": False, "do_normalize": False}
+        self.max_bytes = 3 * family.max_pixels(processor)  #: of one image that was processed, about
         self._pixel_table = TensorData.of(_pixel_table(processor))
         token_id = config.get("image_token_id", config.get("image_token_index"))
         token = None if token_id is None else tokenizer.token(token_id)
@@ -170,11 +173,21 @@ def _internvl(config: Fields, found: Fields, token: str) -> str:
     return f"<img>{token * (config.get('image_seq_length', 256) * found['num_patches'][0])}</img>"
 
 
-_QWEN = ImageFamily(marker="<|image_pad|>", placeholders=_qwen, arguments=("image_grid_thw",))
+def _tile(processor: Any) -> int:
+    return int(processor.size.height * processor.size.width)
+
+
+_QWEN = ImageFamily(
+    marker="<|image_pad|>",
+    placeholders=_qwen,
+    arguments=("image_grid_thw",),
+    max_pixels=lambda processor: processor.size.longest_edge * processor.temporal_patch_size,
+)
 _PIXTRAL = ImageFamily(
     marker="[IMG]",
     placeholders=_pixtral,
     arguments=("image_sizes",),
+    max_pixels=lambda processor: (processor.size.longest_edge or max(processor.size.height, processor.size.width)) ** 2,
     options=lambda config: {"patch_size": {"height": _pixtral_patch(config), "width": _pixtral_patch(config)}},
 )
 FAMILIES = {
@@ -187,12 +200,14 @@ FAMILIES = {
         marker="<start_of_image>",
         placeholders=_gemma3,
         arguments=(),
+        max_pixels=_tile,
         options=lambda config: {"do_pan_and_scan": False},  # its crops would be further images
     ),
     "internvl": ImageFamily(
         marker="<IMG_CONTEXT>",
         placeholders=_internvl,
         arguments=(),
+        max_pixels=lambda processor: _tile(processor) * (1 + processor.max_patches),
         options=lambda config: {"crop_to_patches": True},
     ),
 }

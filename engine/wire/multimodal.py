@@ -10,7 +10,7 @@ import numpy as np
 MM_HASH_BYTES = 16
 
 
-class TensorData(msgspec.Struct, frozen=True, array_like=True):
+class TensorData(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     """A numpy array in transit."""
 
     dtype: str
@@ -53,9 +53,9 @@ class MultiModalFeatureSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments of the vision encoder for this image alone, named as in the output of transformers' image processor:
     `pixel_values` and, by family, `image_grid_thw` [1, 3] (Qwen) or `image_sizes` [1, 2] (Pixtral).
 
-    The pixels are float32, or bytes for a look-up beside them: `pixel_table` [3, 256], float32, holds what the rescaling
-    and the normalization of the image processor make of each value of a channel. Behind their first dimension, pixels
-    are ordered by channel first."""
+    The pixels are float32, or bytes for a look-up beside them: `pixel_table` [3, 256], float32, holds what an image
+    processor's rescaling and normalization make of each value of a channel. Behind their first dimension, pixels are
+    ordered by channel first."""
     mm_hash: bytes
     """Hash of `data`: equal for the same picture, processed in the same way, in any prompt."""
     mm_position: PlaceholderRange

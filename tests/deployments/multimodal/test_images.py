@@ -14,7 +14,8 @@ import pytest
 
 from deployments.multimodal.config import ImageConfig
 from deployments.multimodal.image_loader import ImageLoader
-from tests.deployments.fake_api import FakeApi, fake_api
+from engine.multimodal.processor import ProcessedImage
+from tests.deployments.fake_api import FakeApi, fake_api, until
 from tests.deployments.multimodal.image_server import IMAGE, ImageServer, image_server
 from tests.engine.multimodal.images import file_of, picture, processor, tokenizer
 
@@ -305,3 +306,32 @@ def test_no_more_images_are_processed_at_a_time_than_allowed(tmp_path, monkeypat
     monkeypatch.setattr(ImageLoader, "_process", counted)
     asyncio.run(scenario())
     assert most == 1
+
+
+def test_processed_images_fit_the_memory_until_the_answers_about_them_have_ended(tmp_path, monkeypatch):
+    file = data_url(file_of(picture(64, 64)))
+    size = 64 * 64 * 3 * 2  # bytes, as Qwen has each pixel twice
+    seen: list[int] = []
+    process = ImageLoader._process
+
+    def measured(self, *args: Any) -> ProcessedImage:
+        found = process(self, *args)
+        assert len(found.data["pixel_values"].data) == size == self.processor.max_bytes
+        seen.append(self.memory.used)
+        return found
+
+    monkeypatch.setattr(ImageLoader, "_process", measured)
+
+    async def scenario() -> None:
+        limits = {"max_processed_bytes": 4 * size, "max_bytes": 10**6, "max_processing": 4}
+        async with api_with_images(tmp_path, **limits) as (api, _):
+            one, bad, large = ([image_part(file)], [image_part(file), image_part("data:")], [image_part(file)] * 3)
+            asked = [*[one] * 7, bad, large, [image_part(file)] * 3]
+            answers = [api.post("chat/completions", messages=user(*parts), max_tokens=2, n=2) for parts in asked]
+            statuses = [answer.status_code for answer in await asyncio.gather(*answers)]
+            assert statuses == [*[200] * 7, 400, 200, 200]
+            memory = api.model.images.memory
+            await until(lambda: memory.used == 0)
+
+    asyncio.run(scenario())
+    assert 3 * size <= max(seen) <= 4 * size and len(seen) >= 13

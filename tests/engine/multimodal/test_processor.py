@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.errors import InvalidImage, ModelFolderError, PromptTooLong, RequestError
-from engine.multimodal.processor import FAMILIES, ImageProcessor
 from engine.model.transformers_backend.vision import look_up
+from engine.multimodal.processor import FAMILIES, ImageProcessor
 from tests.engine.multimodal.images import SETTINGS, picture, processor, tokenizer
 
 MARKERS = {name: FAMILIES[name].marker for name in SETTINGS}
