@@ -67,9 +67,9 @@ class Batch:
     token_types: Tensor | None = None
     """[tokens] int64, 1 for tokens of the second text of a pair; None if there are no pairs."""
     deepstack: DeepStack | None = None
-    image_spans: Tensor | None = None
-    """[tokens, 2] int32, positions [first, end) that a token sees whatever its mask says: those of its image in models
-    whose images look back and forth, and its own elsewhere; None if no token of the step needs it."""
+    image_ends: Tensor | None = None
+    """[tokens] int32, the position behind the last that a token sees: the end of its image, in a model whose images
+    look back and forth, and the next position elsewhere; None if it is the next position for all."""
     rope_table: Tensor | None = None
     """[tokens, rotary_dim], in place of the layers' own, for tokens whose heights and widths count as positions too;
     `positions` are then rows of it."""

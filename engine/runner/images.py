@@ -29,7 +29,7 @@ class EmbeddingRows:
 
     rows: Tensor  #: [n] int64
     parts: list[tuple[bytes, int, int]]  #: the hash of an image, and which of its embeddings: [first, stop)
-    spans: Tensor | None  #: see Batch.image_spans
+    image_ends: Tensor | None  #: see Batch
 
 
 class PromptImages:
@@ -104,9 +104,7 @@ class SlotImages:
         rotary: np.ndarray = positions + self._shifts[slots] if self._cfg.rope_axes else positions
         rows: list[np.ndarray] = []
         parts: list[tuple[bytes, int, int]] = []
-        spans = (
-            np.stack((positions, positions + 1), axis=1) if self._sequences and self._cfg.mm_tokens_per_image else None
-        )
+        ends = positions + 1 if self._sequences and self._cfg.mm_tokens_per_image else None
         for i, slot in enumerate(plan.slots if self._sequences else ()):
             images = self._sequences.get(slot)
             if images is None:
@@ -115,8 +113,8 @@ class SlotImages:
             for placed, part in images.rows(start, stop):
                 rows.append(first + placed)
                 parts.append(part)
-                if spans is not None:  # the scheduler has put the whole image into this step
-                    spans[first + placed] = start + placed[0], start + placed[-1] + 1
+                if ends is not None:  # the scheduler has put the whole image into this step
+                    ends[first + placed] = start + placed[-1] + 1
             if images.positions is not None and start < images.end:
                 rotary = np.tile(rotary, (AXES, 1)) if rotary.ndim == 1 else rotary
                 own = images.positions[:, start:stop]
@@ -125,8 +123,8 @@ class SlotImages:
                 del self._sequences[slot]
         if not rows:
             return None, rotary
-        staged_spans = None if spans is None else staged.add(spans.astype(np.int32))
-        return EmbeddingRows(staged.add(np.concatenate(rows)), parts, staged_spans), rotary
+        image_ends = None if ends is None else staged.add(ends.astype(np.int32))
+        return EmbeddingRows(staged.add(np.concatenate(rows)), parts, image_ends), rotary
 
 
 class EncoderCache:
@@ -165,7 +163,7 @@ class EncoderCache:
         if needed is not None:
             found = torch.cat([self._embeddings[mm_hash][first:stop] for mm_hash, first, stop in needed.parts])
             embeddings, *levels = found.split(self._hidden_size, dim=1)
-            x, batch = x.index_copy(0, needed.rows, embeddings), replace(batch, image_spans=needed.spans)
+            x, batch = x.index_copy(0, needed.rows, embeddings), replace(batch, image_ends=needed.image_ends)
             if levels:
                 batch = replace(batch, deepstack=DeepStack(needed.rows, tuple(levels)))
         return x, batch

@@ -354,7 +354,7 @@ class ModelRunner:
         if self._encoder_cache is not None:
             embedded = self.model.embed(ids)
             x, batch = self._encoder_cache.merge(embedded, batch, inputs.image_rows, inputs.rotary_positions)
-        as_text = batch.rope_table is None and batch.deepstack is None and batch.image_spans is None
+        as_text = batch.rope_table is None and batch.deepstack is None and batch.image_ends is None
         if self._step_graph is not None and as_text:
             return self._step_graph.run(self.model.embed(ids) if x is None else x, batch)
         return self.model(ids, batch) if x is None else self.model.run_layers(x, batch)

@@ -9,8 +9,8 @@ rotate_and_write(q, k, v, table, batch, layer, norms) -> q rotated, possibly q i
 paged_attention(q, batch, layer, scale, window, *, softcap, sinks, chunk) -> [tokens, heads, head_dim]
     q: [tokens, heads, head_dim]; query head h reads KV head h // (heads / kv_heads).
     A sequence with kv_len L and Q query rows has its row i at position L - Q + i, and the row sees the positions up to
-    its own: with a window w the last w of them, with a chunk c those from the last multiple of c on; in any case those
-    of `batch.image_spans`. Its own K and V must have been written before.
+    its own: with a window w the last w of them, with a chunk c those from the last multiple of c on. With
+    `batch.image_ends` it also sees those behind it up to there. Its own K and V must have been written before.
     A score s is q @ k times `scale`, or with a softcap, softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
     sinks: [heads] of q's dtype, a score for each head of a key that has no value, which takes weight from the others
     (gpt-oss, arXiv:2508.10925).

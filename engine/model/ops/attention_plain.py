@@ -45,11 +45,8 @@ def paged_attention(
         k, v = gather_kv(batch, seq, layer, kv_len)
         if batch.kv_scales is not None:
             k, v = ((x.float() * scale).to(q.dtype) for x, scale in zip((k, v), batch.kv_scales[layer], strict=True))
-        visible = visible_keys(starts[seq + 1] - starts[seq], kv_len, window, chunk, q.device)
-        if batch.image_spans is not None:
-            first, end = batch.image_spans[rows, :, None].unbind(1)
-            key = torch.arange(kv_len, device=q.device)
-            visible |= (key >= first) & (key < end)
+        ends = None if batch.image_ends is None else batch.image_ends[rows]
+        visible = visible_keys(starts[seq + 1] - starts[seq], kv_len, window, chunk, q.device, ends)
         if softcap is None and sinks is None:
             attended = attend(q[rows].transpose(0, 1), k, v, scale, visible)
         else:
@@ -72,11 +69,13 @@ def gather_kv(batch: Batch, seq: int, layer: int, kv_len: int) -> tuple[Tensor, 
     return k, v
 
 
-def visible_keys(queries: int, length: int, window: int | None, chunk: int | None, device: torch.device) -> Tensor:
-    """[queries, length] whether each of the last positions of a sequence sees each key."""
+def visible_keys(
+    queries: int, length: int, window: int | None, chunk: int | None, device: torch.device, ends: Tensor | None = None
+) -> Tensor:
+    """[queries, length] whether each of the last positions of a sequence sees each key. ends: see Batch.image_ends."""
     position = torch.arange(length - queries, length, device=device)[:, None]
     key = torch.arange(length, device=device)[None]
-    visible = key <= position
+    visible = key <= position if ends is None else key < ends[:, None]
     if window is not None:
         visible &= key > position - window
     if chunk is not None:

@@ -10,7 +10,7 @@ the device, once for all layers of a kind. Of a tile's programs the last to end 
 CUDA graphs can hold it: the grid and every argument follow from shapes alone, and lengths are read on the device. A
 sequence with kv_len 0 pads such a batch; its output is 0. So do a sequence -1 and a tile without rows, for which
 nothing is written. Results depend on where the keys are split and so, in the last bits, on the other sequences of the
-batch. Tile sizes are estimates. Capped scores, sinks, chunks, spans of images, plans, padding of chunks and the
+batch. Tile sizes are estimates. Capped scores, sinks, chunks, images, plans, padding of chunks and the
 combination in place have run under Triton's interpreter only, not on a GPU yet.
 """
 
@@ -54,10 +54,10 @@ def first_key(stop, rows, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_tiles(
-    tile, count, tiles, single, query_start, kv_len, spans,
-    DECODE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SPANS: tl.constexpr,
+    tile, count, tiles, single, query_start, kv_len, image_ends,
+    DECODE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IMAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sequence, first row and rows of each tile, its keys [start, end), and which its last row sees without spans."""
+    """Sequence, first row and rows of each tile, its keys [start, end), and where they end without images."""
     here = tile < count
     if DECODE:
         seq = tl.load(single + tile, mask=here, other=-1)
@@ -72,16 +72,15 @@ def load_tiles(
         after = tl.load(tiles + 4 * tile + 3, mask=here, other=0)
     stop = tl.where(rows > 0, tl.load(kv_len + seq, mask=here, other=0) - after, 0)
     start, end = first_key(stop, rows, WINDOW, CHUNK), stop
-    if SPANS:
-        start = tl.minimum(start, tl.load(spans + 2 * row, mask=rows > 0, other=0))
-        end = tl.maximum(end, tl.load(spans + 2 * (row + rows) - 1, mask=rows > 0, other=0))
+    if IMAGES:
+        end = tl.maximum(end, tl.load(image_ends + row + rows - 1, mask=rows > 0, other=0))
     return seq, row, rows, start, end, stop
 
 
 @triton.jit(do_not_specialize=["count", "wanted", "max_items"])
 def plan_kernel(
-    items, tiles, single, query_start, kv_len, spans, count, wanted, max_items,
-    DECODE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SPANS: tl.constexpr, BLOCK_N: tl.constexpr,
+    items, tiles, single, query_start, kv_len, image_ends, count, wanted, max_items,
+    DECODE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IMAGES: tl.constexpr, BLOCK_N: tl.constexpr,
     MIN_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (1). Divide the keys of `count` tiles into about `wanted` equal parts that do not cross tiles.
@@ -93,7 +92,7 @@ def plan_kernel(
     for first in range(0, count, BLOCK):
         tile = first + tl.arange(0, BLOCK)
         _, _, _, start, end, _ = load_tiles(
-            tile, count, tiles, single, query_start, kv_len, spans, DECODE, WINDOW, CHUNK, SPANS
+            tile, count, tiles, single, query_start, kv_len, image_ends, DECODE, WINDOW, CHUNK, IMAGES
         )  # fmt: skip
         total += tl.sum(end - start, 0)
     split_tokens = tl.cdiv(tl.maximum(tl.cdiv(total, wanted), MIN_TOKENS), BLOCK_N) * BLOCK_N
@@ -101,7 +100,7 @@ def plan_kernel(
     for first in range(0, count, BLOCK):
         tile = first + tl.arange(0, BLOCK)
         seq, row, rows, start, end, stop = load_tiles(
-            tile, count, tiles, single, query_start, kv_len, spans, DECODE, WINDOW, CHUNK, SPANS
+            tile, count, tiles, single, query_start, kv_len, image_ends, DECODE, WINDOW, CHUNK, IMAGES
         )  # fmt: skip
         splits = tl.where(tile < count, tl.maximum(tl.cdiv(end - start, split_tokens), 1), 0)
         slotted = tl.where(splits > 1, splits, 0)
@@ -129,12 +128,12 @@ def plan_kernel(
 
 @triton.jit
 def add_keys(
-    acc, total, top, q, keys, values, table, first, end, length, span, span_end, scale, cap, block_stride,
-    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SPANS: tl.constexpr,
-    CAPPED: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_PAD: tl.constexpr, PRECISION: tl.constexpr,
+    acc, total, top, q, keys, values, table, first, end, length, row_end, scale, cap, block_stride,
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of the running softmax, over keys [first, first + BLOCK_N) below `end`; row i sees the first length[i],
-    and with SPANS those from span[i] to span_end[i].
+    """One step of the running softmax, over keys [first, first + BLOCK_N) below `end`; row i, at position
+    length[i] - 1, sees those below row_end[i].
 
     acc [rows, head_dim], total and top [rows] float32: weighted values, sum of weights and largest score (base 2).
     """
@@ -153,13 +152,11 @@ def add_keys(
     if CAPPED:
         scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))  # cap * tanh
     if MASKED:
-        visible = n[None, :] < length[:, None]
+        visible = n[None, :] < row_end[:, None]
         if WINDOW:
             visible = visible & (n[None, :] >= length[:, None] - WINDOW)
         if CHUNK:
             visible = visible & (n[None, :] >= (length[:, None] - 1) // CHUNK * CHUNK)
-        if SPANS:
-            visible = visible | ((n[None, :] >= span[:, None]) & (n[None, :] < span_end[:, None]))
         scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(highest == float("-inf"), 0.0, highest)  # a row that sees no key yet
@@ -173,10 +170,10 @@ def add_keys(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def attend_kernel(
-    q, cache, out, partial, partial_top, arrived, kv_scales, sinks, items, block_table, spans,
+    q, cache, out, partial, partial_top, arrived, kv_scales, sinks, items, block_table, image_ends,
     scale, cap, q_stride, out_stride, block_stride, table_stride,
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    SPANS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, QUANTIZED: tl.constexpr, SPLIT: tl.constexpr,
+    IMAGES: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, QUANTIZED: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_PAD: tl.constexpr, PRECISION: tl.constexpr,
     SLOT_ROWS: tl.constexpr, COMBINED: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +190,7 @@ def attend_kernel(
         return
     row, rows, stop = tl.load(items + 1), tl.load(items + 2), tl.load(items + 3)
     begin, end, split = tl.load(items + 4), tl.load(items + 5), tl.load(items + 8)
-    all_see = stop - rows + 1  # keys that every row sees; `stop` is what the last one sees without spans
+    all_see = stop - rows + 1  # keys that every row sees; `stop` is what the last one sees without images
 
     m = tl.arange(0, BLOCK_M)  # rows outside, heads inside
     d = tl.arange(0, HEAD_PAD)
@@ -202,10 +199,9 @@ def attend_kernel(
     q += tl.cast(row, tl.int64) * q_stride
     query = tl.load(q + (m // GROUP * q_stride + head * HEAD_DIM)[:, None] + d[None, :], mask=inside, other=0.0)
     length = all_see + m // GROUP
-    span, span_end = length, length  # not used without SPANS
-    if SPANS:
-        span = tl.load(spans + 2 * (row + m // GROUP), mask=m < rows * GROUP, other=0)
-        span_end = tl.load(spans + 2 * (row + m // GROUP) + 1, mask=m < rows * GROUP, other=0)
+    row_end = length
+    if IMAGES:
+        row_end = tl.load(image_ends + row + m // GROUP, mask=m < rows * GROUP, other=0)
     page_size: tl.constexpr = PAGE * HEAD_DIM
     keys = cache + kv_head * page_size
     values = keys + kv_heads * page_size
@@ -225,13 +221,13 @@ def attend_kernel(
         masked_from += tl.maximum(tl.minimum(all_see, end) - begin, 0) // BLOCK_N * BLOCK_N
         for first in range(begin, masked_from, BLOCK_N):
             acc, total, top = add_keys(
-                acc, total, top, query, keys, values, table, first, end, length, span, span_end, scale, cap,
-                block_stride, PAGE, HEAD_DIM, WINDOW, CHUNK, SPANS, CAPPED, False, BLOCK_N, HEAD_PAD, PRECISION,
+                acc, total, top, query, keys, values, table, first, end, length, row_end, scale, cap,
+                block_stride, PAGE, HEAD_DIM, WINDOW, CHUNK, CAPPED, False, BLOCK_N, HEAD_PAD, PRECISION,
             )  # fmt: skip
     for first in range(masked_from, end, BLOCK_N):
         acc, total, top = add_keys(
-            acc, total, top, query, keys, values, table, first, end, length, span, span_end, scale, cap, block_stride,
-            PAGE, HEAD_DIM, WINDOW, CHUNK, SPANS, CAPPED, True, BLOCK_N, HEAD_PAD, PRECISION,
+            acc, total, top, query, keys, values, table, first, end, length, row_end, scale, cap, block_stride,
+            PAGE, HEAD_DIM, WINDOW, CHUNK, CAPPED, True, BLOCK_N, HEAD_PAD, PRECISION,
         )  # fmt: skip
 
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
@@ -322,8 +318,8 @@ def launch(
     slot_bytes = kv_heads * slot_rows * head_dim * 4
     wanted = max(1, min(PROGRAMS_PER_PROCESSOR * processors(q.device) // kv_heads, PARTIAL_BYTES // slot_bytes // 2))
     longest = batch.block_table.shape[1] * page
-    spans, seen = batch.image_spans, [longest]
-    if spans is None:
+    image_ends, seen = batch.image_ends, [longest]
+    if image_ends is None:
         seen += [mask + block_m for mask in (window, chunk) if mask]
     split = min(seen) > MIN_SPLIT_TOKENS
     items = plan(batch, tiles, wanted, window or 0, chunk or 0, block_n, decode=decode)
@@ -336,10 +332,11 @@ def launch(
     kv_scales = kv_cache if batch.kv_scales is None else batch.kv_scales[layer]
     attend_kernel[len(items), kv_heads](
         q, kv_cache[0, layer], out, partial, partial_top, arrived, kv_scales, q if sinks is None else sinks,
-        items, batch.block_table, q if spans is None else spans, scale * steepness * LOG2_E, (softcap or 0.0) * LOG2_E,
+        items, batch.block_table, q if image_ends is None else image_ends,
+        scale * steepness * LOG2_E, (softcap or 0.0) * LOG2_E,
         q.stride(0), out.stride(0), kv_cache.stride(0), batch.block_table.stride(0),
         GROUP=group, PAGE=page, HEAD_DIM=head_dim, WINDOW=window or 0, CHUNK=chunk or 0,
-        SPANS=spans is not None, CAPPED=softcap is not None, SINKS=sinks is not None,
+        IMAGES=image_ends is not None, CAPPED=softcap is not None, SINKS=sinks is not None,
         QUANTIZED=batch.kv_scales is not None, SPLIT=split,
         BLOCK_M=block_m, BLOCK_N=block_n, HEAD_PAD=head_pad, PRECISION="ieee" if wide else "tf32",
         SLOT_ROWS=slot_rows, COMBINED=max(1, COMBINED_VALUES // (slot_rows * head_pad)),
@@ -350,14 +347,15 @@ def launch(
 
 def plan(batch: Batch, tiles: int, wanted: int, window: int, chunk: int, block_n: int, *, decode: bool) -> Tensor:
     """The division of the keys over programs, made by the first layer with this window for all such layers."""
-    key, spans = (decode, window, chunk), batch.image_spans
+    key, image_ends = (decode, window, chunk), batch.image_ends
     items = batch.plans.get(key)
     if items is None:
         items = batch.plans[key] = torch.empty((tiles + wanted, 9), dtype=torch.int32, device=batch.kv_len.device)
         plan_kernel[1,](
             items, batch.single if decode else batch.tiles, batch.single, batch.query_start, batch.kv_len,
-            batch.kv_len if spans is None else spans, tiles, wanted, len(items), DECODE=decode, WINDOW=window,
-            CHUNK=chunk, SPANS=spans is not None, BLOCK_N=block_n, MIN_TOKENS=MIN_SPLIT_TOKENS, BLOCK=PLAN_BLOCK,
+            batch.kv_len if image_ends is None else image_ends, tiles, wanted, len(items), DECODE=decode,
+            WINDOW=window, CHUNK=chunk, IMAGES=image_ends is not None, BLOCK_N=block_n,
+            MIN_TOKENS=MIN_SPLIT_TOKENS, BLOCK=PLAN_BLOCK,
         )  # fmt: skip
     return items
 

@@ -22,7 +22,7 @@ from engine.model.ops.cpu import linear as cpu_linear
 from engine.model.ops.cpu import norm as cpu_norm
 from engine.model.ops.cpu import rope as cpu_rope
 from engine.model.ops.cpu import sampling as cpu_sampling
-from tests.engine.model.ops.gpu.paged import image_span
+from tests.engine.model.ops.gpu.paged import image_end
 
 TOLERANCE = {torch.float32: {"atol": 1e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2}}
 DTYPES = st.sampled_from(list(TOLERANCE))
@@ -158,7 +158,7 @@ def test_attention_over_pages_equals_plain(
     position = torch.cat([torch.arange(total - n, total) for n, total in zip(counts, kv_lens, strict=True)])
     sequence = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     single, chunks = split(counts, kv_lens)
-    spans = [image_span(*sequences[i], p) for i, p in zip(sequence.tolist(), position.tolist(), strict=True)]
+    ends = [image_end(*sequences[i], p) for i, p in zip(sequence.tolist(), position.tolist(), strict=True)]
     batch = Batch(
         positions=position,
         slot_mapping=table[sequence, position // block_size].long() * block_size + position % block_size,
@@ -168,7 +168,7 @@ def test_attention_over_pages_equals_plain(
         kv_cache=randn(len(blocks), 2, 2, kv_heads, block_size, head_dim, dtype=dtype),
         single=single,
         chunks=chunks,
-        image_spans=torch.tensor(spans, dtype=torch.int32) if images else None,
+        image_ends=torch.tensor(ends, dtype=torch.int32) if images else None,
     )
     merged = randn(sum(counts), num_heads + 2 * kv_heads, head_dim, dtype=dtype)
     q, k, v = merged.split((num_heads, kv_heads, kv_heads), dim=1)

@@ -15,10 +15,10 @@ FLOAT8 = torch.float8_e4m3fn
 LAYERS = 2
 
 
-def image_span(cached: int, count: int, position: int) -> tuple[int, int]:
-    """Where the tokens are that a token sees anyway, if the middle of each chunk is an image."""
+def image_end(cached: int, count: int, position: int) -> int:
+    """`Batch.image_ends` of a token if the middle of each chunk is an image."""
     first, end = cached + count // 4, cached + count * 3 // 4
-    return (first, end) if first <= position < end else (position, position + 1)
+    return end if first <= position < end else position + 1
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Case:
         width = max(-(-max(kv_lens) // self.block_size), 1) + 1
         blocks = torch.randperm(len(counts) * width, generator=generator).int()
         table = blocks.view(len(counts), width)
-        slots, positions, spans = [], [], []
+        slots, positions, ends = [], [], []
         cache = torch.randn(
             len(blocks), LAYERS, 2, self.kv_heads, self.block_size, self.head_dim, generator=generator
         ).to(self.cache_dtype or self.dtype)
@@ -68,11 +68,11 @@ class Case:
             for position in range(cached, cached + new):
                 slots.append(row[position // self.block_size] * self.block_size + position % self.block_size)
                 positions.append(position)
-                spans.append(image_span(cached, new, position))
+                ends.append(image_end(cached, new, position))
             if not new:
                 slots.append(-1)
                 positions.append(0)
-                spans.append((0, 1))
+                ends.append(1)
         single, chunks = split(counts, kv_lens)
         scales = torch.tensor([[0.5, 2.0], [0.02, 0.03]]) if self.cache_dtype == FLOAT8 else None
         batch = Batch(
@@ -85,7 +85,7 @@ class Case:
             single=single.to(DEVICE),
             chunks=chunks,
             kv_scales=None if scales is None else scales.to(DEVICE),
-            image_spans=torch.tensor(spans, dtype=torch.int32, device=DEVICE) if self.images else None,
+            image_ends=torch.tensor(ends, dtype=torch.int32, device=DEVICE) if self.images else None,
         )
         merged = torch.randn(sum(counts), self.heads + 2 * self.kv_heads, self.head_dim, generator=generator)
         q, k, v = merged.to(DEVICE, self.dtype).split((self.heads, self.kv_heads, self.kv_heads), dim=1)

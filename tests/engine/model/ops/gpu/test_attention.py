@@ -39,7 +39,7 @@ CASES = {
     "sinks of keys in four splits, and of padding": Case([(2100, 1), (0, 0)], heads=2, kv_heads=1, sinks=True),
     "chunks of 16 tokens": MIXED.but(chunk=16),
     "images": MIXED.but(images=True),
-    "images longer than a window": CHUNKS.but(images=True, window=7),
+    "images longer than a window of 7": CHUNKS.but(images=True, window=7),
 }
 MORE_CASES = {
     "one head each": MIXED.but(heads=2),
