@@ -57,6 +57,12 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
                            "num_attention_heads": 2, "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4},
     ),
+    "InternVLForConditionalGeneration": (
+        "Qwen3Config",
+        {},
+        {"vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                           "num_attention_heads": 2, "image_size": [28, 28], "patch_size": [14, 14]}},
+    ),
     "Llama4ForConditionalGeneration": (
         "Llama4TextConfig",
         {**LLAMA4, "num_local_experts": 6},

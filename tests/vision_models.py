@@ -52,6 +52,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]
         },
         {"mm_tokens_per_image": 9},
     ),
+    "internvl": (
+        "InternVLForConditionalGeneration",
+        "Qwen2Config",
+        {},
+        {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": [4 * PATCH] * 2,
+            "patch_size": [PATCH] * 2,
+        },
+        {"image_seq_length": 4},
+    ),
     "mistral3": (
         "Mistral3ForConditionalGeneration",
         "MistralConfig",
@@ -98,9 +112,9 @@ class Prompt:
         return self
 
     def image(self, seed: int, height: int = 2, width: int = 3) -> Prompt:
-        """height, width: in embeddings; Gemma's images have 3 each, one more than its window."""
-        if self.name == "gemma3":
-            height = width = 3
+        """height, width: in embeddings. Gemma's images have 3 each, one more than its window, and InternVL's have
+        `height` tiles of 4."""
+        height, width = {"gemma3": (3, 3), "internvl": (height, 4)}.get(self.name, (height, width))
         row, mistral = [IMAGE] * width, self.name == "mistral3"
         ids = [*([*row, BREAK] * (height - 1)), *row, END] if mistral else row * height
         self.tokens += [] if mistral else [BREAK]  # without which transformers takes two images for one
@@ -119,8 +133,9 @@ def pixels(name: str, seed: int, height: int, width: int) -> dict[str, TensorDat
         shape, key, size = (1, 3, height * PATCH, width * PATCH), "image_sizes", [[height * PATCH, width * PATCH]]
     else:
         shape, key, size = (height * width, 3 * 2 * PATCH**2), "image_grid_thw", [[1, height, width]]
-    if name == "gemma3":
-        return {"pixel_values": TensorData.of(random.normal(size=(1, 3, *[6 * PATCH] * 2)).astype(np.float32))}
+    if name in ("gemma3", "internvl"):
+        shape = (1, 3, 6 * PATCH, 6 * PATCH) if name == "gemma3" else (height // MERGE, 3, 4 * PATCH, 4 * PATCH)
+        return {"pixel_values": TensorData.of(random.normal(size=shape).astype(np.float32))}
     values = random.normal(size=shape).astype(np.float32)
     return {"pixel_values": TensorData.of(values), key: TensorData.of(np.array(size))}
 
@@ -186,7 +201,7 @@ def expected_tokens(folder: Path, prompt: Prompt, max_tokens: int) -> list[int]:
             for a in arrays:
                 own = a["pixel_values"]
                 a["pixel_values"] = np.pad(own, ((0, 0), (0, 0), (0, height - own.shape[2]), (0, width - own.shape[3])))
-        else:
+        elif prompt.name != "internvl":
             types = "token_type_ids" if prompt.name == "gemma3" else "mm_token_type_ids"
             inputs[types] = (ids == IMAGE).int()
         inputs |= {name: torch.from_numpy(np.concatenate([a[name] for a in arrays])) for name in arrays[0]}

@@ -31,8 +31,8 @@ def architectures() -> Iterator[Architecture]:
     """Yield every architecture that tests cover, the native ones first."""
     for name in FAMILIES:
         yield Architecture(name, "", "native", NATIVE_TESTS)
-    for name, (_, family, _) in TEXT_PARTS.items():
-        yield Architecture(name, f"text part, as {family}", "native", TWO_RANKS_TESTS)
+    for name, (families, _) in TEXT_PARTS.items():
+        yield Architecture(name, f"text part, as {', '.join(families.values())}", "native", TWO_RANKS_TESTS)
     for name in ENCODERS:
         yield Architecture(name, "embeddings and scores", "native", "embeddings and scores")
     for name, models in sorted(TRANSFORMERS.items()):

@@ -42,22 +42,26 @@ class Family:
         return self.defaults | own
 
 
-# Multimodal models whose text part is one of FAMILIES if its model_type is this one, and fields that differ from the
+# Multimodal models whose text part is one of FAMILIES, by the model_type of that part, and fields that differ from the
 # family's. Nothing else of them is read.
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
-TEXT_PARTS: dict[str, tuple[str, str, dict[str, bool]]] = {
-    "Gemma3ForConditionalGeneration": ("gemma3_text", "Gemma3ForCausalLM", TIED),
-    "Mistral3ForConditionalGeneration": ("mistral", "MistralForCausalLM", TIED),
-    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", "Qwen2ForCausalLM", UNTIED),
-    "Qwen3VLForConditionalGeneration": ("qwen3_vl_text", "Qwen3ForCausalLM", UNTIED),
+TEXT_PARTS: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
+    "Gemma3ForConditionalGeneration": ({"gemma3_text": "Gemma3ForCausalLM"}, TIED),
+    "InternVLForConditionalGeneration": (
+        {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}, TIED
+    ),
+    "Mistral3ForConditionalGeneration": ({"mistral": "MistralForCausalLM"}, TIED),
+    "Qwen2_5_VLForConditionalGeneration": ({"qwen2_5_vl_text": "Qwen2ForCausalLM"}, UNTIED),
+    "Qwen3VLForConditionalGeneration": ({"qwen3_vl_text": "Qwen3ForCausalLM"}, UNTIED),
     "Qwen3VLMoeForConditionalGeneration": (
-        "qwen3_vl_moe_text", "Qwen3MoeForCausalLM", {**UNTIED, "norm_topk_prob": True, "use_sliding_window": False}
+        {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"}, {**UNTIED, "norm_topk_prob": True, "use_sliding_window": False}
     ),
 }  # fmt: skip
 # Those of them that see, and the order in which the frequencies of their rotary embeddings belong to time, height and
 # width: one axis after the other (Qwen2-VL, arXiv:2409.12191), in turn (Qwen3-VL, arXiv:2511.21631), or None.
 VISION: dict[str, Literal["sections", "interleaved"] | None] = {
     "Gemma3ForConditionalGeneration": None,
+    "InternVLForConditionalGeneration": None,
     "Mistral3ForConditionalGeneration": None,
     "Qwen2_5_VLForConditionalGeneration": "sections",
     "Qwen3VLForConditionalGeneration": "interleaved",
@@ -271,9 +275,10 @@ def text_part(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     the ordinary rotary embedding.
     """
     architecture = (raw.get("architectures") or ["none"])[0]
-    kind, family, fields = TEXT_PARTS.get(architecture, ("", "", UNTIED))
-    own = raw.get("text_config") or {"model_type": kind}  # Qwen2.5-VL has had the fields of its text part beside others
-    if not kind or own.get("model_type") != kind:
+    kinds, fields = TEXT_PARTS.get(architecture, ({}, UNTIED))
+    # Qwen2.5-VL has had the fields of its text part beside others
+    own = raw.get("text_config") or {"model_type": next(iter(kinds), "")}
+    if (family := kinds.get(own.get("model_type", ""))) is None:
         return architecture, raw
     tied = raw.get("tie_word_embeddings", fields["tie_word_embeddings"])
     text = {**raw, **own, **fields, "tie_word_embeddings": tied}
