@@ -21,9 +21,10 @@ from deployments.openai.served_models import ServedModels
 
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
-    # no script, style, image or connection but this server's own; markup made of text is refused by the browser itself
+    # no script, style, image or connection but this server's own, beside images that are a part of the page's own request;
+    # markup made of text is refused by the browser itself
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
     ),
     "X-Content-Type-Options": "nosniff",
@@ -42,6 +43,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     generates: bool
+    input_modalities: list[str]
     default_sampling: dict[str, Any]
 
 
@@ -93,6 +95,7 @@ def add_console_routes(app: FastAPI, models: ServedModels, telemetry: Telemetry,
                 max_model_len=model.info.max_model_len,
                 vocab_size=model.info.vocab_size,
                 generates="generate" in model.info.supported_tasks,
+                input_modalities=model.input_modalities,
                 default_sampling=dict(model.info.default_sampling),
             )
             for model in models.values()

@@ -201,6 +201,7 @@ class ModelCard(msgspec.Struct):
     created: int
     root: str
     max_model_len: int
+    input_modalities: list[str]
     object: Literal["model"] = "model"
     owned_by: str = "manta"
     parent: str | None = None

@@ -61,7 +61,7 @@ def add_openai_routes(
         return json_response(card(name, models.find(name)))
 
     def card(name: str, model: ServedModel) -> ModelCard:
-        return ModelCard(name, started, model.info.root, model.info.max_model_len)
+        return ModelCard(name, started, model.info.root, model.info.max_model_len, model.input_modalities)
 
 
 async def _respond(request: Request, body: GenerationBody, response: ChatResponse | CompletionResponse) -> Response:

@@ -141,6 +141,11 @@ class ServedModel:
             else SdcCheck(info.sdc_check_every, pool, channel, self.admission, stats),
         )
 
+    @property
+    def input_modalities(self) -> list[str]:
+        """What prompts may have, in OpenRouter's words."""
+        return ["text"] if self.images is None else ["text", "image"]
+
     def check_priority(self, priority: int) -> None:
         """Raise InvalidParameter for a priority that the engines would not heed."""
         if priority and not self.info.has_priorities:

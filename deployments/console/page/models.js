@@ -27,6 +27,7 @@ function card(model) {
     ["files", model.root],
     ["context", `${count(model.max_model_len)} tokens`],
     ["vocabulary", `${count(model.vocab_size)} tokens`],
+    ["reads", model.input_modalities.join(", ")],
     ["tasks", model.generates ? "generates text" : "embeddings or scores"],
     ["sampling, where a request says nothing", sampling.join(" · ") || "none of its own"],
   ];

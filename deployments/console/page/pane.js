@@ -3,6 +3,7 @@
 import { Answer } from "./answer.js";
 import { events, request } from "./api.js";
 import { h } from "./dom.js";
+import { thumbnail } from "./images.js";
 import { Settings } from "./settings.js";
 import { showSnippets } from "./snippets.js";
 
@@ -27,9 +28,16 @@ export class Pane {
     this.log.replaceChildren();
   }
 
-  async send(text) {
-    this.messages.push({ role: "user", content: text });
-    this.show(h("div", { class: "turn user" }, h("div", { class: "text" }, text)));
+  // images: their URLs
+  async send(text, images) {
+    const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+    if (text) parts.push({ type: "text", text });
+    this.messages.push({ role: "user", content: images.length ? parts : text });
+    this.show(h(
+      "div", { class: "turn user" },
+      images.length > 0 && h("div", { class: "thumbnails" }, ...images.map(thumbnail)),
+      text && h("div", { class: "text" }, text)
+    ));
     await this.answer();
   }
 

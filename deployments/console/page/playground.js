@@ -2,6 +2,7 @@
 
 import { getJson } from "./api.js";
 import { h } from "./dom.js";
+import { Images, imagesOf } from "./images.js";
 import { Pane } from "./pane.js";
 
 const EXAMPLES = ["What is an ocean?", "What does brave mean?", "Name a kind of tree."];
@@ -11,7 +12,11 @@ export class PlaygroundView {
     this.panes = [new Pane(() => this.refresh()), new Pane(() => this.refresh())];
     this.compare = h("button", { "aria-pressed": "false", onclick: () => this.setTwo(!this.two) }, "Side by side");
     this.problem = h("p", { class: "problem", role: "alert" });
-    this.input = h("textarea", { rows: "1", placeholder: "Message", "aria-label": "Message", onkeydown: (event) => this.onKey(event) });
+    this.images = new Images((problem) => { this.problem.textContent = problem; });
+    this.input = h("textarea", {
+      rows: "1", placeholder: "Message", "aria-label": "Message",
+      onkeydown: (event) => this.onKey(event), onpaste: (event) => this.onImages(event, event.clipboardData),
+    });
     this.button = h("button", { class: "primary", onclick: () => (this.busy ? this.stop() : this.submit()) }, "Send");
     this.examples = h("div", { class: "examples" }, ...EXAMPLES.map((text) => h("button", { onclick: () => this.send(text) }, text)));
     this.grid = h("div", { class: "panes" }, ...this.panes.map((pane) => pane.element));
@@ -20,8 +25,13 @@ export class PlaygroundView {
       h("div", { class: "bar" }, h("h1", {}, "Playground"),
         this.compare, h("button", { onclick: () => this.clear() }, "New conversation")),
       this.problem, this.grid, this.examples,
-      h("div", { class: "composer" }, this.input, this.button)
+      h("div", {
+        class: "composer",
+        ondragover: (event) => event.preventDefault(), // so that a drop comes
+        ondrop: (event) => this.onImages(event, event.dataTransfer),
+      }, this.images.element, this.images.button, this.images.file, this.input, this.button)
     );
+    for (const pane of this.panes) pane.settings.model.addEventListener("change", () => this.refresh());
     this.setTwo(false);
   }
 
@@ -29,7 +39,8 @@ export class PlaygroundView {
     if (this.panes[0].settings.model.options.length) return;
     try {
       const { data } = await getJson("v1/models");
-      for (const pane of this.panes) pane.settings.setModels(data.map((model) => model.id));
+      for (const pane of this.panes) pane.settings.setModels(data);
+      this.refresh();
       this.problem.textContent = "";
     } catch (error) {
       this.problem.textContent = error.message;
@@ -45,6 +56,20 @@ export class PlaygroundView {
     this.grid.classList.toggle("two", two);
     this.panes[1].element.hidden = !two;
     this.compare.setAttribute("aria-pressed", String(two));
+    this.refresh();
+  }
+
+  // Take what is pasted or dropped, if those are images.
+  onImages(event, transfer) {
+    const files = imagesOf(transfer);
+    if (!files.length) return;
+    event.preventDefault();
+    if (this.reads("image")) this.images.add(files);
+    else this.problem.textContent = "This model reads no images.";
+  }
+
+  reads(modality) {
+    return this.shown.every((pane) => pane.settings.reads(modality));
   }
 
   onKey(event) {
@@ -59,27 +84,28 @@ export class PlaygroundView {
 
   submit() {
     const text = this.input.value.trim();
-    if (this.busy || !text) return; // what was typed meanwhile stays until the answer is there
+    if (this.busy || !(text || this.images.urls.length)) return; // what was typed meanwhile stays until the answer is there
     this.input.value = "";
-    this.send(text);
+    this.send(text, this.images.take());
   }
 
   stop() {
     for (const pane of this.shown) pane.answering?.abort();
   }
 
-  send(text) {
+  send(text, images = []) {
     if (this.busy) return;
     this.examples.hidden = true;
     for (const pane of this.shown) {
       pane.settings.element.open = false; // the answer is to be seen
-      pane.send(text);
+      pane.send(text, images);
     }
     this.input.focus();
   }
 
   clear() {
     for (const pane of this.panes) pane.clear();
+    this.images.take();
     this.examples.hidden = false;
     this.input.focus();
   }
@@ -90,5 +116,6 @@ export class PlaygroundView {
 
   refresh() {
     this.button.textContent = this.busy ? "Stop" : "Send";
+    this.images.button.hidden = !this.reads("image");
   }
 }

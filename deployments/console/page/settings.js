@@ -33,6 +33,7 @@ const SCHEMA = `{
 export class Settings {
   constructor() {
     this.model = h("select", { "aria-label": "Model" });
+    this.modalities = {}; // that each model reads
     this.system = h("textarea", { rows: "2", placeholder: "none" });
     this.numbers = Object.fromEntries(NUMBERS.map(([name, limits]) => [
       name, h("input", { type: "number", inputmode: "decimal", placeholder: "default", ...stringsOf(limits) }),
@@ -57,8 +58,14 @@ export class Settings {
     );
   }
 
-  setModels(names) {
-    this.model.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
+  // models: cards of /v1/models
+  setModels(models) {
+    this.modalities = Object.fromEntries(models.map((model) => [model.id, model.input_modalities]));
+    this.model.replaceChildren(...models.map(({ id }) => h("option", { value: id }, id)));
+  }
+
+  reads(modality) {
+    return this.modalities[this.model.value]?.includes(modality) ?? false;
   }
 
   // The body of a request, without `stream`. Throws an Error with a sentence for JSON that is none.
