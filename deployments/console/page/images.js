@@ -10,7 +10,7 @@ export class Images {
     this.urls = []; // data: URLs, in their order
     this.onProblem = onProblem;
     this.file = h("input", { type: "file", accept: TYPES.join(), multiple: true, hidden: true, onchange: () => {
-      this.add(this.file.files);
+      this.add([...this.file.files]);
       this.file.value = ""; // the same file may be chosen again
     } });
     this.button = h("button", { class: "plain", title: "Or paste or drop them", onclick: () => this.file.click() }, "Add images");
@@ -18,10 +18,10 @@ export class Images {
   }
 
   async add(files) {
+    this.onProblem("");
     for (const file of files) {
       try {
         this.urls.push(await dataUrl(file));
-        this.onProblem("");
       } catch {
         this.onProblem(`${file.name} is no image that this browser can read`);
       }

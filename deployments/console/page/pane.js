@@ -102,8 +102,10 @@ export class Pane {
     this.log.scrollTop = this.log.scrollHeight;
   }
 
+  // Show the newest request as code.
   showCode() {
-    const messages = this.messages.length ? this.messages : [{ role: "user", content: "What is an ocean?" }];
+    const asked = this.messages.findLastIndex((message) => message.role !== "assistant") + 1;
+    const messages = asked ? this.messages.slice(0, asked) : [{ role: "user", content: "What is an ocean?" }];
     try {
       showSnippets({ ...this.settings.body(messages), stream: true });
     } catch (error) {

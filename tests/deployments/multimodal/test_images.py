@@ -133,6 +133,15 @@ def test_what_tools_return_may_be_images(tmp_path):
     asyncio.run(scenario())
 
 
+def test_the_list_of_models_says_that_one_reads_images(tmp_path):
+    async def scenario() -> None:
+        async with api_with_images(tmp_path) as (api, _):
+            (card,) = (await api.client.get("/v1/models")).json()["data"]
+            assert card["input_modalities"] == ["text", "image"]
+
+    asyncio.run(scenario())
+
+
 def test_an_image_of_low_detail_has_fewer_tokens_and_tokenize_counts_as_a_chat_does(tmp_path):
     large = data_url(file_of(picture(2000, 12), "PNG"))
 

@@ -23,6 +23,7 @@ def test_request_is_served_by_the_model_it_names():
             assert [m["id"] for m in (await api.client.get("/v1/models")).json()["data"]] == ["one", "two/b"]
             card = (await api.client.get("/v1/models/two/b")).json()
             assert (card["id"], card["object"], card["max_model_len"]) == ("two/b", "model", 512)
+            assert card["input_modalities"] == ["text"]
 
     run(scenario())
 
