@@ -21,8 +21,8 @@ from deployments.openai.served_models import ServedModels
 
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
-    # no script, style, image or connection but this server's own, beside images that the user has given the page; markup
-    # made of text is refused by the browser itself
+    # no script, style or connection but this server's own, nor other images, beside those that users add (`data:`);
+    # markup made of text is refused by the browser itself
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
