@@ -108,8 +108,6 @@ REQUESTS: list[Row] = [
     (Counter, "vllm:num_preemptions", "Requests that lost their KV blocks to others.", "preemptions"),
     (Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queried_tokens"),
     (Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
-    (Counter, "manta_images_encoded", "Images that the vision encoder has computed.", "images_encoded"),
-    (Counter, "manta_encoder_cache_hits", "Images whose embeddings a step found computed.", "encoder_cache_hits"),
     *histograms(
         {
             "inter_token_latency_seconds": "From one token of a request to the next.",
@@ -142,6 +140,8 @@ LOAD: list[Row] = [
     *histograms({"iteration_tokens_total": "Tokens computed in one step."}),
     (Gauge, "vllm:kv_cache_usage_perc", "Used fraction of the KV blocks, 0 to 1.", _usage),
     (Gauge, "vllm:cache_config_info", "The KV cache.", _cache_config, "block_size", "num_gpu_blocks"),
+    (Counter, "manta_images_encoded", "Images that the vision encoder has computed.", "images_encoded"),
+    (Counter, "manta_encoder_cache_hits", "Images whose embeddings a step found computed.", "encoder_cache_hits"),
 ]
 PLACES: list[Row] = [
     (Gauge, "manta_kv_blocks", "KV blocks by state.", _blocks, "state"),

@@ -146,8 +146,9 @@ def test_a_prompt_that_another_engine_computes_counts_once(folder):
             assert scrape.sum("vllm:prompt_tokens_total") == 40
             assert scrape.sum("vllm:generation_tokens_total") == 4
             assert count(scrape, "vllm:request_prefill_time_seconds")[0] == 1
-            engines = {one.labels["engine"] for one in scrape.select("vllm:kv_cache_usage_perc", [])}
-            assert engines == {"decode-1", "prefill-1"}
+            for of_both in ("vllm:kv_cache_usage_perc", "manta_images_encoded_total"):
+                engines = {one.labels["engine"] for one in scrape.select(of_both, [])}
+                assert engines == {"decode-1", "prefill-1"}
 
     run(scenario())
 
