@@ -1,9 +1,10 @@
 """`manta bench determinism`: share of requests whose answers depend on how they were computed.
 
 Every request is computed alone first, by one rank and without a prefix cache. Then the same prompts run in a batch, in
-chunks, from a prefix cache, through preemptions, with drafted tokens, on several ranks, and moved: the first tokens of
-the answer become part of the prompt, as when another engine goes on with a request. Every other request is greedy, the
-rest have a seed. Tokens are what users see. The bits of their log-probabilities differ long before a token does.
+chunks, from a prefix cache, through preemptions, with drafted tokens, on several ranks, with prompts that come from
+another engine, and moved: the first tokens of the answer become part of the prompt, as when another engine goes on with
+a request. Every other request is greedy, the rest have a seed. Tokens are what users see. The bits of their
+log-probabilities differ long before a token does.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,17 @@ import torch
 
 from cluster.cli.bench.prompts import random_ids
 from cluster.cli.bench.tables import figure, make_table, show
+from engine.config import EngineConfig, HandoffConfig
+from engine.core.engine import EngineCore
+from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineError
 from engine.model.checkpoint.folder import resolve
 from engine.model.config import ModelConfig
 from engine.offline.llm import LLM
 from engine.offline.outputs import RequestOutput
+from engine.offline.rank_processes import RENDEZVOUS_TIMEOUT_S, RankProcesses
+from engine.wire.messages import DispatchPrefill, GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 
 BATCH = 16
@@ -32,6 +40,7 @@ PROMPT_LEN = 4, 250  # tokens of the shortest prompt, and of the longest
 CHUNK = 19  # tokens per step, no multiple of a block
 BLOCK_SIZE = 16
 SPECULATIVE = {"method": "ngram", "prompt_lookup_min": 1}  # so that even random prompts have drafts
+IDLE_S = 2e-4  # of two engines that wait for each other
 DTYPES = ("bfloat16", "float32")
 MODES = ("off", "strict")
 
@@ -65,13 +74,13 @@ class Way:
     """Requests that were computed in one way, and the same ones alone."""
 
     name: str
-    outputs: list[RequestOutput]
+    answers: list[Answer]
     expected: list[Answer]
     counted: list[bool]  #: whether the request was computed in this way at all
     cpu_s: float | None = None
 
     def share(self, dtype: str, determinism: str) -> Share:
-        pairs = zip(answers(self.outputs), self.expected, self.counted, strict=True)
+        pairs = zip(self.answers, self.expected, self.counted, strict=True)
         found = [(answer, wanted) for answer, wanted, counted in pairs if counted]
         return Share(
             self.name,
@@ -126,32 +135,36 @@ def ways(
         started = time.process_time()
         outputs = one_by_one(llm, prompts, params)
         cpu_s, alone = time.process_time() - started, answers(outputs)
-        yield Way("alone", outputs, alone, every, cpu_s)
+        yield Way("alone", alone, alone, every, cpu_s)
         longer = [prompt + tokens_of(answer[:k]) for prompt, answer, k in zip(prompts, alone, kept, strict=True)]
         moved = one_by_one(llm, longer, [sampling(i, output_len - k) for i, k in enumerate(kept)])
-        yield Way("moved", moved, [answer[k:] for answer, k in zip(alone, kept, strict=True)], every)
+        yield Way("moved", answers(moved), [answer[k:] for answer, k in zip(alone, kept, strict=True)], every)
     with engine(max_num_seqs=BATCH) as llm:
         started = time.process_time()
         outputs = llm.generate(prompts, params, progress=False)
-        yield Way(f"in batches of {BATCH}", outputs, alone, every, time.process_time() - started)
+        yield Way(f"in batches of {BATCH}", answers(outputs), alone, every, time.process_time() - started)
     with engine(max_num_seqs=1, max_num_batched_tokens=CHUNK) as llm:
         cut = [len(prompt) > CHUNK for prompt in prompts]
-        yield Way(f"in chunks of {CHUNK}", one_by_one(llm, prompts, params), alone, cut)
+        yield Way(f"in chunks of {CHUNK}", answers(one_by_one(llm, prompts, params)), alone, cut)
     with engine(enable_prefix_caching=True) as llm:
         llm.generate(prompts, sampling(0, 1), progress=False)
         outputs = one_by_one(llm, prompts, params)
-        yield Way("prefix cached", outputs, alone, [output.num_cached_tokens > 0 for output in outputs])
+        yield Way("prefix cached", answers(outputs), alone, [output.num_cached_tokens > 0 for output in outputs])
     blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts[:BATCH])  # none is left for their answers
     with engine(max_num_seqs=BATCH, num_blocks=blocks) as llm:
         outputs = llm.generate(prompts, params, progress=False)
-        yield Way("preempted", outputs, alone, [output.outputs[0].num_preemptions > 0 for output in outputs])
+        yield Way("preempted", answers(outputs), alone, [output.outputs[0].num_preemptions > 0 for output in outputs])
     with engine(speculative=SPECULATIVE) as llm:
         outputs, verified = one_by_one(llm, prompts, params), llm.stats().spec_decode
         assert verified is not None
-        yield Way("drafted", outputs, alone, [verified.num_draft_tokens > 0] * requests)
+        yield Way("drafted", answers(outputs), alone, [verified.num_draft_tokens > 0] * requests)
     for size in ranks:
         with engine(max_num_seqs=BATCH, tensor_parallel=size) as llm:
-            yield Way(f"on {size} ranks", llm.generate(prompts, params, progress=False), alone, every)
+            yield Way(f"on {size} ranks", answers(llm.generate(prompts, params, progress=False)), alone, every)
+    for size in (1, *ranks):
+        config = EngineConfig(**{"model": model, "block_size": BLOCK_SIZE, "enable_prefix_caching": False, **options})
+        found, received = with_prefill_engine(config, size, prompts, params)
+        yield Way(f"prompt on {size} other rank{'s' * (size > 1)}", found, alone, received)
 
 
 def sampling(index: int, tokens: int) -> SamplingParams:
@@ -163,6 +176,47 @@ def one_by_one(llm: LLM, prompts: list[list[int]], params: list[SamplingParams])
     """Compute each request alone."""
     pairs = zip(prompts, params, strict=True)
     return [output for prompt, own in pairs for output in llm.generate([prompt], own, progress=False)]
+
+
+def with_prefill_engine(
+    config: EngineConfig, size: int, prompts: list[list[int]], params: list[SamplingParams]
+) -> tuple[list[Answer], list[bool]]:
+    """Compute each prompt in an engine of `size` ranks and its answer in another of one, one request at a time. Returns
+    the answers, and which prompts were handed over."""
+    prefill_config = replace(config, tensor_parallel=size, handoff=HandoffConfig(role="prefill", transport="tcp"))
+    decode_config = replace(config, handoff=HandoffConfig(role="decode", transport="tcp", policy="always"))
+    found, received, key = [list[tuple[int, float]]() for _ in prompts], [False] * len(prompts), ClusterKey.generate()
+    with engine_core("prefill", prefill_config, key) as prefill, engine_core("decode", decode_config, key) as decode:
+        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            decode.add(GenerateRequest(request_id=str(i), prompt=prompt, params=own))
+            while decode.has_work or prefill.has_work:
+                prefill.step()
+                events = decode.step()
+                for notice in decode.take_notices():
+                    if isinstance(notice, DispatchPrefill):
+                        prefill.prefill(notice.request)
+                for delta in (event.delta for event in events):
+                    if delta.error is not None:
+                        raise EngineError(delta.request_id, delta.error.message)
+                    found[i] += [(entry.token_id, entry.logprob) for entry in delta.logprobs or []]
+                    received[i] |= delta.times is not None and delta.times.handoff_s is not None
+                if not events:
+                    time.sleep(IDLE_S)
+    return found, received
+
+
+@contextmanager
+def engine_core(name: str, config: EngineConfig, key: ClusterKey) -> Iterator[EngineCore]:
+    """An engine that others with this key know by its name."""
+    group = TPGroup.single(key)
+    with ExitStack() as stack:
+        if config.tensor_parallel > 1:
+            group = listening = TPGroup.listen(config.tensor_parallel, device=config.device, key=key)
+            stack.callback(RankProcesses(config, group, listening.address).close)
+            listening.join(RENDEZVOUS_TIMEOUT_S)
+        core = EngineCore.build(config, group, engine_id=name)
+        stack.callback(core.close)
+        yield core
 
 
 def answers(outputs: Sequence[RequestOutput]) -> list[Answer]:
