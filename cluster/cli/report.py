@@ -21,13 +21,14 @@ STYLE = """
 }
 body { margin: 0 auto; padding: 32px 20px; max-width: 1200px; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; font-variant-numeric: tabular-nums; }
-h1 { font-size: 22px; } h2 { font-size: 15px; margin: 0 0 8px; }
+h1 { font-size: 22px; } h2 { font-size: 15px; margin: 0 0 8px; } small { color: var(--muted); font-weight: 400; }
 main { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }
 section { background: var(--surface); border: 1px solid var(--line); border-radius: 12px; padding: 16px; }
 dl { display: grid; grid-template-columns: auto 1fr; gap: 4px 20px; margin: 0; }
 dt { color: var(--muted); } dd { margin: 0; }
 svg { width: 100%; height: auto; } text { font-size: 11px; fill: var(--muted); }
 .grid { stroke: var(--line); } .curve { fill: none; stroke: var(--accent); stroke-width: 2; }
+.area { fill: var(--accent); opacity: .1; } .labels { float: right; font-size: 13px; color: var(--muted); }
 """
 
 
@@ -39,10 +40,15 @@ class Chart:
     x: str
     y: str
     points: Sequence[Point]
+    labels: str = ""
+    """Figures to read off without the curve."""
+    y_at_least: float = 0.0
+    """The second axis ends no lower, so that counts have whole numbers."""
 
     def svg(self) -> str:
         x_max = max((x for x, _ in self.points), default=0.0) or 1.0
-        y_max = nice_above(max((y for _, y in self.points), default=0.0))
+        y_max = nice_above(max([y for _, y in self.points] + [self.y_at_least]))
+        x_step = nice_above(x_max / 6)
         across, up = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
         def place(x: float, y: float) -> str:
@@ -53,10 +59,12 @@ class Chart:
             y = TOP + up * (1 - i / 4)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(y_max * i / 4)}</text>')
-            x = LEFT + across * i / 4
-            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{short(x_max * i / 4)}</text>')
+        for i in range(math.floor(x_max / x_step * (1 + 1e-9)) + 1):
+            x = LEFT + across * i * x_step / x_max
+            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{short(i * x_step)}</text>')
         line = " ".join(place(x, y) for x, y in thinned(self.points))
-        parts.append(f'<polyline class="curve" points="{line}"/>')
+        below = " ".join(place(x, 0) for x, _ in [*self.points[-1:], *self.points[:1]])
+        parts.append(f'<polygon class="area" points="{line} {below}"/><polyline class="curve" points="{line}"/>')
         title = f"{escape(self.title)}: {escape(self.y)}, by {escape(self.x)}"
         return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">{"".join(parts)}</svg>'
 
@@ -65,7 +73,9 @@ def distribution(title: str, unit: str, values: Sequence[float]) -> Chart:
     """Return the values in order, by percentile."""
     ordered = sorted(values)
     last = max(1, len(ordered) - 1)
-    return Chart(title, "percentile", unit, [(100 * i / last, value) for i, value in enumerate(ordered)])
+    labels = [f"P{p} {short(ordered[round(p / 100 * (len(ordered) - 1))])}" for p in (50, 90, 99) if ordered]
+    points = [(100 * i / last, value) for i, value in enumerate(ordered)]
+    return Chart(title, "percentile", unit, points, " · ".join(labels))
 
 
 def rate_over_time(title: str, unit: str, events: Sequence[Point], duration_s: float) -> Chart:
@@ -82,14 +92,15 @@ def steps_over_time(title: str, unit: str, changes: Sequence[Point], duration_s:
     points: list[Point] = []
     for at, value in changes:
         points += [(at, points[-1][1] if points else value), (at, value)]
-    return Chart(title, "seconds", unit, [*points, (duration_s, points[-1][1])] if points else [])
+    return Chart(title, "seconds", unit, [*points, (duration_s, points[-1][1])] if points else [], y_at_least=4)
 
 
 def write_report(path: Path, title: str, figures: Sequence[tuple[str, str]], charts: Sequence[Chart]) -> None:
     """Write one file that needs no other."""
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in figures)
     sections = "".join(
-        f"<section><h2>{escape(chart.title)} <small>{escape(chart.y)}, by {escape(chart.x)}</small></h2>"
+        f'<section><span class="labels">{chart.labels}</span>'
+        f"<h2>{escape(chart.title)} <small>{escape(chart.y)}, by {escape(chart.x)}</small></h2>"
         f"{chart.svg()}</section>"
         for chart in charts
     )

@@ -99,3 +99,9 @@ def test_a_generation_writes_its_throughput(tmp_path: Path):
     path = tmp_path / "generation.html"
     write_generation_report(path, Summary(0, 2, 0, [(1.0, 10.0), (2.0, 30.0)]))
     assert "<dt>output tokens/s</dt><dd>20.0</dd>" in path.read_text(encoding="utf-8")
+
+
+def test_a_distribution_names_its_percentiles_and_counts_have_whole_numbers():
+    assert distribution("latency", "ms", range(101)).labels == "P50 50 · P90 90 · P99 99"
+    ticks = re.findall(r"<text[^>]*end[^>]*>([^<]*)<", steps_over_time("replicas", "replicas", [(0.0, 1.0)], 9.0).svg())
+    assert ticks == ["0", "1", "2", "3", "4"]
