@@ -23,7 +23,7 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     """Read the facts of a model. Raises StartupError for a model that could not be loaded."""
     folder, tokenizer = engine_folder(model.engine_config()), model.engine_config().tokenizer
     text_folder = model_folder.resolve(model.model) if tokenizer is None else model_folder.resolve_tokenizer(tokenizer)
-    config = ModelConfig.from_folder(folder)
+    config = ModelConfig.from_folder(folder, language_model_only=model.engine_config().language_model_only)
     generates = "generate" in config.supported_tasks
     if model.prefill is not None and not generates:
         tasks = " or ".join(config.supported_tasks.names)

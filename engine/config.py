@@ -211,6 +211,9 @@ class EngineConfig:
         "Embeddings of images that are kept, so that the same image is encoded once; a request's image may have no "
         "more. Its own limit per step is `max_num_batched_tokens`.",
     )
+    language_model_only: bool = option(
+        False, "Serve a multimodal model as a text model: what encodes images is not loaded, and images are refused."
+    )
     scheduling_policy: Literal["fcfs", "priority"] = option(
         "fcfs", "`priority` orders requests by priority, then arrival; `fcfs` by arrival only."
     )

@@ -93,7 +93,9 @@ class EngineCore:
         broadcaster, channel, kv_worker, handoffs = None, None, None, None
         with group.starting():
             folder = engine_folder(config)
-            model_config = ModelConfig.from_folder(folder, config.quantization, config.max_model_len)
+            model_config = ModelConfig.from_folder(
+                folder, config.quantization, config.max_model_len, config.language_model_only
+            )
             if model_config.bidirectional:
                 config = whole_prompts(config, model_config)
             check_whole_images(config, model_config)

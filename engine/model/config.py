@@ -167,14 +167,20 @@ class ModelConfig:
 
     @classmethod
     def from_folder(
-        cls, folder: Path, quantization: Method | None = None, max_model_len: int | None = None
+        cls,
+        folder: Path,
+        quantization: Method | None = None,
+        max_model_len: int | None = None,
+        language_model_only: bool = False,
     ) -> ModelConfig:
         """quantization: what weights are rounded to as they are loaded. max_model_len: the longest sequence, by which a
-        model with `longrope` turns short sequences too; None stands for the model's own context.
+        model with `longrope` turns short sequences too; None stands for the model's own context. language_model_only:
+        leave out what encodes images.
 
         Raises UnsupportedArchitecture, ModelFolderError that names the field of config.json, or ConfigError.
         """
-        return cls.from_fields(read_json(folder, "config.json"), folder, quantization, max_model_len)
+        cfg = cls.from_fields(read_json(folder, "config.json"), folder, quantization, max_model_len)
+        return replace(cfg, vision=None) if language_model_only else cfg
 
     @classmethod
     def from_fields(

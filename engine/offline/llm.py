@@ -83,7 +83,7 @@ class LLM:
             options = GPU_DEFAULTS | options
         self.config = EngineConfig(**options)
         folder = engine_folder(self.config)
-        self._model_config = ModelConfig.from_folder(folder)
+        self._model_config = ModelConfig.from_folder(folder, language_model_only=self.config.language_model_only)
         self.tokenizer = Tokenizer.from_folder(folder, decodes="generate" in self._model_config.supported_tasks)
         self._image_processor: ImageProcessor | None = None
         self._ranks: RankProcesses | None = None

@@ -35,7 +35,9 @@ class Worker:
         self._group = group
         with group.starting():
             folder: Path = engine_folder(config)
-            model_config = ModelConfig.from_folder(folder, config.quantization, config.max_model_len)
+            model_config = ModelConfig.from_folder(
+                folder, config.quantization, config.max_model_len, config.language_model_only
+            )
             self._runner = ModelRunner(config, model_config, folder, group)
             self._kv_worker: KVTransferWorker | None = None
             if config.handoff is not None:

@@ -203,6 +203,16 @@ def test_a_text_model_refuses_images(tmp_path):
     core.close()
 
 
+def test_a_multimodal_model_can_be_served_as_a_text_model(folder):
+    core = engine(folder("gemma3"), language_model_only=True, max_num_batched_tokens=5)
+    picture, text, _ = prompts("gemma3")
+    assert core.runner.model.vision is None
+    assert run(core, text) == [expected_tokens(folder("gemma3"), text, MAX_TOKENS)]
+    with pytest.raises(InvalidParameter, match="this model reads text only"):
+        core.add(GenerateRequest(request_id="r", prompt=picture.tokens, mm_features=picture.images))
+    core.close()
+
+
 def test_other_images_at_the_same_place_have_other_block_hashes():
     one, two = (Prompt("qwen3_vl").text(*range(1, 6)).image(seed).text(5, 6, 7) for seed in (1, 2))
     plain, first, second = (
