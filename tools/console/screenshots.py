@@ -45,6 +45,7 @@ def shoot(page: Page, url: str, out: Path, theme: str) -> None:
     page.goto(f"{url}/#cluster")
     page.wait_for_timeout(1000 * LOAD_S)
     page.locator(".handoff.active").first.wait_for(state="attached", timeout=60_000)  # a straight line has no height
+    page.wait_for_function("/^[1-9]/.test(document.getElementById('pulse').textContent)", timeout=60_000)
     page.screenshot(path=out / f"cluster-{theme}.png")
     ended.set()
     for client in clients:
