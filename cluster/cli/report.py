@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+import numpy as np
+
 Point = tuple[float, float]
 
 WIDTH, HEIGHT = 560, 220
@@ -73,7 +75,7 @@ def distribution(title: str, unit: str, values: Sequence[float]) -> Chart:
     """Return the values in order, by percentile."""
     ordered = sorted(values)
     last = max(1, len(ordered) - 1)
-    labels = [f"P{p} {short(ordered[round(p / 100 * (len(ordered) - 1))])}" for p in (50, 90, 99) if ordered]
+    labels = [f"P{p} {short(float(np.percentile(ordered, p)))}" for p in (50, 90, 99) if ordered]
     points = [(100 * i / last, value) for i, value in enumerate(ordered)]
     return Chart(title, "percentile", unit, points, " · ".join(labels))
 

@@ -102,6 +102,6 @@ def test_a_generation_writes_its_throughput(tmp_path: Path):
 
 
 def test_a_distribution_names_its_percentiles_and_counts_have_whole_numbers():
-    assert distribution("latency", "ms", range(101)).labels == "P50 50 · P90 90 · P99 99"
+    assert distribution("latency", "ms", [1.0, 2.0]).labels == "P50 1.5 · P90 1.9 · P99 1.99"
     ticks = re.findall(r"<text[^>]*end[^>]*>([^<]*)<", steps_over_time("replicas", "replicas", [(0.0, 1.0)], 9.0).svg())
     assert ticks == ["0", "1", "2", "3", "4"]
