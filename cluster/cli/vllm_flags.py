@@ -106,7 +106,7 @@ GROUPS = {
     "--max-cpu-loras --fully-sharded-loras --lora-target-modules --default-mm-loras --specialize-active-lora "
     "--enable-mixed-moe-lora-format --enable-moe-shared-loras": "there are no LoRA adapters: merge the adapter into "
     "the weights, and serve those",
-    "--language-model-only --limit-mm-per-prompt --enable-mm-embeds --media-io-kwargs --mm-processor-kwargs "
+    "--limit-mm-per-prompt --enable-mm-embeds --media-io-kwargs --mm-processor-kwargs "
     "--mm-processor-cache-gb --mm-processor-cache-type --mm-hasher-algorithm --mm-shm-cache-max-object-size-mb "
     "--mm-encoder-only --mm-encoder-tp-mode --mm-encoder-attn-backend --mm-encoder-attn-dtype "
     "--mm-encoder-fp8-scale-path --mm-encoder-fp8-scale-save-path --mm-encoder-fp8-scale-save-margin "
