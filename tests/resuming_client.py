@@ -44,7 +44,7 @@ class ResumingClient:
     def _take(self, event: str) -> None:
         event_id, _, data = event.rpartition("\n")
         if not event_id:  # an error, and the end after it
-            assert data == "data: [DONE]" or '"service_unavailable_error"' in data, data
+            assert data == "data: [DONE]" or '"service_unavailable_error"' in data, (data, self.text, self.ids)
             return
         assert event_id.startswith("id: ") and event_id[4:] not in self.ids
         self.ids.append(event_id[4:])
@@ -54,8 +54,17 @@ class ResumingClient:
             self.text += json.loads(data.removeprefix("data: "))["choices"][0]["text"]
 
 
-async def read_all(clients: list[ResumingClient], url: Callable[[], str | None], limit_s: float) -> None:
-    """Until each has its whole text. url: of the server; None while there is none."""
+async def read_all(
+    clients: list[ResumingClient],
+    url: Callable[[], str | None],
+    limit_s: float,
+    strike: Callable[[], None] | None = None,
+    when: Callable[[], bool] = lambda: True,
+) -> None:
+    """Until each has its whole text. url: of the server; None while there is none.
+
+    strike: called in a thread, once `when` is true.
+    """
 
     async def read(client: ResumingClient) -> None:
         while not client.done:
@@ -64,5 +73,16 @@ async def read_all(clients: list[ResumingClient], url: Callable[[], str | None],
                     await client.read(http)
             await asyncio.sleep(0 if client.done else PAUSE_S)
 
-    async with asyncio.timeout(limit_s):
-        await asyncio.gather(*map(read, clients))
+    async def blow() -> None:
+        if strike is None:
+            return
+        while not when():
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(strike)
+
+    try:
+        async with asyncio.timeout(limit_s):
+            await asyncio.gather(blow(), *map(read, clients))
+    except TimeoutError:
+        left = [(client.key, client.connections, client.ids[-1:]) for client in clients if not client.done]
+        raise AssertionError(f"after {limit_s:g} s these clients have not their whole text: {left}") from None
