@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import LLM
 from engine.config import EngineConfig
@@ -211,6 +212,31 @@ def test_a_multimodal_model_can_be_served_as_a_text_model(folder):
     with pytest.raises(InvalidParameter, match="this model reads text only"):
         core.add(GenerateRequest(request_id="r", prompt=picture.tokens, mm_features=picture.images))
     core.close()
+
+
+class CountedOperations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "more"), [("gemma3", 0), ("internvl", 0), ("mistral3", 0), ("qwen3_vl", 1)])
+def test_a_text_costs_the_same_operations_with_a_vision_tower_and_without(folder, name, more):
+    """more: operations of each step, which bring positions to the device where images have several."""
+    found = []
+    for language_model_only in (True, False):
+        options = {"enforce_eager": True, "enable_prefix_caching": False}
+        core = engine(folder(name), language_model_only=language_model_only, **options)
+        run(core, prompts(name)[1])  # what is made once, is made now
+        before = core.stats().steps
+        with CountedOperations() as counted:
+            run(core, prompts(name)[1])
+        found.append(counted.count)
+        steps = core.stats().steps - before
+        core.close()
+    assert found[1] - found[0] == more * steps, found
 
 
 def test_other_images_at_the_same_place_have_other_block_hashes():
