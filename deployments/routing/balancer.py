@@ -56,6 +56,7 @@ class Balancer:
             blocks=self._cost.new_blocks(prompt, best),
             keys=prompt.keys[best.cached :],
             cached_tokens=self._cost.cached_tokens(prompt, best),
+            embeds=self._cost.uncached_embeds(prompt, best),
         )
         self.placements.place(prompt.request_id, placement)
         if not moved:

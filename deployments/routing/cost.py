@@ -26,6 +26,8 @@ class RoutingCost:
     Queued blocks are prompt blocks of other requests that the engine still has to compute, so they count as much as
     the request's own. Blocks in use are read by every step of the answers to come, which costs less than computing
     them.
+
+    Each embedding of an image that is still to be made counts as a token of a prompt, beside that of its placeholder.
     """
 
     block_size: int
@@ -36,11 +38,19 @@ class RoutingCost:
         return self.prefix_weight * self.uncached(prompt, candidate) + self.load(candidate)
 
     def uncached(self, prompt: PromptDigest, candidate: EngineCandidate) -> float:
-        """Blocks, with the fraction of the last one."""
-        return self.uncached_tokens(prompt, candidate) / self.block_size
+        """Blocks, with the fraction of the last one. An embedding to be made counts as one token more."""
+        tokens = self.uncached_tokens(prompt, candidate) + self.uncached_embeds(prompt, candidate)
+        return tokens / self.block_size
 
     def uncached_tokens(self, prompt: PromptDigest, candidate: EngineCandidate) -> int:
         return prompt.num_tokens - self.cached_tokens(prompt, candidate)
+
+    def uncached_embeds(self, prompt: PromptDigest, candidate: EngineCandidate) -> int:
+        """Embeddings of the images that do not end in cached blocks. The encoder cache may have them all the same."""
+        if not prompt.images:
+            return 0
+        cached = self.cached_tokens(prompt, candidate)
+        return sum(embeds for end, embeds in prompt.images if end > cached)
 
     def cached_tokens(self, prompt: PromptDigest, candidate: EngineCandidate) -> int:
         """Tokens that need not be computed; at least one always is."""
@@ -51,7 +61,8 @@ class RoutingCost:
 
     def load(self, candidate: EngineCandidate) -> float:
         load = candidate.load
-        return load.queued_tokens / self.block_size + self.running_weight * load.blocks_used
+        queued = load.queued_tokens + load.queued_embeds
+        return queued / self.block_size + self.running_weight * load.blocks_used
 
     def would_wait(self, prompt: PromptDigest, candidate: EngineCandidate) -> bool:
         """Whether the request would wait for a slot or for blocks until another request has ended: longer than

@@ -19,6 +19,7 @@ class Placement:
     blocks: int  #: KV blocks that it takes beside the cached ones
     keys: Sequence[int]  #: blocks that the engine will have cached once the prompt is computed
     cached_tokens: int  #: prompt tokens that the router expects to be cached
+    embeds: int = 0  #: embeddings of images that have to be made there
 
 
 @dataclass(slots=True)
@@ -39,6 +40,7 @@ class EngineRecord:
             blocks_used=report.blocks_used + sum(placement.blocks for placement in pending),
             slots=report.slots,
             blocks_total=report.blocks_total,
+            queued_embeds=report.queued_embeds + sum(placement.embeds for placement in pending),
         )
 
 

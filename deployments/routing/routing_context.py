@@ -24,6 +24,7 @@ class PromptDigest:
     num_tokens: int
     keys: Sequence[int]  #: `block_keys` of its full blocks, in order
     session: str = ""  #: requests of one session should meet in one engine; empty for none
+    images: tuple[tuple[int, int], ...] = ()  #: the end of each image in the prompt, and its embeddings
 
 
 class PromptDigester:
@@ -40,7 +41,8 @@ class PromptDigester:
         session: str = "",
         images: Sequence[MultiModalFeatureSpec] = (),
     ) -> PromptDigest:
-        return PromptDigest(request_id, len(tokens), self._keys(tokens, cache_salt, images), session)
+        ends = tuple((image.mm_position.end, image.num_embeds) for image in images)
+        return PromptDigest(request_id, len(tokens), self._keys(tokens, cache_salt, images), session, ends)
 
     def _keys(self, tokens: list[int], cache_salt: str, images: Sequence[MultiModalFeatureSpec]) -> Sequence[int]:
         if self._block_size is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.errors import InvalidParameter
 from engine.wire.multimodal import MultiModalFeatureSpec
@@ -58,6 +58,10 @@ class EncoderCacheManager:
         self.num_embeds += size
         self.num_encoded += 1
         return True
+
+    def queued_embeds(self, images: Iterable[MultiModalFeatureSpec]) -> int:
+        """Return how many embeddings these images still need; one that comes twice is encoded once."""
+        return sum({image.mm_hash: image.num_embeds for image in images if image.mm_hash not in self._cached}.values())
 
     def take_changes(self) -> tuple[list[MultiModalFeatureSpec], list[bytes]]:
         """End a step: return the images that it encodes, and the hashes of those that it drops before."""

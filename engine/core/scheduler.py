@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import TYPE_CHECKING
 
@@ -592,7 +593,15 @@ class Scheduler:
             blocks_used=self.pool.num_used,
             slots=self.config.max_num_seqs,
             blocks_total=self.pool.num_blocks,
+            queued_embeds=0 if self.encoder_cache is None else self.encoder_cache.queued_embeds(self._pending_images()),
         )
+
+    def _pending_images(self) -> Iterator[MultiModalFeatureSpec]:
+        """Yield the images of prompts that are not computed up to their ends."""
+        for request in [*self.queue.waiting, *self.queue.running]:
+            for image in request.images:
+                if request.computed < image.mm_position.end:
+                    yield image
 
     def stats(self) -> EngineStats:
         queue, pool, totals = self.queue, self.pool, self.totals

@@ -249,6 +249,8 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     blocks_used: int = 0
     slots: int = 0
     blocks_total: int = 0
+    queued_embeds: int = 0
+    """Embeddings of images that are still to be made by the vision encoder."""
 
 
 class EngineUpdate(msgspec.Struct, frozen=True, kw_only=True):

@@ -323,6 +323,23 @@ def test_a_session_leaves_its_engine_where_it_would_have_to_wait_for_a_slot_and_
     assert chosen_for(router, "s", 2, ENGINES) == (home, "session"), "it would have to wait everywhere"
 
 
+def test_images_go_where_fewer_embeddings_wait_to_be_made():
+    """Both engines have as many prompt tokens before them, and one has pictures among them."""
+    router = balancer()
+    queue = {"queued_tokens": 400, "blocks_used": 100, "sequences": 4}
+    router.update(report(ENGINES[0], queued_embeds=300, **queue))
+    router.update(report(ENGINES[1], **queue))
+    engines = ENGINES[:2]
+    images = [MultiModalFeatureSpec(data={}, mm_hash=b"", mm_position=PlaceholderRange(2, 100), num_embeds=100)]
+    chosen = []
+    for number in range(5):
+        tokens = [number] * 2 + [7] * 100 + [3]
+        digest = PromptDigester(BLOCK).digest(f"r{number}", tokens, str(number), "", images)
+        chosen.append(router.choose(digest, engines).engines[0])
+    assert chosen[0] == ENGINES[1] and set(chosen) == set(engines)  # until it has as much before it
+    assert router.placements.engine(ENGINES[1]).load.queued_embeds == 100 * chosen.count(ENGINES[1])
+
+
 def test_a_question_about_an_image_goes_to_the_engine_that_has_seen_it():
     """Two images have the same placeholders; only their hashes tell them apart."""
 

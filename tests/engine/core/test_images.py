@@ -130,7 +130,14 @@ def test_a_cached_prefix_may_end_inside_an_image(folder, name):
 
 def test_the_same_image_asked_about_ten_times_is_encoded_once(folder):
     core = engine(folder("mistral3"), enable_prefix_caching=False)
-    run(core, *[Prompt("mistral3").text(5 + i).image(1).text(8) for i in range(10)])
+    asked = [Prompt("mistral3").text(5 + i).image(1).text(8) for i in range(10)]
+    for i, prompt in enumerate(asked):
+        core.add(GenerateRequest(request_id=f"early {i}", prompt=prompt.tokens, mm_features=prompt.images))
+    assert core.scheduler.load().queued_embeds == asked[0].images[0].num_embeds
+    for i in range(len(asked)):
+        core.abort(f"early {i}")
+    run(core, *asked)
+    assert core.scheduler.load().queued_embeds == 0
     stats = core.stats()
     assert (stats.images_encoded, stats.encoder_cache_hits) == (1, 9)
     core.close()
