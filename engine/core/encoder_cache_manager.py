@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from weakref import WeakValueDictionary
+
+import msgspec
 
 from engine.errors import InvalidParameter
-from engine.wire.multimodal import MultiModalFeatureSpec
+from engine.wire.multimodal import MultiModalFeatureSpec, TensorData
 
 TEXT_ONLY = "left out: this model reads text only"
 
@@ -27,6 +30,7 @@ class EncoderCacheManager:
         self._in_step: set[bytes] = set()
         self._encoded: list[MultiModalFeatureSpec] = []
         self._forgotten: list[bytes] = []
+        self._pixels = WeakValueDictionary[bytes, TensorData]()  #: of live requests, by hash
         self.num_embeds = 0  #: that are kept
         self.num_encoded = 0  #: images, since the start
         self.num_hits = 0  #: times that an image was there already
@@ -58,6 +62,16 @@ class EncoderCacheManager:
         self.num_embeds += size
         self.num_encoded += 1
         return True
+
+    def share_pixels(self, images: Sequence[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
+        """Return the images with the pixels that another live request has brought, so that they are kept once."""
+        found = []
+        for image in images:
+            data = dict(image.data)
+            if "pixel_values" in data:  # or the encoder says what is missing
+                data["pixel_values"] = self._pixels.setdefault(image.mm_hash, data["pixel_values"])
+            found.append(msgspec.structs.replace(image, data=data))
+        return found
 
     def queued_embeds(self, images: Iterable[MultiModalFeatureSpec]) -> int:
         """Return how many embeddings these images still need; one that comes twice is encoded once."""

@@ -131,6 +131,8 @@ class Scheduler:
         self._num_arrived += 1
         behind, given = self.queue.num_waiting, f" and {request.num_output} output tokens" if request.num_output else ""
         request.note(f"queued behind {behind} others, with {request.num_prompt} prompt tokens{given}")
+        if self.encoder_cache is not None and request.images:
+            request.images = self.encoder_cache.share_pixels(request.images)
         self.queue.add(request)
         logger.debug("request queued request_id=%s prompt_tokens=%d", request.request_id, request.num_prompt)
         return request

@@ -133,6 +133,8 @@ def test_the_same_image_asked_about_ten_times_is_encoded_once(folder):
     asked = [Prompt("mistral3").text(5 + i).image(1).text(8) for i in range(10)]
     for i, prompt in enumerate(asked):
         core.add(GenerateRequest(request_id=f"early {i}", prompt=prompt.tokens, mm_features=prompt.images))
+    live = core.scheduler.queue.live.values()
+    assert len({id(request.images[0].data["pixel_values"]) for request in live}) == 1, "pixels are kept ten times"
     assert core.scheduler.load().queued_embeds == asked[0].images[0].num_embeds
     for i in range(len(asked)):
         core.abort(f"early {i}")
