@@ -1,4 +1,4 @@
-"""Images over HTTP to two replicas of one model, as `manta serve` starts them, by the OpenAI client and by docs."""
+"""Images over HTTP to two replicas of one model, by the OpenAI client and by the example of the docs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def server(tmp_path_factory, folder) -> Iterator[ServeRun]:
         "decode": {"num_cpus": 0.2, "num_replicas": 2},
     }
     images = {"allowed_private_networks": ["127.0.0.1/32"]}
-    server = ServeRun(tmp_path_factory.mktemp("serve"), {"models": [model], "ingress": {"images": images}}, manta=True)
+    args = {"models": [model], "ingress": {"images": images}}
+    server = ServeRun(tmp_path_factory.mktemp("serve"), args)
     try:
         server.wait_until_healthy(replicas=2)
         yield server
