@@ -22,16 +22,16 @@ class ResumingClient:
     key: str
     body: dict[str, Any]
     text: str = ""
-    ids: list[str] = field(default_factory=list)
+    ids: dict[str, None] = field(default_factory=dict)
     connections: int = 0
     done: bool = False
 
-    async def read(self, http: httpx.AsyncClient) -> None:
+    async def read(self, http: httpx.AsyncClient, base_url: str) -> None:
         """Until the connection breaks, or the stream has ended."""
-        headers = {"Idempotency-Key": self.key} | ({"Last-Event-ID": self.ids[-1]} if self.ids else {})
+        headers = {"Idempotency-Key": self.key} | ({"Last-Event-ID": next(reversed(self.ids))} if self.ids else {})
         body, rest = {**self.body, "stream": True}, ""
         with suppress(httpx.HTTPError):
-            async with http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+            async with http.stream("POST", f"{base_url}/v1/completions", json=body, headers=headers) as response:
                 if response.status_code in NOBODY_THERE:
                     return
                 assert response.status_code == 200, await response.aread()
@@ -47,7 +47,7 @@ class ResumingClient:
             assert data == "data: [DONE]" or '"service_unavailable_error"' in data, (data, self.text, self.ids)
             return
         assert event_id.startswith("id: ") and event_id[4:] not in self.ids
-        self.ids.append(event_id[4:])
+        self.ids[event_id[4:]] = None
         if data == "data: [DONE]":
             self.done = True
         else:
@@ -66,11 +66,10 @@ async def read_all(
     strike: called in a thread, once `when` is true.
     """
 
-    async def read(client: ResumingClient) -> None:
+    async def read(client: ResumingClient, http: httpx.AsyncClient) -> None:
         while not client.done:
             if (base_url := url()) is not None:
-                async with httpx.AsyncClient(base_url=base_url, timeout=60) as http:
-                    await client.read(http)
+                await client.read(http, base_url)
             await asyncio.sleep(0 if client.done else PAUSE_S)
 
     async def blow() -> None:
@@ -81,8 +80,11 @@ async def read_all(
         await asyncio.to_thread(strike)
 
     try:
-        async with asyncio.timeout(limit_s):
-            await asyncio.gather(blow(), *map(read, clients))
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with asyncio.timeout(limit_s), httpx.AsyncClient(limits=limits, timeout=60) as http:
+            await asyncio.gather(blow(), *(read(client, http) for client in clients))
     except TimeoutError:
-        left = [(client.key, client.connections, client.ids[-1:]) for client in clients if not client.done]
+        left = [
+            (client.key, client.connections, next(reversed(client.ids), None)) for client in clients if not client.done
+        ]
         raise AssertionError(f"after {limit_s:g} s these clients have not their whole text: {left}") from None
