@@ -191,7 +191,11 @@ def encoder_arguments(image: MultiModalFeatureSpec) -> dict[str, np.ndarray]:
 
 
 def expected_tokens(folder: Path, prompt: Prompt, max_tokens: int) -> list[int]:
-    """The greedy continuation by transformers; it ends where the model does."""
+    """The greedy continuation by transformers; it ends where the model does.
+
+    Qwen's prompts have to end with text: behind an image, `generate` goes on from the last position of each axis, where
+    the model's own `get_rope_index` (and the engine) goes on from the highest one.
+    """
     ids = torch.tensor([prompt.tokens])
     inputs: dict[str, Any] = {}
     if prompt.images:

@@ -106,15 +106,17 @@ GROUPS = {
     "--max-cpu-loras --fully-sharded-loras --lora-target-modules --default-mm-loras --specialize-active-lora "
     "--enable-mixed-moe-lora-format --enable-moe-shared-loras": "there are no LoRA adapters: merge the adapter into "
     "the weights, and serve those",
-    "--limit-mm-per-prompt --enable-mm-embeds --media-io-kwargs --mm-processor-kwargs "
+    "--limit-mm-per-prompt": "set `ingress.images.max_per_request` in serve_config.yaml",
+    "--allowed-media-domains": "set `ingress.images.allowed_media_domains` in serve_config.yaml",
+    "--enable-mm-embeds --media-io-kwargs --mm-processor-kwargs "
     "--mm-processor-cache-gb --mm-processor-cache-type --mm-hasher-algorithm --mm-shm-cache-max-object-size-mb "
     "--mm-encoder-only --mm-encoder-tp-mode --mm-encoder-attn-backend --mm-encoder-attn-dtype "
     "--mm-encoder-fp8-scale-path --mm-encoder-fp8-scale-save-path --mm-encoder-fp8-scale-save-margin "
     "--interleave-mm-strings --skip-mm-profiling --video-pruning-rate --video-pruning-method --mm-tensor-ipc "
     "--mm-processor-device --mm-ipc-gpu-memory-gb --mm-device-do-normalize --allowed-local-media-path "
-    "--allowed-media-domains --renderer-num-workers --ec-transfer-config --ec-manager-config --diffusion-config -dc "
+    "--renderer-num-workers --ec-transfer-config --ec-manager-config --diffusion-config -dc "
     "--disable-chunked-mm-input --enable-mm-processor-cache --disable-mm-preprocessor-cache": LEAVE_OUT
-    + "models take and give text only",
+    + "models take text and images, as the model's folder and `ingress.images` in serve_config.yaml say",
     "--mamba-backend --mamba-ssu-algorithm --enable-mamba-cache-stochastic-rounding --mamba-cache-philox-rounds "
     "--mamba-cache-dtype --mamba-ssm-cache-dtype --mamba-block-size --mamba-cache-mode --replayssm-buffer-len "
     "--use-replayssm --gdn-prefill-backend --kda-prefill-backend --disable-hybrid-kv-cache-manager": LEAVE_OUT

@@ -32,6 +32,10 @@ class ImageLoader:
         """Raises ModelFolderError."""
         return cls(config, ImageProcessor.from_folder(folder, read_json(folder, "config.json"), tokenizer))
 
+    @property
+    def refuses_all(self) -> bool:
+        return not self._config.max_per_request
+
     async def load(self, images: Sequence[RequestedImage]) -> list[ProcessedImage]:
         """Return the images in their order. Raises RequestError for the first that fails, and then loads no others."""
         if len(images) > self._config.max_per_request:

@@ -144,7 +144,7 @@ class ServedModel:
     @property
     def input_modalities(self) -> list[str]:
         """What prompts may have, in OpenRouter's words."""
-        return ["text"] if self.images is None else ["text", "image"]
+        return ["text"] if self.images is None or self.images.refuses_all else ["text", "image"]
 
     def check_priority(self, priority: int) -> None:
         """Raise InvalidParameter for a priority that the engines would not heed."""

@@ -133,11 +133,12 @@ def test_what_tools_return_may_be_images(tmp_path):
     asyncio.run(scenario())
 
 
-def test_the_list_of_models_says_that_one_reads_images(tmp_path):
+@pytest.mark.parametrize(("max_per_request", "modalities"), [(1, ["text", "image"]), (0, ["text"])])
+def test_the_list_of_models_says_whether_one_is_served_with_images(tmp_path, max_per_request, modalities):
     async def scenario() -> None:
-        async with api_with_images(tmp_path) as (api, _):
+        async with api_with_images(tmp_path, max_per_request=max_per_request) as (api, _):
             (card,) = (await api.client.get("/v1/models")).json()["data"]
-            assert card["input_modalities"] == ["text", "image"]
+            assert card["input_modalities"] == modalities
 
     asyncio.run(scenario())
 
