@@ -14,6 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -67,6 +68,9 @@ FIGURES = {
     "output": "output tokens/s", "prompt": "prompt tokens/s",
     "first": "ms to the first", "each": "ms per token", "p99": "ms between tokens, P99",
 }  # fmt: skip
+SETTLE_S = 0.5
+"""Pause before each measurement. The threads of the engine before spin for a while (Intel's OpenMP for 0.2 s), which
+would take a core from the next one's first token."""
 LESS_IS_BETTER = ("first", "each", "p99")
 
 
@@ -119,6 +123,7 @@ class Worker:
 
     def measure(self, load: Load, repetition: int) -> dict[str, float]:
         assert self._process.stdin
+        time.sleep(SETTLE_S)
         print(json.dumps({"load": asdict(load), "repetition": repetition}), file=self._process.stdin, flush=True)
         return self._read()
 
