@@ -18,11 +18,12 @@ TAKEN_BACK = re.compile(r"(?:\r?\x1b\[2K(?:\x1b\[1A)?)+")  # how rich clears wha
 
 
 def screens(recording: str) -> list[str]:
-    """Return the start while weights are read, and what stays on the terminal once the server is ready."""
+    """Return the start while weights are read, and the box that stays on the terminal once the server is ready."""
     text = re.sub(r"\x1b\[\?25[lh]", "", recording)
     starting = [frame for frame in TAKEN_BACK.split(text) if "weights" in frame and "is ready" not in frame]
-    ready = TAKEN_BACK.split(text[text.index("╭") :])[0]
-    return [starting[0].strip("\r\n"), "\n".join(line.rstrip() for line in ready.splitlines()[:12])]
+    ready = text[text.index("╭") :].splitlines()
+    box = ready[: 1 + next(row for row, line in enumerate(ready) if "╰" in line)]
+    return [starting[0].strip("\r\n"), "\n".join(line.rstrip() for line in box)]
 
 
 def main() -> None:
