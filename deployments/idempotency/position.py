@@ -125,8 +125,8 @@ class EventIds:
         parts = [part for held_choice, part in self._held if held_choice == known.choice]
         group = joined(parts) if parts else None
         last = known.choices[known.choice]
-        if group is None or (group.finish_reason is None and group.position + len(group.token_ids) < last.tokens):
-            return
+        if group is None or (group.finish_reason is None and _end(group) < last.tokens + last.ended):
+            return  # an end that the client saw with the last token may come apart from it this time
         others, self._held = [held for held in self._held if held[0] != known.choice], None
         for i, part in enumerate(_cut(group, last.tokens, with_end=last.ended)):
             self._group_follows = i == 0
@@ -172,6 +172,10 @@ class EventIds:
         for i, (now, then) in enumerate(zip(self._choices, self._known.choices, strict=True)):
             if i != self._known.choice:
                 yield now, then
+
+
+def _end(delta: TokenDelta) -> int:
+    return delta.position + len(delta.token_ids)
 
 
 def _cut(delta: TokenDelta, at: int, *, with_end: bool) -> Iterator[TokenDelta]:

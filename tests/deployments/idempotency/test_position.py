@@ -124,6 +124,15 @@ def test_an_answer_that_goes_on_where_its_client_saw_the_end_has_diverged():
         asyncio.run(read(longer, 1, known))
 
 
+def test_an_end_that_came_with_the_last_token_does_not_come_again_when_it_is_apart_from_it():
+    def delta(position: int, tokens: list[int], finish_reason: str | None = None) -> tuple[int, TokenDelta]:
+        return 0, TokenDelta(request_id="", position=position, token_ids=tokens, finish_reason=finish_reason)
+
+    events = asyncio.run(read([delta(0, [65]), delta(1, [66, 67], "length")], 1, None))
+    _, known = parse_event_id(events[-1][0][4:-1])
+    assert asyncio.run(read([delta(0, [65, 66, 67]), delta(3, [], "length")], 1, known)) == []
+
+
 @given(st.integers(0, 999), st.integers(1, 9), st.lists(st.integers(65, 90)), st.booleans())
 def test_an_id_says_what_it_was_made_of(number, in_group, tokens, ended):
     choices = (ChoicePosition().after(tokens, ended), ChoicePosition())
