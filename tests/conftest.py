@@ -1,4 +1,4 @@
-"""In which order tests run, with `pytest -n` in which process, and that they leave nothing behind."""
+"""In which order tests run, with `pytest -n` in which process, what hypothesis tries, and what may be left behind."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ import zlib
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.left_behind"]
+
+# what hypothesis tries is the same in every run but those of `make test-all`, and no test fails because it was slow
+settings.register_profile(
+    "manta",
+    derandomize="TEST_SEED" not in os.environ,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("manta")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

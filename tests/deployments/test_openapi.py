@@ -71,7 +71,7 @@ def test_no_request_is_answered_with_a_5xx_or_against_the_document(document, mod
     """Without schemathesis' own pytest plugin, which pytest 9.2 breaks."""
 
     @given(case=document.as_strategy(generation_mode=mode))
-    @settings(max_examples=examples(250), deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(250), suppress_health_check=list(HealthCheck))
     def check(case: schemathesis.Case) -> None:
         case.call_and_validate(checks=CHECKS)
 

@@ -18,7 +18,7 @@ open_loop = st.builds(
 closed_loop = st.builds(Traffic, clients=st.integers(1, 600), output_tokens=st.just(100))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(traffic=st.one_of(open_loop, closed_loop), replicas=st.integers(1, 40), blocks=st.sampled_from([1, 20, 60]))
 def test_constant_load_ends_in_constant_replicas_wherever_it_began(traffic, replicas, blocks):
     world = World(SLO, replicas=replicas, blocks_per_sequence=blocks)

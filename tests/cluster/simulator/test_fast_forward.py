@@ -39,7 +39,7 @@ specs = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(spec=specs, trace=traces(), fast_forward=st.sampled_from([1, 5, 64]))
 def test_fast_forward_gives_the_same_times_and_the_same_caches_as_single_steps(spec, trace, fast_forward):
     assert_equal(run(spec, trace, fast_forward), run(spec, trace, 0))

@@ -116,7 +116,6 @@ def test_request_larger_than_the_queue_may_wait_alone():
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=60), st.integers(1, 8))
-@settings(deadline=None)
 def test_with_equal_requests_no_client_is_two_turns_ahead_of_one_that_waits(clients, window):
     queue = FairQueue(window, 1000, 10_000)
     for client in clients:
@@ -190,4 +189,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestMachine.settings = settings(max_examples=60, stateful_step_count=30)

@@ -156,7 +156,7 @@ def broken_runs(draw: st.DrawFn) -> tuple[list[GenerateRequest], dict[str, list[
     return requests, deaths
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(broken_runs())
 def test_no_client_can_tell_whether_engines_died(case):
     async def scenario() -> None:

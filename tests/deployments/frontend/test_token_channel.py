@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 import zmq
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.frontend.token_channel import MAX_UNMERGED, Inbox, TokenChannel
@@ -184,7 +184,6 @@ def predicted(deltas: list[TokenDelta]) -> tuple[int, int]:
     return sum(accepted for accepted, _ in counts), sum(rejected for _, rejected in counts)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 80), ENDS, st.integers(0, 80), ENDS)
 def test_nothing_is_lost_or_reordered_within_a_sequence(a, end_a, b, end_b):
     sent = [*sequence("a", a, end_a), *sequence("b", b, end_b)]

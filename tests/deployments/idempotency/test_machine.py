@@ -270,4 +270,4 @@ class IdempotencyMachine(RuleBasedStateMachine):
 
 
 TestIdempotencyMachine = IdempotencyMachine.TestCase
-TestIdempotencyMachine.settings = settings(max_examples=examples(60), stateful_step_count=20, deadline=None)
+TestIdempotencyMachine.settings = settings(max_examples=examples(60), stateful_step_count=20)

@@ -85,7 +85,7 @@ def check_whole(events: list[Event], outputs: list[list[int]]) -> None:
 outputs_of = st.lists(st.lists(st.integers(65, 90), min_size=1, max_size=8), min_size=1, max_size=3)
 
 
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(400))
 @given(st.data())
 def test_a_stream_that_is_gone_on_with_has_every_event_once_whatever_groups_its_tokens_come_in(data):
     outputs = data.draw(outputs_of)
@@ -101,7 +101,7 @@ def test_a_stream_that_is_gone_on_with_has_every_event_once_whatever_groups_its_
         check_whole([event for _, event in events], outputs)
 
 
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(400))
 @given(st.data())
 def test_a_single_other_token_ends_the_stream_before_anything_is_sent_of_that_choice(data):
     tokens = data.draw(st.lists(st.integers(65, 90), min_size=1, max_size=8))

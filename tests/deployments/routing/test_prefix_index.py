@@ -11,7 +11,7 @@ KEYS = st.sampled_from([0, 1, 2, 3, 2**63, LARGE - 1, LARGE])
 
 
 @pytest.mark.parametrize("fold_at", [0, 2, 100])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(start=st.lists(KEYS), steps=st.lists(st.tuples(st.lists(KEYS), st.lists(KEYS))))
 def test_it_holds_what_a_set_would(fold_at, start, steps):
     with pytest.MonkeyPatch.context() as patch:

@@ -141,4 +141,4 @@ class RoutingMachine(RuleBasedStateMachine):
 
 
 TestRouting = RoutingMachine.TestCase
-TestRouting.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestRouting.settings = settings(max_examples=40, stateful_step_count=40)

@@ -133,7 +133,7 @@ class KVEventsMachine(DecodeMachine):
 
 
 TestKVEvents = KVEventsMachine.TestCase
-TestKVEvents.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestKVEvents.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_a_request_is_admitted_once_and_prefilled_with_what_was_cached():

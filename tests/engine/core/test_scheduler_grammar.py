@@ -62,7 +62,7 @@ def test_a_preempted_structured_request_goes_on_where_it_was(depth):
     assert any(h.finished[f"form {i}"].delta.num_preemptions for i in range(8))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     depth=st.integers(1, 2),
     blocks=st.integers(12, 30),

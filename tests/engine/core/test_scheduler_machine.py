@@ -166,7 +166,7 @@ class PrefillMachine(SchedulerMachine):
             assert not self.h.prefill_requests
 
 
-RULES = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
+RULES = settings(max_examples=examples(150), stateful_step_count=40)
 TestScheduler = SchedulerMachine.TestCase
 TestDecodeScheduler = DecodeMachine.TestCase
 TestPrefillScheduler = PrefillMachine.TestCase

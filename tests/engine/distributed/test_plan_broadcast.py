@@ -144,7 +144,7 @@ def test_a_stranger_hears_no_plan_and_is_counted(monkeypatch):
     ranks.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(junk=st.binary(max_size=30))
 def test_no_bytes_end_a_receiver_of_plans(one_receiver, junk):
     broadcaster, receiver = one_receiver

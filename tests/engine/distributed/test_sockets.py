@@ -163,7 +163,7 @@ def test_bytes_that_are_no_zmq_are_counted_and_end_nothing(context, monkeypatch,
 MESSAGES = [Command, Notice, TokenBatch, EngineUpdate, Envelope, KVWorkerCommand, KVWorkerAnswer]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(junk=st.lists(st.binary(max_size=40), min_size=1, max_size=10), types=st.sampled_from(MESSAGES))
 def test_any_bytes_are_refused_or_a_message_and_what_comes_next_is_received(junk, types):
     with zmq.Context() as context:

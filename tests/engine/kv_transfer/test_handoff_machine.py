@@ -192,4 +192,4 @@ class HandoffMachine(RuleBasedStateMachine):
 
 
 TestHandoffs = HandoffMachine.TestCase
-TestHandoffs.settings = settings(max_examples=examples(200), stateful_step_count=60, deadline=None)
+TestHandoffs.settings = settings(max_examples=examples(200), stateful_step_count=60)

@@ -281,7 +281,7 @@ def test_a_source_that_has_closed_is_an_error_and_another_one_is_read(make: Make
     assert torch.equal(here[2], there[2])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_blocks_and_heads_travel_over_tcp(data: st.DataObject) -> None:
     heads = data.draw(st.integers(1, 4))
@@ -490,7 +490,7 @@ def test_a_source_without_the_clusters_key_is_not_read() -> None:
     reader.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(junk=st.binary(max_size=120), knows=st.booleans())
 def test_no_bytes_end_a_source(junk: bytes, knows: bool) -> None:
     """Neither in the place of a greeting, nor after it."""

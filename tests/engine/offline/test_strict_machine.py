@@ -189,7 +189,6 @@ def test_a_request_has_the_bits_that_it_has_alone_whatever_befalls_it(
         limits = settings(
             max_examples=examples(16),
             stateful_step_count=30,
-            deadline=None,
             derandomize=True,
             phases=[Phase.generate],  # engines remember prefixes of earlier examples, so that none can be shortened
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -69,7 +69,7 @@ def process(params: SamplingParams, prompt: list[int], output: list[int]) -> Ten
 
 
 @given(batch=st.lists(sequences(), min_size=1, max_size=8), order=st.randoms(use_true_random=False))
-@settings(max_examples=examples(150), deadline=None, derandomize=True)
+@settings(max_examples=examples(150), derandomize=True)
 def test_a_batch_is_changed_bit_for_bit_as_its_rows_are_one_by_one(batch: list[Sequence], order: random.Random):
     found = edited(batch, order.sample(range(8), len(batch)))
     for row, sequence in zip(found, batch, strict=True):
@@ -91,7 +91,7 @@ def test_more_rows_than_are_counted_at_a_time_are_counted_in_parts(monkeypatch):
 
 
 @given(fields=edits, prompt=st.lists(token_ids, min_size=1, max_size=6), output=st.lists(token_ids, max_size=8))
-@settings(max_examples=examples(150), deadline=None, derandomize=True)
+@settings(max_examples=examples(150), derandomize=True)
 def test_logits_are_changed_as_the_reference_does(fields, prompt, output):
     params = SamplingParams(max_tokens=None, **fields)
     expected = torch.tensor(reference_process(LOGITS.tolist(), params, prompt, output))

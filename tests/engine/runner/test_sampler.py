@@ -99,7 +99,7 @@ def random_rows(params: SamplingParams, uniform: Tensor, width: int) -> RandomRo
 
 
 @given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**40))
-@settings(max_examples=examples(200), deadline=None, derandomize=True)
+@settings(max_examples=examples(200), derandomize=True)
 def test_a_number_is_the_first_that_numpys_philox_gives_for_this_key_and_counter(seed, position):
     source = UniformSource()
     source.draw(3, 4)  # whatever it did before does not matter
@@ -218,7 +218,7 @@ def run_batch(sequences: list[Sequence], slots: list[int]) -> list[int]:
 
 
 @given(batch=st.lists(sequences(), min_size=1, max_size=8), order=st.randoms(use_true_random=False))
-@settings(max_examples=examples(120), deadline=None, derandomize=True)
+@settings(max_examples=examples(120), derandomize=True)
 def test_a_row_gets_the_same_token_whatever_it_is_batched_with(batch: list[Sequence], order: random.Random):
     slots = order.sample(range(8), len(batch))
     together = run_batch(batch, slots)
@@ -260,7 +260,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[To
 
 
 @given(rows=st.lists(st.tuples(logit_rows, token_ids, st.integers(0, VOCAB)), min_size=1, max_size=6))
-@settings(max_examples=examples(100), deadline=None, derandomize=True)
+@settings(max_examples=examples(100), derandomize=True)
 def test_log_probabilities_ranks_and_top_lists_equal_a_plain_reference(rows):
     # a small slope, so that no two logits are equal and their order is known
     values = [[x / 4 + i * 0.01 for i, x in enumerate(row)] for row, _, _ in rows]
@@ -293,7 +293,7 @@ def test_equally_likely_tokens_share_the_better_rank():
     assert [entry.rank for entry in entries] == [2, 2]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     spread=st.sampled_from([0.01, 1.0, 6.0]),
     top_p=st.sampled_from([0.1, 0.9, 0.999, 1.0]),

@@ -193,7 +193,7 @@ class SpeculativeMachine(RuleBasedStateMachine):
 
 def case_of(method: str) -> type:
     machine = type(f"{method}Machine", (SpeculativeMachine,), {"method": method})
-    machine.TestCase.settings = settings(max_examples=examples(16), stateful_step_count=20, deadline=None)
+    machine.TestCase.settings = settings(max_examples=examples(16), stateful_step_count=20)
     return machine.TestCase
 
 

@@ -176,4 +176,4 @@ class BatchMachine(RuleBasedStateMachine):
 
 
 TestBatchMachine = BatchMachine.TestCase
-TestBatchMachine.settings = settings(max_examples=25, stateful_step_count=8, deadline=None)
+TestBatchMachine.settings = settings(max_examples=25, stateful_step_count=8)

@@ -38,7 +38,7 @@ FRAGMENTS = st.one_of(
 TEXTS = st.lists(FRAGMENTS, max_size=8).map("".join)
 
 
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(400))
 @given(
     text=TEXTS,
     cuts=st.lists(st.integers(0, 200), max_size=12),
@@ -51,7 +51,7 @@ def test_how_a_text_is_cut_into_chunks_does_not_matter(text, cuts, output_format
     assert read(output_format, [*text, ""], streaming=streaming) == read(output_format, [text], streaming=streaming)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(text=TEXTS, output_format=st.sampled_from(FORMATS))
 def test_no_text_is_lost_but_white_space_tags_and_what_stands_around_arguments(text, output_format):
     events = read(output_format, [text])
@@ -73,7 +73,7 @@ JSON = st.recursive(
 ARGUMENTS = st.dictionaries(st.text(max_size=5), JSON, max_size=3)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(
     calls=st.lists(st.tuples(st.sampled_from("fg"), ARGUMENTS), min_size=1, max_size=3),
     before=st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=8),

@@ -89,14 +89,14 @@ def test_call_that_max_tokens_cuts_off_is_content_or_a_call_without_end(family: 
             assert complete[-1].text.startswith(sent)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_how_outputs_are_cut_does_not_matter(data):
     check_cuts(data, num_cuttings=2)
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(1000), deadline=None)
+@settings(max_examples=examples(1000))
 @given(data=st.data())
 def test_how_outputs_are_cut_does_not_matter_ten_thousand_times(data):
     check_cuts(data, num_cuttings=10)

@@ -18,7 +18,7 @@ from tests.engine.model.layers.sharding import WholeTensor
 from tests.engine.model.quantization import checkpoints
 from tests.engine.model.quantization.checkpoints import FP8
 
-PROFILE = settings(max_examples=40, deadline=None, derandomize=True)
+PROFILE = settings(max_examples=40, derandomize=True)
 FORMATS = {
     "fp8_blocks": (
         EightBit(FP8, (5, 12), "weight_scale_inv", False, FP8),

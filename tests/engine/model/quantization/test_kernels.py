@@ -27,7 +27,7 @@ from tests.engine.model.layers.sharding import load
 from tests.engine.model.quantization import checkpoints
 from tests.engine.model.quantization.checkpoints import FP8
 
-PROFILE = settings(max_examples=20, deadline=None, derandomize=True)
+PROFILE = settings(max_examples=20, derandomize=True)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 TOLERANCE = {torch.float32: {"atol": 1e-3, "rtol": 1e-3}, torch.bfloat16: {"atol": 0.05, "rtol": 0.03}}
 

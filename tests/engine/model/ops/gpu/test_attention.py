@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model.batch import Batch, Chunk
@@ -86,7 +86,7 @@ def test_paged_attention_of_more_shapes_equals_plain(case):
     assert check(case).isfinite().all()
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, derandomize=True)
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 1, 2, 9])), min_size=1, max_size=4),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),

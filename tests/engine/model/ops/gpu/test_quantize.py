@@ -15,7 +15,7 @@ from engine.model.quantization.weight import FP8, QuantizedWeight
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     rows=st.integers(1, 4),
     groups=st.integers(1, 3),

@@ -45,7 +45,7 @@ def test_the_same_number_draws_the_same_token_as_sorting(rows):
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(
     spread=st.sampled_from([0.01, 1.0, 30.0]),
     offset=st.sampled_from([0.0, -300.0, 1000.0]),
