@@ -40,9 +40,10 @@ def option(default: T, help: str, **flag: Any) -> T:
 class HandoffConfig:
     """Options of an engine in one of two pools: one computes prompts for the other (docs/handoff.md)."""
 
-    role: Literal["prefill", "decode"] = field(
+    role: Literal["prefill", "decode", "encode"] = field(
         metadata={
-            "help": "`prefill` computes prompts for decode engines; `decode` may have its prompts computed by them."
+            "help": "`prefill` computes prompts for decode engines; `decode` may have its prompts computed by them; "
+            "`encode` encodes images for both."
         }
     )
     transport: Literal["auto", "tcp", "nixl"] = option(

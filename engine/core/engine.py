@@ -99,6 +99,10 @@ class EngineCore:
             if model_config.bidirectional:
                 config = whole_prompts(config, model_config)
             check_whole_images(config, model_config)
+            if config.handoff is not None and config.handoff.role == "encode":
+                from engine.model.models.embedding_store import encoder_config
+
+                model_config, config = encoder_config(model_config), replace(config, enforce_eager=True)
             runner = ModelRunner(config, model_config, folder, group)
             if config.handoff is not None:
                 from engine.kv_transfer.transport.ranks import start_kv_worker

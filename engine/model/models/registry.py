@@ -23,7 +23,9 @@ Module = TypeVar("Module", bound=nn.Module)
 def model_class(architecture: str) -> type[Model]:
     """The class of a family, or the one for all that transformers computes. Each has the interface of Llama's."""
     family = find_family(architecture)
-    if family is None:
+    if architecture == "EmbeddingStore":
+        module, name = "engine.model.models.embedding_store", architecture
+    elif family is None:
         module, name = "engine.model.transformers_backend.model", "TransformersModel"
     else:
         file, _, name = family.model.partition(".")

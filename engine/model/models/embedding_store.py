@@ -1,0 +1,82 @@
+"""A model of an encode pool: no language model, only what makes embeddings of images and keeps them as KV.
+
+Its engine is like any other. A prompt is the placeholders of one image; a step encodes the image and writes its
+embeddings where the KV of these tokens would be. So blocks, prefix cache (which here keeps images by their hash), leases
+and transports are those of prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.tensor_names import NativeNames, is_of_text
+
+if TYPE_CHECKING:
+    from engine.model.transformers_backend.vision import VisionEncoder
+
+
+ARCHITECTURE = "EmbeddingStore"
+
+
+def encoder_config(config: ModelConfig) -> ModelConfig:
+    """Return the configuration of an engine that encodes images for engines with `config`. Raises ConfigError.
+
+    A token's embedding, and what it adds behind the first layers, lie where its K and V of as many layers would.
+    """
+    if config.vision is None:
+        raise ConfigError("encode", config.architecture, "left out: this model reads text only")
+    return replace(
+        config,
+        architecture=ARCHITECTURE,
+        num_layers=1 + config.vision.deepstack,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=config.hidden_size // 2,
+        rope=config.rope[:1],
+        window=(None,) * (1 + config.vision.deepstack),
+        vision=replace(config.vision, rope_axes=()),
+    )
+
+
+class EmbeddingStore(NativeNames, nn.Module):
+    """Has the interface of LlamaForCausalLM. Every token that it samples is 0."""
+
+    unused: tuple[str, ...] = ()
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(self, cfg: ModelConfig, tp: TPGroup):
+        super().__init__()
+        self.vision: VisionEncoder | None = None
+        self._hidden_size, self._dtype = cfg.hidden_size, torch.get_default_dtype()
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return torch.zeros(len(input_ids), self._hidden_size, dtype=self._dtype, device=input_ids.device)
+
+    def run_layers(self, x: Tensor, batch: Batch) -> Tensor:
+        """Keep the embeddings [tokens, hidden] of a step, and its deepstack."""
+        self._keep(x, 0, batch.slot_mapping, batch)
+        if batch.deepstack is not None:
+            for i, level in enumerate(batch.deepstack.levels, 1):
+                self._keep(level, i, batch.slot_mapping[batch.deepstack.rows], batch)
+        return x
+
+    def _keep(self, values: Tensor, layer: int, slots: Tensor, batch: Batch) -> None:
+        """values: [n, hidden], of the tokens at `slots`."""
+        size = batch.kv_cache.shape[4]
+        batch.kv_cache[slots // size, layer, :, 0, slots % size] = values.view(len(values), 2, -1)
+
+    def canonical_name(self, name: str) -> str | None:
+        assert self.vision is not None
+        return None if is_of_text(name) else self.vision.canonical_name(name)
+
+    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows, hidden] -> a number that is finite if the embedding is, and token 0."""
+        return hidden.sum(-1), torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)

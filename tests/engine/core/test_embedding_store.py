@@ -1,0 +1,50 @@
+"""An engine that only encodes images: its KV blocks hold their embeddings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, HandoffConfig
+from engine.core.engine import EngineCore
+from engine.wire.multimodal import PlaceholderRange
+from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.sampling_params import SamplingParams
+from tests.vision_models import IMAGE, MODELS, Prompt, make_vision_model
+
+import msgspec
+
+
+@pytest.mark.parametrize("name", ["mistral3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("budget", [5, 64])
+def test_the_blocks_of_an_encode_engine_hold_the_embeddings_of_images_bit_for_bit(tmp_path, name, budget):
+    folder = make_vision_model(tmp_path, name)
+    options = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32"}
+    local = EngineCore.build(EngineConfig(model=str(folder), **options))
+    handoff = HandoffConfig(role="encode", transport="tcp")
+    core = EngineCore.build(EngineConfig(model=str(folder), handoff=handoff, max_num_batched_tokens=budget, **options))
+    (image,) = Prompt(name).image(1, 3, 3).images
+    expected = local.runner._encoder_cache._encode(image)
+    image = msgspec.structs.replace(image, mm_position=PlaceholderRange(0, image.num_embeds))
+    for number in range(2):
+        request = RemotePrefillRequest(
+            handoff_id=f"h{number}", request_id="r", attempt=1, token_ids=[IMAGE] * image.num_embeds,
+            num_prompt=image.num_embeds, params=SamplingParams(temperature=0.0), seed=1, cache_salt="", skip=0,
+            fingerprint=core.scheduler.handoffs.fingerprint, decode=Peer("decode", core.handoff_channel.peer.address, 1),
+            mm_features=[image],
+        )
+        assert core.prefill(request)
+        blocks = []
+        for _ in range(20):
+            core.step()
+            leased = core.scheduler.handoffs.leased.get(f"h{number}")
+            if leased is not None:
+                blocks = leased.blocks
+                break
+        levels = expected.shape[1] // core.model_config.hidden_size
+        cache = core.runner.kv_cache[blocks]  # [blocks, levels, 2, 1, block_size, hidden / 2]
+        rows = cache.permute(0, 4, 1, 2, 3, 5).reshape(-1, levels * core.model_config.hidden_size)
+        assert torch.equal(rows[: image.num_embeds], expected)
+    assert core.stats().images_encoded == 1, "the second time the image is found by its hash"
+    core.close()
+    local.close()
