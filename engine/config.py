@@ -236,6 +236,9 @@ class EngineConfig:
         None, "Speculative decoding, as a JSON object of vLLM's keys (docs/speculative_decoding.md)."
     )
     handoff: HandoffConfig | None = option(None, "Options of an engine that takes part in handoffs, in either role.")
+    encode: HandoffConfig | None = option(
+        None, "Options of handoffs of images, in an engine whose images encode engines may encode."
+    )
 
     @property
     def known_block_size(self) -> int:

@@ -8,8 +8,10 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from engine.core.image_handoffs import ImageHandoffs
 from engine.errors import InvalidParameter
 from engine.wire.multimodal import MultiModalFeatureSpec, TensorData
+from engine.wire.plan import ReceivedImage
 
 TEXT_ONLY = "left out: this model reads text only"
 
@@ -31,6 +33,9 @@ class EncoderCacheManager:
         self._encoded: list[MultiModalFeatureSpec] = []
         self._forgotten: list[bytes] = []
         self._pixels = WeakValueDictionary[bytes, TensorData]()  #: of live requests, by hash
+        self._received: list[ReceivedImage] = []
+        self.handoffs: ImageHandoffs | None = None
+        """Images that encode engines compute, if there may be such engines."""
         self.num_embeds = 0  #: that are kept
         self.num_encoded = 0  #: images, since the start
         self.num_hits = 0  #: times that an image was there already
@@ -48,6 +53,8 @@ class EncoderCacheManager:
             self.num_hits += 1
             self._in_step.add(key)
             return True
+        if self.handoffs is not None and self.handoffs.awaits(image):
+            return False
         if self._encoded and sum(other.num_embeds for other in self._encoded) + size > self._budget:
             return False
         while self.num_embeds + size > self._size:
@@ -58,8 +65,12 @@ class EncoderCacheManager:
             self._forgotten.append(oldest)
         self._cached[key] = size
         self._in_step.add(key)
-        self._encoded.append(image)
         self.num_embeds += size
+        received = None if self.handoffs is None else self.handoffs.take(image)
+        if received is not None:
+            self._received.append(received)
+            return True
+        self._encoded.append(image)
         self.num_encoded += 1
         return True
 
@@ -77,12 +88,13 @@ class EncoderCacheManager:
         """Return how many embeddings these images still need; one that comes twice is encoded once."""
         return sum({image.mm_hash: image.num_embeds for image in images if image.mm_hash not in self._cached}.values())
 
-    def take_changes(self) -> tuple[list[MultiModalFeatureSpec], list[bytes]]:
-        """End a step: return the images that it encodes, and the hashes of those that it drops before."""
-        encoded, forgotten = self._encoded, self._forgotten
-        self._encoded, self._forgotten = [], []
+    def take_changes(self) -> tuple[list[MultiModalFeatureSpec], list[bytes], list[ReceivedImage]]:
+        """End a step: return the images that it encodes, the hashes of those that it drops before, and the images that
+        have come from encode engines."""
+        changes = self._encoded, self._forgotten, self._received
+        self._encoded, self._forgotten, self._received = [], [], []
         self._in_step.clear()
-        return encoded, forgotten
+        return changes
 
     def check_images(self, images: Sequence[MultiModalFeatureSpec], prompt: list[int]) -> None:
         """Raise InvalidParameter if an image could never be encoded, or does not fit its placeholders in `prompt`."""

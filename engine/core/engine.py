@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.encoder_cache_manager import EncoderCacheManager
-from engine.core.handoffs import HandoffManager
+from engine.core.handoffs import HandoffManager, HandoffOutput
+from engine.core.image_handoffs import ImageHandoffs
 from engine.core.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.request import Request, State
 from engine.core.scheduler import Event, Scheduler
@@ -35,6 +37,8 @@ from engine.kv_transfer.fingerprint import fingerprint
 from engine.kv_transfer.protocol.actions import AcceptPrefill, RefusePrefill
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
+from engine.model.models.embedding_store import encoder_config
+from engine.runner import kv_cache
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.ngram import NgramDrafter
@@ -90,7 +94,7 @@ class EngineCore:
         group = group or TPGroup.single()
         if group.size != config.tensor_parallel:
             raise ConfigError("tensor_parallel", config.tensor_parallel, f"the size of the group ({group.size})")
-        broadcaster, channel, kv_worker, handoffs = None, None, None, None
+        broadcaster, channel, kv_worker, handoffs, image_worker = None, None, None, None, None
         with group.starting():
             folder = engine_folder(config)
             model_config = ModelConfig.from_folder(
@@ -100,8 +104,6 @@ class EngineCore:
                 config = whole_prompts(config, model_config)
             check_whole_images(config, model_config)
             if config.handoff is not None and config.handoff.role == "encode":
-                from engine.model.models.embedding_store import encoder_config
-
                 model_config, config = encoder_config(model_config), replace(config, enforce_eager=True)
             runner = ModelRunner(config, model_config, folder, group)
             if config.handoff is not None:
@@ -109,6 +111,12 @@ class EngineCore:
 
                 num_heads = model_config.num_kv_heads
                 kv_worker, kv_workers = start_kv_worker(config.handoff, runner.kv_cache, num_heads, group, host)
+            if config.encode is not None:
+                from engine.kv_transfer.transport.ranks import start_kv_worker
+
+                encoder = encoder_config(model_config)
+                embeddings = open_inbox(runner, encoder, config.encoder_cache_size)
+                image_worker, image_workers = start_kv_worker(config.encode, embeddings, 1, group, host)
             if group.size > 1:
                 from engine.distributed.plan_broadcast import PlanBroadcaster
 
@@ -147,6 +155,24 @@ class EngineCore:
             encoder_cache = EncoderCacheManager(
                 config.encoder_cache_size, budget, vision.image_token_id, vision.mm_tokens_per_image
             )
+        image_channel = None
+        if config.encode is not None:
+            from engine.kv_transfer.channel import HandoffChannel
+
+            assert encoder_cache is not None and vision is not None
+            image_channel = HandoffChannel(
+                config.encode,
+                engine_id=engine_id,
+                host=host,
+                workers=image_workers,
+                block_size=runner.block_size,
+                wake=wake,
+                key=group.key,
+            )
+            theirs = fingerprint(encoder, folder, runner.dtype, runner.dtype, runner.block_size, config.determinism)
+            encoder_cache.handoffs = ImageHandoffs(
+                image_channel.peer, theirs, vision.image_token_id, len(embeddings), runner.block_size
+            )
         scheduler = Scheduler(
             config,
             BlockPool(
@@ -163,8 +189,9 @@ class EngineCore:
         )
         grammars = GrammarCompiler(folder, model_config.vocab_size, scheduler.eos_token_ids)
         return cls(
-            config, model_config, group, runner, scheduler, grammars, step_times, broadcaster, channel, kv_worker
-        )
+            config, model_config, group, runner, scheduler, grammars, step_times, broadcaster, channel, kv_worker,
+            image_channel, image_worker,
+        )  # fmt: skip
 
     def __init__(
         self,
@@ -178,11 +205,13 @@ class EngineCore:
         broadcaster: PlanBroadcaster | None = None,
         channel: HandoffChannel | None = None,
         kv_worker: KVTransferWorker | None = None,
+        image_channel: HandoffChannel | None = None,
+        image_worker: KVTransferWorker | None = None,
     ):
         self.config, self.model_config = config, model_config
         self.runner, self.scheduler, self.step_times = runner, scheduler, step_times
         self.max_model_len = scheduler.max_model_len
-        self.handoff_channel = channel
+        self.handoff_channel, self.image_channel, self._image_worker = channel, image_channel, image_worker
         #: The last step found nothing to compute, and the next one will not either unless a command comes or `wake` is
         #: called.
         self.idle = True
@@ -383,6 +412,10 @@ class EngineCore:
     # -- handoffs ------------------------------------------------------------------------------------------
 
     def _take_handoffs(self) -> list[Event]:
+        images = None if self.scheduler.encoder_cache is None else self.scheduler.encoder_cache.handoffs
+        if self.image_channel is not None and images is not None:
+            for event in self.image_channel.events():
+                images.handle(event)
         if self.handoff_channel is None:
             return []
         now = time.monotonic()
@@ -390,17 +423,22 @@ class EngineCore:
 
     def _submit_handoffs(self) -> None:
         """Pass on what the scheduler asks of the channel, and of the control actor."""
-        if self.handoff_channel is None:
-            return
+        if self.handoff_channel is not None:
+            self._submit(self.handoff_channel, self.scheduler.handoffs.actions)
+        images = None if self.scheduler.encoder_cache is None else self.scheduler.encoder_cache.handoffs
+        if self.image_channel is not None and images is not None:
+            self._submit(self.image_channel, images.actions)
+
+    def _submit(self, channel: HandoffChannel, actions: list[HandoffOutput]) -> None:
         submitted = []
-        for action in self.scheduler.handoffs.actions:
+        for action in actions:
             if isinstance(action, DispatchPrefill | CancelDispatch):
                 self._notices.append(action)
             else:
                 submitted.append(action)
-        self.scheduler.handoffs.actions.clear()
+        actions.clear()
         if submitted:
-            self.handoff_channel.submit(*submitted)
+            channel.submit(*submitted)
 
     def take_notices(self) -> list[DispatchPrefill | CancelDispatch]:
         """Return the messages for the control actor since the last call."""
@@ -453,8 +491,11 @@ class EngineCore:
             self._executor.shutdown(wait=True, cancel_futures=True)
         if self.handoff_channel is not None:  # while the other ranks are there, which may be reading
             self.handoff_channel.close()
-        if self._kv_worker is not None:
-            self._kv_worker.close()
+        if self.image_channel is not None:
+            self.image_channel.close()
+        for worker in (self._kv_worker, self._image_worker):
+            if worker is not None:
+                worker.close()
         if self._broadcaster:
             self._broadcaster.close()
         self._group.close()
@@ -467,6 +508,14 @@ def check_whole_images(config: EngineConfig, model: ModelConfig) -> None:
     if size and config.max_num_batched_tokens < needed:
         limit = f"at least {needed}: a step computes all {size} tokens of an image, and one of each other sequence"
         raise ConfigError("max_num_batched_tokens", config.max_num_batched_tokens, limit)
+
+
+def open_inbox(runner: ModelRunner, encoder: ModelConfig, size: int) -> Tensor:
+    """Return the memory where `size` embeddings of encode engines come: all of them on every rank."""
+    num_blocks, device = -(-size // runner.block_size), runner.device.torch_device
+    inbox = kv_cache.allocate(num_blocks, encoder, runner.block_size, runner.dtype, device, TPGroup.single())
+    runner.receive_images(inbox)
+    return inbox
 
 
 def whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:

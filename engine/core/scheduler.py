@@ -203,7 +203,7 @@ class Scheduler:
         self.totals.steps += 1
         requests = self._builder.requests
         num_drafts = 0 if self.speculator is None else self.speculator.num_drafts(requests)
-        images = ([], []) if self.encoder_cache is None else self.encoder_cache.take_changes()
+        images = ([], [], []) if self.encoder_cache is None else self.encoder_cache.take_changes()
         plan = self._builder.plan(self.totals.steps, self.kv_cache.take_changes(), num_drafts, *images)
         self.metrics.observe_step(plan.num_tokens)
         self.planned.append((plan, requests))
@@ -382,6 +382,8 @@ class Scheduler:
     def commit(self, result: StepResult, now: float) -> list[Event]:
         """Record the result of the oldest planned step. Returns one event per request that got a token."""
         plan, requests = self.planned.popleft()
+        if plan.received and self.encoder_cache is not None and self.encoder_cache.handoffs is not None:
+            self.encoder_cache.handoffs.release(plan.received)
         assert plan.step == result.step, f"step {result.step} came back, step {plan.step} was expected"
         events: list[Event] = []
         columns = zip(requests, plan.starts, plan.counts, result.tokens, result.logprobs, strict=True)

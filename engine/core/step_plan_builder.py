@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.core.request import Request
 from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.plan import BlockChange, NewSequence, StepPlan
+from engine.wire.plan import BlockChange, NewSequence, ReceivedImage, StepPlan
 
 
 class StepPlanBuilder:
@@ -51,6 +51,7 @@ class StepPlanBuilder:
         num_drafts: int,
         encoded: list[MultiModalFeatureSpec],
         forgotten: list[bytes],
+        received: list[ReceivedImage],
     ) -> StepPlan:
         masks = {
             i: request.grammar.masks(len(self._drafts.get(i, ())))
@@ -61,5 +62,5 @@ class StepPlanBuilder:
         lists = slots, self._starts, self._counts, self._samples
         bits = b"".join(masks.values())
         return StepPlan(
-            step, self._added, blocks, *lists, list(masks), bits, self._drafts, num_drafts, encoded, forgotten
+            step, self._added, blocks, *lists, list(masks), bits, self._drafts, num_drafts, encoded, forgotten, received
         )

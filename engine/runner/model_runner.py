@@ -301,6 +301,11 @@ class ModelRunner:
             sample(logits, sampling)
         self.device.event().wait()
 
+    def receive_images(self, inbox: Tensor) -> None:
+        """inbox: where embeddings of encode engines come."""
+        assert self._encoder_cache is not None
+        self._encoder_cache.inbox = inbox
+
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Build the inputs of `plan`, without any result of the steps before it."""
         return self._inputs.build(plan)

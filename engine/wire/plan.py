@@ -35,6 +35,15 @@ class BlockChange(msgspec.Struct, frozen=True, array_like=True):
     a sequence's end by 0, and a NaN that another sequence left there would stay."""
 
 
+class ReceivedImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image that an encode engine has encoded."""
+
+    mm_hash: bytes
+    blocks: list[int]
+    """Where its embeddings have come."""
+    num_embeds: int
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step. `slots`, `starts`, `counts` and `samples` are parallel: one entry per sequence that computes tokens."""
 
@@ -60,6 +69,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Images that the vision encoder computes before the tokens, whose embeddings are then kept."""
     forgotten: list[bytes] = []
     """Hashes of images whose embeddings are dropped before that."""
+    received: list[ReceivedImage] = []
+    """Images that are copied into the encoder cache."""
 
     @property
     def num_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
@@ -10,9 +11,7 @@ from engine.core.engine import EngineCore
 from engine.wire.multimodal import PlaceholderRange
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
-from tests.vision_models import IMAGE, MODELS, Prompt, make_vision_model
-
-import msgspec
+from tests.vision_models import IMAGE, Prompt, make_vision_model
 
 
 @pytest.mark.parametrize("name", ["mistral3", "qwen2_5_vl", "qwen3_vl"])
@@ -28,9 +27,17 @@ def test_the_blocks_of_an_encode_engine_hold_the_embeddings_of_images_bit_for_bi
     image = msgspec.structs.replace(image, mm_position=PlaceholderRange(0, image.num_embeds))
     for number in range(2):
         request = RemotePrefillRequest(
-            handoff_id=f"h{number}", request_id="r", attempt=1, token_ids=[IMAGE] * image.num_embeds,
-            num_prompt=image.num_embeds, params=SamplingParams(temperature=0.0), seed=1, cache_salt="", skip=0,
-            fingerprint=core.scheduler.handoffs.fingerprint, decode=Peer("decode", core.handoff_channel.peer.address, 1),
+            handoff_id=f"h{number}",
+            request_id="r",
+            attempt=1,
+            token_ids=[IMAGE] * image.num_embeds,
+            num_prompt=image.num_embeds,
+            params=SamplingParams(temperature=0.0),
+            seed=1,
+            cache_salt="",
+            skip=0,
+            fingerprint=core.scheduler.handoffs.fingerprint,
+            decode=Peer("decode", core.handoff_channel.peer.address, 1),
             mm_features=[image],
         )
         assert core.prefill(request)
