@@ -82,9 +82,9 @@ def _warn_without_policy(config: AppConfig, args: dict[str, Any]) -> None:
 
 
 def ingress(
-    config: AppConfig, infos: list[ModelInfo], pools: list[tuple[Application, Application | None]]
+    config: AppConfig, infos: list[ModelInfo], pools: list[tuple[Application, list[Application]]]
 ) -> Application:
-    """Return the HTTP side. pools: decode and prefill replicas of each model."""
+    """Return the HTTP side. pools: the decode replicas of each model, and those that compute for them."""
     num = config.ingress.num_replicas
     scaling: dict[str, Any] = {"num_replicas": num}
     if config.autoscales:  # requests that wait there count for the pools behind it
@@ -128,17 +128,18 @@ def _check_capacity(config: AppConfig) -> None:
             logger.warning("model %r waits for new nodes for %s: %s", model.name, role, problem)
 
 
-def _pools(model: ModelSection, log: LogConfig) -> tuple[Application, Application | None]:
-    """Return the decode pool, and the prefill pool if the model has one."""
+def _pools(model: ModelSection, log: LogConfig) -> tuple[Application, list[Application]]:
+    """Return the decode pool, and the pools of the model that compute for it."""
 
-    def pool(kind: type[Decode] | type[Prefill], role: Role, *peers: Application) -> Application:
+    def pool(kind: type[Decode] | type[Prefill], role: Role, peers: dict[Role, Application]) -> Application:
         spec = replace(model.group_spec(role), log=log)
-        return _deployment(kind, model, role).bind(model.engine_config(role), spec, *peers)
+        return _deployment(kind, model, role).bind(model.engine_config(role), spec, dict(peers))
 
-    if model.prefill is None:
-        return pool(Decode, "decode"), None
-    prefill = pool(Prefill, "prefill")
-    return pool(Decode, "decode", prefill), prefill
+    peers: dict[Role, Application] = {}
+    for role in ("encode", "prefill"):  # images are encoded for prefill engines too
+        if role in model.pools:
+            peers[role] = pool(Prefill, role, peers)
+    return pool(Decode, "decode", peers), list(peers.values())
 
 
 def _deployment(kind: type[Decode] | type[Prefill], model: ModelSection, role: Role) -> serve.Deployment:

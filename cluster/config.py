@@ -46,7 +46,7 @@ def given(section: Section) -> dict[str, Any]:
 
 
 # model and handoff stand one level higher; EngineConfig reads the JSON object of `speculative` itself
-EngineSection = _section_of(EngineConfig, without={"model", "handoff"}, speculative=dict[str, Any] | None)
+EngineSection = _section_of(EngineConfig, without={"model", "handoff", "encode"}, speculative=dict[str, Any] | None)
 HandoffSection = _section_of(HandoffConfig, without={"role"})
 RoutingSection = _section_of(RoutingConfig, without=set())
 ImageSection = _section_of(ImageConfig, without=set())
@@ -197,6 +197,7 @@ class ModelSection(Section):
     engine: EngineSection = EngineSection()  # type: ignore[valid-type]
     decode: PoolSection = PoolSection()  #: replicas that answer requests
     prefill: PoolSection | None = None  #: replicas that only compute prompts for them
+    encode: PoolSection | None = None  #: replicas that only encode images for both (docs/images.md)
     handoff: HandoffSection | None = None  # type: ignore[valid-type]  #: how KV gets across (docs/handoff.md)
     slo: SloSection = SloSection()
     sdc_check_every: int | None = Field(default=None, ge=1)
@@ -210,11 +211,12 @@ class ModelSection(Section):
 
     @property
     def pools(self) -> dict[Role, PoolSection]:
-        return {"decode": self.decode} if self.prefill is None else {"decode": self.decode, "prefill": self.prefill}
+        pools: dict[Role, PoolSection | None] = {"decode": self.decode, "prefill": self.prefill, "encode": self.encode}
+        return {role: pool for role, pool in pools.items() if pool is not None}
 
     def check(self, path: str) -> None:
         """Raise ConfigError for keys that do not go together. path: position of this section."""
-        if self.handoff is not None and self.prefill is None:
+        if self.handoff is not None and len(self.pools) == 1:
             raise ConfigError(f"{path}.prefill", None, "given where there is a `handoff` section")
         for role, pool in self.pools.items():
             pool.check(f"{path}.{role}")
@@ -223,6 +225,9 @@ class ModelSection(Section):
             except ConfigError as error:
                 key, value, limit = error.args
                 raise ConfigError(f"{path}.{self._section(role, key)}{key}", value, limit) from None
+        if self.encode is not None and (ranks := self.engine_config("encode").tensor_parallel) != 1:
+            limit = "1: every rank would encode all images"
+            raise ConfigError(f"{path}.encode.engine.tensor_parallel", ranks, limit)
         if self.sdc_check_every is not None:
             engines = [self.engine_config(role) for role in self.pools]
             same = len({engine.tensor_parallel for engine in engines}) == 1 or engines[0].determinism == "strict"
@@ -232,14 +237,20 @@ class ModelSection(Section):
         sizes = {role: self.engine_config(role).block_size for role in self.pools}
         if len(set(sizes.values())) > 1:
             limit = f"that of the decode pool ({sizes['decode']}), since blocks travel as they are"
-            raise ConfigError(f"{path}.{self._section('prefill', 'block_size')}block_size", sizes["prefill"], limit)
+            role = next(role for role, size in sizes.items() if size != sizes["decode"])
+            raise ConfigError(f"{path}.{self._section(role, 'block_size')}block_size", sizes[role], limit)
 
     def engine_config(self, role: Role = "decode") -> EngineConfig:
         options = (GPU_DEFAULTS if self.on_gpu(role) else {}) | self._options(role)
         if options.get("block_size") is None:  # ingresses and routers hash prompts by it, and know no device
             options["block_size"] = BLOCK_SIZES["cuda" if any(map(self.on_gpu, self.pools)) else "cpu"]
-        if self.prefill is not None:
-            options["handoff"] = HandoffConfig(role=role, **dict(self.handoff or HandoffSection()))
+        if role == "encode":  # every rank would encode all images
+            options["tensor_parallel"] = given(self.pools[role].engine).get("tensor_parallel", 1)
+        handoff = dict(self.handoff or HandoffSection())
+        if role == "encode" or self.prefill is not None:
+            options["handoff"] = HandoffConfig(role=role, **handoff)
+        if role != "encode" and self.encode is not None:
+            options["encode"] = HandoffConfig(role="decode", **handoff)
         return EngineConfig(model=self.model, **options)
 
     def group_spec(self, role: Role = "decode") -> GroupSpec:

@@ -29,6 +29,8 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
         tasks = " or ".join(config.supported_tasks.names)
         limit = f"left out: {model.model} can only {tasks}, so there is nothing to do after the prompt"
         raise ConfigError(f"prefill of model {model.name!r}", "a pool", limit)
+    if model.encode is not None and config.vision is None:
+        raise ConfigError(f"encode of model {model.name!r}", "a pool", f"left out: {model.model} reads text only")
     for role in model.pools:
         engine = model.engine_config(role)
         config.kv_heads_per_rank(engine.tensor_parallel)

@@ -14,19 +14,20 @@ from deployments.replicas.serve_pool import ServePrefillPool
 from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
 from engine.errors import OtherModel
+from engine.wire.messages import PeerPool
 from placement.spec import GroupSpec
 
 
 class Decode(EngineDeployment):
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: EngineConfig, spec: GroupSpec, prefill: DeploymentHandle | None = None
+        self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle] | None = None
     ):
-        """prefill: the deployment that may compute prompts for this one."""
-        pool = None if prefill is None else ServePrefillPool(prefill, config.shared_block_size)
+        """peers: the deployments that may compute prompts for this one, and encode images."""
+        pools = {kind: ServePrefillPool(handle, config.shared_block_size) for kind, handle in (peers or {}).items()}
         async with self._starting():
-            await self._start_engine(config, spec, pool)
-            if pool is not None:
-                await pair(self._engine, pool, spec.startup_timeout_s)
+            await self._start_engine(config, spec, pools)
+            if "prefill" in pools:
+                await pair(self._engine, pools["prefill"], spec.startup_timeout_s)
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
 
     async def generate(self, requests: list[EncodedRequest], _: RoutingContext) -> None:

@@ -79,7 +79,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         infos: list[ModelInfo],
-        pools: list[tuple[DeploymentHandle, DeploymentHandle | None]],
+        pools: list[tuple[DeploymentHandle, list[DeploymentHandle]]],
         log: LogConfig,
         tracing: TracingConfig | None,
         auth: AuthConfig,
@@ -88,7 +88,7 @@ class Ingress:
         console: ConsoleConfig,
         images: ImageConfig,
     ):
-        """pools: handles of each model's decode and prefill replicas."""
+        """pools: handles of each model's decode replicas, and of those that compute for them."""
         started = time.monotonic()
         ingress_id = serve.get_replica_context().replica_id.unique_id
         log_to_console(f"ingress-{ingress_id}", log)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from ray.serve.handle import DeploymentHandle
+
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_deployment import EngineDeployment
+from deployments.replicas.serve_pool import ServePrefillPool
 from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
+from engine.wire.messages import PeerPool
 from placement.spec import GroupSpec
 
 
 class Prefill(EngineDeployment):
-    async def __init__(self, config: EngineConfig, spec: GroupSpec):  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle] | None = None
+    ):
+        """peers: the deployment that may encode images for this one."""
+        pools = {kind: ServePrefillPool(handle, config.shared_block_size) for kind, handle in (peers or {}).items()}
         async with self._starting():
-            await self._start_engine(config, spec)
+            await self._start_engine(config, spec, pools)
 
     async def prefill(self, request: EncodedRequest, _: RoutingContext) -> None:
         """Return when the RemotePrefillRequest's handoff is over, so that a replica that is to stop waits for it.

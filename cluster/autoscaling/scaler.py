@@ -94,7 +94,7 @@ class ModelScaler:
         """limits: of all pools of the model. A pool of a fixed size has min_replicas equal to max_replicas."""
         alone = "prefill" not in limits
         self._scalers = {
-            role: PoolScaler(slo, limit, prompts=alone or role == "prefill", decodes=role == "decode")
+            role: PoolScaler(slo, limit, prompts=role != "decode" or alone, decodes=role == "decode")
             for role, limit in limits.items()
         }
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -20,6 +20,7 @@ from deployments.replicas.scaling_report import ReplicaReport
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
 from engine.model.checkpoint.overlay import engine_folder
+from engine.wire.messages import PeerPool
 from engine.wire.model_identity import ModelIdentity
 from placement.console_log import log_to_console
 from placement.rank_actor import RankReady
@@ -57,17 +58,17 @@ class EngineDeployment:
         logger.info("replica ready startup_s=%.1f", time.monotonic() - started)
 
     async def _start_engine(
-        self, config: EngineConfig, spec: GroupSpec, prefill: PrefillPool | None = None
+        self, config: EngineConfig, spec: GroupSpec, peers: Mapping[PeerPool, PrefillPool] | None = None
     ) -> RankReady:
         """Return once the model is loaded. Raises StartupError or EngineUnavailable.
 
-        prefill: where its engine may have prompts computed.
+        peers: where its engine may have prompts computed, and images encoded.
         """
         replica_id = serve.get_replica_context().replica_id
         engine_id = f"{replica_id.deployment_id.name}-{replica_id.unique_id}"
         log_to_console(engine_id, spec.log)
         key = await asyncio.to_thread(ray_compat.cluster_key)
-        self._engine = EngineReplica(ray.util.get_node_ip_address(), spec.stall_timeout_s, prefill, key)
+        self._engine = EngineReplica(ray.util.get_node_ip_address(), spec.stall_timeout_s, peers, key)
         self._ranks = ranks = RankGroup(spec)
         ready = await ranks.start(config, engine_id=engine_id, status_to=self._engine.status_to, key=key)
         self._engine.connect(ready.address)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import zmq
@@ -18,7 +18,14 @@ from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.distributed.sockets import PullSocket
 from engine.errors import EngineUnavailable, RequestTimeout
-from engine.wire.messages import Command, DispatchPrefill, EngineStatus, Notice, ResetPrefixCache
+from engine.wire.messages import (
+    CancelDispatch,
+    Command,
+    EngineStatus,
+    Notice,
+    PeerPool,
+    ResetPrefixCache,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +44,17 @@ class EngineReplica:
         self,
         host: str,
         stall_timeout_s: float = 10.0,
-        prefill: PrefillPool | None = None,
+        peers: Mapping[PeerPool, PrefillPool] | None = None,
         key: ClusterKey | None = None,
     ):
         """host: address of this machine under which the engine reaches `status_to`.
         stall_timeout_s: time without a step while work is queued, or without any status, after which the engine counts
             as hung.
-        prefill: where the engine may have prompts computed.
+        peers: where the engine may have prompts computed, and images encoded.
         key: that the engine has, and nobody outside of the cluster.
         """
         self._stall_timeout_s = stall_timeout_s
-        self._dispatcher = None if prefill is None else PrefillDispatcher(prefill, self._send)
+        self._dispatchers = {kind: PrefillDispatcher(pool, self._send, kind) for kind, pool in (peers or {}).items()}
         self._calls: dict[str, asyncio.Future[None]] = {}
         self._broken: str | None = None
         self._status: EngineStatus | None = None
@@ -66,13 +73,13 @@ class EngineReplica:
 
     async def run(self) -> None:
         """Receive notices until cancelled, then close the sockets."""
-        if self._dispatcher is not None:
-            self._dispatcher.start(self.status)
+        for dispatcher in self._dispatchers.values():
+            dispatcher.start(self.status)
         try:
             await self._notices.serve(self._handle)
         finally:
-            if self._dispatcher is not None:
-                self._dispatcher.close()
+            for dispatcher in self._dispatchers.values():
+                dispatcher.close()
             self._commands.close(linger=0)  # of a shadow context, which `destroy` does not know
             self._context.destroy(linger=0)
 
@@ -123,8 +130,8 @@ class EngineReplica:
     def fail(self, reason: str) -> None:
         """End all open calls with EngineUnavailable, and refuse new ones: the engine is gone."""
         self._broken = reason
-        if self._dispatcher is not None:
-            self._dispatcher.close()
+        for dispatcher in self._dispatchers.values():
+            dispatcher.close()
         for ended in self._calls.values():
             if not ended.done():
                 ended.set_exception(EngineUnavailable(reason))
@@ -157,19 +164,20 @@ class EngineReplica:
         self.check_health()
         if self._status is None:
             raise EngineUnavailable("the engine has just started")
-        routing = None if self._dispatcher is None else self._dispatcher.pool.routing
+        routing = self._dispatchers["prefill"].pool.routing if "prefill" in self._dispatchers else None
         refused = add_up(self._status.refused, REFUSALS.counts())  # those of the engine's processes, and of this one
         return ReplicaStatus.of(msgspec.structs.replace(self._status, refused=refused), routing)
 
     def _handle(self, notice: Notice) -> None:
         if isinstance(notice, EngineStatus):
             self._update(notice)
-        elif self._dispatcher is None:
-            self._notices.refuse("unexpected", f"{type(notice).__name__}: there is no prefill pool")
-        elif isinstance(notice, DispatchPrefill):
-            self._dispatcher.dispatch(notice.request)
+        elif isinstance(notice, CancelDispatch):
+            for dispatcher in self._dispatchers.values():
+                dispatcher.cancel(notice.handoff_id)
+        elif notice.pool in self._dispatchers:
+            self._dispatchers[notice.pool].dispatch(notice.request)
         else:
-            self._dispatcher.cancel(notice.handoff_id)
+            self._notices.refuse("unexpected", f"{type(notice).__name__}: there is no {notice.pool} pool")
 
     def _update(self, status: EngineStatus) -> None:
         self._status, self._status_at = status, time.monotonic()

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable, Overloaded, ServingError
-from engine.wire.messages import Command, EngineStatus, PrefillReplica, PrefillReplicas, RemotePrefillFailed
+from engine.wire.messages import Command, EngineStatus, PeerPool, PrefillReplica, PrefillReplicas, RemotePrefillFailed
 from engine.wire.remote_prefill import RemotePrefillRequest
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,9 @@ class PrefillPool(Protocol):
 class PrefillDispatcher:
     """Makes one call per prefill request, open until its handoff is over, so that a stopping replica waits for it."""
 
-    def __init__(self, pool: PrefillPool, send: Callable[[Command], None]):
-        """send: sends a command to the decode engine."""
-        self.pool = pool
+    def __init__(self, pool: PrefillPool, send: Callable[[Command], None], kind: PeerPool = "prefill"):
+        """send: sends a command to the engine that asks. kind: what the engines of the pool compute for it."""
+        self.pool, self._kind = pool, kind
         self._send = send
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._avoid: list[str] = []
@@ -92,11 +92,15 @@ class PrefillDispatcher:
         except EngineUnavailable:
             return  # it takes nothing in, and is about to be replaced
         found = await self.pool.statuses()
-        others = [other.engine_id for other in found if other.fingerprint != status.fingerprint]
-        self._avoid = [*others, *(status.handoffs.quarantined if status.handoffs else [])]
+        own_print, quarantined = status.fingerprint, status.handoffs.quarantined if status.handoffs else []
+        if self._kind == "encode":
+            own_print, quarantined = status.encode_fingerprint, status.encode_quarantined
+        others = [other.engine_id for other in found if other.fingerprint != own_print]
+        self._avoid = [*others, *quarantined]
         fitting = [PrefillReplica.of(other) for other in found if other.engine_id not in others]
-        self._send(PrefillReplicas(fitting))
+        self._send(PrefillReplicas(fitting, self._kind))
         alive = sorted(replica.engine_id for replica in fitting)
         if alive != self._alive:
-            logger.info("prefill engines: %s", ", ".join(alive) or "none; prompts are computed here")
+            what = "prompts are computed" if self._kind == "prefill" else "images are encoded"
+            logger.info("%s engines: %s", self._kind, ", ".join(alive) or f"none; {what} here")
             self._alive = alive

@@ -32,12 +32,12 @@ AT_REST = ("HEALTHY", "UPSCALING", "DOWNSCALING")
 
 
 class ServePool:
-    """An EnginePool: replicas of a `Decode` deployment, and of its `Prefill` deployment if it has one."""
+    """An EnginePool: replicas of a `Decode` deployment, and of the `Prefill` deployments that compute for it."""
 
     def __init__(
         self,
         handle: DeploymentHandle,
-        prefill: DeploymentHandle | None = None,
+        peers: Sequence[DeploymentHandle] = (),
         block_size: int | None = None,
         may_sleep: bool = False,
         note: Callable[[str, str], None] | None = None,
@@ -48,7 +48,7 @@ class ServePool:
         """
         self._may_sleep = may_sleep
         self.routing = RoutingStats()
-        self._handle, self._prefill, self._prompts = handle, prefill, PromptDigester(block_size)
+        self._handle, self._peers, self._prompts = handle, peers, PromptDigester(block_size)
         self._note = note
 
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
@@ -84,15 +84,14 @@ class ServePool:
         return deployment is not None and deployment.status in AT_REST and not deployment.replica_states.get("RUNNING")
 
     async def reset_prefix_cache(self) -> None:
-        handles = [self._handle] if self._prefill is None else [self._handle, self._prefill]
-        for handle in handles:
+        for handle in (self._handle, *self._peers):
             answers = await ray_compat.broadcast(handle, "reset_prefix_cache", STATUS_TIMEOUT_S)
             missing = sum(isinstance(answer, BaseException) for answer in answers)
             if missing or not (answers or await self.asleep()):
                 raise EngineUnavailable(f"{missing or 'all'} replicas did not answer; send the request again")
 
     async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return [] if self._prefill is None else await _statuses(self._prefill)
+        return [status for found in await asyncio.gather(*map(_statuses, self._peers)) for status in found]
 
 
 class ServePrefillPool:

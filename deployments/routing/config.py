@@ -9,9 +9,9 @@ from engine.config import option
 from engine.errors import ConfigError
 
 PolicyName = Literal["prefix_aware", "power_of_two", "round_robin"]
-Role = Literal["decode", "prefill"]
+Role = Literal["decode", "prefill", "encode"]
 
-RUNNING_WEIGHT = {"decode": 0.25, "prefill": 0.0}
+RUNNING_WEIGHT = {"decode": 0.25, "prefill": 0.0, "encode": 0.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
-from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
@@ -38,7 +37,6 @@ from engine.kv_transfer.protocol.actions import AcceptPrefill, RefusePrefill
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.models.embedding_store import encoder_config
-from engine.runner import kv_cache
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.ngram import NgramDrafter
@@ -104,7 +102,7 @@ class EngineCore:
                 config = whole_prompts(config, model_config)
             check_whole_images(config, model_config)
             if config.handoff is not None and config.handoff.role == "encode":
-                model_config, config = encoder_config(model_config), replace(config, enforce_eager=True)
+                model_config, config = encoder_config(model_config), images_only(config)
             runner = ModelRunner(config, model_config, folder, group)
             if config.handoff is not None:
                 from engine.kv_transfer.transport.ranks import start_kv_worker
@@ -114,8 +112,7 @@ class EngineCore:
             if config.encode is not None:
                 from engine.kv_transfer.transport.ranks import start_kv_worker
 
-                encoder = encoder_config(model_config)
-                embeddings = open_inbox(runner, encoder, config.encoder_cache_size)
+                embeddings = runner.open_inbox()
                 image_worker, image_workers = start_kv_worker(config.encode, embeddings, 1, group, host)
             if group.size > 1:
                 from engine.distributed.plan_broadcast import PlanBroadcaster
@@ -169,6 +166,7 @@ class EngineCore:
                 wake=wake,
                 key=group.key,
             )
+            encoder = encoder_config(model_config)
             theirs = fingerprint(encoder, folder, runner.dtype, runner.dtype, runner.block_size, config.determinism)
             encoder_cache.handoffs = ImageHandoffs(
                 image_channel.peer, theirs, vision.image_token_id, len(embeddings), runner.block_size
@@ -411,8 +409,12 @@ class EngineCore:
 
     # -- handoffs ------------------------------------------------------------------------------------------
 
+    @property
+    def image_handoffs(self) -> ImageHandoffs | None:
+        return None if self.scheduler.encoder_cache is None else self.scheduler.encoder_cache.handoffs
+
     def _take_handoffs(self) -> list[Event]:
-        images = None if self.scheduler.encoder_cache is None else self.scheduler.encoder_cache.handoffs
+        images = self.image_handoffs
         if self.image_channel is not None and images is not None:
             for event in self.image_channel.events():
                 images.handle(event)
@@ -425,7 +427,7 @@ class EngineCore:
         """Pass on what the scheduler asks of the channel, and of the control actor."""
         if self.handoff_channel is not None:
             self._submit(self.handoff_channel, self.scheduler.handoffs.actions)
-        images = None if self.scheduler.encoder_cache is None else self.scheduler.encoder_cache.handoffs
+        images = self.image_handoffs
         if self.image_channel is not None and images is not None:
             self._submit(self.image_channel, images.actions)
 
@@ -510,12 +512,9 @@ def check_whole_images(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError("max_num_batched_tokens", config.max_num_batched_tokens, limit)
 
 
-def open_inbox(runner: ModelRunner, encoder: ModelConfig, size: int) -> Tensor:
-    """Return the memory where `size` embeddings of encode engines come: all of them on every rank."""
-    num_blocks, device = -(-size // runner.block_size), runner.device.torch_device
-    inbox = kv_cache.allocate(num_blocks, encoder, runner.block_size, runner.dtype, device, TPGroup.single())
-    runner.receive_images(inbox)
-    return inbox
+def images_only(config: EngineConfig) -> EngineConfig:
+    """Return the options of an engine that encodes images, without those of language models."""
+    return replace(config, enforce_eager=True, speculative=None, torch_compile=False, kv_cache_dtype="auto")
 
 
 def whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:

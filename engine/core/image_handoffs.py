@@ -27,7 +27,8 @@ class ImageHandoffs:
         self.available = False
         """Whether an encode engine is up."""
         self.actions: list[HandoffOutput] = []
-        self._peer, self._fingerprint, self._image_token_id = peer, fingerprint, image_token_id
+        self.fingerprint = fingerprint
+        self._peer, self._image_token_id = peer, image_token_id
         self._block_size, self._free = block_size, list(range(num_blocks))
         self._count = 0
         self._receiving: dict[str, tuple[bytes, list[int]]] = {}  #: hash and blocks by handoff id
@@ -87,7 +88,7 @@ class ImageHandoffs:
             seed=0,
             cache_salt="",
             skip=0,
-            fingerprint=self._fingerprint,
+            fingerprint=self.fingerprint,
             decode=self._peer,
             timeout_s=TIMEOUT_S,
             mm_features=[MultiModalFeatureSpec(data=image.data, mm_hash=image.mm_hash, mm_position=place,
@@ -95,7 +96,10 @@ class ImageHandoffs:
         )  # fmt: skip
         self._receiving[request.handoff_id] = image.mm_hash, blocks
         self._awaited.add(image.mm_hash)
-        self.actions += [OpenHandoff(request, blocks), DispatchPrefill(request)]
+        self.actions += [OpenHandoff(request, blocks), DispatchPrefill(request, "encode")]
+
+    def owns(self, handoff_id: str) -> bool:
+        return handoff_id in self._receiving
 
     def check(self, num_blocks: int) -> None:
         """Raise AssertionError if the blocks do not add up, while no step is planned."""

@@ -172,7 +172,15 @@ class EngineServer:
             self._kv_events.subscribe(command, time.monotonic())
 
     def _hand_over(self, command: Prefill | CancelPrefill | RemotePrefillFailed | PrefillReplicas) -> None:
-        channel = self._core.handoff_channel
+        channel, images = self._core.handoff_channel, self._core.image_handoffs
+        if images is not None and self._core.image_channel is not None:
+            match command:
+                case PrefillReplicas(replicas, "encode"):
+                    images.available = bool(replicas)
+                    return
+                case RemotePrefillFailed(handoff_id) if images.owns(handoff_id):
+                    self._core.image_channel.submit(command)
+                    return
         if channel is None:
             self._inbox.refuse("unexpected", f"{type(command).__name__}: this engine hands no KV over")
             return
@@ -215,7 +223,7 @@ class EngineServer:
             self._send_status(now)
 
     def _send_status(self, now: float) -> None:
-        channel = self._core.handoff_channel
+        channel, images = self._core.handoff_channel, self._core.image_handoffs
         status = EngineStatus(
             engine_id=self.engine_id,
             ended=self._ended,
@@ -224,6 +232,8 @@ class EngineServer:
             handoffs=channel.stats() if channel else None,
             live_handoffs=channel.snapshot()[:MAX_LIVE_HANDOFFS] if channel else [],
             fingerprint=self._core.scheduler.handoffs.fingerprint,
+            encode_fingerprint=images.fingerprint if images else "",
+            encode_quarantined=self._core.image_channel.quarantined() if self._core.image_channel else [],
             refused=add_up(REFUSALS.counts(), channel.refused_by_ranks()) if channel else REFUSALS.counts(),
         )
         self._push(self._status_to, self._encode(status))

@@ -28,6 +28,7 @@ from engine.model import fixed_order
 from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
 from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
+from engine.model.models.embedding_store import encoder_config
 from engine.model.models.llama import Model
 from engine.model.models.registry import build, build_model
 from engine.model.ops import attention, dispatch
@@ -252,7 +253,8 @@ class ModelRunner:
         sequences = 4 * self.config.max_num_seqs * (longest + -(-longest // self.block_size))  # history, block tables
         threads = CUBLAS_BYTES * (self.tp.size > 1)  # with other ranks, EngineCore launches steps in another thread
         if self._encoder_cache is not None:
-            activations += self.config.encoder_cache_size * self._encoder_cache.embedding_bytes
+            copies = 1 if self.config.encode is None else 2  # one of them where embeddings arrive
+            activations += copies * self.config.encoder_cache_size * self._encoder_cache.embedding_bytes
         logger.info(
             "profiled the largest step: %.2f GiB beside %.2f GiB in use; %.2f GiB are kept for graphs, %.2f for tokens "
             "and block tables",
@@ -301,10 +303,15 @@ class ModelRunner:
             sample(logits, sampling)
         self.device.event().wait()
 
-    def receive_images(self, inbox: Tensor) -> None:
-        """inbox: where embeddings of encode engines come."""
+    def open_inbox(self) -> Tensor:
+        """Return the memory where embeddings of encode engines come: as many as the encoder cache holds, on every rank
+        all of them. Raises ConfigError for a model that reads text only."""
+        encoder, device = encoder_config(self.model_config), self.device.torch_device
+        num_blocks = -(-self.config.encoder_cache_size // self.block_size)
+        inbox = kv_cache.allocate(num_blocks, encoder, self.block_size, self.dtype, device, TPGroup.single())
         assert self._encoder_cache is not None
         self._encoder_cache.inbox = inbox
+        return inbox
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Build the inputs of `plan`, without any result of the steps before it."""

@@ -43,6 +43,9 @@ class Worker:
             if config.handoff is not None:
                 cache, heads = self._runner.kv_cache, model_config.num_kv_heads
                 self._kv_worker, _ = start_kv_worker(config.handoff, cache, heads, group, host)
+            self._image_worker: KVTransferWorker | None = None
+            if config.encode is not None:
+                self._image_worker, _ = start_kv_worker(config.encode, self._runner.open_inbox(), 1, group, host)
             self._receiver = PlanReceiver(group)
         self._stopping = threading.Event()
 
@@ -63,8 +66,9 @@ class Worker:
                     sampled[result.step] = checksum(result)
         finally:
             self._stopping.set()
-            if self._kv_worker is not None:
-                self._kv_worker.close()
+            for worker in (self._kv_worker, self._image_worker):
+                if worker is not None:
+                    worker.close()
             self._group.close()
         logger.info("rank ended rank=%d", self._group.rank)
 

@@ -25,6 +25,7 @@ from engine.wire.remote_prefill import RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 
+PeerPool = Literal["prefill", "encode"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LIVE_HANDOFFS = 200  # per status
 SUBSCRIPTION_S = 30.0
@@ -235,6 +236,10 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The newest handoffs in flight, at most MAX_LIVE_HANDOFFS of them."""
     fingerprint: str = ""
     """Equal in engines that can hand KV over to each other; empty without `handoff`."""
+    encode_fingerprint: str = ""
+    """That of encode engines which can hand images over to this one; empty without `encode`."""
+    encode_quarantined: list[str] = []
+    """Ids of encode engines that should get no images for now."""
     refused: dict[str, dict[str, int]] = {}
     """What the sockets of its ranks have refused, by socket and reason (engine/distributed/refusals.py)."""
 
@@ -278,6 +283,7 @@ class DispatchPrefill(msgspec.Struct, frozen=True, tag=True):
     accepts it, or if the call fails before."""
 
     request: RemotePrefillRequest
+    pool: PeerPool = "prefill"
 
 
 class CancelDispatch(msgspec.Struct, frozen=True, tag=True):
@@ -351,9 +357,10 @@ class PrefillReplica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillReplicas(msgspec.Struct, frozen=True, tag=True):
-    """The prefill engines that are alive, about once a second."""
+    """The prefill engines, or the encode engines, that are alive, about once a second."""
 
     replicas: list[PrefillReplica]
+    pool: PeerPool = "prefill"
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):

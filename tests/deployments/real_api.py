@@ -113,7 +113,7 @@ async def running_engine(
     folder: Path, engine_id: str, prefill: LocalPrefillPool | None = None, handoff: HandoffConfig | None = None
 ) -> AsyncGenerator[tuple[EngineServer, EngineReplica]]:
     """An engine in a thread, and what controls it."""
-    replica = EngineReplica("127.0.0.1", prefill=prefill)
+    replica = EngineReplica("127.0.0.1", peers=None if prefill is None else {"prefill": prefill})
     config = EngineConfig(
         model=str(folder),
         block_size=BLOCK_SIZE,

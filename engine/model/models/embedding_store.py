@@ -1,8 +1,8 @@
 """A model of an encode pool: no language model, only what makes embeddings of images and keeps them as KV.
 
 Its engine is like any other. A prompt is the placeholders of one image; a step encodes the image and writes its
-embeddings where the KV of these tokens would be. So blocks, prefix cache (which here keeps images by their hash), leases
-and transports are those of prompts.
+embeddings where the KV of these tokens would be. So blocks, leases and transports are those of prompts, and the prefix
+cache keeps images by their hash. This has not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from tests.fake_engine import FakeEngine
 
 @asynccontextmanager
 async def decode_with(pool: FakePrefillPool) -> AsyncGenerator[tuple[EngineReplica, FakeEngine]]:
-    replica = EngineReplica("127.0.0.1", prefill=pool)
+    replica = EngineReplica("127.0.0.1", peers={"prefill": pool})
     engine = FakeEngine(replica.status_to)
     engine.fingerprint = "f"
     replica.connect(engine.address)
