@@ -171,13 +171,13 @@ class EngineReplica:
     def _handle(self, notice: Notice) -> None:
         if isinstance(notice, EngineStatus):
             self._update(notice)
-        elif isinstance(notice, CancelDispatch):
+        elif isinstance(notice, DispatchPrefill) and notice.pool in self._dispatchers:
+            self._dispatchers[notice.pool].dispatch(notice.request)
+        elif isinstance(notice, CancelDispatch) and self._dispatchers:
             for dispatcher in self._dispatchers.values():
                 dispatcher.cancel(notice.handoff_id)
-        elif notice.pool in self._dispatchers:
-            self._dispatchers[notice.pool].dispatch(notice.request)
         else:
-            self._notices.refuse("unexpected", f"{type(notice).__name__}: there is no {notice.pool} pool")
+            self._notices.refuse("unexpected", f"{type(notice).__name__}: there is no such pool")
 
     def _update(self, status: EngineStatus) -> None:
         self._status, self._status_at = status, time.monotonic()

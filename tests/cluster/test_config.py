@@ -27,7 +27,7 @@ def test_smallest_configuration_takes_all_defaults():
 
 def test_engine_section_has_every_field_of_the_engine_but_the_model():
     names = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert set(EngineSection.model_fields) == names - {"model", "handoff"}
+    assert set(EngineSection.model_fields) == names - {"model", "handoff", "encode"}
 
 
 def test_handoff_section_has_every_field_of_the_handoff_but_the_role():
