@@ -21,6 +21,7 @@ from engine.errors import EngineUnavailable, RequestTimeout
 from engine.wire.messages import (
     CancelDispatch,
     Command,
+    DispatchPrefill,
     EngineStatus,
     Notice,
     PeerPool,
