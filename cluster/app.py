@@ -24,6 +24,7 @@ from deployments.prefill import Prefill
 from deployments.routing.config import Role
 from deployments.routing.router import EngineRouter
 from engine.errors import ConfigError, StartupError
+from engine.wire.messages import PeerPool
 from placement import capacity
 from placement.console_log import LogConfig
 
@@ -82,7 +83,7 @@ def _warn_without_policy(config: AppConfig, args: dict[str, Any]) -> None:
 
 
 def ingress(
-    config: AppConfig, infos: list[ModelInfo], pools: list[tuple[Application, list[Application]]]
+    config: AppConfig, infos: list[ModelInfo], pools: list[tuple[Application, dict[PeerPool, Application]]]
 ) -> Application:
     """Return the HTTP side. pools: the decode replicas of each model, and those that compute for them."""
     num = config.ingress.num_replicas
@@ -128,18 +129,19 @@ def _check_capacity(config: AppConfig) -> None:
             logger.warning("model %r waits for new nodes for %s: %s", model.name, role, problem)
 
 
-def _pools(model: ModelSection, log: LogConfig) -> tuple[Application, list[Application]]:
+def _pools(model: ModelSection, log: LogConfig) -> tuple[Application, dict[PeerPool, Application]]:
     """Return the decode pool, and the pools of the model that compute for it."""
 
-    def pool(kind: type[Decode] | type[Prefill], role: Role, peers: dict[Role, Application]) -> Application:
+    def pool(kind: type[Decode] | type[Prefill], role: Role, peers: dict[PeerPool, Application]) -> Application:
         spec = replace(model.group_spec(role), log=log)
-        return _deployment(kind, model, role).bind(model.engine_config(role), spec, dict(peers))
+        return _deployment(kind, model, role).bind(model.engine_config(role), spec, peers)
 
-    peers: dict[Role, Application] = {}
-    for role in ("encode", "prefill"):  # images are encoded for prefill engines too
+    order: tuple[PeerPool, ...] = ("encode", "prefill")  # prefill engines have their images encoded too
+    peers: dict[PeerPool, Application] = {}
+    for role in order:
         if role in model.pools:
-            peers[role] = pool(Prefill, role, peers)
-    return pool(Decode, "decode", peers), list(peers.values())
+            peers = {**peers, role: pool(Prefill, role, peers)}
+    return pool(Decode, "decode", peers), peers
 
 
 def _deployment(kind: type[Decode] | type[Prefill], model: ModelSection, role: Role) -> serve.Deployment:

@@ -45,6 +45,7 @@ def given(section: Section) -> dict[str, Any]:
     return {key: getattr(section, key) for key in section.model_fields_set}
 
 
+ALIKE = ("dtype", "quantization", "determinism")  # or the fingerprint of an encode engine is another
 # model and handoff stand one level higher; EngineConfig reads the JSON object of `speculative` itself
 EngineSection = _section_of(EngineConfig, without={"model", "handoff", "encode"}, speculative=dict[str, Any] | None)
 HandoffSection = _section_of(HandoffConfig, without={"role"})
@@ -217,7 +218,7 @@ class ModelSection(Section):
     def check(self, path: str) -> None:
         """Raise ConfigError for keys that do not go together. path: position of this section."""
         if self.handoff is not None and len(self.pools) == 1:
-            raise ConfigError(f"{path}.prefill", None, "given where there is a `handoff` section")
+            raise ConfigError(f"{path}.prefill", None, "given, or `encode`, where there is a `handoff` section")
         for role, pool in self.pools.items():
             pool.check(f"{path}.{role}")
             try:
@@ -225,11 +226,10 @@ class ModelSection(Section):
             except ConfigError as error:
                 key, value, limit = error.args
                 raise ConfigError(f"{path}.{self._section(role, key)}{key}", value, limit) from None
-        if self.encode is not None and (ranks := self.engine_config("encode").tensor_parallel) != 1:
-            limit = "1: every rank would encode all images"
-            raise ConfigError(f"{path}.encode.engine.tensor_parallel", ranks, limit)
+        if self.encode is not None:
+            self._check_encode(path)
         if self.sdc_check_every is not None:
-            engines = [self.engine_config(role) for role in self.pools]
+            engines = [self.engine_config(role) for role in self.pools if role != "encode"]
             same = len({engine.tensor_parallel for engine in engines}) == 1 or engines[0].determinism == "strict"
             if any(map(self.on_gpu, self.pools)) or any(engine.quantization for engine in engines) or not same:
                 limit = "left out on GPUs, with quantization, and with pools of unequal tensor_parallel, unless strict"
@@ -240,11 +240,22 @@ class ModelSection(Section):
             role = next(role for role, size in sizes.items() if size != sizes["decode"])
             raise ConfigError(f"{path}.{self._section(role, 'block_size')}block_size", sizes[role], limit)
 
+    def _check_encode(self, path: str) -> None:
+        encode, decode = self.engine_config("encode"), self.engine_config()
+        if encode.tensor_parallel != 1:
+            limit = "1: every rank would encode all images"
+            raise ConfigError(f"{path}.encode.engine.tensor_parallel", encode.tensor_parallel, limit)
+        for key in ALIKE:
+            value, wanted = getattr(encode, key), getattr(decode, key)
+            if value != wanted:
+                limit = f"that of the decode pool ({wanted}), or no image could come from there"
+                raise ConfigError(f"{path}.{self._section('encode', key)}{key}", value, limit)
+
     def engine_config(self, role: Role = "decode") -> EngineConfig:
         options = (GPU_DEFAULTS if self.on_gpu(role) else {}) | self._options(role)
         if options.get("block_size") is None:  # ingresses and routers hash prompts by it, and know no device
             options["block_size"] = BLOCK_SIZES["cuda" if any(map(self.on_gpu, self.pools)) else "cpu"]
-        if role == "encode":  # every rank would encode all images
+        if role == "encode":  # whatever the other pools have
             options["tensor_parallel"] = given(self.pools[role].engine).get("tensor_parallel", 1)
         handoff = dict(self.handoff or HandoffSection())
         if role == "encode" or self.prefill is not None:

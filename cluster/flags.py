@@ -16,7 +16,7 @@ import typer
 from engine.config import EngineConfig
 
 PANEL, SWITCHES = "Engine", "Engine: switches"  # apart, since names of two kinds side by side take too much width
-WITHOUT = {"model", "handoff", "seed"}  # given in other ways, or of no use to a server
+WITHOUT = {"model", "handoff", "encode", "seed"}  # given in other ways, or of no use to a server
 NAMES = {  # vLLM's, where the field has another name, and shorter ones
     "tensor_parallel": ("--tensor-parallel-size", "--tensor-parallel", "-tp"),
     "num_threads": ("--num-threads", "--threads"),

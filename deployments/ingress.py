@@ -37,6 +37,7 @@ from deployments.replicas.serve_pool import ServePool
 from deployments.storage.config import StoreConfig
 from engine.errors import ServingError
 from engine.text.tokenizer import Tokenizer
+from engine.wire.messages import PeerPool
 from placement.console_log import LogConfig, log_to_console
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         infos: list[ModelInfo],
-        pools: list[tuple[DeploymentHandle, list[DeploymentHandle]]],
+        pools: list[tuple[DeploymentHandle, dict[PeerPool, DeploymentHandle]]],
         log: LogConfig,
         tracing: TracingConfig | None,
         auth: AuthConfig,

@@ -61,7 +61,7 @@ def view(state: ClusterState, before: ClusterState | None) -> RenderableType:
     old = {} if before is None else {replica.engine_id: replica for _, _, replica in _replicas(before)}
     elapsed_s = state.at - before.at if before is not None else 0.0
     columns = ["running", "waiting", "tokens/s", "steps/s", "KV used", "cached", "hits"]
-    handoffs = any(model.prefill for model in state.models)
+    handoffs = any(model.prefill or model.encode for model in state.models)
     table = _table(["replica"], [*columns, "handoffs"] if handoffs else columns)
     for _, role, replica in _replicas(state):
         table.add_row(*_row(role, replica, old.get(replica.engine_id), elapsed_s)[: len(table.columns)])
@@ -94,7 +94,7 @@ def _replicas(state: ClusterState) -> list[tuple[str, str, ReplicaStatus]]:
     return [
         (model.model, role, replica)
         for model in state.models
-        for role, replicas in (("prefill", model.prefill), ("decode", model.decode))
+        for role, replicas in model.by_role.items()
         for replica in replicas
     ]
 

@@ -195,7 +195,8 @@ def _engine_options(section: ModelSection) -> Json:
     """Return the options of an engine that gives the bits of the model's replicas."""
     config = section.engine_config()
     options = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
-    options |= {"handoff": None, "speculative": None, "device": "cuda" if section.on_gpu("decode") else "cpu"}
+    options |= {"handoff": None, "encode": None, "speculative": None}
+    options["device"] = "cuda" if section.on_gpu("decode") else "cpu"
     if config.determinism == "strict":
         options["tensor_parallel"] = 1
     return options

@@ -80,7 +80,12 @@ class ClusterWatcher:
         )
 
     def _compare_replicas(self, models: list[ModelReplicas], now: float) -> None:
-        up = {status.engine_id: model.model for model in models for status in (*model.decode, *model.prefill)}
+        up = {
+            status.engine_id: model.model
+            for model in models
+            for statuses in model.by_role.values()
+            for status in statuses
+        }
         known = up if self._replicas is None else self._replicas
         for replica in up.keys() - known.keys():
             self._events.append(ClusterEvent(now, "up", up[replica], replica))
@@ -99,9 +104,8 @@ class ClusterWatcher:
 
 def _brief(model: ModelReplicas) -> ModelReplicas:
     """Leave out what nobody sees: histograms, and the requests that ended since the status before."""
-    return msgspec.structs.replace(
-        model, decode=[_brief_status(s) for s in model.decode], prefill=[_brief_status(s) for s in model.prefill]
-    )
+    brief = {role: [_brief_status(status) for status in statuses] for role, statuses in model.by_role.items()}
+    return msgspec.structs.replace(model, **brief)
 
 
 def _brief_status(status: ReplicaStatus) -> ReplicaStatus:

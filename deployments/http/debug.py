@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from importlib.metadata import version
 
 import msgspec
 
-from deployments.replicas.pools import EnginePool, all_statuses
+from deployments.replicas.pools import EnginePool, ModelReplicas
 from engine.wire.handoff_stats import HandoffInfo
 
 VERSION = version("manta-serve")
@@ -42,11 +41,11 @@ async def live_handoffs(pools: Mapping[str, EnginePool]) -> LiveHandoffs:
 
     pools: by model name.
     """
-    found = await asyncio.gather(*map(all_statuses, pools.values()))
     handoffs = [
-        LiveHandoff(model, status.engine_id, handoff)
-        for model, (decode, prefill) in zip(pools, found, strict=True)
-        for status in decode + prefill
+        LiveHandoff(replicas.model, status.engine_id, handoff)
+        for replicas in await ModelReplicas.of_all(pools)
+        for statuses in replicas.by_role.values()
+        for status in statuses
         for handoff in status.live_handoffs
     ]
     return LiveHandoffs(sorted(handoffs, key=lambda live: -live.handoff.age_s))

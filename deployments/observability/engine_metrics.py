@@ -181,8 +181,14 @@ def load_metrics(engines: Engines) -> Iterator[Metric]:
     return collect(LOAD, LABELS, [(labels, status.stats) for labels, status in engines])
 
 
-def handoff_metrics(engines: Engines) -> Iterator[Metric]:
-    """Prompts that one engine computes for another. Engines without handoffs have only blocks and decisions."""
-    yield from collect(PLACES, LABELS, [(labels, status.stats) for labels, status in engines])
-    if handoffs := [(labels, status.handoffs) for labels, status in engines if status.handoffs is not None]:
-        yield from collect(HANDOFFS, LABELS, handoffs)
+def handoff_metrics(engines: Engines, encode: Engines = ()) -> Iterator[Metric]:
+    """Prompts and images that one engine computes for another. Engines without handoffs have only blocks and decisions.
+
+    encode: engines of encode pools.
+    """
+    yield from collect(PLACES, LABELS, [(labels, status.stats) for labels, status in [*engines, *encode]])
+    found = [([*labels, "prefill"], status.handoffs) for labels, status in engines]
+    found += [([*labels, "encode"], status.image_handoffs) for labels, status in engines]
+    found += [([*labels, "encode"], status.handoffs) for labels, status in encode]
+    if handoffs := [(labels, stats) for labels, stats in found if stats is not None]:
+        yield from collect(HANDOFFS, [*LABELS, "pool"], handoffs)

@@ -96,14 +96,16 @@ class _Snapshot(Collector):
         self._replicas, self._ingresses = replicas, ingresses
         self._decode = [([r.model, status.engine_id], status) for r in replicas for status in r.decode]
         self._prefill = [([r.model, status.engine_id], status) for r in replicas for status in r.prefill]
+        self._encode = [([r.model, status.engine_id], status) for r in replicas for status in r.encode]
         self._models = [([name, i.ingress_id], stats) for i in ingresses for name, stats in i.models.items()]
 
     def collect(self) -> Iterator[Metric]:
         yield from collect(REPLICAS, ["model_name"], [([r.model], r) for r in self._replicas])
         yield from request_metrics(self._decode)
-        yield from load_metrics([*self._decode, *self._prefill])
-        yield from collect(SOCKETS, LABELS, [*self._decode, *self._prefill])
-        yield from handoff_metrics([*self._decode, *self._prefill])
+        others = [*self._decode, *self._prefill]
+        yield from load_metrics([*others, *self._encode])
+        yield from collect(SOCKETS, LABELS, [*others, *self._encode])
+        yield from handoff_metrics(others, self._encode)
         yield from self._routing()
         yield from collect(MODELS, MODEL_LABELS, self._models)
         yield from collect(INGRESSES, ["ingress"], [([i.ingress_id], i) for i in self._ingresses])
@@ -113,7 +115,7 @@ class _Snapshot(Collector):
         yield from collect(ROUTES, ROUTE_LABELS, routes)
 
     def _routing(self) -> Iterator[Metric]:
-        """Routers to decode engines run in ingresses, those to prefill engines in replicas: their labels differ."""
+        """Routers to decode engines run in ingresses, those to other engines in replicas: their labels differ."""
         text = "Sequences and prefill requests by why they went to their engine."
         routed = Counter("manta_routed_requests", text)
         tokens = {field: Counter(name, text) for name, (text, field) in ROUTING_COUNTERS.items()}
@@ -127,6 +129,6 @@ class _Snapshot(Collector):
     def _routers(self) -> Iterator[tuple[dict[str, str], RoutingStats]]:
         for (model, ingress_id), stats in self._models:
             yield {"model_name": model, "ingress": ingress_id, "pool": "decode"}, stats.routing
-        for (model, engine_id), status in self._decode:
-            if status.prefill_routing is not None:
-                yield {"model_name": model, "engine": engine_id, "pool": "prefill"}, status.prefill_routing
+        for (model, engine_id), status in [*self._decode, *self._prefill]:
+            for pool, routing in status.routing.items():
+                yield {"model_name": model, "engine": engine_id, "pool": pool}, routing

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from deployments.replicas.pools import EnginePool, ReplicaStatus
-from engine.wire.messages import GenerateRequest
+from engine.wire.messages import GenerateRequest, PeerPool
 
 
 class SharedCall:
@@ -53,5 +53,5 @@ class SharedCall:
     async def reset_prefix_cache(self) -> None:
         await self._pool.reset_prefix_cache()
 
-    async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return await self._pool.prefill_statuses()
+    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
+        return await self._pool.peer_statuses()

@@ -165,7 +165,7 @@ class EngineReplica:
         self.check_health()
         if self._status is None:
             raise EngineUnavailable("the engine has just started")
-        routing = self._dispatchers["prefill"].pool.routing if "prefill" in self._dispatchers else None
+        routing = {kind: dispatcher.pool.routing for kind, dispatcher in self._dispatchers.items()}
         refused = add_up(self._status.refused, REFUSALS.counts())  # those of the engine's processes, and of this one
         return ReplicaStatus.of(msgspec.structs.replace(self._status, refused=refused), routing)
 

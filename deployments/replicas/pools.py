@@ -8,9 +8,10 @@ from typing import Protocol
 
 import msgspec
 
+from deployments.routing.config import Role
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable
-from engine.wire.messages import EngineStatus, GenerateRequest
+from engine.wire.messages import EngineStatus, GenerateRequest, PeerPool
 
 
 class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__struct_config__.tag):
@@ -19,11 +20,12 @@ class ReplicaStatus(EngineStatus, frozen=True, kw_only=True, tag=EngineStatus.__
     The tag is that of an EngineStatus, so that each of the two can be read as the other.
     """
 
-    prefill_routing: RoutingStats | None = None  #: of its prefill requests; None if it sends none
+    #: of its prefill requests, by the pool that they go to
+    routing: dict[PeerPool, RoutingStats] = msgspec.field(default_factory=dict)
 
     @classmethod
-    def of(cls, status: EngineStatus, prefill_routing: RoutingStats | None) -> ReplicaStatus:
-        return cls(**msgspec.structs.asdict(status), prefill_routing=prefill_routing)
+    def of(cls, status: EngineStatus, routing: dict[PeerPool, RoutingStats]) -> ReplicaStatus:
+        return cls(**msgspec.structs.asdict(status), routing=routing)
 
 
 class EnginePool(Protocol):
@@ -41,37 +43,39 @@ class EnginePool(Protocol):
         """Return whether there is no replica because nobody needs one: the next request starts one."""
 
     async def reset_prefix_cache(self) -> None:
-        """Have all replicas forget their cached prefixes, in both pools. Raises EngineUnavailable if one is silent."""
+        """Have all replicas forget their cached prefixes, in all pools. Raises EngineUnavailable if one is silent."""
 
-    async def prefill_statuses(self) -> list[ReplicaStatus]:
-        """Return one status per healthy replica that computes prompts for these; none without such replicas."""
-
-
-async def all_statuses(pool: EnginePool) -> tuple[list[ReplicaStatus], list[ReplicaStatus]]:
-    """Return the statuses of all decode replicas that answer, and of all prefill replicas."""
-
-    async def decode() -> list[ReplicaStatus]:
-        try:
-            return await pool.statuses()
-        except EngineUnavailable:
-            return []
-
-    return await asyncio.gather(decode(), pool.prefill_statuses())
+    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
+        """Return one status per healthy replica that computes prompts or images for these, by pool."""
 
 
 class ModelReplicas(msgspec.Struct, frozen=True):
-    """The replicas of one model: those that answer requests, and those that compute prompts for them."""
+    """The replicas of one model: those that answer requests, and those that compute prompts or images for them."""
 
     model: str
     decode: list[ReplicaStatus]
     prefill: list[ReplicaStatus]
+    encode: list[ReplicaStatus]
     asleep: bool
 
     @classmethod
     async def of(cls, model: str, pool: EnginePool) -> ModelReplicas:
         """Leave out replicas that do not answer."""
-        decode, prefill = await all_statuses(pool)
-        return cls(model, decode, prefill, not decode and await pool.asleep())
+
+        async def statuses() -> list[ReplicaStatus]:
+            try:
+                return await pool.statuses()
+            except EngineUnavailable:
+                return []
+
+        decode, peers = await asyncio.gather(statuses(), pool.peer_statuses())
+        asleep = not decode and await pool.asleep()
+        return cls(model, decode, peers.get("prefill", []), peers.get("encode", []), asleep)
+
+    @property
+    def by_role(self) -> dict[Role, list[ReplicaStatus]]:
+        """In the order in which they work for a request."""
+        return {"encode": self.encode, "prefill": self.prefill, "decode": self.decode}
 
     @classmethod
     async def of_all(cls, pools: Mapping[str, EnginePool]) -> list[ModelReplicas]:

@@ -92,11 +92,9 @@ class PrefillDispatcher:
         except EngineUnavailable:
             return  # it takes nothing in, and is about to be replaced
         found = await self.pool.statuses()
-        own_print, quarantined = status.fingerprint, status.handoffs.quarantined if status.handoffs else []
-        if self._kind == "encode":
-            own_print, quarantined = status.encode_fingerprint, status.encode_quarantined
-        others = [other.engine_id for other in found if other.fingerprint != own_print]
-        self._avoid = [*others, *quarantined]
+        fingerprint, handoffs = status.with_pool(self._kind)
+        others = [other.engine_id for other in found if other.fingerprint != fingerprint]
+        self._avoid = [*others, *(handoffs.quarantined if handoffs else [])]
         fitting = [PrefillReplica.of(other) for other in found if other.engine_id not in others]
         self._send(PrefillReplicas(fitting, self._kind))
         alive = sorted(replica.engine_id for replica in fitting)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from deployments.replicas.prefill_dispatcher import PoolState
 from deployments.routing.routing_context import CallOutcome, PromptDigester, RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable, Overloaded, ServingError
-from engine.wire.messages import GenerateRequest
+from engine.wire.messages import GenerateRequest, PeerPool
 from engine.wire.remote_prefill import RemotePrefillRequest
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class ServePool:
     def __init__(
         self,
         handle: DeploymentHandle,
-        peers: Sequence[DeploymentHandle] = (),
+        peers: Mapping[PeerPool, DeploymentHandle] | None = None,
         block_size: int | None = None,
         may_sleep: bool = False,
         note: Callable[[str, str], None] | None = None,
@@ -48,7 +48,7 @@ class ServePool:
         """
         self._may_sleep = may_sleep
         self.routing = RoutingStats()
-        self._handle, self._peers, self._prompts = handle, peers, PromptDigester(block_size)
+        self._handle, self._peers, self._prompts = handle, peers or {}, PromptDigester(block_size)
         self._note = note
 
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
@@ -84,14 +84,14 @@ class ServePool:
         return deployment is not None and deployment.status in AT_REST and not deployment.replica_states.get("RUNNING")
 
     async def reset_prefix_cache(self) -> None:
-        for handle in (self._handle, *self._peers):
+        for handle in (self._handle, *self._peers.values()):
             answers = await ray_compat.broadcast(handle, "reset_prefix_cache", STATUS_TIMEOUT_S)
             missing = sum(isinstance(answer, BaseException) for answer in answers)
             if missing or not (answers or await self.asleep()):
                 raise EngineUnavailable(f"{missing or 'all'} replicas did not answer; send the request again")
 
-    async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return [status for found in await asyncio.gather(*map(_statuses, self._peers)) for status in found]
+    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
+        return dict(zip(self._peers, await asyncio.gather(*map(_statuses, self._peers.values())), strict=True))
 
 
 class ServePrefillPool:

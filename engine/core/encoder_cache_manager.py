@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from engine.core.image_handoffs import ImageHandoffs
+from engine.core.image_handoffs import ImageHandoffs, Note
 from engine.errors import InvalidParameter
 from engine.wire.multimodal import MultiModalFeatureSpec, TensorData
 from engine.wire.plan import ReceivedImage
@@ -45,15 +45,18 @@ class EncoderCacheManager:
         """Whether one step has to compute all tokens of an image, since they see each other."""
         return self._mm_tokens_per_image > 0
 
-    def take(self, image: MultiModalFeatureSpec) -> bool:
-        """Make sure that the step that is being planned finds the embeddings of an image. False if it has to wait."""
+    def take(self, image: MultiModalFeatureSpec, note: Note) -> bool:
+        """Make sure that the step that is being planned finds the embeddings of an image. False if it has to wait.
+
+        note: adds an event to the timeline of the request that needs them.
+        """
         key, size = image.mm_hash, image.num_embeds
         if key in self._cached:
             self._cached.move_to_end(key)
             self.num_hits += 1
             self._in_step.add(key)
             return True
-        if self.handoffs is not None and self.handoffs.awaits(image):
+        if self.handoffs is not None and self.handoffs.awaits(image, note):
             return False
         if self._encoded and sum(other.num_embeds for other in self._encoded) + size > self._budget:
             return False
@@ -66,7 +69,7 @@ class EncoderCacheManager:
         self._cached[key] = size
         self._in_step.add(key)
         self.num_embeds += size
-        received = None if self.handoffs is None else self.handoffs.take(image)
+        received = None if self.handoffs is None else self.handoffs.take(image, note)
         if received is not None:
             self._received.append(received)
             return True
@@ -85,8 +88,10 @@ class EncoderCacheManager:
         return found
 
     def queued_embeds(self, images: Iterable[MultiModalFeatureSpec]) -> int:
-        """Return how many embeddings these images still need; one that comes twice is encoded once."""
-        return sum({image.mm_hash: image.num_embeds for image in images if image.mm_hash not in self._cached}.values())
+        """Return how many embeddings this engine still has to make of images; one that comes twice is encoded once."""
+        missing = {image.mm_hash: image.num_embeds for image in images if image.mm_hash not in self._cached}
+        elsewhere = [] if self.handoffs is None else filter(self.handoffs.has, missing)
+        return sum(missing.values()) - sum(missing[mm_hash] for mm_hash in elsewhere)
 
     def take_changes(self) -> tuple[list[MultiModalFeatureSpec], list[bytes], list[ReceivedImage]]:
         """End a step: return the images that it encodes, the hashes of those that it drops before, and the images that
@@ -95,6 +100,11 @@ class EncoderCacheManager:
         self._encoded, self._forgotten, self._received = [], [], []
         self._in_step.clear()
         return changes
+
+    def release(self, received: list[ReceivedImage]) -> None:
+        """End a step that has copied images which came from encode engines."""
+        if received and self.handoffs is not None:
+            self.handoffs.release(received)
 
     def check_images(self, images: Sequence[MultiModalFeatureSpec], prompt: list[int]) -> None:
         """Raise InvalidParameter if an image could never be encoded, or does not fit its placeholders in `prompt`."""

@@ -9,12 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, HandoffConfig
 from engine.core.block_pool import BlockPool
 from engine.core.encoder_cache_manager import EncoderCacheManager
 from engine.core.handoffs import HandoffManager, HandoffOutput
@@ -49,7 +50,7 @@ from engine.wire.remote_prefill import RemotePrefillRequest
 if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
     from engine.distributed.plan_broadcast import PlanBroadcaster
     from engine.kv_transfer.channel import HandoffChannel
-    from engine.kv_transfer.transport.worker import KVTransferWorker
+    from engine.kv_transfer.transport.ranks import KVWorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,8 @@ class EngineCore:
         group = group or TPGroup.single()
         if group.size != config.tensor_parallel:
             raise ConfigError("tensor_parallel", config.tensor_parallel, f"the size of the group ({group.size})")
-        broadcaster, channel, kv_worker, handoffs, image_worker = None, None, None, None, None
-        with group.starting():
+        broadcaster, channel, handoffs, encoder_cache = None, None, None, None
+        with ExitStack() as opened, group.starting():
             folder = engine_folder(config)
             model_config = ModelConfig.from_folder(
                 folder, config.quantization, config.max_model_len, config.language_model_only
@@ -104,33 +105,32 @@ class EngineCore:
             if config.handoff is not None and config.handoff.role == "encode":
                 model_config, config = encoder_config(model_config), images_only(config)
             runner = ModelRunner(config, model_config, folder, group)
-            if config.handoff is not None:
-                from engine.kv_transfer.transport.ranks import start_kv_worker
+            if config.handoff is not None or config.encode is not None:
+                from engine.runner.worker import start_kv_workers
 
-                num_heads = model_config.num_kv_heads
-                kv_worker, kv_workers = start_kv_worker(config.handoff, runner.kv_cache, num_heads, group, host)
-            if config.encode is not None:
-                from engine.kv_transfer.transport.ranks import start_kv_worker
-
-                embeddings = runner.open_inbox()
-                image_worker, image_workers = start_kv_worker(config.encode, embeddings, 1, group, host)
+                kv_ranks, image_ranks = start_kv_workers(runner, host, opened)
             if group.size > 1:
                 from engine.distributed.plan_broadcast import PlanBroadcaster
 
                 broadcaster = PlanBroadcaster(group)
-        step_times = StepTimes()
-        if config.handoff is not None:
+            kv_workers = opened.pop_all()
+
+        def open_channel(config: HandoffConfig, ranks: list[KVWorkerInfo]) -> HandoffChannel:
             from engine.kv_transfer.channel import HandoffChannel
 
-            channel = HandoffChannel(
-                config.handoff,
+            return HandoffChannel(
+                config,
                 engine_id=engine_id,
                 host=host,
-                workers=kv_workers,
+                workers=ranks,
                 block_size=runner.block_size,
                 wake=wake,
                 key=group.key,
             )
+
+        step_times = StepTimes()
+        if config.handoff is not None:
+            channel = open_channel(config.handoff, kv_ranks)
             policy = None
             if config.handoff.role == "decode":
                 policy = RemotePrefillPolicy(config.handoff, step_times.by_tokens, channel.quarantined)
@@ -146,31 +146,20 @@ class EngineCore:
             elif config.speculative.method == "suffix":
                 drafter = SuffixDrafter(config.speculative)
             speculator = Speculator(config.speculative, drafter, step_times.drafting.of, model_config.vocab_size)
-        encoder_cache = None
         if (vision := model_config.vision) is not None:
             budget = config.max_num_batched_tokens
             encoder_cache = EncoderCacheManager(
                 config.encoder_cache_size, budget, vision.image_token_id, vision.mm_tokens_per_image
             )
-        image_channel = None
-        if config.encode is not None:
-            from engine.kv_transfer.channel import HandoffChannel
-
-            assert encoder_cache is not None and vision is not None
-            image_channel = HandoffChannel(
-                config.encode,
-                engine_id=engine_id,
-                host=host,
-                workers=image_workers,
-                block_size=runner.block_size,
-                wake=wake,
-                key=group.key,
-            )
-            encoder = encoder_config(model_config)
-            theirs = fingerprint(encoder, folder, runner.dtype, runner.dtype, runner.block_size, config.determinism)
-            encoder_cache.handoffs = ImageHandoffs(
-                image_channel.peer, theirs, vision.image_token_id, len(embeddings), runner.block_size
-            )
+            if config.encode is not None and runner.image_inbox is not None:
+                encoder, dtype = encoder_config(model_config), runner.dtype
+                encoder_cache.handoffs = ImageHandoffs(
+                    open_channel(config.encode, image_ranks),
+                    fingerprint(encoder, folder, dtype, dtype, runner.block_size, config.determinism),
+                    vision.image_token_id,
+                    len(runner.image_inbox),
+                    runner.block_size,
+                )
         scheduler = Scheduler(
             config,
             BlockPool(
@@ -187,9 +176,8 @@ class EngineCore:
         )
         grammars = GrammarCompiler(folder, model_config.vocab_size, scheduler.eos_token_ids)
         return cls(
-            config, model_config, group, runner, scheduler, grammars, step_times, broadcaster, channel, kv_worker,
-            image_channel, image_worker,
-        )  # fmt: skip
+            config, model_config, group, runner, scheduler, grammars, step_times, kv_workers, broadcaster, channel
+        )
 
     def __init__(
         self,
@@ -200,21 +188,20 @@ class EngineCore:
         scheduler: Scheduler,
         grammars: GrammarCompiler,
         step_times: StepTimes,
+        kv_workers: ExitStack,
         broadcaster: PlanBroadcaster | None = None,
         channel: HandoffChannel | None = None,
-        kv_worker: KVTransferWorker | None = None,
-        image_channel: HandoffChannel | None = None,
-        image_worker: KVTransferWorker | None = None,
     ):
         self.config, self.model_config = config, model_config
         self.runner, self.scheduler, self.step_times = runner, scheduler, step_times
         self.max_model_len = scheduler.max_model_len
-        self.handoff_channel, self.image_channel, self._image_worker = channel, image_channel, image_worker
+        self.handoff_channel = channel
+        self.image_handoffs = scheduler.encoder_cache.handoffs if scheduler.encoder_cache is not None else None
         #: The last step found nothing to compute, and the next one will not either unless a command comes or `wake` is
         #: called.
         self.idle = True
         self.last_step_at = time.monotonic()
-        self._group, self._grammars, self._broadcaster, self._kv_worker = group, grammars, broadcaster, kv_worker
+        self._group, self._grammars, self._broadcaster, self._kv_workers = group, grammars, broadcaster, kv_workers
         self._compiling: dict[Request, Compilation] = {}
         self._grammar_compiled = threading.Event()
         self._deadlines: list[tuple[float, int, Request]] = []  # heap of (when, number of arrival, request)
@@ -409,27 +396,20 @@ class EngineCore:
 
     # -- handoffs ------------------------------------------------------------------------------------------
 
-    @property
-    def image_handoffs(self) -> ImageHandoffs | None:
-        return None if self.scheduler.encoder_cache is None else self.scheduler.encoder_cache.handoffs
-
     def _take_handoffs(self) -> list[Event]:
-        images = self.image_handoffs
-        if self.image_channel is not None and images is not None:
-            for event in self.image_channel.events():
-                images.handle(event)
+        if self.image_handoffs is not None:
+            self.image_handoffs.take_events()
         if self.handoff_channel is None:
             return []
         now = time.monotonic()
         return [event for handoff in self.handoff_channel.events() for event in self.scheduler.handle(handoff, now)]
 
     def _submit_handoffs(self) -> None:
-        """Pass on what the scheduler asks of the channel, and of the control actor."""
+        """Pass on what the scheduler asks of the channels, and of the control actor."""
         if self.handoff_channel is not None:
             self._submit(self.handoff_channel, self.scheduler.handoffs.actions)
-        images = self.image_handoffs
-        if self.image_channel is not None and images is not None:
-            self._submit(self.image_channel, images.actions)
+        if self.image_handoffs is not None:
+            self._submit(self.image_handoffs.channel, self.image_handoffs.actions)
 
     def _submit(self, channel: HandoffChannel, actions: list[HandoffOutput]) -> None:
         submitted = []
@@ -493,11 +473,9 @@ class EngineCore:
             self._executor.shutdown(wait=True, cancel_futures=True)
         if self.handoff_channel is not None:  # while the other ranks are there, which may be reading
             self.handoff_channel.close()
-        if self.image_channel is not None:
-            self.image_channel.close()
-        for worker in (self._kv_worker, self._image_worker):
-            if worker is not None:
-                worker.close()
+        if self.image_handoffs is not None:
+            self.image_handoffs.channel.close()
+        self._kv_workers.close()
         if self._broadcaster:
             self._broadcaster.close()
         self._group.close()

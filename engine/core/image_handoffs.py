@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from engine.core.handoffs import HandoffOutput
 from engine.kv_transfer.protocol.actions import OpenHandoff
-from engine.kv_transfer.protocol.events import Failed, HandoffEvent, Received
-from engine.wire.messages import CancelDispatch, DispatchPrefill
+from engine.kv_transfer.protocol.events import Failed, Received
+from engine.wire.messages import CancelDispatch, DispatchPrefill, PrefillReplica
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from engine.wire.plan import ReceivedImage
-from engine.wire.remote_prefill import Peer, RemotePrefillRequest
+from engine.wire.remote_prefill import RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
 
+if TYPE_CHECKING:  # it needs pyzmq
+    from engine.kv_transfer.channel import HandoffChannel
+
 TIMEOUT_S = 10.0  # after which an image that waits in an encode engine is encoded here
+MAX_FAILED = 1000  # images to be encoded here that are remembered; requests that brought them may have ended
+
+Note = Callable[[str], None]  # adds an event to the timeline of a request
 
 
 class ImageHandoffs:
@@ -22,65 +32,96 @@ class ImageHandoffs:
     They arrive in blocks of their own, from which a step copies them into the encoder cache.
     """
 
-    def __init__(self, peer: Peer, fingerprint: str, image_token_id: int, num_blocks: int, block_size: int):
-        """peer: this engine, as encode engines know it. fingerprint: theirs."""
-        self.available = False
-        """Whether an encode engine is up."""
+    def __init__(
+        self, channel: HandoffChannel, fingerprint: str, image_token_id: int, num_blocks: int, block_size: int
+    ):
+        """fingerprint: of encode engines whose embeddings are those of this engine. num_blocks: for embeddings."""
+        self.channel, self.fingerprint = channel, fingerprint
+        #: encode engines that are up
+        self.replicas: list[PrefillReplica] = []
+        #: for the channel and the control actor, oldest first; the caller empties it
         self.actions: list[HandoffOutput] = []
-        self.fingerprint = fingerprint
-        self._peer, self._image_token_id = peer, image_token_id
-        self._block_size, self._free = block_size, list(range(num_blocks))
+        self._image_token_id, self._block_size, self._num_blocks = image_token_id, block_size, num_blocks
+        self._free = list(range(num_blocks))
         self._count = 0
         self._receiving: dict[str, tuple[bytes, list[int]]] = {}  #: hash and blocks by handoff id
-        self._awaited: set[bytes] = set()
-        self._ready: OrderedDict[bytes, list[int]] = OrderedDict()  #: blocks by hash, the oldest first
-        self._failed: set[bytes] = set()  #: to be encoded here
+        self._awaited: set[bytes] = set()  #: their hashes
+        self._ready: OrderedDict[bytes, tuple[list[int], str]] = OrderedDict()
+        """Blocks by hash, the oldest first, and the engine that they come from."""
+        self._failed: dict[bytes, str] = {}  #: to be encoded here, and why
 
-    def awaits(self, image: MultiModalFeatureSpec) -> bool:
+    def awaits(self, image: MultiModalFeatureSpec, note: Note) -> bool:
         """Return whether an encode engine is at work on an image, after asking for it if one can be."""
         key = image.mm_hash
         if key in self._awaited:
             return True
-        if key in self._ready or key in self._failed or not self.available:
+        if key in self._ready or key in self._failed or not self._available():
             return False
         needed = -(-image.num_embeds // self._block_size)
         while len(self._free) < needed and self._ready:
-            self._free += self._ready.popitem(last=False)[1]
+            self._free += self._ready.popitem(last=False)[1][0]
         if len(self._free) < needed:
             return False
         self._open(image, [self._free.pop() for _ in range(needed)])
+        note(f"an image of {image.num_embeds} tokens is to be encoded by an encode engine")
         return True
 
-    def take(self, image: MultiModalFeatureSpec) -> ReceivedImage | None:
+    def has(self, mm_hash: bytes) -> bool:
+        """Return whether an image has come, or an encode engine is at work on it."""
+        return mm_hash in self._awaited or mm_hash in self._ready
+
+    def take(self, image: MultiModalFeatureSpec, note: Note) -> ReceivedImage | None:
         """Return an image that has come, whose blocks are the step's until `release`; None if it is encoded here."""
-        self._failed.discard(image.mm_hash)
-        blocks = self._ready.pop(image.mm_hash, None)
-        return None if blocks is None else ReceivedImage(image.mm_hash, blocks, image.num_embeds)
+        if (reason := self._failed.pop(image.mm_hash, None)) is not None:
+            note(f"an image is encoded here, since no encode engine has: {reason}")
+        if (ready := self._ready.pop(image.mm_hash, None)) is None:
+            return None
+        blocks, engine_id = ready
+        note(f"an image has come from {engine_id}")
+        return ReceivedImage(image.mm_hash, blocks, image.num_embeds)
 
     def release(self, received: list[ReceivedImage]) -> None:
         """End a step, which has copied these."""
         for image in received:
             self._free += image.blocks
 
-    def handle(self, event: HandoffEvent) -> None:
-        """Record the end of a handoff."""
-        if not isinstance(event, Received | Failed):
-            return
-        key, blocks = self._receiving.pop(event.handoff_id)
-        self._awaited.discard(key)
-        if isinstance(event, Received):
-            self._ready[key] = blocks
-        else:
+    def take_events(self) -> None:
+        """Record the ends of handoffs. Raises EngineUnavailable as HandoffChannel.events does."""
+        for event in self.channel.events():
+            if not isinstance(event, Received | Failed):
+                continue
+            key, blocks = self._receiving.pop(event.handoff_id)
+            self._awaited.remove(key)
+            if isinstance(event, Received):
+                self._ready[key] = blocks, next((step.where for step in event.first.timeline), "an encode engine")
+                continue
             self._free += blocks
-            self._failed.add(key)
+            self._failed[key] = event.reason
+            if len(self._failed) > MAX_FAILED:
+                del self._failed[next(iter(self._failed))]
             self.actions.append(CancelDispatch(event.handoff_id))
+
+    def owns(self, handoff_id: str) -> bool:
+        return handoff_id in self._receiving
+
+    def check(self) -> None:
+        """Raise AssertionError if the blocks do not add up, while no step is planned."""
+        held = [blocks for blocks, _ in self._ready.values()] + [blocks for _, blocks in self._receiving.values()]
+        found = sorted([*self._free, *(block for blocks in held for block in blocks)])
+        assert found == list(range(self._num_blocks)), "blocks of images are lost"
+        assert self._awaited == {key for key, _ in self._receiving.values()}, "an image waits for nothing"
+
+    def _available(self) -> bool:
+        quarantined = self.channel.quarantined() if self.replicas else []
+        return any(replica.engine_id not in quarantined for replica in self.replicas)
 
     def _open(self, image: MultiModalFeatureSpec, blocks: list[int]) -> None:
         self._count += 1
+        name, peer = image.mm_hash.hex(), self.channel.peer
         place = PlaceholderRange(0, image.num_embeds)
         request = RemotePrefillRequest(
-            handoff_id=f"{image.mm_hash.hex()}/{self._peer.epoch:x}.{self._count}",
-            request_id=image.mm_hash.hex(),
+            handoff_id=f"{name}/{peer.epoch:x}.{self._count}",
+            request_id=name,
             attempt=1,
             token_ids=[self._image_token_id] * image.num_embeds,
             num_prompt=image.num_embeds,
@@ -89,19 +130,10 @@ class ImageHandoffs:
             cache_salt="",
             skip=0,
             fingerprint=self.fingerprint,
-            decode=self._peer,
+            decode=peer,
             timeout_s=TIMEOUT_S,
-            mm_features=[MultiModalFeatureSpec(data=image.data, mm_hash=image.mm_hash, mm_position=place,
-                                               num_embeds=image.num_embeds)],
-        )  # fmt: skip
+            mm_features=[msgspec.structs.replace(image, mm_position=place)],
+        )
         self._receiving[request.handoff_id] = image.mm_hash, blocks
         self._awaited.add(image.mm_hash)
         self.actions += [OpenHandoff(request, blocks), DispatchPrefill(request, "encode")]
-
-    def owns(self, handoff_id: str) -> bool:
-        return handoff_id in self._receiving
-
-    def check(self, num_blocks: int) -> None:
-        """Raise AssertionError if the blocks do not add up, while no step is planned."""
-        held = [*self._ready.values(), *(blocks for _, blocks in self._receiving.values())]
-        assert sorted([*self._free, *(block for blocks in held for block in blocks)]) == list(range(num_blocks))

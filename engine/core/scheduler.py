@@ -303,7 +303,7 @@ class Scheduler:
             place = image.mm_position
             if start < place.end and place.offset < start + count:
                 is_cut = self.encoder_cache.whole_images and place.end > start + count
-                if is_cut or not self.encoder_cache.take(image):
+                if is_cut or not self.encoder_cache.take(image, request.note):
                     return max(0, place.offset - start)
         return count
 
@@ -382,8 +382,8 @@ class Scheduler:
     def commit(self, result: StepResult, now: float) -> list[Event]:
         """Record the result of the oldest planned step. Returns one event per request that got a token."""
         plan, requests = self.planned.popleft()
-        if plan.received and self.encoder_cache is not None and self.encoder_cache.handoffs is not None:
-            self.encoder_cache.handoffs.release(plan.received)
+        if self.encoder_cache is not None:
+            self.encoder_cache.release(plan.received)
         assert plan.step == result.step, f"step {result.step} came back, step {plan.step} was expected"
         events: list[Event] = []
         columns = zip(requests, plan.starts, plan.counts, result.tokens, result.logprobs, strict=True)

@@ -173,13 +173,13 @@ class EngineServer:
 
     def _hand_over(self, command: Prefill | CancelPrefill | RemotePrefillFailed | PrefillReplicas) -> None:
         channel, images = self._core.handoff_channel, self._core.image_handoffs
-        if images is not None and self._core.image_channel is not None:
+        if images is not None:
             match command:
                 case PrefillReplicas(replicas, "encode"):
-                    images.available = bool(replicas)
+                    images.replicas = replicas
                     return
                 case RemotePrefillFailed(handoff_id) if images.owns(handoff_id):
-                    self._core.image_channel.submit(command)
+                    images.channel.submit(command)
                     return
         if channel is None:
             self._inbox.refuse("unexpected", f"{type(command).__name__}: this engine hands no KV over")
@@ -224,17 +224,18 @@ class EngineServer:
 
     def _send_status(self, now: float) -> None:
         channel, images = self._core.handoff_channel, self._core.image_handoffs
+        channels = [*([channel] if channel else []), *([images.channel] if images else [])]
         status = EngineStatus(
             engine_id=self.engine_id,
             ended=self._ended,
             stats=self._core.stats(),
             last_step_age_s=self._core.last_step_age_s,
             handoffs=channel.stats() if channel else None,
-            live_handoffs=channel.snapshot()[:MAX_LIVE_HANDOFFS] if channel else [],
+            image_handoffs=images.channel.stats() if images else None,
+            live_handoffs=[handoff for channel in channels for handoff in channel.snapshot()][:MAX_LIVE_HANDOFFS],
             fingerprint=self._core.scheduler.handoffs.fingerprint,
             encode_fingerprint=images.fingerprint if images else "",
-            encode_quarantined=self._core.image_channel.quarantined() if self._core.image_channel else [],
-            refused=add_up(REFUSALS.counts(), channel.refused_by_ranks()) if channel else REFUSALS.counts(),
+            refused=add_up(REFUSALS.counts(), *(channel.refused_by_ranks() for channel in channels)),
         )
         self._push(self._status_to, self._encode(status))
         self._ended = []

@@ -136,19 +136,18 @@ class EncoderCache:
         self._width = cfg.hidden_size * (1 + cfg.vision.deepstack)
         self.embedding_bytes = self._width * dtype.itemsize
         self._embeddings: dict[bytes, Tensor] = {}
-        self.inbox: Tensor | None = None
-        """[blocks, layers, 2, 1, block_size, hidden / 2], where embeddings of encode engines come."""
         self._device = model.vision.device
         self._table = rope_table(cfg.rope[0], cfg.head_dim, cfg.max_position_embeddings, dtype, self._device)
         # of the cosines, then of the sines
         self._axes = torch.tensor(2 * cfg.vision.rope_axes, dtype=torch.int64, device=self._device)
 
-    def update(self, plan: StepPlan) -> None:
+    def update(self, plan: StepPlan, inbox: Tensor | None) -> None:
+        """inbox: [blocks, layers, 2, 1, block_size, hidden / 2], where embeddings of encode engines come."""
         for mm_hash in plan.forgotten:
             del self._embeddings[mm_hash]
         for received in plan.received:
-            assert self.inbox is not None
-            rows = self.inbox[received.blocks].permute(0, 4, 1, 2, 3, 5).reshape(-1, self._width)
+            assert inbox is not None
+            rows = inbox[received.blocks].permute(0, 4, 1, 2, 3, 5).reshape(-1, self._width)
             self._embeddings[received.mm_hash] = rows[: received.num_embeds]
         for image in plan.encoded:
             self._embeddings[image.mm_hash] = self._encode(image)

@@ -109,6 +109,9 @@ class ModelRunner:
         self._encoder_cache: EncoderCache | None = None
         if model_config.vision is not None:
             self._encoder_cache = EncoderCache(self.model, model_config, self.dtype)
+        self.image_inbox: Tensor | None = None
+        if config.encode is not None:
+            self.image_inbox = self._allocate_inbox()
         self._pooler = Pooler(model_config, self.model, folder, self.dtype, self.device)
         if config.torch_compile:
             self._compile()
@@ -156,6 +159,15 @@ class ModelRunner:
             self._warm_up()
         elif model_config.head == "lm":
             cpu_sampling()
+
+    def _allocate_inbox(self) -> Tensor:
+        """Return memory for embeddings of encode engines: as many as the encoder cache holds, all on every rank.
+
+        Raises ConfigError for a model that reads text only.
+        """
+        encoder, num_blocks = encoder_config(self.model_config), -(-self.config.encoder_cache_size // self.block_size)
+        device = self.device.torch_device
+        return kv_cache.allocate(num_blocks, encoder, self.block_size, self.dtype, device, TPGroup.single())
 
     def _warm_up(self) -> None:
         """Compute steps of every kind, so that no request waits while a kernel is compiled, and capture the graphs."""
@@ -253,8 +265,7 @@ class ModelRunner:
         sequences = 4 * self.config.max_num_seqs * (longest + -(-longest // self.block_size))  # history, block tables
         threads = CUBLAS_BYTES * (self.tp.size > 1)  # with other ranks, EngineCore launches steps in another thread
         if self._encoder_cache is not None:
-            copies = 1 if self.config.encode is None else 2  # one of them where embeddings arrive
-            activations += copies * self.config.encoder_cache_size * self._encoder_cache.embedding_bytes
+            activations += self.config.encoder_cache_size * self._encoder_cache.embedding_bytes
         logger.info(
             "profiled the largest step: %.2f GiB beside %.2f GiB in use; %.2f GiB are kept for graphs, %.2f for tokens "
             "and block tables",
@@ -303,16 +314,6 @@ class ModelRunner:
             sample(logits, sampling)
         self.device.event().wait()
 
-    def open_inbox(self) -> Tensor:
-        """Return the memory where embeddings of encode engines come: as many as the encoder cache holds, on every rank
-        all of them. Raises ConfigError for a model that reads text only."""
-        encoder, device = encoder_config(self.model_config), self.device.torch_device
-        num_blocks = -(-self.config.encoder_cache_size // self.block_size)
-        inbox = kv_cache.allocate(num_blocks, encoder, self.block_size, self.dtype, device, TPGroup.single())
-        assert self._encoder_cache is not None
-        self._encoder_cache.inbox = inbox
-        return inbox
-
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Build the inputs of `plan`, without any result of the steps before it."""
         return self._inputs.build(plan)
@@ -334,7 +335,7 @@ class ModelRunner:
             for block, start in change.cleared:
                 self.kv_cache[block, :, :, :, start:] = 0
         if self._encoder_cache is not None:
-            self._encoder_cache.update(inputs.plan)
+            self._encoder_cache.update(inputs.plan, self.image_inbox)
         out, size = self._forward(inputs, history), self.model_config.hidden_size
         hidden = out if self.drafter is None else out[:, :size]
         tokens, logprobs = self._sample(hidden, inputs)

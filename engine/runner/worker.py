@@ -7,14 +7,14 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.distributed.plan_broadcast import PlanMessage, PlanReceiver, checksum
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable
-from engine.kv_transfer.transport.ranks import start_kv_worker
-from engine.kv_transfer.transport.worker import KVTransferWorker
+from engine.kv_transfer.transport.ranks import KVWorkerInfo, start_kv_worker
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.runner.model_runner import LaunchedStep, ModelRunner, StepInputs
@@ -33,20 +33,15 @@ class Worker:
     def __init__(self, config: EngineConfig, group: TPGroup, host: str = "127.0.0.1"):
         """host: IP address at which ranks of other engines reach this one."""
         self._group = group
-        with group.starting():
+        with ExitStack() as opened, group.starting():
             folder: Path = engine_folder(config)
             model_config = ModelConfig.from_folder(
                 folder, config.quantization, config.max_model_len, config.language_model_only
             )
             self._runner = ModelRunner(config, model_config, folder, group)
-            self._kv_worker: KVTransferWorker | None = None
-            if config.handoff is not None:
-                cache, heads = self._runner.kv_cache, model_config.num_kv_heads
-                self._kv_worker, _ = start_kv_worker(config.handoff, cache, heads, group, host)
-            self._image_worker: KVTransferWorker | None = None
-            if config.encode is not None:
-                self._image_worker, _ = start_kv_worker(config.encode, self._runner.open_inbox(), 1, group, host)
+            start_kv_workers(self._runner, host, opened)
             self._receiver = PlanReceiver(group)
+            self._kv_workers = opened.pop_all()
         self._stopping = threading.Event()
 
     def run(self) -> None:
@@ -66,9 +61,7 @@ class Worker:
                     sampled[result.step] = checksum(result)
         finally:
             self._stopping.set()
-            for worker in (self._kv_worker, self._image_worker):
-                if worker is not None:
-                    worker.close()
+            self._kv_workers.close()
             self._group.close()
         logger.info("rank ended rank=%d", self._group.rank)
 
@@ -108,3 +101,23 @@ class Worker:
             if isinstance(item, BaseException):
                 raise item
             yield item
+
+
+def start_kv_workers(
+    runner: ModelRunner, host: str, opened: ExitStack
+) -> tuple[list[KVWorkerInfo], list[KVWorkerInfo]]:
+    """Start this rank's KV workers; return those of all ranks for KV, and those for embeddings of images.
+
+    Every rank has to call this, in `group.starting()`. opened: closes what is started. Raises StartupError.
+    """
+    found: list[list[KVWorkerInfo]] = []
+    for config, memory, num_heads in (
+        (runner.config.handoff, runner.kv_cache, runner.model_config.num_kv_heads),
+        (runner.config.encode, runner.image_inbox, 1),
+    ):
+        found.append([])
+        if config is not None and memory is not None:
+            worker, found[-1] = start_kv_worker(config, memory, num_heads, runner.tp, host)
+            opened.callback(worker.close)
+    kv, images = found
+    return kv, images

@@ -25,7 +25,7 @@ from engine.wire.remote_prefill import RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.timeline import TimelineEvent
 
-PeerPool = Literal["prefill", "encode"]
+PeerPool = Literal["prefill", "encode"]  # of engines that compute for others
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LIVE_HANDOFFS = 200  # per status
 SUBSCRIPTION_S = 30.0
@@ -232,16 +232,20 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """0 when there is nothing to compute."""
     handoffs: HandoffStats | None = None
     """None without `EngineConfig.handoff`."""
+    image_handoffs: HandoffStats | None = None
+    """Those with encode engines; None without `EngineConfig.encode`."""
     live_handoffs: list[HandoffInfo] = []
     """The newest handoffs in flight, at most MAX_LIVE_HANDOFFS of them."""
     fingerprint: str = ""
     """Equal in engines that can hand KV over to each other; empty without `handoff`."""
     encode_fingerprint: str = ""
     """That of encode engines which can hand images over to this one; empty without `encode`."""
-    encode_quarantined: list[str] = []
-    """Ids of encode engines that should get no images for now."""
     refused: dict[str, dict[str, int]] = {}
     """What the sockets of its ranks have refused, by socket and reason (engine/distributed/refusals.py)."""
+
+    def with_pool(self, pool: PeerPool) -> tuple[str, HandoffStats | None]:
+        """Return the fingerprint of the engines of a pool that can compute for this one, and the handoffs with them."""
+        return (self.encode_fingerprint, self.image_handoffs) if pool == "encode" else (self.fingerprint, self.handoffs)
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):

@@ -22,7 +22,7 @@ from deployments.openai.served_model import ModelInfo, ServedModel
 from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
-from engine.wire.messages import EngineStats, GenerateRequest, TokenBatch, TokenDelta, TokenLogprob
+from engine.wire.messages import EngineStats, GenerateRequest, PeerPool, TokenBatch, TokenDelta, TokenLogprob
 from tests.deployments.fake_api import ALL_TASKS, MAX_MODEL_LEN, tokenizer
 from tests.deployments.replicas.mortal_pool import LIMITS
 from tests.engine_stats import engine_stats
@@ -77,8 +77,8 @@ class StagedPool:
     async def statuses(self) -> list[ReplicaStatus]:
         return [self._status(name) for name in self.decode]
 
-    async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return [self._status(PREFILL)]
+    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
+        return {"prefill": [self._status(PREFILL)]}
 
     async def asleep(self) -> bool:
         return False

@@ -29,7 +29,7 @@ from deployments.replicas.pools import ReplicaStatus
 from deployments.storage.config import StoreConfig
 from engine.errors import EngineUnavailable
 from engine.text.tokenizer import Tokenizer
-from engine.wire.messages import GenerateRequest
+from engine.wire.messages import GenerateRequest, PeerPool
 from engine.wire.pooling_params import SupportedTasks
 from tests.fake_engine import FakeEngine, Script
 from tests.models import make_tokenizer
@@ -67,8 +67,8 @@ class LocalPool:
     async def reset_prefix_cache(self) -> None:
         self._replica.reset_prefix_cache()
 
-    async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return []
+    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
+        return {}
 
 
 @dataclass(slots=True)

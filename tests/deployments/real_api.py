@@ -36,6 +36,7 @@ from engine.errors import EngineUnavailable
 from engine.model.checkpoint.folder import has_image_processor
 from engine.model.config import ModelConfig
 from engine.text.tokenizer import Tokenizer
+from engine.wire.messages import PeerPool
 from engine.wire.remote_prefill import RemotePrefillRequest
 from tests.deployments.fake_api import LocalPool, until
 from tests.scrape import Scrape
@@ -104,8 +105,8 @@ class LocalPools(LocalPool):
         super().__init__(replica)
         self._prefill = prefill
 
-    async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return await self._prefill.statuses()
+    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
+        return {"prefill": await self._prefill.statuses()}
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 import { sparkline } from "./charts.js";
 import { h, keep, setText, svg } from "./dom.js";
 import { bytes, count, duration, percent, rate, shortName, time } from "./format.js";
-import { received, sum } from "./rates.js";
+import { received, replicasOf, ROLES, sum } from "./rates.js";
 
 const MAX_EVENTS = 30;
 
@@ -63,7 +63,7 @@ function makeModel({ model }) {
     ),
     h(
       "div", { class: "pools" },
-      ...["prefill", "decode"].map((role) =>
+      ...ROLES.map((role) =>
         h("div", { class: "pool", "data-role": role }, h("h2", {}, ""), h("div", { class: "replicas" }))
       ),
       svg(
@@ -76,8 +76,8 @@ function makeModel({ model }) {
 }
 
 function updateModel(element, model, state, rates) {
-  const { decode, prefill } = model;
-  const all = [...decode, ...prefill];
+  const { decode } = model;
+  const all = replicasOf(model);
   const set = (name, text) => setText(element.querySelector(`[data-figure="${name}"]`), text);
   const queried = sum(decode, (r) => r.stats.prefix_queried_tokens);
   set("output", rate(sum(decode, (r) => rates.of(r).output)));
@@ -89,10 +89,11 @@ function updateModel(element, model, state, rates) {
     h("dt", {}, "Tokens out, last minutes"), h("dd", {}, sparkline(rates.history.get(model.model) ?? []))
   );
   const pools = element.querySelector(".pools");
-  pools.classList.toggle("one", !prefill.length);
-  for (const [role, replicas] of [["prefill", prefill], ["decode", decode]]) {
+  pools.classList.toggle("one", !model.prefill.length);
+  for (const role of ROLES) {
     const pool = pools.querySelector(`[data-role="${role}"]`);
-    pool.hidden = role === "prefill" && !replicas.length;
+    const replicas = model[role];
+    pool.hidden = role !== "decode" && !replicas.length;
     setText(pool.querySelector("h2"), poolTitle(role, replicas, model));
     keep(pool.querySelector(".replicas"), replicas, (r) => r.engine_id, makeReplica, (card, replica) =>
       updateReplica(card, replica, rates.of(replica), role)
@@ -103,7 +104,7 @@ function updateModel(element, model, state, rates) {
 function poolTitle(role, replicas, { asleep, prefill }) {
   if (asleep) return "Asleep: the next request starts a replica";
   const number = `${replicas.length} replica${replicas.length === 1 ? "" : "s"}`;
-  if (role === "prefill") return `Prefill: ${number}`;
+  if (role !== "decode") return `${role === "encode" ? "Encode" : "Prefill"}: ${number}`;
   return prefill.length ? `Decode: ${number}` : `${number} for prefill and decode`;
 }
 

@@ -1,5 +1,7 @@
 // Rates made of totals: what changed between two states of the cluster.
 
+export const ROLES = ["encode", "prefill", "decode"]; // in the order in which they work for a request
+
 const HISTORY = 90; // states, so three minutes
 const MIN_S = 0.5; // between two states that make a rate
 const OLDER_S = 5; // a stream may begin with the state that was seen last, or with a little older one of another ingress
@@ -33,7 +35,8 @@ export class Rates {
   }
 }
 
-export const allReplicas = (state) => state.models.flatMap((model) => [...model.decode, ...model.prefill]);
+export const replicasOf = (model) => ROLES.flatMap((role) => model[role]);
+export const allReplicas = (state) => state.models.flatMap(replicasOf);
 export const sum = (items, of) => items.reduce((total, item) => total + of(item), 0);
 
 export function received(replica) {

@@ -25,11 +25,11 @@ def state(at: float, tokens: int, *, asleep: bool = False) -> ClusterState:
         prefix_queried_tokens=8,
         prefix_hit_tokens=2,
     )
-    status = ReplicaStatus.of(EngineStatus(engine_id="decode-m-a1", ended=[], stats=stats, last_step_age_s=0.0), None)
+    status = ReplicaStatus.of(EngineStatus(engine_id="decode-m-a1", ended=[], stats=stats, last_step_age_s=0.0), {})
     change = ScalingChange(at=3.0, model="m", pool="decode", before=1, after=2, reason="itl", desired=2, inputs={})
     return ClusterState(
         at=at,
-        models=[ModelReplicas("m", [] if asleep else [status], [], asleep)],
+        models=[ModelReplicas("m", [] if asleep else [status], [], [], asleep)],
         waiting={"m": 7},
         requests=[SequenceTimeline(request_id="[bold]r[/bold]", model="m", prompt_tokens=9, arrived_at=0.0, replays=1)],
         events=[ClusterEvent(2.0, "gone", "m", "decode-m-b2")],

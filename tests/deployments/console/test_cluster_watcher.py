@@ -14,7 +14,7 @@ from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
 from engine.errors import EngineUnavailable
 from engine.wire.histogram import SECONDS, Histogram
-from engine.wire.messages import EngineStatus
+from engine.wire.messages import EngineStatus, PeerPool
 from engine.wire.timeline import TimelineEvent
 from tests.engine_stats import engine_stats
 
@@ -34,10 +34,10 @@ class FakePool:
             raise EngineUnavailable("none is up")
         stats = engine_stats(histograms={"inter_token_latency_seconds": Histogram.over(SECONDS)})
         found = [EngineStatus(engine_id=name, ended=["r"], stats=stats, last_step_age_s=0.0) for name in self.up]
-        return [ReplicaStatus.of(status, None) for status in found]
+        return [ReplicaStatus.of(status, {}) for status in found]
 
-    async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return []
+    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
+        return {}
 
     async def asleep(self) -> bool:
         return False

@@ -14,7 +14,7 @@ from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
-from engine.wire.messages import GenerateRequest
+from engine.wire.messages import GenerateRequest, PeerPool
 from engine.wire.sampling_params import SamplingParams, ThinkingBudget
 from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.deployments.fake_api import until
@@ -75,8 +75,8 @@ class UnsurePool:
     async def asleep(self) -> bool:
         return False
 
-    async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return []
+    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
+        return {}
 
 
 def request(**params: Any) -> GenerateRequest:

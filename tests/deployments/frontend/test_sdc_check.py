@@ -26,7 +26,7 @@ from deployments.replicas.pools import ReplicaStatus
 from engine.config import EngineConfig
 from engine.core.server import EngineServer
 from engine.errors import EngineUnavailable
-from engine.wire.messages import GenerateRequest
+from engine.wire.messages import GenerateRequest, PeerPool
 from engine.wire.sampling_params import SamplingParams
 from tests.deployments.fake_api import tokenizer, until
 from tests.engine_sockets import ServerThread
@@ -56,8 +56,8 @@ class Replicas:
 
     async def reset_prefix_cache(self) -> None: ...
 
-    async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return []
+    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
+        return {}
 
 
 class Serving:

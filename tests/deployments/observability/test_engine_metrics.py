@@ -13,7 +13,7 @@ from deployments.replicas.pools import ReplicaStatus
 from engine.core.stats import RequestMetrics
 from engine.errors import EngineUnavailable
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
-from engine.wire.messages import EngineStatus, GenerateRequest, SpecDecodeStats
+from engine.wire.messages import EngineStatus, GenerateRequest, PeerPool, SpecDecodeStats
 from tests.deployments.replicas.fake_prefill import status
 
 STATS = HandoffStats(
@@ -40,15 +40,26 @@ def series(*statuses: EngineStatus) -> dict[tuple[str, ...], float]:
 
 def test_handoffs_are_counted_by_result_phase_and_transport():
     found = series(msgspec.structs.replace(status("decode-m-1"), handoffs=STATS))
-    assert found["manta_handoffs_total", "received", ""] == 7
-    assert found["manta_handoffs_total", "failed", "silent"] == 1
-    assert found["manta_handoff_phase_seconds_sum", "compute"] == 3.5
-    assert found["manta_handoff_phase_seconds_count", "compute"] == 7
-    assert found["manta_handoff_bytes_total", "nixl"] == 100
-    assert found["manta_handoff_overlap_ratio",] == 0.25
-    assert found["manta_handoff_lease_expiries_total",] == 1
-    assert found["manta_handoffs_live",] == 2
-    assert found["manta_handoff_resting_peers",] == 1
+    assert found["manta_handoffs_total", "prefill", "received", ""] == 7
+    assert found["manta_handoffs_total", "prefill", "failed", "silent"] == 1
+    assert found["manta_handoff_phase_seconds_sum", "prefill", "compute"] == 3.5
+    assert found["manta_handoff_phase_seconds_count", "prefill", "compute"] == 7
+    assert found["manta_handoff_bytes_total", "prefill", "nixl"] == 100
+    assert found["manta_handoff_overlap_ratio", "prefill"] == 0.25
+    assert found["manta_handoff_lease_expiries_total", "prefill"] == 1
+    assert found["manta_handoffs_live", "prefill"] == 2
+    assert found["manta_handoff_resting_peers", "prefill"] == 1
+
+
+def test_handoffs_of_images_are_told_apart_by_the_pool_on_both_sides():
+    decode = msgspec.structs.replace(status("decode-m-1"), handoffs=STATS, image_handoffs=HandoffStats(live=3))
+    encode = msgspec.structs.replace(status("encode-m-1"), handoffs=HandoffStats(live=4))
+    metrics = list(handoff_metrics([(["m", "decode-m-1"], decode)], [(["m", "encode-m-1"], encode)]))
+    (live,) = [metric for metric in metrics if metric.name == "manta_handoffs_live"]
+    found = {(sample.labels["engine"], sample.labels["pool"]): sample.value for sample in live.samples}
+    assert found == {("decode-m-1", "prefill"): 2, ("decode-m-1", "encode"): 3, ("encode-m-1", "encode"): 4}
+    (blocks,) = [metric for metric in metrics if metric.name == "manta_kv_blocks"]
+    assert {sample.labels["engine"] for sample in blocks.samples} == {"decode-m-1", "encode-m-1"}
 
 
 def test_blocks_of_all_states_add_up_to_all_blocks():
@@ -109,8 +120,8 @@ class Pool:
     async def asleep(self) -> bool:
         return False
 
-    async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return self._prefill
+    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
+        return {"prefill": self._prefill}
 
 
 def with_handoff(engine_id: str, age_s: float) -> ReplicaStatus:
@@ -123,7 +134,7 @@ def with_handoff(engine_id: str, age_s: float) -> ReplicaStatus:
         age_s=age_s,
         deadline_s=4.0,
     )
-    return ReplicaStatus.of(msgspec.structs.replace(status(engine_id), live_handoffs=[info]), None)
+    return ReplicaStatus.of(msgspec.structs.replace(status(engine_id), live_handoffs=[info]), {})
 
 
 def test_live_handoffs_of_both_pools_are_listed_oldest_first():

@@ -11,7 +11,7 @@ from deployments.observability.telemetry import Telemetry
 from deployments.observability.timeline import SequenceTimeline
 from deployments.observability.totals import TotalsLog
 from deployments.replicas.pools import ReplicaStatus
-from engine.wire.messages import EngineStatus
+from engine.wire.messages import EngineStatus, PeerPool
 from tests.deployments.fake_api import until
 from tests.engine_stats import engine_stats
 
@@ -25,10 +25,10 @@ class FakePool:
 
     async def statuses(self) -> list[ReplicaStatus]:
         self.asked += 1
-        return [ReplicaStatus.of(EngineStatus(engine_id="e", ended=[], stats=self.stats, last_step_age_s=0.0), None)]
+        return [ReplicaStatus.of(EngineStatus(engine_id="e", ended=[], stats=self.stats, last_step_age_s=0.0), {})]
 
-    async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return []
+    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
+        return {}
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from deployments.pooling.shared_call import SharedCall
 from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
-from engine.wire.messages import GenerateRequest
+from engine.wire.messages import GenerateRequest, PeerPool
 from tests.deployments.fake_api import until
 
 
@@ -30,8 +30,8 @@ class Pool:
     async def asleep(self) -> bool:
         return False
 
-    async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return []
+    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
+        return {}
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:

@@ -26,6 +26,7 @@ from engine.errors import EngineUnavailable, ServingError
 from engine.wire.messages import (
     ErrorInfo,
     GenerateRequest,
+    PeerPool,
     TokenBatch,
     TokenDelta,
     TokenLogprob,
@@ -97,8 +98,8 @@ class MortalPool:
     async def asleep(self) -> bool:
         return False
 
-    async def prefill_statuses(self) -> list[ReplicaStatus]:
-        return []
+    async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
+        return {}
 
     def close(self) -> None:
         self._socket.close(linger=0)

@@ -16,9 +16,9 @@ def image(name: str, num_embeds: int, offset: int = 0, length: int | None = None
 
 def step(manager: EncoderCacheManager, *images: MultiModalFeatureSpec) -> tuple[list[bool], list[str], list[str]]:
     """Take images for a step; return which it finds, which it encodes, and which it drops."""
-    taken = [manager.take(one) for one in images]
+    taken = [manager.take(one, print) for one in images]
     manager.check()
-    encoded, forgotten = manager.take_changes()
+    encoded, forgotten, _ = manager.take_changes()
     return taken, [one.mm_hash.decode() for one in encoded], [name.decode() for name in forgotten]
 
 
