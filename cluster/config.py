@@ -241,10 +241,14 @@ class ModelSection(Section):
             raise ConfigError(f"{path}.{self._section(role, 'block_size')}block_size", sizes[role], limit)
 
     def _check_encode(self, path: str) -> None:
+        assert self.encode is not None
         encode, decode = self.engine_config("encode"), self.engine_config()
         if encode.tensor_parallel != 1:
             limit = "1: every rank would encode all images"
             raise ConfigError(f"{path}.encode.engine.tensor_parallel", encode.tensor_parallel, limit)
+        if not self.encode.bounds[0]:
+            limit = "at least 1: other engines encode images while there is none, so nothing would start one"
+            raise ConfigError(f"{path}.encode.min_replicas", 0, limit)
         for key in ALIKE:
             value, wanted = getattr(encode, key), getattr(decode, key)
             if value != wanted:

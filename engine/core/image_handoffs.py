@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -104,9 +104,10 @@ class ImageHandoffs:
     def owns(self, handoff_id: str) -> bool:
         return handoff_id in self._receiving
 
-    def check(self) -> None:
-        """Raise AssertionError if the blocks do not add up, while no step is planned."""
+    def check(self, planned: Iterable[ReceivedImage] = ()) -> None:
+        """Raise AssertionError if the blocks do not add up. planned: images of steps that have not ended."""
         held = [blocks for blocks, _ in self._ready.values()] + [blocks for _, blocks in self._receiving.values()]
+        held += [image.blocks for image in planned]
         found = sorted([*self._free, *(block for blocks in held for block in blocks)])
         assert found == list(range(self._num_blocks)), "blocks of images are lost"
         assert self._awaited == {key for key, _ in self._receiving.values()}, "an image waits for nothing"

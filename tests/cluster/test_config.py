@@ -157,6 +157,17 @@ def test_without_a_prefill_section_an_engine_hands_nothing_over():
     assert model.engine_config().handoff is None
 
 
+def test_images_of_prefill_and_decode_engines_are_encoded_by_an_encode_pool():
+    section = {**MODEL, "engine": {"tensor_parallel": 2, "dtype": "float32"}, "prefill": {}, "encode": {}}
+    (model,) = AppConfig.parse({"models": [section]}).models
+    decode, prefill, encode = (model.engine_config(role) for role in ("decode", "prefill", "encode"))
+    assert decode.encode == prefill.encode == HandoffConfig(role="decode") and encode.encode is None
+    assert (encode.handoff.role, encode.tensor_parallel, encode.dtype) == ("encode", 1, "float32")
+    (model,) = AppConfig.parse({"models": [{**MODEL, "encode": {}, "handoff": {"lease_s": 9}}]}).models
+    assert list(model.pools) == ["decode", "encode"]
+    assert model.engine_config().handoff is None and model.engine_config().encode.lease_s == 9
+
+
 @pytest.mark.parametrize(
     ("args", "parts"),
     [
@@ -204,7 +215,23 @@ def test_without_a_prefill_section_an_engine_hands_nothing_over():
             {"models": [{**MODEL, "decode": {"engine": {"block_size": 32}}, "prefill": {}}]},
             ["models[0].engine.block_size", "that of the decode pool (32)", "got 16"],
         ),
-        ({"models": [{**MODEL, "handoff": {"policy": "auto"}}]}, ["models[0].prefill", "given"]),
+        ({"models": [{**MODEL, "handoff": {"policy": "auto"}}]}, ["models[0].prefill", "given, or `encode`"]),
+        (
+            {"models": [{**MODEL, "encode": {"engine": {"tensor_parallel": 2}}}]},
+            ["models[0].encode.engine.tensor_parallel must be 1", "got 2"],
+        ),
+        (
+            {"models": [{**MODEL, "encode": {"min_replicas": 0, "max_replicas": 2}}]},
+            ["models[0].encode.min_replicas must be at least 1"],
+        ),
+        (
+            {"models": [{**MODEL, "encode": {"engine": {"dtype": "float32"}}}]},
+            ["models[0].encode.engine.dtype must be that of the decode pool (auto)", "got 'float32'"],
+        ),
+        (
+            {"models": [{**MODEL, "decode": {"engine": {"determinism": "strict"}}, "encode": {}}]},
+            ["models[0].engine.determinism must be that of the decode pool (strict)", "got None"],
+        ),
         (
             {"models": [{**MODEL, "prefill": {}, "handoff": {"transport": "udp"}}]},
             ["models[0].handoff.transport", "nixl"],

@@ -71,6 +71,20 @@ def test_sequences_scale_the_pool_that_decodes_them():
     assert decisions["prefill"].replicas == 1
 
 
+def test_images_scale_the_encode_pool_and_leave_prompts_to_the_others():
+    busy = ReplicaLoad(prefill_tokens_per_s=900, prefills_per_s=9, queued_tokens=500, costs=COSTS)
+
+    def decide(**loads: ReplicaLoad) -> dict[str, tuple[int, str]]:
+        pools = {role: PoolLoad(target_replicas=1, running_replicas=1, replicas=[load]) for role, load in loads.items()}
+        scaler = ModelScaler(Slo(ttft_ms=1000, itl_ms=50), {role: limits() for role in pools})
+        return {role: (one.replicas, one.reason) for role, one in scaler.decide(pools, 1.0).items()}
+
+    more = (2, "ttft")
+    assert decide(encode=busy, decode=busy) == {"encode": more, "decode": more}, "decode engines compute their prompts"
+    decisions = decide(encode=busy, prefill=busy, decode=busy)
+    assert decisions["encode"] == decisions["prefill"] == more and decisions["decode"][0] == 1
+
+
 def test_prompts_that_the_prefill_pool_had_no_room_for_count_for_it():
     spilling = ReplicaLoad(prefill_tokens_per_s=600, prefills_per_s=6, spilled_fraction=1.0, costs=COSTS)
     busy = ReplicaLoad(prefill_tokens_per_s=600, prefills_per_s=6, costs=COSTS)
