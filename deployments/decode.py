@@ -20,10 +20,10 @@ from placement.spec import GroupSpec
 
 class Decode(EngineDeployment):
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle] | None = None
+        self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle]
     ):
         """peers: the deployments that may compute prompts for this one, and encode images."""
-        pools = {kind: ServePrefillPool(handle, config.shared_block_size) for kind, handle in (peers or {}).items()}
+        pools = {kind: ServePrefillPool(peer, config.shared_block_size) for kind, peer in peers.items()}
         async with self._starting():
             await self._start_engine(config, spec, pools)
             if "prefill" in pools:

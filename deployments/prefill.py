@@ -1,4 +1,5 @@
-"""The prefill deployment: replicas that compute prompts for decode replicas. KV goes from rank to rank, not here."""
+"""Prefill and encode deployments: replicas that compute prompts or images for others. KV goes from rank to rank, not
+here."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from placement.spec import GroupSpec
 
 class Prefill(EngineDeployment):
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle] | None = None
+        self, config: EngineConfig, spec: GroupSpec, peers: dict[PeerPool, DeploymentHandle]
     ):
         """peers: the deployment that may encode images for this one."""
-        pools = {kind: ServePrefillPool(handle, config.shared_block_size) for kind, handle in (peers or {}).items()}
+        pools = {kind: ServePrefillPool(peer, config.shared_block_size) for kind, peer in peers.items()}
         async with self._starting():
             await self._start_engine(config, spec, pools)
 

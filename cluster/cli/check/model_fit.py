@@ -18,6 +18,8 @@ from engine.errors import ConfigError, OutOfMemory
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.loader import tensors_by_file
+from engine.model.models.embedding_store import encoder_config
+from engine.model.tensor_names import is_of_text
 from engine.runner import kv_cache
 from placement.capacity import Node, can_grow, missing
 
@@ -60,9 +62,10 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
     topic, pool, engine = f"{role} of {model.name}", model.pools[role], model.engine_config(role)
     folder = engine_folder(engine)
     shape = ModelConfig.from_folder(folder)
+    shape = encoder_config(shape) if role == "encode" else shape
     dtype = getattr(torch, shape.dtype if engine.dtype == "auto" else engine.dtype)
     on_gpu = pool.num_gpus > 0 and engine.device != "cpu"
-    weights = weight_bytes(folder, dtype) // engine.tensor_parallel
+    weights = weight_bytes(folder, dtype, with_text=role != "encode") // engine.tensor_parallel
     quantized = " before they are quantized" if engine.quantization is not None else ""
     yield Finding("ok", topic, f"about {weights / GIB:.2f} GiB of weights per rank, in {str(dtype)[6:]}{quantized}")
     if here and (torch.cuda.is_available() or not on_gpu):
@@ -95,12 +98,15 @@ def check_kv_cache(
     return Finding("ok", topic, message)
 
 
-def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Return the bytes of the whole model once it is loaded in `dtype`, from the headers of its files."""
+def weight_bytes(folder: Path, dtype: torch.dtype, *, with_text: bool = True) -> int:
+    """Return the bytes of the whole model once it is loaded in `dtype`, from the headers of its files.
+
+    with_text: whether the language model counts; without it what encodes images does.
+    """
     total = 0
     for file, names in tensors_by_file(folder).items():
         with safe_open(file, framework="pt") as tensors:
-            for part in (tensors.get_slice(name) for name in names):
+            for part in (tensors.get_slice(name) for name in names if with_text or not is_of_text(name)):
                 count = torch.Size(part.get_shape()).numel()
                 total += count * (dtype.itemsize if part.get_dtype() in CONVERTED else 1)
     return total
