@@ -38,7 +38,7 @@ def option(default: T, help: str, **flag: Any) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffConfig:
-    """Options of an engine in one of two pools: one computes prompts for the other (docs/handoff.md)."""
+    """Options of an engine in one of several pools: some compute prompts or images for others (docs/handoff.md)."""
 
     role: Literal["prefill", "decode", "encode"] = field(
         metadata={
@@ -235,7 +235,7 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = option(
         None, "Speculative decoding, as a JSON object of vLLM's keys (docs/speculative_decoding.md)."
     )
-    handoff: HandoffConfig | None = option(None, "Options of an engine that takes part in handoffs, in either role.")
+    handoff: HandoffConfig | None = option(None, "Options of an engine that takes part in handoffs, in any role.")
     encode: HandoffConfig | None = option(
         None, "Options of handoffs of images, in an engine whose images encode engines may encode."
     )

@@ -47,7 +47,7 @@ class FakeEngine:
     script: the answer to a request, up to EOS or to whatever else is its last token; the default repeats the prompt.
     paused: set it, and no step is computed; requests that come then tell that they are queued.
     silent: set it, and no status is sent.
-    refusal: if given, the answer to new requests. step_age_s, fingerprint, quarantined: what it reports of itself.
+    refusal: if given, the answer to new requests. step_age_s, fingerprints, quarantined: what it reports of itself.
     prefill_requests: that it was given, and ended unless paused. told: what became of those that it gave.
     """
 
@@ -59,7 +59,9 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.stopped: list[str] = []
         self.fingerprint = ""
+        self.encode_fingerprint = ""
         self.quarantined: list[str] = []
+        self.quarantined_encode: list[str] = []
         self.prefill_requests: list[RemotePrefillRequest] = []
         self.cancelled: list[str] = []
         self.resets = 0
@@ -182,7 +184,9 @@ class FakeEngine:
             stats=stats,
             last_step_age_s=self.step_age_s,
             handoffs=HandoffStats(quarantined=self.quarantined),
+            image_handoffs=HandoffStats(quarantined=self.quarantined_encode),
             fingerprint=self.fingerprint,
+            encode_fingerprint=self.encode_fingerprint,
         )
         self._ended = []
         self._status.send(msgspec.msgpack.encode(status))

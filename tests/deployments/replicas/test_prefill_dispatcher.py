@@ -12,18 +12,29 @@ from deployments.replicas import prefill_dispatcher
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.engine_replica import EngineReplica
 from engine.errors import EngineUnavailable, Overloaded, ServingError
-from engine.wire.messages import CancelDispatch, DispatchPrefill, PrefillReplicas, RemotePrefillFailed
+from engine.wire.messages import (
+    CancelDispatch,
+    DispatchPrefill,
+    PeerPool,
+    PrefillReplica,
+    PrefillReplicas,
+    RemotePrefillFailed,
+)
 from tests.deployments.fake_api import until
 from tests.deployments.replicas.fake_prefill import FakePrefillPool, make_prefill_request, status
 from tests.deployments.replicas.test_engine_replica import run
 from tests.fake_engine import FakeEngine
+from tests.refused import Refused
 
 
 @asynccontextmanager
-async def decode_with(pool: FakePrefillPool) -> AsyncGenerator[tuple[EngineReplica, FakeEngine]]:
-    replica = EngineReplica("127.0.0.1", peers={"prefill": pool})
+async def decode_with(
+    pool: FakePrefillPool, encode: FakePrefillPool | None = None
+) -> AsyncGenerator[tuple[EngineReplica, FakeEngine]]:
+    peers: dict[PeerPool, FakePrefillPool] = {"prefill": pool} | ({"encode": encode} if encode else {})
+    replica = EngineReplica("127.0.0.1", peers=peers)
     engine = FakeEngine(replica.status_to)
-    engine.fingerprint = "f"
+    engine.fingerprint, engine.encode_fingerprint = "f", "g"
     replica.connect(engine.address)
     task = asyncio.create_task(replica.run())
     try:
@@ -105,6 +116,46 @@ def test_prefill_request_asks_to_avoid_engines_that_do_not_fit_or_whose_link_has
                 return ["p3", "p1"] in pool.avoided.values()
 
             await until(avoided)
+
+    run(scenario())
+
+
+def test_images_go_to_the_encode_engines_that_fit(monkeypatch):
+    monkeypatch.setattr(prefill_dispatcher, "POLL_INTERVAL_S", 0.01)
+
+    async def scenario() -> None:
+        pool, encode = (
+            FakePrefillPool(status("p1")),
+            FakePrefillPool(status("e1", "g"), status("e2", "g"), status("e3")),
+        )
+        async with decode_with(pool, encode) as (replica, engine):
+            engine.quarantined, engine.quarantined_encode = ["p1"], ["e2"]
+            fitting = PrefillReplicas([PrefillReplica.of(found) for found in encode.found[:2]], "encode")
+            await until(lambda: fitting in engine.told)
+            await until(lambda: replica.status().image_handoffs.quarantined)
+            looks = iter(range(1, 100))
+
+            def avoided() -> bool:
+                engine.notify(DispatchPrefill(make_prefill_request(f"h{next(looks)}"), "encode"))
+                return ["e3", "e2"] in encode.avoided.values()
+
+            await until(avoided)
+            assert not pool.avoided
+            engine.notify(CancelDispatch("h1"))
+            await until(lambda: encode.cancelled == ["h1"])
+            assert set(replica.status().routing) == {"prefill", "encode"}
+
+    run(scenario())
+
+
+def test_an_image_is_refused_where_there_is_no_encode_pool():
+    async def scenario() -> None:
+        pool = FakePrefillPool(status("p1"))
+        refused = Refused("engine_notices", "unexpected")
+        async with decode_with(pool) as (_, engine):
+            engine.notify(DispatchPrefill(make_prefill_request(), "encode"))
+            await until(lambda: refused.count == 1)
+            assert not pool.avoided
 
     run(scenario())
 

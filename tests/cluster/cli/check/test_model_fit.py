@@ -18,6 +18,7 @@ from cluster.config import AppConfig
 from engine.runner.kv_cache import GIB
 from placement.capacity import Node
 from tests.models import make_model
+from tests.vision_models import make_vision_chat_model
 
 
 def levels(findings: list[Finding]) -> dict[str, str]:
@@ -111,3 +112,12 @@ def test_model_or_cache_that_does_not_fit_into_memory_is_a_problem(folder: Path,
     )
     monkeypatch.setattr("engine.runner.kv_cache.free_host_bytes", lambda: 0)
     assert any("do not fit into memory" in line for line in told(config(folder)))
+
+
+def test_an_encode_engine_loads_what_encodes_images_and_keeps_embeddings(tmp_path):
+    folder = make_vision_chat_model(tmp_path)
+    engine = {"block_size": 16, "dtype": "float32", "max_model_len": 256}
+    found = list(check_models(config(folder, encode={}, engine=engine), [Node({"CPU": 4.0}, {})], here=True))
+    assert levels(found) == {"decode of tiny": "ok", "encode of tiny": "ok", "all replicas": "ok"}
+    whole, encoder = (weight_bytes(folder, torch.float32, with_text=flag) for flag in (True, False))
+    assert 0 < encoder < whole
