@@ -267,7 +267,7 @@ class ImageHandoffsMachine(RuleBasedStateMachine):
 
 
 TestImageHandoffs = ImageHandoffsMachine.TestCase
-TestImageHandoffs.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
+TestImageHandoffs.settings = settings(max_examples=examples(100), stateful_step_count=40)
 
 
 def test_images_that_failed_and_that_nobody_needs_any_more_are_forgotten():
