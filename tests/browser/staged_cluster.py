@@ -37,6 +37,7 @@ class StagedPool:
     text: str = "An ocean is a very large body of salt water. " * 3
     token_s: float = 0.02
     decode: list[str] = field(default_factory=lambda: ["decode-m-a1", "decode-m-b2"])
+    encode: list[str] = field(default_factory=list)
     handoffs: list[HandoffInfo] = field(default_factory=list)
     received: int = 0
     prompts: list[list[int]] = field(default_factory=list)  #: of all requests
@@ -78,7 +79,7 @@ class StagedPool:
         return [self._status(name) for name in self.decode]
 
     async def peer_statuses(self) -> dict[PeerPool, list[ReplicaStatus]]:
-        return {"prefill": [self._status(PREFILL)]}
+        return {"prefill": [self._status(PREFILL)], "encode": [self._status(name) for name in self.encode]}
 
     async def asleep(self) -> bool:
         return False

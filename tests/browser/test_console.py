@@ -161,13 +161,23 @@ def test_a_handoff_is_an_arrow_from_prefill_to_decode(stage, page):
     expect(page.locator(".arrows")).to_contain_text("3 handed over", timeout=SLOW_MS)
 
 
+def test_an_encode_pool_stands_above_the_others(stage, page):
+    page.goto(f"{stage.url}#cluster")
+    expect(page.locator('[data-role="prefill"] h2')).to_have_text("Prefill: 1 replica", timeout=SLOW_MS)
+    expect(page.locator('[data-role="encode"]')).to_be_hidden()
+    stage.pool.encode = ["encode-m-e1"]
+    expect(page.locator('[data-role="encode"] h2')).to_have_text("Encode: 1 replica", timeout=SLOW_MS)
+    tops = [page.locator(f'[data-role="{role}"]').bounding_box()["y"] for role in ("encode", "prefill", "decode")]
+    assert tops[0] < tops[1] == tops[2]
+
+
 def test_a_state_that_is_seen_again_leaves_the_rates_as_they_are(stage, page):
     page.goto(stage.url)
     script = """async () => {
         const { Rates } = await import("/console/page/rates.js"), rates = new Rates();
         for (const [at, tokens] of [[10, 0], [12, 200], [12, 200], [11.5, 150]]) {
             const replica = { engine_id: "e", stats: { generation_tokens: tokens } };
-            rates.add({ at, models: [{ model: "m", prefill: [], decode: [replica] }] });
+            rates.add({ at, models: [{ model: "m", encode: [], prefill: [], decode: [replica] }] });
         }
         return [rates.of({ engine_id: "e" }).output, rates.history.get("m").length];
     }"""
