@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deployments.multimodal.config import ImageConfig
@@ -25,7 +26,9 @@ class ImageLoader:
         self._media = MediaConnector(config)
         self._in_flight = asyncio.Semaphore(config.max_in_flight)
         self.memory = PixelMemory(config.max_processed_bytes)
-        self._processing = asyncio.Semaphore(config.max_processing)
+        # not the event loop's threads: a request that is given up leaves its thread at work, and each thread keeps
+        # memory that it has freed
+        self._threads = ThreadPoolExecutor(config.max_processing, "images")
 
     @classmethod
     def from_folder(cls, folder: Path, config: ImageConfig, tokenizer: Tokenizer) -> ImageLoader:
@@ -55,8 +58,7 @@ class ImageLoader:
     async def _load(self, requested: RequestedImage) -> ProcessedImage:
         async with self._in_flight:
             file = await self._media.load(requested.url, requested.field)
-            async with self._processing:
-                return await asyncio.to_thread(self._process, file, requested)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._process, file, requested)
 
     def _process(self, file: bytes, requested: RequestedImage) -> ProcessedImage:
         decoded = image.decode(file, requested.field, self._config.max_pixels, requested.low_detail)

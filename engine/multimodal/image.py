@@ -38,16 +38,21 @@ def decode(file: bytes, field: str, max_pixels: int, low_detail: bool = False) -
     if max(image.size) > MAX_ASPECT_RATIO * min(image.size):
         raise InvalidImage(field, size, f"an image whose sides differ at most by a factor of {MAX_ASPECT_RATIO}")
     try:
-        image = ImageOps.exif_transpose(image)
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        image = image.convert("RGB")
+        ImageOps.exif_transpose(image, in_place=True)
+        image = _on_white(image) if image.has_transparency_data else image.convert("RGB")
     except Exception as error:  # noqa: BLE001  a file that is cut off, or made to break decoders
         raise InvalidImage(field, _reason(error), f"{READABLE} that can be decoded") from None
     if low_detail:
         image.thumbnail(LOW_DETAIL)
     return image
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    if image.mode != "RGBA":
+        image = image.convert("RGBA")
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image.getchannel("A"))
+    return white
 
 
 def _reason(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from deployments.multimodal.config import ImageConfig
 from deployments.multimodal.image_loader import ImageLoader
+from deployments.multimodal.requested_image import RequestedImage
 from engine.multimodal.processor import ProcessedImage
 from tests.deployments.fake_api import FakeApi, fake_api, until
 from tests.deployments.multimodal.image_server import IMAGE, ImageServer, image_server
@@ -316,6 +318,32 @@ def test_no_more_images_are_processed_at_a_time_than_allowed(tmp_path, monkeypat
     monkeypatch.setattr(ImageLoader, "_process", counted)
     asyncio.run(scenario())
     assert most == 1
+
+
+def test_requests_that_are_given_up_while_their_images_are_processed_leave_room_for_no_others(tmp_path, monkeypatch):
+    loader = ImageLoader(ImageConfig(max_processing=1), processor(tmp_path, "qwen3_vl"))
+    begun, go_on = threading.Semaphore(0), threading.Event()
+    process = ImageLoader._process
+
+    def slow(self, *args: Any) -> ProcessedImage:
+        begun.release()
+        assert go_on.wait(30)
+        return process(self, *args)
+
+    monkeypatch.setattr(ImageLoader, "_process", slow)
+
+    async def scenario() -> None:
+        asked = [asyncio.create_task(loader.load([RequestedImage("x", data_url(IMAGE), False)])) for _ in range(3)]
+        assert await asyncio.to_thread(begun.acquire, timeout=30)
+        for given_up in asked[:2]:
+            given_up.cancel()
+        await asyncio.wait(asked[:2])
+        assert not begun.acquire(blocking=False), "the first is still at work"
+        go_on.set()
+        assert len(await asked[2]) == 1
+        assert begun.acquire(blocking=False) and not begun.acquire(blocking=False), "the second never began"
+
+    asyncio.run(scenario())
 
 
 def test_processed_images_fit_the_memory_until_the_answers_about_them_have_ended(tmp_path, monkeypatch):
