@@ -77,6 +77,13 @@ class EncoderCacheManager:
         self.num_encoded += 1
         return True
 
+    def ask_ahead(self, images: Iterable[MultiModalFeatureSpec], note: Note) -> None:
+        """Let encode engines begin with images that a request needs in later steps, so that they come side by side."""
+        if self.handoffs is not None:
+            for image in images:
+                if image.mm_hash not in self._cached:
+                    self.handoffs.awaits(image, note, ahead=True)
+
     def share_pixels(self, images: Sequence[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
         """Return the images with the pixels that another live request has brought, so that they are kept once."""
         found = []

@@ -50,15 +50,18 @@ class ImageHandoffs:
         """Blocks by hash, the oldest first, and the engine that they come from."""
         self._failed: dict[bytes, str] = {}  #: to be encoded here, and why
 
-    def awaits(self, image: MultiModalFeatureSpec, note: Note) -> bool:
-        """Return whether an encode engine is at work on an image, after asking for it if one can be."""
+    def awaits(self, image: MultiModalFeatureSpec, note: Note, *, ahead: bool = False) -> bool:
+        """Return whether an encode engine is at work on an image, after asking for it if one can be.
+
+        ahead: for a later step, so it takes no room from images that have come.
+        """
         key = image.mm_hash
         if key in self._awaited:
             return True
         if key in self._ready or key in self._failed or not self._available():
             return False
         needed = -(-image.num_embeds // self._block_size)
-        while len(self._free) < needed and self._ready:
+        while len(self._free) < needed and self._ready and not ahead:
             self._free += self._ready.popitem(last=False)[1][0]
         if len(self._free) < needed:
             return False

@@ -299,12 +299,14 @@ class Scheduler:
         another step: to be encoded, or to be computed whole."""
         assert self.encoder_cache is not None
         start = request.computed
-        for image in request.images:
+        images = [image for image in request.images if start < image.mm_position.end]
+        for image in images:
             place = image.mm_position
-            if start < place.end and place.offset < start + count:
+            if place.offset < start + count:
                 is_cut = self.encoder_cache.whole_images and place.end > start + count
                 if is_cut or not self.encoder_cache.take(image, request.note):
-                    return max(0, place.offset - start)
+                    count = max(0, place.offset - start)
+        self.encoder_cache.ask_ahead(images, request.note)
         return count
 
     def _match(self, request: Request) -> list[int]:

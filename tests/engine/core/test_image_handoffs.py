@@ -123,6 +123,19 @@ def test_every_rank_and_strict_determinism_take_images_from_an_encode_engine(tmp
         assert (core.stats().images_encoded, encode.stats().images_encoded) == (0, 3)
 
 
+@pytest.mark.parametrize(("cache_size", "at_once"), [(64, 3), (8, 1)])
+def test_the_images_of_a_request_are_encoded_side_by_side_as_long_as_there_is_room(
+    tmp_path, monkeypatch, cache_size, at_once
+):
+    folder, prompt = make_vision_model(tmp_path, "qwen3_vl"), prompts("qwen3_vl")[2]
+    with engines(folder, encoder_cache_size=cache_size) as (core, encode):
+        taken, take = [], core.take_notices
+        monkeypatch.setattr(core, "take_notices", lambda: taken.append(take()) or taken[-1])
+        assert by(encode, core, prompt) == [expected_tokens(folder, prompt, 8)]
+        assert len(taken[0]) == at_once
+        assert (core.stats().images_encoded, encode.stats().images_encoded) == (0, 3)
+
+
 def test_images_that_wait_in_an_encode_engine_are_not_queued_here_and_the_timeline_tells_of_them(tmp_path):
     folder = make_vision_model(tmp_path, "mistral3")
     with engines(folder) as (core, encode):
@@ -215,6 +228,13 @@ class ImageHandoffsMachine(RuleBasedStateMachine):
         if received is not None:
             assert {self.content[block] for block in received.blocks} == {wanted.mm_hash}
             self.steps.append(received)
+
+    @rule(name=st.integers(0, 11))
+    def need_later(self, name):
+        there = {other for other in range(12) if self.handoffs.has(image(other).mm_hash)}
+        self.handoffs.awaits(image(name), silent, ahead=True)
+        self.forward()
+        assert there <= {other for other in range(12) if self.handoffs.has(image(other).mm_hash)}, "it took their room"
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), came=st.booleans())
