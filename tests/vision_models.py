@@ -28,6 +28,7 @@ QWEN_TOWER = {
     "patch_size": PATCH,
     "spatial_merge_size": MERGE,
 }
+QWEN3_TOWER = {**QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
 IMAGE_CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -93,7 +94,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]
         "Qwen3VLForConditionalGeneration",
         "Qwen3VLTextConfig",
         {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2]}},
-        {**QWEN_TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        QWEN3_TOWER,
+        {},
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeTextConfig",
+        {**FAMILIES["qwen3_moe"][1], "mlp_only_layers": [], "rope_parameters": {**MROPE, "mrope_section": [4, 2, 2]}},
+        QWEN3_TOWER,
         {},
     ),
 }
