@@ -23,7 +23,7 @@ BLOCK_INPUTS = 1024  # that oneDNN sums at a time, but for a row that is alone, 
 @cache
 def cpu_kernels() -> Any:
     """The module of our own kernel, or None where it cannot run."""
-    if not torch.cpu._is_avx512_bf16_supported() or not numba_found():
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512") or not numba_found():
         return None
     from engine.model.ops.cpu import linear as cpu
 

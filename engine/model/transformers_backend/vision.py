@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.initialization import no_init_weights
@@ -15,6 +15,8 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from engine.device import copy_to
 from engine.model.config import VisionConfig
+from engine.model.layers.linear import packed
+from engine.model.ops import linear
 from engine.model.shard import Sharded, Shards
 from engine.model.transformers_backend.model import EmptyOnMeta, materialize, whole
 from engine.wire.multimodal import TensorData
@@ -30,6 +32,47 @@ def look_up(pixels: Tensor, table: Tensor) -> Tensor:
     for channel, levels in enumerate(table):
         by_channel[:, channel] = levels[values[:, channel].int()]
     return found
+
+
+class TowerLinear(nn.Module):
+    """[..., inputs] -> [..., outputs], by the kernels of our own layers."""
+
+    def __init__(self, layer: nn.Linear | nn.Conv2d | nn.Conv3d):
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = linear.linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
+        return out.view(*x.shape[:-1], -1)
+
+    def pack(self) -> None:
+        self.weight = packed(nn.Parameter(self.weight.flatten(1), requires_grad=False))
+
+
+class TowerPatches(TowerLinear):
+    """A convolution whose windows adjoin, as one product: [n, channels, *sizes] -> [n, outputs, *windows]. torch is
+    slow at it in bfloat16 where there are no instructions for that."""
+
+    def __init__(self, layer: nn.Conv2d | nn.Conv3d):
+        super().__init__(layer)
+        self.kernel_size = layer.kernel_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        for dim, size in enumerate(self.kernel_size, 2):
+            x = x.unfold(dim, size, size)
+        x = x.movedim(1, 1 + len(self.kernel_size))  # [n, *windows, channels, *kernel_size]
+        return super().forward(x.flatten(1 + len(self.kernel_size))).movedim(-1, 1)
+
+
+def with_own_kernels(model: nn.Module) -> None:
+    """Replace layers of a tower that the kernels of our own linear layers can compute."""
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear:
+            model.set_submodule(name, TowerLinear(layer))
+        elif isinstance(layer, nn.Conv2d | nn.Conv3d) and layer.stride == layer.kernel_size:
+            plain = layer.groups == 1 and set(layer.dilation) == {1} and set(layer.padding) in ({0}, set("valid"))
+            if plain:
+                model.set_submodule(name, TowerPatches(layer))
 
 
 class VisionEncoder(Sharded):
@@ -48,6 +91,7 @@ class VisionEncoder(Sharded):
             model = MODEL_MAPPING[type(config)]._from_config(config, dtype=self.dtype)
         self._renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
         model.language_model = None
+        with_own_kernels(model)
         materialize(model, self.device)
         self.model = model.eval().requires_grad_(False)
 
@@ -60,6 +104,11 @@ class VisionEncoder(Sharded):
         levels = [level[0] for level in getattr(output, "deepstack_features", None) or ()]
         embeddings = torch.cat(list(output.pooler_output))  # of one image: its rows of tiles, or all of it
         return torch.cat([embeddings, *levels], dim=-1)
+
+    def pack(self) -> None:
+        for layer in self.model.modules():
+            if isinstance(layer, TowerLinear):
+                layer.pack()
 
     def canonical_name(self, name: str) -> str:
         """`vision_tower.ln_pre.weight`, as transformers 4 saved it, and `model.vision_tower.ln_pre.weight` ->

@@ -29,6 +29,13 @@ from engine.errors import ConfigError
 from tests.redis_server import RedisServer, redis_server
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may be busy."""
+    for module in (redis_module, sqlite_module):
+        monkeypatch.setattr(module, "TIMEOUT_S", 30.0)
+
+
 @pytest.fixture
 def redis() -> Iterator[RedisServer]:
     with redis_server() as server:
@@ -183,7 +190,6 @@ def test_a_file_that_is_no_database_is_refused_at_the_start_and_one_that_breaks_
 def test_a_redis_that_does_not_answer_is_waited_for_no_longer_than_its_deadline(redis, monkeypatch):
     async def scenario() -> None:
         store = RedisStore(redis.url)
-        monkeypatch.setattr(redis_module, "TIMEOUT_S", 10.0)
         await store.set("a", b"1", 60)
         monkeypatch.setattr(redis_module, "TIMEOUT_S", 0.05)
         redis.process.send_signal(signal.SIGSTOP)
@@ -192,7 +198,6 @@ def test_a_redis_that_does_not_answer_is_waited_for_no_longer_than_its_deadline(
                 await store.get("a")
         finally:
             redis.process.send_signal(signal.SIGCONT)
-        monkeypatch.setattr(redis_module, "TIMEOUT_S", 10.0)
         assert await store.get("a") == b"1"
 
     run(scenario())

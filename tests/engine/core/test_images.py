@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import LLM
@@ -20,6 +19,7 @@ from engine.wire.block_hash import block_hashes
 from engine.wire.messages import GenerateRequest
 from engine.wire.multimodal import PlaceholderRange, TensorData
 from engine.wire.sampling_params import SamplingParams
+from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.core.test_kv_events import split
 from tests.fake_drafter import WildDrafter, draft_always
 from tests.models import make_model, make_tokenizer
@@ -167,7 +167,7 @@ def test_drafts_behind_an_image_are_verified_at_their_rotary_positions(folder, m
     core.close()
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="linear layers have no kernel of ours here")
+@needs_linear_kernel
 @pytest.mark.parametrize(("name", "eager"), [("mistral3", 0), ("qwen3_vl", 1)])
 def test_only_steps_with_positions_in_an_image_run_without_the_recorded_graph(tmp_path, monkeypatch, name, eager):
     wide = {"hidden_size": 128, "intermediate_size": 1152, "vocab_size": 192, "head_dim": 32}

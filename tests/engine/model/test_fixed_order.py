@@ -19,6 +19,7 @@ from engine.model.fixed_order import PARTS, FixedOrder
 from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.model.models.registry import build
 from engine.model.shard import INPUTS, OUTPUTS, Shard
+from tests.cpu_kernels import needs_linear_kernel
 from tests.ranks import make_ranks, on_all
 
 
@@ -50,7 +51,7 @@ def test_inputs_that_cannot_be_cut_into_the_parts_are_refused() -> None:
         Shard.of_rank((6, 12), INPUTS, FixedOrder(TPGroup.single()), "intermediate_size")
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="linear layers have no kernel of ours here")
+@needs_linear_kernel
 @pytest.mark.parametrize(
     ("size", "dtype", "inputs", "refused"),
     [

@@ -1,4 +1,6 @@
-"""The product of any number of rows with a weight in bfloat16, by AVX-512's dot products of pairs, or in float32.
+"""The product of any number of rows with a weight in bfloat16 or float32.
+
+Pairs of bfloat16 are multiplied by AVX-512's dot products of pairs, or each as float32.
 
 A packed weight is [outputs / 64, inputs / 2, 64, 2], in float32 [outputs / 64, inputs, 64, 1]: a column of 64 outputs
 lies in one piece, in the order in which it is read. A thread multiplies all rows by one column, a few rows at a time,
@@ -40,6 +42,7 @@ from engine.model.ops.cpu.vector import (
     HAS_BF16,
     LANES,
     VF32,
+    VI32,
     constant,
     load16,
     prefetch_line,
@@ -52,13 +55,17 @@ COLUMN = VECTORS * LANES  # outputs of one piece of a packed weight
 STEP_INPUTS = {torch.bfloat16: 2, torch.float32: 1}  # that a tile multiplies at a time
 STEP_BYTES = 4 * COLUMN  # of a column, for these
 BLOCK_ROWS = 384  # that a thread takes at a time, and that stay in its cache
+# vectors of a column that tiles of so many rows take at a time, as many as there are registers for: 32 of AVX-512, or
+# 16 of AVX2, half as long
+TILE_VECTORS = {6: 4, 4: 4, 2: 4, 1: 4} if HAS_BF16 else {4: 1, 2: 2, 1: 4}
+MOST_ROWS = max(TILE_VECTORS)
 PAIRS = ir.VectorType(BF16, 2 * LANES)
 PARTS = 8  # that can be added up
 TOKENS = 2  # of a sum, taken by a thread at a time
 
 
 def multiply_tile(rows: int) -> Any:
-    """The product of `rows` rows with a column, whose sums stay in registers."""
+    """The product of `rows` rows with a column, TILE_VECTORS of it at a time, whose sums stay in registers."""
 
     @intrinsic
     def tile(
@@ -72,55 +79,68 @@ def multiply_tile(rows: int) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
             target, target_stride, left, left_stride, right, offset, size, wanted, wanted_bytes = args
             pairs = dtype == types.uint16
-            vectors, name = (PAIRS, "llvm.x86.avx512bf16.dpbf16ps.512") if pairs else (VF32, "llvm.fma.v16f32")
-            product = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(VF32, [VF32, vectors, vectors]), name
-            )
 
             def number(value: int) -> ir.Constant:
                 return ir.Constant(I64, value)
 
-            def add_product(total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-                return builder.call(product, [total, a, b] if pairs else [a, b, total])
-
-            right = builder.bitcast(right, vectors.as_pointer())
+            right = builder.bitcast(right, VI32.as_pointer())
+            left = builder.bitcast(left, I32.as_pointer())
             if pairs:
-                left = builder.bitcast(left, I32.as_pointer())
                 size, left_stride = (builder.sdiv(value, number(2)) for value in (size, left_stride))
             starts = [builder.gep(left, [builder.mul(left_stride, number(row))]) for row in range(rows)]
-            sums = [[cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(VECTORS)] for _ in starts]
-            with cgutils.for_range(builder, size, intp=I64) as loop:
-                first = builder.mul(loop.index, number(VECTORS))
-                some = [
-                    builder.load(builder.gep(right, [builder.add(first, number(vector))]), align=dtype.bitwidth // 8)
-                    for vector in range(VECTORS)
-                ]
-                line = builder.add(wanted, builder.mul(loop.index, wanted_bytes))
-                # by many tiles the same line is asked for again and again, which costs float32 a third of its speed
-                least = number(0 if pairs else CACHE_LINE_BYTES)
-                with builder.if_then(builder.icmp_signed(">=", wanted_bytes, least)):
-                    prefetch_lines(builder, line, wanted_bytes)
-                for start, row_sums in zip(starts, sums, strict=True):
-                    value = builder.load(builder.gep(start, [loop.index]), align=dtype.bitwidth // 8)
-                    value = builder.bitcast(splat(builder, value), vectors)
-                    for vector, total in zip(some, row_sums, strict=True):
-                        builder.store(add_product(builder.load(total), value, vector), total)
             has_bias = builder.icmp_signed("!=", builder.ptrtoint(offset, I64), number(0))
-            with builder.if_then(has_bias):
-                for vector in range(VECTORS):
-                    addend = load16(builder, offset, number(vector * LANES), dtype)
-                    for row_sums in sums:
-                        builder.store(builder.fadd(builder.load(row_sums[vector]), addend), row_sums[vector])
-            for row, row_sums in enumerate(sums):
-                for vector, total in enumerate(row_sums):
-                    index = builder.add(builder.mul(target_stride, number(row)), number(vector * LANES))
-                    store16(builder, builder.load(total), target, index, dtype)
+            for start in range(0, VECTORS, TILE_VECTORS[rows]):
+                vectors = range(start, start + TILE_VECTORS[rows])
+                sums = [[cgutils.alloca_once_value(builder, constant(0.0)) for _ in vectors] for _ in starts]
+                with cgutils.for_range(builder, size, intp=I64) as loop:
+                    first = builder.mul(loop.index, number(VECTORS))
+                    words = [
+                        builder.load(builder.gep(right, [builder.add(first, number(v))]), align=dtype.bitwidth // 8)
+                        for v in vectors
+                    ]
+                    if not start:
+                        line = builder.add(wanted, builder.mul(loop.index, wanted_bytes))
+                        # by many tiles the same line is asked for again and again, which costs float32 a third of its
+                        # speed
+                        least = number(0 if pairs else CACHE_LINE_BYTES)
+                        with builder.if_then(builder.icmp_signed(">=", wanted_bytes, least)):
+                            prefetch_lines(builder, line, wanted_bytes)
+                    for row, row_sums in zip(starts, sums, strict=True):
+                        value = builder.load(builder.gep(row, [loop.index]), align=dtype.bitwidth // 8)
+                        value = splat(builder, value)
+                        for some, total in zip(words, row_sums, strict=True):
+                            builder.store(add_product(builder, builder.load(total), value, some, pairs), total)
+                with builder.if_then(has_bias):
+                    for i, vector in enumerate(vectors):
+                        addend = load16(builder, offset, number(vector * LANES), dtype)
+                        for row_sums in sums:
+                            builder.store(builder.fadd(builder.load(row_sums[i]), addend), row_sums[i])
+                for row, row_sums in enumerate(sums):
+                    for vector, total in zip(vectors, row_sums, strict=True):
+                        index = builder.add(builder.mul(target_stride, number(row)), number(vector * LANES))
+                        store16(builder, builder.load(total), target, index, dtype)
             return context.get_dummy_value()
 
         i64 = types.int64
         return types.void(out, i64, out, i64, out, out, i64, i64, i64), generate
 
     return tile
+
+
+def add_product(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value, pairs: bool) -> ir.Value:
+    """total + a * b, of 16 words each: a float32, or a pair of bfloat16, whose products are added up in their order."""
+    if pairs and HAS_BF16:
+        signature = ir.FunctionType(VF32, [VF32, PAIRS, PAIRS])
+        product = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx512bf16.dpbf16ps.512")
+        return builder.call(product, [total, builder.bitcast(a, PAIRS), builder.bitcast(b, PAIRS)])
+    fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(VF32, [VF32] * 3), "llvm.fma.v16f32")
+    factors = [(a, b)]
+    if pairs:
+        half, high = ir.Constant(VI32, [16] * LANES), ir.Constant(VI32, [0xFFFF0000] * LANES)
+        factors = [(builder.shl(a, half), builder.shl(b, half)), (builder.and_(a, high), builder.and_(b, high))]
+    for x, y in factors:
+        total = builder.call(fma, [builder.bitcast(x, VF32), builder.bitcast(y, VF32), total])
+    return total
 
 
 def prefetch_lines(builder: ir.IRBuilder, address: ir.Value, size: ir.Value) -> None:
@@ -138,13 +158,13 @@ def prefetch_lines(builder: ir.IRBuilder, address: ir.Value, size: ir.Value) -> 
             ask(3)
 
 
-multiply_6, multiply_4, multiply_2, multiply_1 = (multiply_tile(rows) for rows in (6, 4, 2, 1))
+multiply_most, multiply_4, multiply_2, multiply_1 = (multiply_tile(rows) for rows in (MOST_ROWS, 4, 2, 1))
 
 
 @device_function
 def rows_at_once(left: int) -> int:
     """How many of the rows that are left the next tile takes."""
-    return 6 if left >= 6 and left != 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+    return MOST_ROWS if left >= MOST_ROWS and left != 8 else 4 if left >= 4 else 2 if left >= 2 else 1
 
 
 @device_function
@@ -160,14 +180,14 @@ def multiply_columns(cast: Any, item_bytes: Any, args: Any) -> None:
         left = args[1] + item_bytes * (first // part_outputs) * inputs
         column, bias = cast(args[2] + item_bytes * first * inputs), cast(args[3] + item_bytes * first if args[3] else 0)
         ahead = args[2] + item_bytes * (following % columns * COLUMN if following < items else first) * inputs
-        rest = (end - row) % 6
-        tiles = (end - row) // 6 + rest // 4 + rest % 4 // 2 + rest % 2
+        rest = (end - row) % MOST_ROWS
+        tiles = (end - row) // MOST_ROWS + rest // 4 + rest % 4 // 2 + rest % 2
         pace = STEP_BYTES // tiles  # each asks for a part
         while row < end:
             x, out = cast(left + item_bytes * row * x_stride), cast(args[4] + item_bytes * (row * outputs + first))
             count = rows_at_once(end - row)
-            if count == 6:
-                multiply_6(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
+            if count == MOST_ROWS:
+                multiply_most(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
             elif count == 4:
                 multiply_4(out, outputs, x, x_stride, column, bias, inputs, ahead, pace)
             elif count == 2:
@@ -189,7 +209,7 @@ def multiply_f32(args: Any) -> None:
     multiply_columns(as_f32, 4, args)
 
 
-MULTIPLY = Kernel({torch.bfloat16: multiply_bf16, torch.float32: multiply_f32} if HAS_BF16 else {})
+MULTIPLY = Kernel({torch.bfloat16: multiply_bf16, torch.float32: multiply_f32})
 
 
 def supports(weight: Tensor) -> bool:

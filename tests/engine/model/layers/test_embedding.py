@@ -8,6 +8,7 @@ from engine.distributed.tp_group import TPGroup
 from engine.model.fixed_order import FixedOrder
 from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
 from engine.model.models.registry import build
+from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.model.layers.sharding import random_tensors, run_sharded
 
 HIDDEN = 6
@@ -70,7 +71,7 @@ def test_a_tied_head_shares_the_memory_of_the_embedding():
     assert head.shards() == {}
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="linear layers have no kernel of ours here")
+@needs_linear_kernel
 def test_logits_of_strict_determinism_have_the_same_bits_whatever_part_of_the_vocabulary_a_rank_has():
     vocab, inputs = 320, 4096  # 40 rows over eight ranks, 80 over four
     tensors = {name: tensor.bfloat16() for name, tensor in random_tensors({"weight": (vocab, inputs)}).items()}
@@ -91,7 +92,7 @@ def test_logits_of_strict_determinism_have_the_same_bits_whatever_part_of_the_vo
             assert torch.equal(logits, alone)
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="linear layers have no kernel of ours here")
+@needs_linear_kernel
 def test_a_tied_head_that_is_packed_is_held_once():
     embedding = build(lambda: VocabEmbedding(128, HIDDEN, TPGroup.single()), torch.bfloat16, "cpu")
     torch.nn.init.normal_(embedding.weight)

@@ -22,6 +22,7 @@ from engine.model.ops.cpu import linear as cpu_linear
 from engine.model.ops.cpu import norm as cpu_norm
 from engine.model.ops.cpu import rope as cpu_rope
 from engine.model.ops.cpu import sampling as cpu_sampling
+from tests.cpu_kernels import needs_linear_kernel
 from tests.engine.model.ops.gpu.paged import image_end
 
 TOLERANCE = {torch.float32: {"atol": 1e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2}}
@@ -212,7 +213,7 @@ def test_nothing_is_written_or_read_for_padding(dtype, decodes):
     torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs dot products of bfloat16")
+@needs_linear_kernel
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "outputs", "inputs"),
@@ -246,7 +247,7 @@ def test_the_products_of_all_parts_of_the_inputs_are_those_of_each_part_alone(dt
     assert torch.equal(tree_sum.tree_sum(found), tree_sum.tree_sum_plain([p.float() for p in found]).to(dtype))
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs dot products of bfloat16")
+@needs_linear_kernel
 def test_an_embedding_reads_its_rows_from_the_packed_weight_of_a_head():
     weight, ids = randn(192, 48, dtype=torch.bfloat16), torch.tensor([191, 0, 64, 63, 64])
     assert torch.equal(linear.rows_of(linear.pack(weight), ids), weight[ids])
@@ -260,7 +261,8 @@ def test_a_packed_linear_layer_equals_the_plain_one(dtype, tokens, bias):
     offset = randn(33, dtype=dtype) if bias else None
     expected = linear.linear(x, weight, offset)
     packed = linear.pack(weight)
-    assert linear.is_packed(packed) or not torch.backends.mkldnn.is_available()
+    packs = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert linear.is_packed(packed) == (packs and torch.backends.mkldnn.is_available())
     torch.testing.assert_close(linear.linear(x, packed, offset), expected, **TOLERANCE[dtype])
 
 
@@ -369,11 +371,11 @@ def test_what_another_request_left_in_a_block_is_not_read():
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names a CPU of this kind")
-def test_attention_equals_plain_on_a_cpu_without_avx512(tmp_path):
+def test_attention_and_products_equal_the_plain_ones_on_a_cpu_without_avx512(tmp_path):
     program = """
 import sys, pytest, torch
 torch.cpu._is_avx512_bf16_supported = lambda: False
-sys.exit(pytest.main([sys.argv[1], "-q", "-p", "no:xdist", "-k", "attention and not avx512"]))
+sys.exit(pytest.main([sys.argv[1], "-q", "-p", "no:xdist", "-k", "(attention or product) and not avx512"]))
 """
     other_cpu = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "+avx2,+fma", "NUMBA_CACHE_DIR": str(tmp_path)}
     ran = subprocess.run(

@@ -18,11 +18,10 @@ from engine.model.ops.cpu.kernel import Kernel
 from engine.wire.messages import GenerateRequest
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
+from tests.cpu_kernels import needs_linear_kernel
 from tests.models import COMMON
 
-pytestmark = pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported(), reason="linear layers have no kernel of ours here"
-)
+pytestmark = needs_linear_kernel
 WIDE = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
