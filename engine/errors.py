@@ -67,6 +67,8 @@ class InvalidParameter(RequestError):
     """One field has a value outside its limit."""
 
     def __init__(self, field: str, value: object, limit: str):
+        if isinstance(value, str):
+            value = value[:100]  # it may have millions, and an error travels and is printed
         try:
             shown = repr(_head(value))
         except ValueError:  # Python refuses to print integers of thousands of digits
