@@ -82,14 +82,14 @@ class Experts(Sharded):
 
     gate_up: [experts, 2 * slice, hidden], down: [experts, hidden, slice]
 
-    format: how quantized weights are stored. `pack` turns each into the `kernels` that multiply it on a CPU, or keeps
-    those of all experts in one tensor, as a GPU multiplies them; what neither can it dequantizes.
+    format: how quantized weights are stored. `pack` turns each expert's into what multiplies them on a CPU, `kernels`,
+    or keeps those of all experts in one tensor, as a GPU multiplies them; what neither can it dequantizes.
     """
 
     stacked = False
     """Whether the checkpoint holds the weights of all experts in one tensor."""
     kernels: Sequence[ExpertWeights] = ()
-    """On a CPU, the weights of each part of this rank's slices, if they are quantized or summed in a fixed order."""
+    """On a CPU, the weights of this rank's slices, or of each part of them that is summed in a fixed order."""
     kept: tuple[Callable[..., Tensor], ops.Packed, ops.Packed] | None = None
     """On a GPU, what multiplies quantized weights, and those of `gate_up` and `down`; None if there are none."""
 
@@ -156,7 +156,7 @@ class Experts(Sharded):
             return
         projections, mix = self.quantized(), ops.select_packed(self.dtype, self.device)
         if not projections:
-            return
+            return self.pack_each()
         if mix is None and self.device.type == "cpu":
             gate_up, down = ([self.product(weight) for weight in weights] for weights in projections)
             self.kernels = [ExpertWeights(gate_up, down, self.biases)]
@@ -166,6 +166,14 @@ class Experts(Sharded):
             self.kept = self.mix if mix is None or dense else mix, packed[0], packed[1]
         self.gate_up = self.down = None
         self.stored = []
+
+    def pack_each(self) -> None:
+        """On a CPU, rearrange the weights of each expert as those of any linear layer."""
+        if self.device.type == "cpu":
+            assert self.gate_up is not None and self.down is not None
+            gate_up, down = ([linear.pack(weight) for weight in weights.data] for weights in (self.gate_up, self.down))
+            self.kernels = [ExpertWeights(gate_up, down, self.biases)]
+            self.gate_up = self.down = None
 
     def pieces(self) -> list[ExpertWeights]:
         """Cut this rank's slices into the parts that are summed in a fixed order."""

@@ -98,7 +98,7 @@ class GptOssExperts(Experts):
         if self.tp.fixed_order:
             return super().pack()
         if not self.packed:
-            return
+            return self.pack_each()
         if (mix := moe.select_packed(self.dtype, self.device)) is not None:
             logger.info("experts in mxfp4: multiplied as they are")
             gate_up, down = (MXFP4.packed(w) or MXFP4.dequantize(w, self.dtype) for w in self.packed)
@@ -108,6 +108,7 @@ class GptOssExperts(Experts):
             self.gate_up, self.down = (
                 nn.Parameter(MXFP4.dequantize(w, self.dtype), requires_grad=False) for w in self.packed
             )
+            self.pack_each()
         self.packed = []
 
 

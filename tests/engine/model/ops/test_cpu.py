@@ -266,9 +266,7 @@ def test_a_packed_linear_layer_equals_the_plain_one(dtype, tokens, bias):
     torch.testing.assert_close(linear.linear(x, packed, offset), expected, **TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "packed"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)]
-)  # experts are not packed
+@pytest.mark.parametrize(("dtype", "packed"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)])
 @pytest.mark.parametrize("inputs", [1024, 2048])
 def test_a_row_of_a_linear_layer_has_the_same_bits_alone_and_among_others(dtype, packed, inputs):
     rows = 272
