@@ -19,12 +19,11 @@ from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.layers.linear import ColumnParallelLinear
 from engine.model.ops import linear, tree_sum
-from engine.model.shard import INPUTS, OUTPUTS
 
 PARTS = 8
 OUTPUTS_MULTIPLE = 64
-"""Outputs that our kernel for a CPU (ops/cpu/linear.py) computes at a time. A rank's part of a layer that is no
-multiple of them is oneDNN's to multiply, which sums more than BLOCK_INPUTS inputs in another order."""
+"""Outputs that our kernel for a CPU (ops/cpu/linear.py) computes at a time. Another multiplies a weight of any other
+number, and sums in another order."""
 
 
 def check(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> None:
@@ -38,21 +37,13 @@ def check(config: EngineConfig, model_config: ModelConfig, device: torch.device)
             raise ConfigError(name, value, "another value, or determinism left out: `strict` does not support it yet")
 
 
-def check_layers(model: nn.Module, tp: TPGroup) -> None:
-    """Raise ConfigError for a layer whose part on each rank another kernel would multiply than the whole of it."""
+def pad_layers(model: nn.Module) -> None:
+    """Let one kernel multiply each layer that is split by its outputs, however many of them a rank has."""
     if linear.cpu_kernels() is None:
         return
-    for name, layer in model.named_modules():
-        weight = layer.weight if isinstance(layer, ColumnParallelLinear) else None
-        if weight is None or weight.dtype != torch.bfloat16 or weight.shape[INPUTS] <= linear.BLOCK_INPUTS:
-            continue
-        is_split = any(part.local_shape != part.shape for part in layer.weights.values())
-        if is_split and weight.shape[OUTPUTS] % OUTPUTS_MULTIPLE:
-            limit = (
-                f"smaller with determinism: strict: a rank has {weight.shape[OUTPUTS]} outputs of {name} in bfloat16, "
-                f"no multiple of {OUTPUTS_MULTIPLE}"
-            )
-            raise ConfigError("tensor_parallel", tp.size, limit)
+    for layer in model.modules():
+        if isinstance(layer, ColumnParallelLinear) and layer.dtype == torch.bfloat16:
+            layer.outputs_multiple = OUTPUTS_MULTIPLE
 
 
 class FixedOrder(TPGroup):

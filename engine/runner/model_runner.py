@@ -215,7 +215,7 @@ class ModelRunner:
             group = fixed_order.FixedOrder(tp)
         model = build_model(self.model_config, group, self.dtype, self.device.torch_device)
         if isinstance(group, fixed_order.FixedOrder):
-            fixed_order.check_layers(model, tp)
+            fixed_order.pad_layers(model)
         if (vision := self.model_config.vision) is not None:
             from engine.model.transformers_backend.vision import VisionEncoder
 

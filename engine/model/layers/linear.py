@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.distributed.tp_group import TPGroup
@@ -72,6 +73,8 @@ class ColumnParallelLinear(Linear):
     [tokens, inputs] -> [tokens, all these slices side by side]
     """
 
+    outputs_multiple = 1  #: to which `pack` fills an ordinary weight up with zeros
+
     def __init__(self, inputs: int, outputs: dict[str, Shard], bias: bool = False, format: WeightFormat | None = None):
         self.biases = outputs
         weights = {name: Shard((*s.shape, inputs), OUTPUTS, s.start, s.size) for name, s in outputs.items()}
@@ -79,7 +82,15 @@ class ColumnParallelLinear(Linear):
         self.bias = nn.Parameter(torch.empty(self.outputs), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, self.bias)
+        out = self.multiply(x, self.bias)
+        return out if out.shape[1] == self.outputs else out[:, : self.outputs].contiguous()
+
+    def pack(self) -> None:
+        if self.weight is not None and (missing := -self.outputs % self.outputs_multiple):
+            self.weight = nn.Parameter(F.pad(self.weight, (0, 0, 0, missing)), requires_grad=False)
+            if self.bias is not None:
+                self.bias = nn.Parameter(F.pad(self.bias, (0, missing)), requires_grad=False)
+        super().pack()
 
     def shards(self) -> Shards:
         shards = super().shards()

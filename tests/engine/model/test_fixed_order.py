@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.distributed.tp_group import TPGroup
@@ -51,28 +50,31 @@ def test_inputs_that_cannot_be_cut_into_the_parts_are_refused() -> None:
         Shard.of_rank((6, 12), INPUTS, FixedOrder(TPGroup.single()), "intermediate_size")
 
 
-@needs_linear_kernel
-@pytest.mark.parametrize(
-    ("size", "dtype", "inputs", "refused"),
-    [
-        (4, torch.bfloat16, 1088, True),  # 2 * 48 outputs
-        (2, torch.bfloat16, 1088, False),  # 2 * 96
-        (1, torch.bfloat16, 1088, False),
-        (4, torch.float32, 1088, False),  # there is but one kernel
-        (4, torch.bfloat16, 1024, False),  # both sum so few alike
-    ],
-)
-def test_ranks_whose_parts_of_a_layer_another_kernel_would_multiply_are_refused(size, dtype, inputs, refused) -> None:
-    tp = TPGroup(rank=0, size=size)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_linear_kernel)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("inputs", [64, 1024, 1088])
+def test_a_rank_gives_the_bits_of_the_whole_layer_whatever_number_of_outputs_it_has(inputs, bias, dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights, biases = torch.randn(2, 192, inputs, generator=generator), torch.randn(2, 192, generator=generator)
+    x = torch.randn(150, inputs, generator=generator).to(dtype)
 
-    def make() -> nn.Module:
-        parts = {name: Shard.of_rank((192,), OUTPUTS, tp, "intermediate_size") for name in ("gate_proj", "up_proj")}
-        return nn.ModuleDict({"gate_up_proj": ColumnParallelLinear(inputs, parts)})
+    def outputs(rank: int, size: int) -> list[Tensor]:
+        tp = TPGroup(rank, size)
+        parts = {name: Shard.of_rank((192,), OUTPUTS, tp, "intermediate_size") for name in ("gate", "up")}
+        layer = build(lambda: ColumnParallelLinear(inputs, parts, bias), dtype, "cpu")
+        fixed_order.pad_layers(layer)
+        targets = iter(layer.shards().values())
+        for whole in (*weights, *biases) if bias else weights:
+            shard, target = next(targets)
+            target.copy_(whole.narrow(OUTPUTS, shard.start, shard.size))
+        layer.pack()
+        return list(layer(x).chunk(2, dim=1))
 
-    model = build(make, dtype, "cpu")
-    refusal = r"tensor_parallel must be smaller.* 96 outputs of gate_up_proj .*no multiple of 64, got 4"
-    with pytest.raises(ConfigError, match=refusal) if refused else nullcontext():
-        fixed_order.check_layers(model, tp)
+    whole = outputs(0, 1)
+    for size in (2, 4, 8):  # of which a rank has 192, 96 or 48 outputs
+        of_ranks = [outputs(rank, size) for rank in range(size)]
+        for expected, *found in zip(whole, *of_ranks, strict=True):
+            assert torch.equal(torch.cat(found, dim=1), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
