@@ -78,7 +78,7 @@ class EncoderCacheManager:
         return True
 
     def ask_ahead(self, images: Iterable[MultiModalFeatureSpec], note: Note) -> None:
-        """Let encode engines begin with images that a request needs in later steps, so that they come side by side."""
+        """Let encode engines begin with images that a request needs in later steps, so that they work side by side."""
         if self.handoffs is not None:
             for image in images:
                 if image.mm_hash not in self._cached:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # it needs pyzmq
     from engine.kv_transfer.channel import HandoffChannel
 
 TIMEOUT_S = 10.0  # after which an image that waits in an encode engine is encoded here
+AHEAD = 2  # images per encode engine, up to which it is asked ahead: it always has one to go on with, and no queue
 MAX_FAILED = 1000  # images to be encoded here that are remembered; requests that brought them may have ended
 
 Note = Callable[[str], None]  # adds an event to the timeline of a request
@@ -53,18 +54,22 @@ class ImageHandoffs:
     def awaits(self, image: MultiModalFeatureSpec, note: Note, *, ahead: bool = False) -> bool:
         """Return whether an encode engine is at work on an image, after asking for it if one can be.
 
-        ahead: for a later step, so it takes no room from images that have come.
+        ahead: for a later step, so it takes no room from images that have come, and leaves half of it to those that
+        other requests need at once.
         """
         key = image.mm_hash
         if key in self._awaited:
             return True
-        if key in self._ready or key in self._failed or not self._available():
+        if key in self._ready or key in self._failed or not (engines := self._available()):
             return False
         needed = -(-image.num_embeds // self._block_size)
-        while len(self._free) < needed and self._ready and not ahead:
-            self._free += self._ready.popitem(last=False)[1][0]
-        if len(self._free) < needed:
+        if ahead:
+            if len(self._awaited) >= AHEAD * engines or len(self._free) - needed < self._num_blocks // 2:
+                return False
+        elif len(self._free) + sum(len(blocks) for blocks, _ in self._ready.values()) < needed:
             return False
+        while len(self._free) < needed:
+            self._free += self._ready.popitem(last=False)[1][0]
         self._open(image, [self._free.pop() for _ in range(needed)])
         note(f"an image of {image.num_embeds} tokens is to be encoded by an encode engine")
         return True
@@ -115,9 +120,9 @@ class ImageHandoffs:
         assert found == list(range(self._num_blocks)), "blocks of images are lost"
         assert self._awaited == {key for key, _ in self._receiving.values()}, "an image waits for nothing"
 
-    def _available(self) -> bool:
+    def _available(self) -> int:
         quarantined = self.channel.quarantined() if self.replicas else []
-        return any(replica.engine_id not in quarantined for replica in self.replicas)
+        return sum(replica.engine_id not in quarantined for replica in self.replicas)
 
     def _open(self, image: MultiModalFeatureSpec, blocks: list[int]) -> None:
         self._count += 1

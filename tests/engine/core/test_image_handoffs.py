@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.config import EngineConfig, HandoffConfig
 from engine.core.engine import EngineCore
-from engine.core.image_handoffs import MAX_FAILED, ImageHandoffs
+from engine.core.image_handoffs import AHEAD, MAX_FAILED, ImageHandoffs
 from engine.errors import ConfigError
 from engine.kv_transfer.protocol.actions import OpenHandoff
 from engine.kv_transfer.protocol.events import Failed, HandoffEvent, Received
@@ -123,7 +123,7 @@ def test_every_rank_and_strict_determinism_take_images_from_an_encode_engine(tmp
         assert (core.stats().images_encoded, encode.stats().images_encoded) == (0, 3)
 
 
-@pytest.mark.parametrize(("cache_size", "at_once"), [(64, 3), (8, 1)])
+@pytest.mark.parametrize(("cache_size", "at_once"), [(64, AHEAD), (16, 1)])
 def test_the_images_of_a_request_are_encoded_side_by_side_as_long_as_there_is_room(
     tmp_path, monkeypatch, cache_size, at_once
 ):
@@ -232,8 +232,12 @@ class ImageHandoffsMachine(RuleBasedStateMachine):
     @rule(name=st.integers(0, 11))
     def need_later(self, name):
         there = {other for other in range(12) if self.handoffs.has(image(other).mm_hash)}
+        count, free = len(self.open), len(self.handoffs._free)
         self.handoffs.awaits(image(name), silent, ahead=True)
         self.forward()
+        if len(self.open) > count:
+            assert count < AHEAD * len({one.engine_id for one in self.handoffs.replicas} - set(self.channel.bad))
+            assert free > len(self.handoffs._free) >= NUM_BLOCKS // 2, "no room is left for what is needed at once"
         assert there <= {other for other in range(12) if self.handoffs.has(image(other).mm_hash)}, "it took their room"
 
     @precondition(lambda self: self.open)
