@@ -199,6 +199,8 @@ class ModelRunner:
             why = "enforce_eager"
         elif not self.device.asynchronous and (self.config.torch_compile or self.model_config.transformers):
             why = "its kernels are not ours"
+        elif not self.device.asynchronous and self.model_config.moe is not None:
+            why = "tokens are sorted by their experts on the host"
         elif self.model_config.bidirectional:
             why = "this model does not decode"
         elif self.device.torch_device.type == "cuda" and not dispatch.triton_found():

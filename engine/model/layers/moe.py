@@ -168,12 +168,14 @@ class Experts(Sharded):
         self.stored = []
 
     def pack_each(self) -> None:
-        """On a CPU, rearrange the weights of each expert as those of any linear layer."""
+        """On a CPU, rearrange the weights of each expert like those of any linear layer."""
         if self.device.type == "cpu":
             assert self.gate_up is not None and self.down is not None
-            gate_up, down = ([linear.pack(weight) for weight in weights.data] for weights in (self.gate_up, self.down))
+            gate_up: list[ops.Weight] = [linear.pack(weight) for weight in self.gate_up.data]
+            self.gate_up = None  # before the others are there twice
+            down: list[ops.Weight] = [linear.pack(weight) for weight in self.down.data]
+            self.down = None
             self.kernels = [ExpertWeights(gate_up, down, self.biases)]
-            self.gate_up = self.down = None
 
     def pieces(self) -> list[ExpertWeights]:
         """Cut this rank's slices into the parts that are summed in a fixed order."""

@@ -97,19 +97,18 @@ class GptOssExperts(Experts):
     def pack(self) -> None:
         if self.tp.fixed_order:
             return super().pack()
-        if not self.packed:
-            return self.pack_each()
-        if (mix := moe.select_packed(self.dtype, self.device)) is not None:
+        if self.packed and (mix := moe.select_packed(self.dtype, self.device)) is not None:
             logger.info("experts in mxfp4: multiplied as they are")
             gate_up, down = (MXFP4.packed(w) or MXFP4.dequantize(w, self.dtype) for w in self.packed)
             self.kept = mix, gate_up, down
-        else:
+        elif self.packed:
             logger.info("experts in mxfp4: dequantized to %s at load", str(self.dtype).removeprefix("torch."))
             self.gate_up, self.down = (
                 nn.Parameter(MXFP4.dequantize(w, self.dtype), requires_grad=False) for w in self.packed
             )
-            self.pack_each()
         self.packed = []
+        if self.kept is None:
+            self.pack_each()
 
 
 class GptOssMoE(MixtureOfExperts):
