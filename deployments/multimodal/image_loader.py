@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from deployments.multimodal.config import ImageConfig
@@ -57,9 +58,13 @@ class ImageLoader:
 
     async def _load(self, requested: RequestedImage) -> ProcessedImage:
         async with self._in_flight:
-            file = await self._media.load(requested.url, requested.field)
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._process, file, requested)
+            files = [await self._media.load(requested.url, requested.field)]
+            call = partial(self._process, files, requested.field, requested.low_detail)
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            finally:
+                files.clear()  # the call of a request that is given up stays until a thread has taken it
 
-    def _process(self, file: bytes, requested: RequestedImage) -> ProcessedImage:
-        decoded = image.decode(file, requested.field, self._config.max_pixels, requested.low_detail)
-        return self.processor.process(decoded, requested.field)
+    def _process(self, files: list[bytes], field: str, low_detail: bool) -> ProcessedImage:
+        """files: one, which is taken out."""
+        return self.processor.process(image.decode(files.pop(), field, self._config.max_pixels, low_detail), field)

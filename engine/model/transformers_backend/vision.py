@@ -1,4 +1,5 @@
-"""The part of a multimodal model that sees: vision tower and projector, as transformers computes them."""
+"""The part of a multimodal model that sees: vision tower and projector, as transformers computes them, on a CPU with
+the kernels of our own linear layers."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class TowerLinear(nn.Module):
         self.weight, self.bias = layer.weight, layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        out = linear.linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
+        out = linear.linear(x.reshape(-1, x.shape[-1]).contiguous(), self.weight, self.bias)
         return out.view(*x.shape[:-1], -1)
 
     def pack(self) -> None:
@@ -91,7 +92,8 @@ class VisionEncoder(Sharded):
             model = MODEL_MAPPING[type(config)]._from_config(config, dtype=self.dtype)
         self._renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
         model.language_model = None
-        with_own_kernels(model)
+        if self.device.type == "cpu":
+            with_own_kernels(model)
         materialize(model, self.device)
         self.model = model.eval().requires_grad_(False)
 

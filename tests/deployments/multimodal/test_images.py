@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import sys
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -320,10 +321,14 @@ def test_no_more_images_are_processed_at_a_time_than_allowed(tmp_path, monkeypat
     assert most == 1
 
 
-def test_requests_that_are_given_up_while_their_images_are_processed_leave_room_for_no_others(tmp_path, monkeypatch):
+def test_requests_that_are_given_up_while_their_images_wait_leave_neither_room_nor_their_files(tmp_path, monkeypatch):
     loader = ImageLoader(ImageConfig(max_processing=1), processor(tmp_path, "qwen3_vl"))
     begun, go_on = threading.Semaphore(0), threading.Event()
-    process = ImageLoader._process
+    process, file = ImageLoader._process, bytes(bytearray(IMAGE))
+    references = sys.getrefcount(file)
+
+    async def load(*_: object) -> bytes:
+        return file
 
     def slow(self, *args: Any) -> ProcessedImage:
         begun.release()
@@ -331,6 +336,7 @@ def test_requests_that_are_given_up_while_their_images_are_processed_leave_room_
         return process(self, *args)
 
     monkeypatch.setattr(ImageLoader, "_process", slow)
+    monkeypatch.setattr(loader._media, "load", load)
 
     async def scenario() -> None:
         asked = [asyncio.create_task(loader.load([RequestedImage("x", data_url(IMAGE), False)])) for _ in range(3)]
@@ -339,6 +345,7 @@ def test_requests_that_are_given_up_while_their_images_are_processed_leave_room_
             given_up.cancel()
         await asyncio.wait(asked[:2])
         assert not begun.acquire(blocking=False), "the first is still at work"
+        assert sys.getrefcount(file) == references + 1, "those that are given up keep their file"
         go_on.set()
         assert len(await asked[2]) == 1
         assert begun.acquire(blocking=False) and not begun.acquire(blocking=False), "the second never began"

@@ -32,6 +32,16 @@ def test_a_layer_of_a_tower_equals_torchs(layer, shape, dtype):
         torch.testing.assert_close(tower(x), expected, **TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_layer_takes_rows_that_do_not_lie_in_one_piece(dtype):
+    layer, x = nn.Linear(64, 128).to(dtype), torch.randn(1, 64, 30).to(dtype).transpose(1, 2)
+    expected, tower = layer(x), nn.Sequential(layer)
+    with_own_kernels(tower)
+    tower[0].pack()
+    torch.testing.assert_close(tower(x), expected, **TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize(
     "layer",
     [
