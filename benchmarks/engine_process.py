@@ -1,4 +1,4 @@
-"""Engines in processes and on cores of their own, without Ray: two pools of one engine each."""
+"""Engines in processes and on cores of their own, without Ray: pools of one engine each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from typing import get_args
 
 import msgspec
 import zmq
@@ -18,8 +19,10 @@ from engine.wire.messages import (
     CancelPrefill,
     Command,
     DispatchPrefill,
+    EngineStats,
     EngineStatus,
     Notice,
+    PeerPool,
     Prefill,
     PrefillReplica,
     PrefillReplicas,
@@ -77,8 +80,8 @@ def _serve(config: EngineConfig, name: str, cores: list[int], status_to: str, re
 
 
 class Engines:
-    """Engines by name, with a thread in place of their control actors: it brings the prefill requests of `decode` to
-    `prefill`. A context manager."""
+    """Engines by name, with a thread in place of their control actors: it brings what `decode` wants computed elsewhere
+    to `prefill`, and its images to `encode`. A context manager."""
 
     def __init__(self, configs: dict[str, tuple[EngineConfig, Sequence[int]]]):
         """Start the engines. configs: configuration and cores of each, by name. Raises EngineUnavailable."""
@@ -106,10 +109,9 @@ class Engines:
     def __getitem__(self, name: str) -> EngineProcess:
         return self._engines[name]
 
-    def remote_prompts(self, name: str) -> int:
-        """Return the number of prompts that this engine had computed elsewhere."""
-        status = self._statuses.get(name)
-        return sum(status.stats.prefill_decisions.get("remote", {}).values()) if status else 0
+    def stats(self, name: str) -> EngineStats:
+        """Return the newest statistics of an engine, at most a second old."""
+        return self._statuses[name].stats
 
     def _stop(self) -> None:
         for engine in self._engines.values():
@@ -128,14 +130,15 @@ class Engines:
                     self._handle(engine, decode(engine.notices.recv()))
 
     def _handle(self, engine: EngineProcess, notice: Notice) -> None:
-        prefill = self._engines.get("prefill")
+        peers = {pool: self._engines[pool] for pool in get_args(PeerPool) if pool in self._engines}
         match notice:
             case EngineStatus():
                 self._statuses[engine.name] = notice
-                if engine is prefill:
-                    self._engines["decode"].send(PrefillReplicas([PrefillReplica.of(notice)]))
-            case DispatchPrefill(prefill_request):
-                assert prefill is not None, "only an engine with a prefill engine asks for one"
-                prefill.send(Prefill(prefill_request))
-            case CancelDispatch(handoff_id) if prefill is not None:
-                prefill.send(CancelPrefill(handoff_id))
+                for pool, peer in peers.items():
+                    if engine is peer:
+                        self._engines["decode"].send(PrefillReplicas([PrefillReplica.of(notice)], pool))
+            case DispatchPrefill(prefill_request, pool):
+                peers[pool].send(Prefill(prefill_request))
+            case CancelDispatch(handoff_id):
+                for peer in peers.values():
+                    peer.send(CancelPrefill(handoff_id))

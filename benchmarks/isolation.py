@@ -1,15 +1,20 @@
-"""The effect of long prompts on running streams: one engine for both, against a pool for each, on the same cores."""
+"""The effect of long prompts, or of images, on running streams: one engine for both, against a pool for each, on the
+same cores."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -18,12 +23,20 @@ import zmq
 import zmq.asyncio
 from rich.progress import Progress
 
-from benchmarks.command import DtypeOption, JsonOption, ModelOption, SeedOption, print_json, run
+from benchmarks.command import DtypeOption, JsonOption, SeedOption, print_json, run
 from benchmarks.engine_process import Engines
+from benchmarks.images import make_model, picture
 from cluster.cli.bench.progress import progress_bar
+from cluster.cli.bench.prompts import random_ids
 from cluster.cli.bench.tables import figure, make_table, show
 from engine.config import EngineConfig, HandoffConfig
 from engine.errors import EngineError, InvalidParameter
+from engine.model.checkpoint.folder import resolve
+from engine.model.config import ModelConfig
+from engine.multimodal.image import decode
+from engine.multimodal.processor import ImageProcessor
+from engine.offline.llm import ImagePrompt
+from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import Add, GenerateRequest, TokenBatch
 from engine.wire.sampling_params import SamplingParams
 
@@ -38,10 +51,25 @@ ANSWER_TIMEOUT_S = 60.0
 class Traffic:
     streams: int  #: that run all the time
     prompt_len: int  #: tokens of each long prompt
+    image_side: int  #: in pixels, of a new square image that each long prompt asks about; 0 for random tokens
     interval_s: float  #: from one long prompt to the next
     duration_s: float  #: of one measurement
     vocab_size: int
     seed: int
+
+    def long_prompts(self, folder: Path, seed: int) -> list[ImagePrompt]:
+        rng, count = random.Random(f"long {seed}"), max(1, round(self.duration_s / self.interval_s))
+        if not self.image_side:
+            return [ImagePrompt(random_ids(rng, self.prompt_len, self.vocab_size), []) for _ in range(count)]
+        model, tokenizer = ModelConfig.from_folder(folder), Tokenizer.from_folder(folder)
+        if model.vision is None:
+            raise InvalidParameter("model", folder.name, "a model that reads images")
+        processor = ImageProcessor.from_folder(folder, json.loads(model.vision.transformers), tokenizer)
+        question = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+        text = tokenizer.render_chat_template([{"role": "user", "content": question}])
+        files = [picture(self.image_side, rng.getrandbits(32)) for _ in range(count)]
+        images = [processor.process(decode(file, "image", self.image_side**2), "image") for file in files]
+        return [ImagePrompt(*processor.place(text, [image], model.max_position_embeddings)) for image in images]
 
 
 @dataclass(slots=True)
@@ -55,6 +83,7 @@ class Setup:
     ttft_p50_ms: list[float] = field(default_factory=list)
     stream_tokens_per_s: list[float] = field(default_factory=list)
     remote_prompts: int = 0
+    images_encoded: int = 0  #: by the engine that decodes
 
     def median(self, name: str) -> float:
         """Return the median over the repetitions."""
@@ -77,39 +106,64 @@ class IsolationReport:
 
 
 def measure(
-    *, model: str, dtype: str, max_model_len: int | None, traffic: Traffic, repetitions: int, chunk: int,
-    progress: Progress,
-) -> IsolationReport:  # fmt: skip
-    """Measure the setups in turn. chunk: tokens per step of the second shared engine, which spares its streams by
-    taking prompts in small pieces."""
+    *, model: str, traffic: Traffic, repetitions: int, chunk: int, progress: Progress, **options: Any
+) -> IsolationReport:
+    """Measure the setups in turn.
+
+    model: a name or folder; empty for random weights, of the model that benchmarks/images.py makes. chunk: tokens per
+    step of the second shared engine, which spares its streams by taking prompts in small pieces. options: of
+    EngineConfig.
+    """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     if len(cores) < 2:
         raise InvalidParameter("cores", len(cores), "at least 2, one for each pool")
-    half = len(cores) // 2
+    with tempfile.TemporaryDirectory() as made:
+        name = Path(model).name or "random weights"
+        if not model:
+            model, options = make_model(Path(made)), {**options, "load_format": "dummy"}
+        folder, ways = (
+            resolve(model, weights=False),
+            setups_of(cores, traffic, chunk, EngineConfig(model=model, **options)),
+        )
+        setups = [Setup(name) for name in ways]
+        bar = progress.add_task("isolation", total=repetitions * len(setups))
+        for repetition in range(repetitions):
+            prompts = traffic.long_prompts(folder, traffic.seed + repetition)
+            for setup in setups:
+                with Engines(ways[setup.name]) as engines:
+                    asyncio.run(_run(engines, traffic, setup, prompts, seed=traffic.seed + repetition))
+                    stats = engines.stats("decode")
+                setup.remote_prompts += sum(stats.prefill_decisions.get("remote", {}).values())
+                setup.images_encoded += stats.images_encoded
+                progress.advance(bar)
+    return IsolationReport(name, len(cores), repetitions, traffic, setups)
 
-    def config(**more: object) -> EngineConfig:
-        return EngineConfig(model=model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=64, **more)  # type: ignore[arg-type]
 
-    ways: dict[str, dict[str, tuple[EngineConfig, Sequence[int]]]] = {
-        "one engine": {"decode": (config(), cores)},
-        f"one engine, {chunk} tokens per step": {"decode": (config(max_num_batched_tokens=chunk), cores)},
-        "prefill pool + decode pool": {
-            "prefill": (config(handoff=HandoffConfig(role="prefill")), cores[:half]),
-            "decode": (config(handoff=HandoffConfig(role="decode")), cores[half:]),
-        },
+def setups_of(
+    cores: Sequence[int], traffic: Traffic, chunk: int, config: EngineConfig
+) -> dict[str, dict[str, tuple[EngineConfig, Sequence[int]]]]:
+    """Return engines with their cores, by the name of the setup; the last has two pools."""
+    config = replace(config, max_num_seqs=min(64, chunk))
+    chunked = replace(config, max_num_batched_tokens=chunk)
+    first, second = cores[: len(cores) // 2], cores[len(cores) // 2 :]
+    setups = {
+        "one engine": {"decode": (config, cores)},
+        f"one engine, {chunk} tokens per step": {"decode": (chunked, cores)},
     }
-    setups = [Setup(name) for name in ways]
-    bar = progress.add_task("isolation", total=repetitions * len(setups))
-    for repetition in range(repetitions):
-        for setup in setups:
-            with Engines(ways[setup.name]) as engines:
-                asyncio.run(_run(engines, traffic, setup, seed=traffic.seed + repetition))
-                setup.remote_prompts += engines.remote_prompts("decode")
-            progress.advance(bar)
-    return IsolationReport(model, len(cores), repetitions, traffic, setups)
+    if traffic.image_side:  # whose prompt is computed by the engine that decodes, in small pieces too
+        setups["encode pool + decode pool"] = {
+            "encode": (replace(config, handoff=HandoffConfig(role="encode")), first),
+            "decode": (replace(chunked, encode=HandoffConfig(role="decode")), second),
+        }
+    else:
+        setups["prefill pool + decode pool"] = {
+            "prefill": (replace(config, handoff=HandoffConfig(role="prefill")), first),
+            "decode": (replace(config, handoff=HandoffConfig(role="decode")), second),
+        }
+    return setups
 
 
-async def _run(engines: Engines, traffic: Traffic, setup: Setup, seed: int) -> None:
+async def _run(engines: Engines, traffic: Traffic, setup: Setup, prompts: Sequence[ImagePrompt], seed: int) -> None:
     client = Client(engines, traffic, seed)
     receiving = asyncio.create_task(client.receive())
     try:
@@ -118,15 +172,14 @@ async def _run(engines: Engines, traffic: Traffic, setup: Setup, seed: int) -> N
         await client.until(lambda: len(client.arrivals) == traffic.streams, receiving)
         await asyncio.sleep(WARM_S)
         began = time.perf_counter()
-        prompts = max(1, round(traffic.duration_s / traffic.interval_s))
-        for i in range(prompts):
+        for i, prompt in enumerate(prompts):
             await asyncio.sleep(max(0.0, began + i * traffic.interval_s - time.perf_counter()))
-            client.add(f"long-{i}", traffic.prompt_len, output=LONG_OUTPUT)
-        await client.until(lambda: all(f"long-{i}" in client.arrivals for i in range(prompts)), receiving)
+            client.add(f"long-{i}", prompt, output=LONG_OUTPUT)
+        await client.until(lambda: all(f"long-{i}" in client.arrivals for i in range(len(prompts))), receiving)
         ended = time.perf_counter()
         streams = [[t for t in times if t >= began] for name, times in client.arrivals.items() if is_stream(name)]
         gaps_ms = [1000 * (b - a) for times in streams for a, b in pairwise(times)]
-        ttft_ms = [1000 * (client.arrivals[f"long-{i}"][0] - client.sent[f"long-{i}"]) for i in range(prompts)]
+        ttft_ms = [1000 * (client.arrivals[f"long-{i}"][0] - client.sent[f"long-{i}"]) for i in range(len(prompts))]
         setup.itl_p50_ms.append(float(np.percentile(gaps_ms, 50)))
         setup.itl_p99_ms.append(float(np.percentile(gaps_ms, 99)))
         setup.itl_max_ms.append(max(gaps_ms))
@@ -144,23 +197,28 @@ class Client:
         self.sent: dict[str, float] = {}
         self.arrivals: dict[str, list[float]] = {}
         self._engine = engines["decode"]
-        self._random = np.random.default_rng(seed)
+        self._random = random.Random(seed)
         self._vocab_size = traffic.vocab_size
         self._context = zmq.asyncio.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._address = f"tcp://127.0.0.1:{self._inbox.bind_to_random_port('tcp://127.0.0.1')}"
         self._received = asyncio.Event()
 
-    def add(self, request_id: str, prompt_len: int, output: int | None) -> None:
-        prompt = self._random.integers(10, self._vocab_size, prompt_len).tolist()
+    def add(self, request_id: str, prompt: ImagePrompt, output: int | None) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         self.sent[request_id] = time.perf_counter()
-        self._engine.send(
-            Add(GenerateRequest(request_id=request_id, prompt=prompt, params=params, reply_to=self._address))
+        request = GenerateRequest(
+            request_id=request_id,
+            prompt=prompt.token_ids,
+            mm_features=prompt.mm_features,
+            params=params,
+            reply_to=self._address,
         )
+        self._engine.send(Add(request))
 
     def add_stream(self) -> None:
-        self.add(f"{STREAM}{len(self.sent)}", STREAM_PROMPT, output=None)
+        prompt = random_ids(self._random, STREAM_PROMPT, self._vocab_size)
+        self.add(f"{STREAM}{len(self.sent)}", ImagePrompt(prompt, []), output=None)
 
     async def receive(self) -> None:
         """Receive until cancelled; start a new stream for each that has reached the model's limit. Raises EngineError
@@ -208,23 +266,36 @@ def show_report(report: IsolationReport) -> None:
     ]
     for name, key, decimals in rows:
         table.add_row(name, *(figure(setup.median(key), decimals) for setup in report.setups))
-    traffic = report.traffic
+    traffic, last = report.traffic, report.setups[-1]
+    long = (
+        f"a question about a new image of {traffic.image_side} x {traffic.image_side} pixels"
+        if traffic.image_side
+        else f"a prompt of {traffic.prompt_len} tokens"
+    )
     show(
-        f"{report.model}, {report.cores} cores: {traffic.streams} streams, and a prompt of {traffic.prompt_len} tokens "
-        f"every {traffic.interval_s:g} s; medians of {report.repetitions} repetitions of {traffic.duration_s:g} s",
+        f"{report.model}, {report.cores} cores: {traffic.streams} streams, and {long} every {traffic.interval_s:g} s; "
+        f"medians of {report.repetitions} repetitions of {traffic.duration_s:g} s",
         table,
         f"P99 time between tokens: the better of the shared engines takes {report.gain:.1f} times as long as two pools",
-        f"prompts that the decode engine had computed elsewhere: {report.setups[-1].remote_prompts}",
+        f"with two pools the decode engine has encoded {last.images_encoded} images itself"
+        if traffic.image_side
+        else f"prompts that the decode engine had computed elsewhere: {last.remote_prompts}",
     )
 
 
 def main(
-    model: ModelOption = "pocket",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model folder or Hub id; default: the bundled one, or random weights if there are images."),
+    ] = None,
     streams: Annotated[int, typer.Option(min=1, help="Streams that run all the time.")] = 8,
     prompt_len: Annotated[int, typer.Option(min=2, help="Tokens of each long prompt.")] = 1500,
+    image_side: Annotated[
+        int, typer.Option(min=0, help="Ask about new square images of so many pixels in place of long prompts.")
+    ] = 0,
     interval_s: Annotated[float, typer.Option(min=0.01, help="From the start of one long prompt to the next.")] = 1.0,
     duration_s: Annotated[float, typer.Option(min=1, help="Length of one measurement.")] = 10.0,
-    chunk: Annotated[int, typer.Option(min=64, help="Tokens per step of the second shared engine.")] = 256,
+    chunk: Annotated[int, typer.Option(min=8, help="Tokens per step of the second shared engine.")] = 256,
     vocab_size: Annotated[int, typer.Option(min=11, help="Token ids are below this; the model must have them.")] = 1000,
     seed: SeedOption = 0,
     repetitions: Annotated[int, typer.Option(min=1, help="Each with new prompts; the setups take turns.")] = 3,
@@ -232,7 +303,7 @@ def main(
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest prompt + answer, in tokens.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the effect of long prompts on running streams: one engine for both, against two pools.
+    """Measure the effect of long prompts, or of images, on running streams: one engine for both, against two pools.
 
     The same cores for all: one engine with all of them, or two engines with half of them each. The first token of a
     long prompt may come later from the pools, since only half of the cores compute it.
@@ -240,13 +311,13 @@ def main(
     Example: python -m benchmarks.isolation --streams 4 --prompt-len 1000
     """
     traffic = Traffic(
-        streams=streams, prompt_len=prompt_len, interval_s=interval_s, duration_s=duration_s, vocab_size=vocab_size,
-        seed=seed,
+        streams=streams, prompt_len=prompt_len, image_side=image_side, interval_s=interval_s, duration_s=duration_s,
+        vocab_size=vocab_size, seed=seed,
     )  # fmt: skip
     with progress_bar() as progress:
         report = measure(
-            model=model, dtype=dtype, max_model_len=max_model_len, traffic=traffic, repetitions=repetitions,
-            chunk=chunk, progress=progress,
+            model=model or ("" if image_side else "pocket"), dtype=dtype, max_model_len=max_model_len, traffic=traffic,
+            repetitions=repetitions, chunk=chunk, progress=progress,
         )  # fmt: skip
     if as_json:
         print_json(asdict(report) | {"gain": report.gain})
