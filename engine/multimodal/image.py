@@ -29,7 +29,7 @@ def decode(file: bytes, field: str, max_pixels: int, low_detail: bool = False) -
     except Image.DecompressionBombError as error:
         raise InvalidImage(field, str(error), small_enough) from None
     except UnidentifiedImageError:
-        raise InvalidImage(field, f"{file[:16]!r}…", READABLE) from None
+        raise InvalidImage(field, file[:16], READABLE) from None
     except Exception as error:  # noqa: BLE001  a broken header, by which decoders fail in many ways
         raise InvalidImage(field, _reason(error), READABLE) from None
     size = f"{image.width} × {image.height}"
