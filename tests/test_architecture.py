@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -28,6 +29,7 @@ FILES = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in ORDER}
 MAY_USE_TORCH_DISTRIBUTED = "engine/distributed/tp_group.py"
 
 
+@cache
 def imported_modules(source: str) -> set[str]:
     """Full names of everything that is imported anywhere, functions and TYPE_CHECKING blocks included."""
     modules = set()

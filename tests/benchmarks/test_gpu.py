@@ -80,6 +80,7 @@ def test_a_part_runs_from_its_first_line_to_its_last(part, rehearsal):
     assert numbers and all(isinstance(value, int | float) for value in numbers.values())
 
 
+@pytest.mark.slow
 def test_parts_that_hang_or_fail_are_rows_of_the_table_and_the_others_go_on(tmp_path, monkeypatch, capfd):
     test = tmp_path / "test_it.py"
     test.write_text("def test_right(): ...\ndef test_wrong(): assert 0\n")

@@ -39,15 +39,11 @@ def impatient_client(url: str) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("manta", "model", "message"),
     [
-        pytest.param(
-            False,
-            {"engine": {"block_sise": 16}},
-            "models[0].engine.block_sise must be one of the known keys",
-            marks=pytest.mark.slow,
-        ),
+        (False, {"engine": {"block_sise": 16}}, "models[0].engine.block_sise must be one of the known keys"),
         (True, {"engine": {"kv_cache_memory_gib": 1e-6}}, "raise kv_cache_memory_gib"),
     ],
     ids=["serve run", "manta serve"],

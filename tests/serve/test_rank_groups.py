@@ -269,7 +269,8 @@ def test_killed_process_ends_its_replica_and_a_new_one_serves(serving, victim):
     strike(serving, "spread", f"SIGKILL of {victim}", kill)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 0])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0])
 def test_stopped_rank_is_noticed_and_replaced(serving, rank):
     strike(
         serving, "spread", f"SIGSTOP of rank {rank}", lambda replica: os.kill(replica.ranks[rank].pid, signal.SIGSTOP)

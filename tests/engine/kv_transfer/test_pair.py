@@ -369,6 +369,7 @@ def test_heads_draft_after_prompts_that_come_from_elsewhere_and_go_on_where_anot
         assert pair.decode.scheduler.stats().spec_decode.num_draft_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_prompt_of_16k_tokens_comes_in_small_chunks(ranks, tmp_path):
     model = make_model(tmp_path, "llama", max_position_embeddings=16_500)
     options = {"model": str(model), "num_blocks": 1040}

@@ -78,7 +78,9 @@ def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expe
         assert method == "eagle3" or llm.stats().spec_decode.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(method, marks=() if method == "eagle3" else pytest.mark.slow) for method in METHODS]
+)
 def test_on_a_gpu_the_host_does_not_wait_for_drafts(folders, expected, late, method):
     folder, options = folders[method]
     with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:

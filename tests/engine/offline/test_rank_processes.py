@@ -152,7 +152,9 @@ def sigint_ignored():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "death", [signal.SIGKILL, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGTERM, signal.SIGINT))]
+)
 @pytest.mark.usefixtures("sigint_ignored")
 def test_ranks_end_when_the_process_that_started_them_does(folder, leaves_nothing, death):
     code = f"""
