@@ -121,10 +121,8 @@ def measure(
         name = Path(model).name or "random weights"
         if not model:
             model, options = make_model(Path(made)), {**options, "load_format": "dummy"}
-        folder, ways = (
-            resolve(model, weights=False),
-            setups_of(cores, traffic, chunk, EngineConfig(model=model, **options)),
-        )
+        ways = setups_of(cores, traffic, chunk, EngineConfig(model=model, **options))
+        folder = resolve(model, weights=False)
         setups = [Setup(name) for name in ways]
         bar = progress.add_task("isolation", total=repetitions * len(setups))
         for repetition in range(repetitions):
