@@ -10,7 +10,7 @@ import msgspec
 from pydantic import BaseModel, Field, PrivateAttr, StringConstraints
 
 from deployments.frontend.sequence import ReportedError
-from deployments.http.body import StrictModel, Whole, validated
+from deployments.http.body import MAX_FIELDS, StrictModel, Whole, validated
 from deployments.http.validation import ForeignFields
 from deployments.openai.conversation import FunctionDefinition, TemplateModel
 from deployments.openai.foreign_fields import FOREIGN_FIELDS
@@ -181,12 +181,15 @@ class ResponsesBody(SamplingBody):
             raise InvalidParameter("input", f"{len(self.items)} items", f"at most {MAX_MESSAGES} items")
         if self.background and not self.store:
             raise InvalidParameter("background", True, "false with store=false: it could never be retrieved")
+        unknown = self.reasoning.model_extra or {}
+        if len(unknown) > MAX_FIELDS:
+            raise InvalidParameter("reasoning", f"{len(unknown)} unknown fields", f"at most {MAX_FIELDS} of them")
         self._functions = list(self._find_functions(self.tools, "tools"))
         settings = {
             "request_id": self.request_id is not None,
             "text.verbosity": self.text.verbosity in ("low", "high"),
             "top_logprobs": bool(self.top_logprobs) and not self.with_logprobs,
-            **{f"reasoning.{name}": value is not None for name, value in (self.reasoning.model_extra or {}).items()},
+            **{f"reasoning.{name}": value is not None for name, value in unknown.items()},
         }
         self.ignored.extend(name for name, given in settings.items() if given)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 
-from deployments.http.body import Number, RequestBody, Whole, parse
+from deployments.http.body import MAX_FIELDS, Number, RequestBody, Whole, parse
 from deployments.http.validation import check_json_size
 from deployments.openai.request_bodies import (
     ChatBody,
@@ -195,7 +195,7 @@ LARGEST: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
         {
             "input": "a",
             "text": {"format": {"type": "json_schema", "schema": {"enum": [1] * 99_000}}},
-            "reasoning": {f"key{i}": i for i in range(60_000)},
+            "reasoning": {f"key{i}": i for i in range(MAX_FIELDS)},
             "include": ["message.output_text.logprobs"] * 32,
             "previous_response_id": "a" * 256,
         },
@@ -209,6 +209,7 @@ TOO_LARGE: dict[str, tuple[type[RequestBody], Callable[[], Any], str]] = {
     "numbers for messages": (ChatBody, lambda: b'{"messages": [' + b"1," * 1_000_000 + b"1]}", "messages"),
     "parts": (ChatBody, lambda: {"messages": [{"role": "user", "content": [PART] * 1025}]}, "messages"),
     "tools": (ChatBody, lambda: {"messages": [HELLO], "tools": [function(1)] * 513}, "tools"),
+    "reasoning": (ResponsesBody, lambda: {"input": "a", "reasoning": {str(i): 1 for i in range(60_000)}}, "reasoning"),
     "fields": (ChatBody, lambda: {str(i): 1 for i in range(60_000)}, "fields"),
     "members": (ChatBody, lambda: {str(i): 1 for i in range(1_000_000)}, "members"),
     "prompts": (CompletionBody, lambda: {"prompt": ["a"] * 1_000_000}, "prompt"),

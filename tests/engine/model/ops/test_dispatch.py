@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
-import runpy
+import subprocess
 import sys
 
 import pytest
@@ -71,12 +72,22 @@ def test_a_built_model_has_its_kernels_compiled_for_its_own_dtype(monkeypatch):
     assert compiled
 
 
-def test_all_kernels_of_a_machine_are_compiled_by_one_command(monkeypatch):
-    from engine.model.ops.cpu.kernel import Kernel
+def test_all_kernels_of_a_machine_are_compiled_by_one_command(tmp_path):
+    program = """
+import json, runpy, sys
+from engine.model.ops.cpu.kernel import Kernel
 
-    compiled = []
-    monkeypatch.setattr(Kernel, "compile", lambda kernel, dtype: compiled.append((kernel, dtype)))
-    runpy.run_module("engine.model.ops.cpu")
-    assert compiled == [(kernel, dtype) for kernel in Kernel.imported for dtype in kernel.entries]
-    assert {torch.bfloat16, torch.float32} <= {dtype for _, dtype in compiled}
-    assert "engine.model.ops.cpu.encoder_attention" in sys.modules
+def compile(kernel, dtype):
+    with open(sys.argv[1], "a") as file:
+        file.write(f"{Kernel.imported.index(kernel)} {dtype}\\n")
+
+Kernel.compile = compile
+runpy.run_module("engine.model.ops.cpu", run_name="__main__", alter_sys=True)
+assert "engine.model.ops.cpu.encoder_attention" in sys.modules
+print(json.dumps([f"{number} {dtype}" for number, kernel in enumerate(Kernel.imported) for dtype in kernel.entries]))
+"""
+    file = tmp_path / "compiled"
+    run = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, check=True)
+    compiled = file.read_text().splitlines()
+    assert sorted(compiled) == sorted(json.loads(run.stdout))
+    assert {"torch.bfloat16", "torch.float32"} <= {line.split()[1] for line in compiled}
