@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+
+SOME_JSON = json.dumps([{"key": i, "text": "abc"} for i in range(20_000)])
+QUIET_S = 0.0085  # that it takes to parse that on two cores of a virtual AMD EPYC without AVX-512, if they are idle
+
+
+def slowness() -> float:
+    """How many times as long as on that machine a thread takes here and now; at least 1. A core whose other half, or
+    whose caches, others use takes longer also in CPU time."""
+    gc.disable()
+    started = time.thread_time()
+    json.loads(SOME_JSON)
+    took = time.thread_time() - started
+    gc.enable()
+    return max(1.0, took / QUIET_S)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from deployments.openai.responses.request_body import ResponsesBody
 from deployments.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
 from engine.errors import RequestError
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, says, tokenizer
-from tests.deployments.loop_time import longest_turn
+from tests.deployments.loop_time import longest_turn, slowness
 from tests.deployments.openai.bad_requests import Bad
 
 TEXT = "The quick brown fox. " * 20_000
@@ -244,7 +244,7 @@ def test_largest_value_that_a_field_may_have_holds_the_loop_for_less_than_100_ms
                 async with longest_turn() as turn:
                     await api.client.post(PATHS[kind], content=raw, headers=JSON)
                 took.append(turn.cpu_s)
-                if turn.cpu_s < 0.1:
+                if turn.cpu_s < 0.1 * slowness():
                     return
             raise AssertionError(took)
 
@@ -281,7 +281,7 @@ def test_body_that_is_too_large_is_refused_within_100_ms(name):
         started = time.thread_time()
         with pytest.raises(RequestError, match=named) as caught:
             asyncio.run(parse_body(kind, raw))
-        took.append(time.thread_time() - started)
+        took.append((time.thread_time() - started) / slowness())
         assert len(str(caught.value)) < 600
     assert min(took) < 0.1
 
@@ -348,6 +348,6 @@ def test_the_loop_turns_and_streams_go_on_while_a_long_prompt_that_fits_is_token
             assert response.status_code == 200, response.text
             assert response.json()["usage"]["prompt_tokens"] > 10**5
             assert turns > 100
-            assert turn.cpu_s < 0.05
+            assert turn.cpu_s < 0.05 * slowness()
 
     asyncio.run(scenario())
