@@ -68,7 +68,7 @@ class InvalidParameter(RequestError):
 
     def __init__(self, field: str, value: object, limit: str):
         if isinstance(value, str):
-            value = value[:100]  # it may be millions of characters long, and an error travels and is printed
+            value = _head(value)  # it may be millions of characters long, and an error travels and is printed
         try:
             shown = repr(_head(value))
         except ValueError:  # Python refuses to print integers of thousands of digits
