@@ -1,4 +1,5 @@
-"""Chooses the next request when clients want more than engines can run. Pure: no clock, no tasks.
+"""Chooses the next request when clients want more than can run: in an ingress, what engines are to run; in an engine,
+the grammars that are to be compiled, whose cost is counted in characters. Pure: no clock, no tasks.
 
 Fairness is the Virtual Token Counter of arXiv:2401.00588: every client has a counter of the tokens it was served,
 and the client with the smallest one is next. A client that had nothing waiting starts again no lower than those that

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from deployments.frontend.fair_queue import FairQueue, QueuedRequest
+from engine.fairness.fair_queue import FairQueue, QueuedRequest
 
 
 def fill(queue: FairQueue, client: str, count: int, tokens: int = 1) -> list[QueuedRequest]:
