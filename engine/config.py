@@ -121,7 +121,7 @@ class SpeculativeConfig:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the drafts are made on the device, beside the model."""
+        """True if the drafts are made on the device, beside the model."""
         return self.method not in ("ngram", "suffix")
 
     @classmethod

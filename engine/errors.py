@@ -11,7 +11,7 @@ ServingError
 │   ├── InvalidApiKey         401  no key, or one that is not known
 │   ├── BodyTooLarge          413  the HTTP body exceeds this server's limit
 │   ├── BodyTimeout           408  the HTTP body does not come to its end
-│   └── UnsupportedMediaType  415  the Content-Type is not JSON, or for an upload no form
+│   └── UnsupportedMediaType  415  the Content-Type is not JSON, or for an upload no form; or the body is compressed
 ├── Overloaded                429  queues are full; nothing was started
 ├── RequestTimeout            408  the request's own deadline passed
 ├── EngineError               500  computing this request failed; the engine goes on
@@ -63,14 +63,21 @@ class RequestError(ServingError):
         return self.message
 
 
+class Described(str):
+    """What was found, in words, in place of a value that would say less; an error shows it without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 class InvalidParameter(RequestError):
     """One field has a value outside its limit."""
 
     def __init__(self, field: str, value: object, limit: str):
-        if isinstance(value, str):
+        if isinstance(value, str) and not isinstance(value, Described):
             value = _head(value)  # it may be millions of characters long, and an error travels and is printed
         try:
-            shown = repr(_head(value))
+            shown = repr(value if isinstance(value, Described) else _head(value))
         except ValueError:  # Python refuses to print integers of thousands of digits
             value = shown = "a number of thousands of digits"
         if len(shown) > 100:
@@ -175,13 +182,15 @@ class BodyTimeout(RequestError):
 
 
 class UnsupportedMediaType(RequestError):
-    """The Content-Type is not JSON. Requiring JSON also keeps web pages of other origins from sending requests."""
+    """The Content-Type is not JSON, or the Content-Encoding is a compression, of which a few bytes may unfold to any
+    size. Requiring JSON also keeps web pages of other origins from sending requests."""
 
     status = 415
 
-    def __init__(self, content_type: str | None, expected: str = "application/json"):
-        Exception.__init__(self, content_type, expected)
-        self.message, self.param = f"Content-Type must be {expected}, got {content_type!r}", None
+    def __init__(self, value: str | None, expected: str = "application/json", header: str = "Content-Type"):
+        Exception.__init__(self, value, expected, header)
+        self.message, self.param = f"{header} must be {expected}, got {value!r}", None
+        self.header = header
 
 
 class Overloaded(ServingError):
@@ -257,7 +266,7 @@ def without_credentials(value: Any) -> Any:
         return {key: without_credentials(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [without_credentials(inner) for inner in value]
-    return CREDENTIALS.sub("***", value) if isinstance(value, str) else value
+    return CREDENTIALS.sub("***", value) if isinstance(value, str) and not isinstance(value, Described) else value
 
 
 class ConfigError(StartupError):

@@ -27,7 +27,7 @@ class BlockPool:
         self._hash: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._distrusted: set[int] = set()
+        self._invalid: set[int] = set()
         self._changes: dict[bytes, bool] | None = None  # since the last `take_changes`: hash -> can it be matched now?
 
     @property
@@ -124,7 +124,7 @@ class BlockPool:
         if duplicate is None:
             self._by_hash[block_hash] = block
             self._hash[block] = block_hash
-            self._distrusted.discard(block)
+            self._invalid.discard(block)
             if self._changes is not None:
                 self._changes[block_hash] = True
             return block
@@ -162,19 +162,19 @@ class BlockPool:
                 self._changes[block_hash] = False
         self._by_hash.clear()
 
-    def distrust(self, blocks: list[int]) -> None:
-        """Those of `blocks` that only the caller holds may hold numbers that are not finite. They are never matched,
-        and `take_distrusted` names them to whoever gets them next."""
+    def invalidate(self, blocks: list[int]) -> None:
+        """Match no longer those of `blocks` that only the caller holds: they may hold numbers that are not finite.
+        `take_invalid` names them to their next owner."""
         for block in blocks:
             if self._ref_counts[block] == 1:
-                self._distrusted.add(block)
+                self._invalid.add(block)
                 if self._hash[block] is not None:
                     self._forget(block)
 
-    def take_distrusted(self, blocks: list[int]) -> list[int]:
-        """Return those of `blocks` that are distrusted; they are no longer."""
-        found = [block for block in blocks if block in self._distrusted] if self._distrusted else []
-        self._distrusted.difference_update(found)
+    def take_invalid(self, blocks: list[int]) -> list[int]:
+        """Return those of `blocks` that are invalid. Their new owner clears them, so they count as valid again."""
+        found = [block for block in blocks if block in self._invalid] if self._invalid else []
+        self._invalid.difference_update(found)
         return found
 
     def _evict(self) -> None:
@@ -201,5 +201,5 @@ class BlockPool:
         assert all(self._hash[block] is not None for block in cached), "a cached block has no hash"
         hashed = {block_hash: block for block, block_hash in enumerate(self._hash) if block_hash is not None}
         assert hashed == self._by_hash, "hashes and blocks disagree"
-        assert all(self._hash[block] is None for block in self._distrusted), "a distrusted block can be matched"
+        assert all(self._hash[block] is None for block in self._invalid), "an invalid block can be matched"
         assert all(count >= 0 for count in self._ref_counts), "a reference count is negative"

@@ -7,41 +7,30 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from engine.config import EngineConfig, HandoffConfig
-from engine.core.block_pool import BlockPool
-from engine.core.encoder_cache_manager import EncoderCacheManager
-from engine.core.handoffs import HandoffManager, HandoffOutput
-from engine.core.image_handoffs import ImageHandoffs
-from engine.core.remote_prefill_policy import RemotePrefillPolicy
+from engine.config import EngineConfig
+from engine.core.engine_stats import stats_of
+from engine.core.features.handoffs import HandoffOutput
+from engine.core.output import Event
 from engine.core.request import Request, State
-from engine.core.scheduler import Event, Scheduler
-from engine.core.speculator import Speculator
+from engine.core.scheduler import Scheduler
 from engine.core.step_cost import StepTimes, StepWork
 from engine.distributed.tp_group import TPGroup
 from engine.errors import (
-    ConfigError,
     EngineUnavailable,
     InvalidParameter,
     RequestTimeout,
     ServingError,
 )
-from engine.kv_transfer.fingerprint import fingerprint
 from engine.kv_transfer.protocol.actions import AcceptPrefill, RefusePrefill
-from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
-from engine.model.models.embedding_store import encoder_config
 from engine.runner.model_runner import LaunchedStep, ModelRunner
-from engine.spec_decode.drafter import HostDrafter
-from engine.spec_decode.ngram import NgramDrafter
-from engine.spec_decode.suffix import SuffixDrafter
 from engine.text.grammar import COMPILE_TIMEOUT_S, Compilation, GrammarCompiler
 from engine.wire.messages import CancelDispatch, DispatchPrefill, EngineStats, GenerateRequest
 from engine.wire.plan import StepPlan, StepResult
@@ -50,7 +39,6 @@ from engine.wire.remote_prefill import RemotePrefillRequest
 if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
     from engine.distributed.plan_broadcast import PlanBroadcaster
     from engine.kv_transfer.channel import HandoffChannel
-    from engine.kv_transfer.transport.ranks import KVWorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -74,115 +62,11 @@ class EngineCore:
     everything happens in turn. Both give the same tokens.
     """
 
-    @classmethod
-    def build(
-        cls,
-        config: EngineConfig,
-        group: TPGroup | None = None,
-        *,
-        engine_id: str = "engine",
-        host: str = "127.0.0.1",
-        wake: Callable[[], None] = lambda: None,
-    ) -> EngineCore:
-        """Load the model, size the KV cache, and connect to the other ranks. Raises StartupError.
-
-        group: of `config.tensor_parallel` ranks, joined; this is its rank 0. Its key guards handoffs too.
-        engine_id, host, wake: for handoffs: this engine's name and address for others; `wake` is called, from another
-        thread, when a step has something to do again after `idle`.
-        """
-        group = group or TPGroup.single()
-        if group.size != config.tensor_parallel:
-            raise ConfigError("tensor_parallel", config.tensor_parallel, f"the size of the group ({group.size})")
-        broadcaster, channel, handoffs, encoder_cache = None, None, None, None
-        with ExitStack() as opened, group.starting():
-            folder = engine_folder(config)
-            model_config = ModelConfig.from_folder(
-                folder, config.quantization, config.max_model_len, config.language_model_only
-            )
-            if model_config.bidirectional:
-                config = whole_prompts(config, model_config)
-            check_whole_images(config, model_config)
-            if config.handoff is not None and config.handoff.role == "encode":
-                model_config, config = encoder_config(model_config), images_only(config)
-            runner = ModelRunner(config, model_config, folder, group)
-            if config.handoff is not None or config.encode is not None:
-                from engine.runner.worker import start_kv_workers
-
-                kv_ranks, image_ranks = start_kv_workers(runner, host, opened)
-            if group.size > 1:
-                from engine.distributed.plan_broadcast import PlanBroadcaster
-
-                broadcaster = PlanBroadcaster(group)
-            kv_workers = opened.pop_all()
-
-        def open_channel(config: HandoffConfig, ranks: list[KVWorkerInfo]) -> HandoffChannel:
-            from engine.kv_transfer.channel import HandoffChannel
-
-            return HandoffChannel(
-                config,
-                engine_id=engine_id,
-                host=host,
-                workers=ranks,
-                block_size=runner.block_size,
-                wake=wake,
-                key=group.key,
-            )
-
-        step_times = StepTimes()
-        if config.handoff is not None:
-            channel = open_channel(config.handoff, kv_ranks)
-            policy = None
-            if config.handoff.role == "decode":
-                policy = RemotePrefillPolicy(config.handoff, step_times.by_tokens, channel.quarantined)
-            own = fingerprint(
-                model_config, folder, runner.dtype, runner.kv_dtype, runner.block_size, config.determinism
-            )
-            handoffs = HandoffManager(policy, channel.peer, own)
-        speculator = None
-        if config.speculative is not None and model_config.head == "lm":
-            drafter: HostDrafter | None = None
-            if config.speculative.method == "ngram":
-                drafter = NgramDrafter(config.speculative.prompt_lookup_min, config.speculative.prompt_lookup_max)
-            elif config.speculative.method == "suffix":
-                drafter = SuffixDrafter(config.speculative)
-            speculator = Speculator(config.speculative, drafter, step_times.drafting.of, model_config.vocab_size)
-        if (vision := model_config.vision) is not None:
-            budget = config.max_num_batched_tokens
-            encoder_cache = EncoderCacheManager(
-                config.encoder_cache_size, budget, vision.image_token_id, vision.mm_tokens_per_image
-            )
-            if config.encode is not None and runner.image_inbox is not None:
-                encoder, dtype = encoder_config(model_config), runner.dtype
-                encoder_cache.handoffs = ImageHandoffs(
-                    open_channel(config.encode, image_ranks),
-                    fingerprint(encoder, folder, dtype, dtype, runner.block_size, config.determinism),
-                    vision.image_token_id,
-                    len(runner.image_inbox),
-                    runner.block_size,
-                )
-        scheduler = Scheduler(
-            config,
-            BlockPool(
-                runner.num_blocks, runner.block_size, config.enable_prefix_caching and not model_config.bidirectional
-            ),
-            max_model_len=runner.max_model_len,
-            vocab_size=model_config.vocab_size,
-            eos_token_ids=frozenset(model_config.eos_token_ids),
-            handoffs=handoffs,
-            chunked_prefill=not model_config.bidirectional,
-            pools_all_tokens=model_config.pooling.type != "last",
-            speculator=speculator,
-            encoder_cache=encoder_cache,
-        )
-        grammars = GrammarCompiler(folder, model_config.vocab_size, scheduler.eos_token_ids)
-        return cls(
-            config, model_config, group, runner, scheduler, grammars, step_times, kv_workers, broadcaster, channel
-        )
-
     def __init__(
         self,
         config: EngineConfig,
         model_config: ModelConfig,
+        *,
         group: TPGroup,
         runner: ModelRunner,
         scheduler: Scheduler,
@@ -194,9 +78,9 @@ class EngineCore:
     ):
         self.config, self.model_config = config, model_config
         self.runner, self.scheduler, self.step_times = runner, scheduler, step_times
-        self.max_model_len = scheduler.max_model_len
+        self.max_model_len = scheduler.limits.max_model_len
         self.handoff_channel = channel
-        self.image_handoffs = scheduler.encoder_cache.handoffs if scheduler.encoder_cache is not None else None
+        self.image_handoffs = scheduler.images.handoffs
         #: The last step found nothing to compute, and the next one will not either unless a command comes or `wake` is
         #: called.
         self.idle = True
@@ -223,7 +107,7 @@ class EngineCore:
         """Take a request, or raise a ServingError."""
         self._check_task(message)
         now = time.monotonic()
-        self._admit(self.scheduler.add(message, now), now)
+        self._admit(self.scheduler.add(message, now), now, message.client)
 
     def prefill(self, prefill_request: RemotePrefillRequest) -> bool:
         """Compute a prompt for another engine. False if it is refused, which that engine is told."""
@@ -233,7 +117,7 @@ class EngineCore:
         now = time.monotonic()
         try:
             self.scheduler.handoffs.check(prefill_request)
-            request = self.scheduler.add_remote_prefill(prefill_request, now)
+            request = self.scheduler.add_remote(prefill_request, now)
         except ServingError as error:
             logger.warning("refused a prefill request handoff_id=%s reason=%s", prefill_request.handoff_id, error)
             self.handoff_channel.submit(RefusePrefill(prefill_request, str(error)))
@@ -265,17 +149,17 @@ class EngineCore:
         """End a request, if it is live; with `stop` its text has reached a stop string."""
         return self.scheduler.abort(request_id, time.monotonic(), reason=reason)
 
-    def _admit(self, request: Request, now: float) -> None:
-        """A request was added: start its deadline and the compilation of its grammar."""
+    def _admit(self, request: Request, now: float, client: str = "") -> None:
+        """A request was added: start its deadline and the compilation of its grammar. client: whose turn that takes."""
         if self.idle:
             self.idle, self.last_step_at = False, now
         if request.params.structured_outputs is not None:
             output = request.tokens[request.num_prompt :]
-            compilation = self._grammars.start(request.params.structured_outputs, output, now)
+            compilation = self._grammars.start(request.params.structured_outputs, output, now, client)
             compilation.compiled.add_done_callback(lambda _: self._grammar_compiled.set())
             self._compiling[request] = compilation
-        if request.deadline_at is not None:
-            heapq.heappush(self._deadlines, (request.deadline_at, request.order[1], request))
+        if request.clock.deadline_at is not None:
+            heapq.heappush(self._deadlines, (request.clock.deadline_at, request.order[1], request))
 
     def _abort_overdue(self) -> list[Event]:
         now = time.monotonic()
@@ -283,7 +167,7 @@ class EngineCore:
         while self._deadlines and self._deadlines[0][0] <= now:
             when, _, request = heapq.heappop(self._deadlines)
             if request.state not in (State.FINISHED, State.LEASED):
-                events += self._fail(request, RequestTimeout(request.request_id, when - request.arrived_at), now)
+                events += self._fail(request, RequestTimeout(request.request_id, when - request.clock.arrived_at), now)
         return events
 
     def _fail(self, request: Request, error: ServingError, now: float) -> list[Event]:
@@ -387,7 +271,9 @@ class EngineCore:
 
     def _wait_for_grammars(self) -> None:
         """Nothing can be computed: all requests wait for a grammar, a mask, or another engine."""
-        if self._compiling or any(r.grammar for r in [*self.scheduler.queue.running, *self.scheduler.queue.waiting]):
+        if self._compiling or any(
+            r.grammar.constrains for r in [*self.scheduler.queue.running, *self.scheduler.queue.waiting]
+        ):
             self._grammar_compiled.wait(GRAMMAR_POLL_S)
             self._grammar_compiled.clear()
         else:
@@ -451,7 +337,7 @@ class EngineCore:
         per_step, per_token = times.by_tokens.coefficients
         decode_per_step, decode_per_sequence = times.by_sequences.coefficients
         return msgspec.structs.replace(
-            self.scheduler.stats(),
+            stats_of(self.scheduler),
             seconds_per_step=per_step,
             seconds_per_token=per_token,
             decode_seconds_per_step=decode_per_step,
@@ -479,27 +365,3 @@ class EngineCore:
         if self._broadcaster:
             self._broadcaster.close()
         self._group.close()
-
-
-def check_whole_images(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if images that need a step for all their tokens could wait for ever."""
-    size = 0 if model.vision is None else model.vision.mm_tokens_per_image
-    needed = size + config.max_num_seqs - 1
-    if size and config.max_num_batched_tokens < needed:
-        limit = f"at least {needed}: a step computes all {size} tokens of an image, and one of each other sequence"
-        raise ConfigError("max_num_batched_tokens", config.max_num_batched_tokens, limit)
-
-
-def images_only(config: EngineConfig) -> EngineConfig:
-    """Return the options of an engine that encodes images, without those of language models."""
-    return replace(config, enforce_eager=True, speculative=None, torch_compile=False, kv_cache_dtype="auto")
-
-
-def whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Return the options of an engine whose model needs a whole prompt in one step. Raises ConfigError."""
-    if config.handoff is not None:
-        raise ConfigError("handoff", config.handoff.role, "left out: this model keeps no KV that could be handed over")
-    if config.torch_compile:
-        raise ConfigError("torch_compile", True, "left out: it compiles models that generate")
-    longest = model.longest_sequence(config.max_model_len)
-    return replace(config, max_num_batched_tokens=max(config.max_num_batched_tokens, longest))

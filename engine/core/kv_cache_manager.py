@@ -27,8 +27,8 @@ class KVCacheManager:
         return self._pool.match(request.hashes(full, self._pool.block_size))
 
     def in_flight(self, request: Request, matched: int, running: Iterable[Request]) -> bool:
-        """Whether the block after the `matched` ones is in a step under way for another request: a step later it will
-        be in the cache."""
+        """Return whether the block after the `matched` ones is in a step under way for another request: a step later it
+        will be in the cache."""
         count, size = matched + 1, self._pool.block_size
         if not self._reads_cache(request) or count * size >= len(request.tokens):
             return False
@@ -64,7 +64,7 @@ class KVCacheManager:
         self._send(request, len(request.blocks) - missing)
         return True
 
-    def room(self, request: Request, tokens: int, wanted: int) -> int:
+    def capacity(self, request: Request, tokens: int, wanted: int) -> int:
         """Return for how many tokens after the first `tokens` a running request has blocks. Up to `wanted` it gets new
         ones, if there are any."""
         self.grow(request, tokens + wanted)
@@ -86,10 +86,14 @@ class KVCacheManager:
                     self._changes.append(BlockChange(request.slot, index, [block]))
         request.num_cached_blocks = full
 
-    def distrust(self, request: Request, first: int = 0) -> None:
-        """Blocks of a request, from the `first` on, may hold numbers that are not finite: they are cleared for whoever
-        gets them next."""
-        self._pool.distrust(request.blocks[first:])
+    def invalidate(self, request: Request, first: int = 0) -> None:
+        """Have the blocks of a request, from the `first` on, cleared before anyone else gets them: they may hold
+        numbers that are not finite."""
+        self._pool.invalidate(request.blocks[first:])
+
+    def num_unshared(self, request: Request) -> int:
+        """Return how many blocks would become free if this request gave its blocks back."""
+        return self._pool.num_unshared(request.blocks)
 
     def release(self, request: Request) -> None:
         self._pool.release(request.blocks)
@@ -102,13 +106,13 @@ class KVCacheManager:
         return changes
 
     def _reads_cache(self, request: Request) -> bool:
-        return self._pool.enable_prefix_caching and not request.skip_reading_prefix_cache
+        return self._pool.enable_prefix_caching and not request.prefix.skip_reading
 
     def _send(self, request: Request, index: int) -> None:
         """Send the blocks from `index` on to the runner."""
         blocks, size = request.blocks[index:], self._pool.block_size
         cleared = [
             (block, max(0, request.computed - request.blocks.index(block) * size))
-            for block in self._pool.take_distrusted(blocks)
+            for block in self._pool.take_invalid(blocks)
         ]
         self._changes.append(BlockChange(request.slot, index, blocks, cleared))

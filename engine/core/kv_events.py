@@ -6,7 +6,9 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.core.scheduler import Event, Scheduler
+from engine.core.engine_stats import load_of
+from engine.core.output import Event
+from engine.core.scheduler import Scheduler
 from engine.wire.messages import SUBSCRIPTION_S, EngineLoad, EngineUpdate, Subscribe
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class KVEventPublisher:
     def prefilled(self, event: Event) -> None:
         """Take in any event of a request: the first one means that its prompt is computed."""
         if self._prefilling and event.delta.times is not None:
-            self._resolve(event.request.request_id, event.request.num_cached)
+            self._resolve(event.request.request_id, event.request.prefix.num_cached)
 
     def finished(self, request_id: str) -> None:
         self._resolve(request_id, -1)
@@ -71,7 +73,7 @@ class KVEventPublisher:
         self._due_at = self._sent_at + UPDATE_PERIOD_S
         if now < self._due_at and not new:
             return  # before anything is counted: this is called in every step
-        load = self._scheduler.load()
+        load = load_of(self._scheduler)
         if not (self._pool.has_changes or self._admitted or self._prefilled or load != self._load):
             self._due_at = self._sent_at + HEARTBEAT_S
         synced = [address for address, subscriber in self._subscribers.items() if subscriber.synced]

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
+from engine.spec_decode.draft_length import SequenceDrafts
+from engine.text.free_text import FREE_TEXT, FreeText
 from engine.wire.block_hash import block_hash, root_hash, with_images
 from engine.wire.messages import GenerateRequest, RequestTimes, TokenLogprob
 from engine.wire.multimodal import MultiModalFeatureSpec
 from engine.wire.pooling_params import PoolingParams
-from engine.wire.remote_prefill import RemotePrefillRequest
-from engine.wire.sampling_params import SamplingParams
+from engine.wire.remote_prefill import RemotePrefillRequest as RemoteRequest
+from engine.wire.sampling_params import SamplingParams, seed_of
 from engine.wire.timeline import TimelineEvent
 
 if TYPE_CHECKING:
-    from engine.spec_decode.draft_length import SequenceDrafts
     from engine.text.grammar import Grammar
 
 
@@ -29,9 +29,49 @@ class State(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True)
+class PrefixUse:
+    """What one request has to do with the prefix cache."""
+
+    salt: str = ""
+    """Only requests of the same salt share blocks."""
+    skip_reading: bool = False
+    """All tokens are computed, since something is wanted of each."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Of its leading full blocks, as far as somebody has asked."""
+    num_cached: int = 0
+    """Prompt tokens that came from the cache."""
+
+
+@dataclass(slots=True)
+class RemotePrompt:
+    """One request's prompt, as far as other engines may compute it."""
+
+    where: Literal["auto", "local", "remote"] = "auto"
+    """The place at which the client wants the prompt computed, as in GenerateRequest."""
+    handoff_id: str = ""
+    """Its newest handoff."""
+    num_attempts: int = 0
+    local_only: bool = False
+    """A handoff failed in a way that another attempt cannot mend."""
+    handoff_at: tuple[float, float] | None = None
+    """Start and end of its newest handoff."""
+
+
+@dataclass(slots=True)
+class RequestClock:
+    """When one request reached what (`*_at`): seconds on the caller's clock."""
+
+    arrived_at: float
+    deadline_at: float | None = None
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+
 @dataclass(slots=True, eq=False)  # compared by identity
 class Request:
-    """One sequence; mutable, and owned by one scheduler. Times (`*_at`) are seconds on the caller's clock."""
+    """One sequence; mutable, and owned by one scheduler. What only one feature needs is in that feature's record."""
 
     request_id: str
     tokens: list[int]
@@ -42,10 +82,7 @@ class Request:
     seed: int
     order: tuple[int, int]
     """(priority, number of arrival); the smallest is served first."""
-    arrived_at: float
-    pooling: PoolingParams | None = None
-    images: list[MultiModalFeatureSpec] = field(default_factory=list)
-    cache_salt: str = ""
+    clock: RequestClock
     reply_to: str = ""
     state: State = State.WAITING
     computed: int = 0
@@ -59,35 +96,19 @@ class Request:
     """Leading blocks that are in the prefix cache."""
     slot: int = -1
     """Row of the runner's per-sequence state; -1 unless running."""
-    block_hashes: list[bytes] = field(default_factory=list)
-    num_cached: int = 0
-    """Prompt tokens that came from the prefix cache."""
-    skip_reading_prefix_cache: bool = False
-    """All tokens are computed, since something is wanted of each."""
     num_preemptions: int = 0
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    grammar: Grammar | None = None
-    """Grammar of a structured output, once it is compiled."""
-    scheduled_at: float | None = None
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-    handoff_at: tuple[float, float] | None = None
-    """Start and end of the newest handoff of its prompt."""
-    deadline_at: float | None = None
     timeline: list[TimelineEvent] = field(default_factory=list)
     """Events since its last delta."""
-    prefill: Literal["auto", "local", "remote"] = "auto"
-    """The place at which the client wants the prompt computed, as in GenerateRequest."""
-    handoff_id: str = ""
-    """Newest handoff of its prompt to another engine."""
-    num_remote_attempts: int = 0
-    local_prefill_only: bool = False
-    """A handoff failed in a way that another attempt cannot mend."""
-    prefill_request: RemotePrefillRequest | None = None
-    """Set if the prompt is computed for another engine."""
-    prediction: list[int] = field(default_factory=list)
-    drafts: SequenceDrafts | None = None
-    """Its speculative decoding, if the engine does any."""
+    prefix: PrefixUse = field(default_factory=PrefixUse)
+    remote: RemotePrompt = field(default_factory=RemotePrompt)
+    asked_by: RemoteRequest | None = None
+    """The request of another engine that the prompt is computed for, if it is."""
+    images: list[MultiModalFeatureSpec] = field(default_factory=list)
+    pooling: PoolingParams | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    grammar: Grammar | FreeText = FREE_TEXT
+    """Grammar of a structured output, once it is compiled."""
+    drafts: SequenceDrafts = field(default_factory=SequenceDrafts)
 
     @classmethod
     def create(cls, message: GenerateRequest, order: tuple[int, int], max_model_len: int, now: float) -> Request:
@@ -102,34 +123,31 @@ class Request:
             max_tokens=limit if params.max_tokens is None else min(params.max_tokens, limit),
             seed=seed_of(message.request_id) if params.seed is None else params.seed % 2**64,
             order=order,
-            arrived_at=now,
-            pooling=message.pooling,
-            images=message.mm_features,
-            cache_salt=message.cache_salt,
+            clock=RequestClock(now, None if message.timeout_s is None else now + message.timeout_s),
             reply_to=message.reply_to,
-            skip_reading_prefix_cache=params.prompt_logprobs is not None,
-            prefill=message.prefill,
-            prediction=message.prediction,
+            prefix=PrefixUse(message.cache_salt, skip_reading=params.prompt_logprobs is not None),
+            remote=RemotePrompt(message.prefill),
+            images=message.mm_features,
+            pooling=message.pooling,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
-            deadline_at=None if message.timeout_s is None else now + message.timeout_s,
+            drafts=SequenceDrafts(message.prediction),
         )
 
     @classmethod
-    def for_remote_prefill(cls, prefill_request: RemotePrefillRequest, order: tuple[int, int], now: float) -> Request:
+    def for_other_engine(cls, asked_by: RemoteRequest, order: tuple[int, int], now: float) -> Request:
         """Create a request for a prompt of another engine. One token is sampled, whatever it is."""
         return cls(
-            request_id=prefill_request.handoff_id,
-            tokens=list(prefill_request.token_ids),
-            num_prompt=prefill_request.num_prompt,
-            params=prefill_request.params,
-            max_tokens=len(prefill_request.token_ids) - prefill_request.num_prompt + 1,
-            seed=prefill_request.seed,
+            request_id=asked_by.handoff_id,
+            tokens=list(asked_by.token_ids),
+            num_prompt=asked_by.num_prompt,
+            params=asked_by.params,
+            max_tokens=len(asked_by.token_ids) - asked_by.num_prompt + 1,
+            seed=asked_by.seed,
             order=order,
-            arrived_at=now,
-            cache_salt=prefill_request.cache_salt,
-            deadline_at=None if prefill_request.timeout_s is None else now + prefill_request.timeout_s,
-            prefill_request=prefill_request,
-            images=prefill_request.mm_features,
+            clock=RequestClock(now, None if asked_by.timeout_s is None else now + asked_by.timeout_s),
+            prefix=PrefixUse(asked_by.cache_salt),
+            asked_by=asked_by,
+            images=asked_by.mm_features,
         )
 
     @property
@@ -145,14 +163,10 @@ class Request:
         return max(0, self.pending - 1)
 
     @property
-    def waiting_for_grammar(self) -> bool:
-        """The next mask depends on a token in flight, or is still being computed, so no step can be planned."""
-        return self.grammar is not None and (self.in_flight > 0 or not self.grammar.ready())
-
-    @property
-    def verifying(self) -> bool:
-        """How many tokens the step in flight will yield is not known, so no other step can be planned."""
-        return self.drafts is not None and self.drafts.in_flight > 0
+    def is_undecided(self) -> bool:
+        """Whether what comes next is not known yet, so that no step can be planned: how many tokens the step in flight
+        will yield, or which ones its grammar allows."""
+        return self.drafts.in_flight > 0 or self.grammar.waits(self.in_flight)
 
     @property
     def num_output(self) -> int:
@@ -169,33 +183,39 @@ class Request:
 
     def times(self, now: float) -> RequestTimes | None:
         """Return times since arrival; None if it never ran. `now` stands in for a first token that never came."""
-        if self.scheduled_at is None:
+        clock, handoff = self.clock, self.remote.handoff_at
+        if clock.scheduled_at is None:
             return None
-        first = now if self.first_token_at is None else self.first_token_at
-        handoff = self.handoff_at and (self.handoff_at[0] - self.arrived_at, self.handoff_at[1] - self.arrived_at)
-        times = (self.scheduled_at - self.arrived_at, first - self.arrived_at, now - self.arrived_at)
-        return RequestTimes(*times, handoff)
+        first, start = now if clock.first_token_at is None else clock.first_token_at, clock.arrived_at
+        return RequestTimes(
+            scheduled_s=clock.scheduled_at - start,
+            first_token_s=first - start,
+            finished_s=now - start,
+            handoff_s=handoff and (handoff[0] - start, handoff[1] - start),
+        )
+
+    def add_prompt_logprobs(self, start: int, rows: list[TokenLogprob]) -> None:
+        """Record the log-probabilities of the prompt tokens from `start` + 1 on."""
+        known = self.prompt_logprobs
+        if known is not None and len(known) >= start + 1:  # fewer only if computed again after preemption
+            known.extend(rows[len(known) - start - 1 :])
 
     def hashes(self, count: int, block_size: int) -> list[bytes]:
         """Return chained hashes of the first `count` full blocks of known tokens."""
-        while len(self.block_hashes) < count:
-            start = len(self.block_hashes) * block_size
-            parent = self.block_hashes[-1] if start else root_hash((self.cache_salt,))
+        hashes = self.prefix.hashes
+        while len(hashes) < count:
+            start = len(hashes) * block_size
+            parent = hashes[-1] if start else root_hash((self.prefix.salt,))
             if self.images:
                 parent = with_images(parent, self.images, start, start + block_size)
-            self.block_hashes.append(block_hash(parent, self.tokens[start : start + block_size]))
-        return self.block_hashes[:count]
+            hashes.append(block_hash(parent, self.tokens[start : start + block_size]))
+        return hashes[:count]
 
     def last_hash(self, block_size: int) -> bytes:
         """Return the hash of the last block of known tokens, full or not; it identifies all tokens."""
         full, rest = divmod(len(self.tokens), block_size)
-        parent = self.hashes(full, block_size)[-1] if full else root_hash((self.cache_salt,))
+        parent = self.hashes(full, block_size)[-1] if full else root_hash((self.prefix.salt,))
         if not rest:
             return parent
         parent = with_images(parent, self.images, len(self.tokens) - rest, len(self.tokens))
         return block_hash(parent, self.tokens[-rest:])
-
-
-def seed_of(request_id: str) -> int:
-    """Return a 64-bit seed for a request that brought none; equal wherever the request is run again."""
-    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")

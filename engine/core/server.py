@@ -12,9 +12,9 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.core.engine import EngineCore
+from engine.core.build import build_engine
 from engine.core.kv_events import KVEventPublisher
-from engine.core.scheduler import Event
+from engine.core.output import Event, take_timelines
 from engine.distributed.refusals import REFUSALS, add_up
 from engine.distributed.sockets import PullSocket, PushSockets, Waker
 from engine.distributed.tp_group import TPGroup
@@ -64,11 +64,11 @@ class EngineServer:
         host: str = "127.0.0.1",
         group: TPGroup | None = None,
     ):
-        """group: as for EngineCore.build. Only peers with its key can send commands, or receive what is sent."""
+        """group: as for build_engine. Only peers with its key can send commands, or receive what is sent."""
         group = group or TPGroup.single()
         self.engine_id = engine_id
         self._waker = Waker()
-        self._core = EngineCore.build(config, group, engine_id=engine_id, host=host, wake=self._waker.wake)
+        self._core = build_engine(config, group, engine_id=engine_id, host=host, wake=self._waker.wake)
         self.max_model_len = self._core.max_model_len
         self._context = zmq.Context()
         self._inbox: PullSocket[Command] = PullSocket(self._context, host, Command, name="commands", key=group.key)
@@ -200,11 +200,12 @@ class EngineServer:
     def _send(self, events: list[Event]) -> None:
         now = time.monotonic()
         if now >= self._timelines_due:
-            events = events + self._core.scheduler.take_timelines(time.time() - TIMELINE_PERIOD_S)
+            live = self._core.scheduler.queue.live
+            events = events + take_timelines(live.values(), time.time() - TIMELINE_PERIOD_S)
             self._timelines_due = now + TIMELINE_PERIOD_S
         for event in events:
             self._kv_events.prefilled(event)
-            if event.request.prefill_request is None:
+            if event.request.asked_by is None:
                 self._reply(event.request.reply_to, event.delta)
             else:  # the other engine has heard of its end
                 self._end(event.request.request_id)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
 from engine.core.request import Request
 from engine.wire.histogram import SECONDS, TOKENS, Histogram
 from engine.wire.messages import FinishReason
+
+logger = logging.getLogger(__name__)
 
 BOUNDS = {
     "inter_token_latency_seconds": SECONDS,
@@ -38,6 +41,22 @@ class SchedulerStats:
     #: Requests that ended, by reason.
     finished: Counter[str] = field(default_factory=Counter)
 
+    def observe_scheduled(self, request: Request, cached: int, now: float) -> None:
+        """Record that a request has its blocks, of which the first `cached` tokens are computed already."""
+        logger.debug("request scheduled request_id=%s cached_tokens=%d", request.request_id, cached)
+        if request.clock.scheduled_at is None:
+            request.clock.scheduled_at = now
+            self.prefix_queried_tokens += request.num_prompt
+            self.prefix_hit_tokens += cached
+            self.prompt_tokens += request.num_prompt
+        if not request.num_preemptions:
+            request.prefix.num_cached = cached
+            return
+        again = len(request.tokens) - cached
+        self.recomputed_tokens += again
+        logger.info("resumed request_id=%s cached_tokens=%d recomputed_tokens=%d",
+                    request.request_id, cached, again)  # fmt: skip
+
 
 class RequestMetrics:
     """Histograms by the keys of BOUNDS."""
@@ -51,11 +70,11 @@ class RequestMetrics:
 
     def observe_tokens(self, requests: list[Request], now: float) -> None:
         """Record a step that brought a token, or several, for each of these requests, the first as well."""
-        for last, count in Counter([request.last_token_at for request in requests]).items():
+        for last, count in Counter([request.clock.last_token_at for request in requests]).items():
             if last is not None:
                 self.histograms["inter_token_latency_seconds"].observe(now - last, count)
         for request in requests:
-            request.last_token_at = now
+            request.clock.last_token_at = now
 
     def observe_finished(self, request: Request, reason: FinishReason, now: float) -> None:
         """Record the end of a request. Only ends of its own are measured: how long an aborted one took says nothing."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from engine.core.features.encoder_cache_manager import ImageChanges
 from engine.core.request import Request
-from engine.wire.multimodal import MultiModalFeatureSpec
-from engine.wire.plan import BlockChange, NewSequence, ReceivedImage, StepPlan
+from engine.wire.plan import BlockChange, NewSequence, StepPlan
 
 
 class StepPlanBuilder:
@@ -23,8 +23,17 @@ class StepPlanBuilder:
         """Send a request that was given a slot to the runner."""
         tokens, params = list(request.tokens), request.params
         images = [image.without_pixels() for image in request.images]
-        added = NewSequence(request.slot, tokens, request.num_prompt, params, request.seed, request.pooling, images)
-        self._added.append(added)
+        self._added.append(
+            NewSequence(
+                slot=request.slot,
+                tokens=tokens,
+                num_prompt=request.num_prompt,
+                params=params,
+                seed=request.seed,
+                pooling=request.pooling,
+                images=images,
+            )
+        )
 
     def compute(self, request: Request, count: int, drafts: list[int] | None = None) -> None:
         """Compute the next `count` tokens of a request, and sample a new one if these are its last. From now on they
@@ -44,23 +53,25 @@ class StepPlanBuilder:
         request.computed = start + count
         request.in_flight += samples
 
-    def plan(
-        self,
-        step: int,
-        blocks: list[BlockChange],
-        num_drafts: int,
-        encoded: list[MultiModalFeatureSpec],
-        forgotten: list[bytes],
-        received: list[ReceivedImage],
-    ) -> StepPlan:
+    def plan(self, step: int, *, blocks: list[BlockChange], num_drafts: int, images: ImageChanges) -> StepPlan:
         masks = {
             i: request.grammar.masks(len(self._drafts.get(i, ())))
             for i, request in enumerate(self.requests)
-            if request.grammar is not None and self._samples[i]
+            if request.grammar.constrains and self._samples[i]
         }
-        slots = [request.slot for request in self.requests]
-        lists = slots, self._starts, self._counts, self._samples
-        bits = b"".join(masks.values())
         return StepPlan(
-            step, self._added, blocks, *lists, list(masks), bits, self._drafts, num_drafts, encoded, forgotten, received
+            step=step,
+            added=self._added,
+            blocks=blocks,
+            slots=[request.slot for request in self.requests],
+            starts=self._starts,
+            counts=self._counts,
+            samples=self._samples,
+            masked=list(masks),
+            masks=b"".join(masks.values()),
+            drafts=self._drafts,
+            num_drafts=num_drafts,
+            encoded=images.encoded,
+            forgotten=images.forgotten,
+            received=images.received,
         )

@@ -1,4 +1,4 @@
-"""What ranks do together."""
+"""Collective operations of ranks."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ class ConnectedGroup(TPGroup):
         return found.result()
 
     def _all_can(self, problem: str) -> bool:
-        """Whether no rank has a problem with shared memory."""
+        """Return whether no rank has a problem with shared memory."""
         problems = [text for text in self.exchange(problem) if text]
         if problems:
             logger.warning("ranks on one machine do without shared memory, which cannot be had: %s", problems[0])

@@ -24,9 +24,8 @@ REFUSED = {
     "num_kv_shared_layers": "some of its layers read the KV of others",
     "global_head_dim": "the heads of its layers differ in size",
     "index_topk": "its attention is sparse, with an indexer",
-    "linear_conv_kernel_dim": "some of its layers keep a recurrent state, and the KV cache holds keys and values only",
-    "mamba_d_conv": "some of its layers keep a recurrent state, and the KV cache holds keys and values only",
 }
+RECURRENT = "linear_conv_kernel_dim", "mamba_d_conv"
 
 
 def read(raw: Fields, max_model_len: int | None) -> Fields:
@@ -51,8 +50,12 @@ def _read(raw: Fields, architecture: str, max_model_len: int | None) -> Fields:
     for field, reason in REFUSED.items():
         if getattr(config, field, None):
             raise UnsupportedArchitecture(architecture, reason)
-    num_layers, num_heads = _get(config, "num_hidden_layers"), _get(config, "num_attention_heads")
-    types = getattr(config, "layer_types", None) or []
+    types, num_heads = getattr(config, "layer_types", None) or [], getattr(config, "num_attention_heads", None)
+    only_attention = num_heads and types and ATTENTION.issuperset(types)  # of which a hybrid may consist
+    if not num_heads or (any(getattr(config, field, None) for field in RECURRENT) and not only_attention):
+        reason = "its layers, or some of them, keep a recurrent state, and the KV cache holds keys and values only"
+        raise UnsupportedArchitecture(architecture, reason)
+    num_layers = _get(config, "num_hidden_layers")
     if other := sorted(set(types) - ATTENTION):
         raise UnsupportedArchitecture(architecture, f"it has layers of the type {', '.join(other)}")
     window = getattr(config, "sliding_window", None)

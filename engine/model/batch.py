@@ -22,7 +22,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class DeepStack:
-    """What images add to the hidden states behind the first layers: arXiv:2406.04334."""
+    """Embeddings of images that are added to the hidden states behind the first layers: arXiv:2406.04334."""
 
     rows: Tensor
     """[n] int64, of the tokens that stand for images."""
@@ -60,7 +60,7 @@ class Batch:
     """The attention kernel's division of `single` and `chunks`, made by the first layer for all layers, unless it is
     given: see `row_tiles`."""
     plans: dict[object, Tensor] = field(default_factory=dict)
-    """What attention on a GPU derives from lengths, once for all layers: see `plan` in ops/gpu/attention.py."""
+    """Derived from lengths by attention on a GPU, once for all layers: see `plan` in ops/gpu/attention.py."""
     kv_scales: Tensor | None = None
     """[layers, 2 (K, V)] float32 for a cache in float8_e4m3fn: a value is what is stored times its scale. The tensor
     stays at its address for as long as the cache does."""

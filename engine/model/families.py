@@ -47,15 +47,21 @@ class Family:
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 TEXT_PARTS: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
     "Gemma3ForConditionalGeneration": ({"gemma3_text": "Gemma3ForCausalLM"}, TIED),
+    "Idefics3ForConditionalGeneration": ({"llama": "LlamaForCausalLM"}, UNTIED),
     "InternVLForConditionalGeneration": (
         {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}, TIED
     ),
+    "LlavaNextForConditionalGeneration": (
+        {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}, UNTIED
+    ),
     "Mistral3ForConditionalGeneration": ({"mistral": "MistralForCausalLM"}, TIED),
+    "Qwen2VLForConditionalGeneration": ({"qwen2_vl_text": "Qwen2ForCausalLM"}, UNTIED),
     "Qwen2_5_VLForConditionalGeneration": ({"qwen2_5_vl_text": "Qwen2ForCausalLM"}, UNTIED),
     "Qwen3VLForConditionalGeneration": ({"qwen3_vl_text": "Qwen3ForCausalLM"}, UNTIED),
     "Qwen3VLMoeForConditionalGeneration": (
         {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"}, {**UNTIED, "norm_topk_prob": True, "use_sliding_window": False}
     ),
+    "SmolVLMForConditionalGeneration": ({"llama": "LlamaForCausalLM"}, UNTIED),
 }  # fmt: skip
 # Those of them that see, and the order in which the frequencies of their rotary embeddings belong to time, height and
 # width: one axis after the other (Qwen2-VL, arXiv:2409.12191), in turn (Qwen3-VL, arXiv:2511.21631), or None.
@@ -212,6 +218,7 @@ TRANSFORMERS: dict[str, str] = {
     "GlmForCausalLM": "GLM-4-9B, GLM-Edge",
     "GraniteForCausalLM": "Granite 3",
     "GraniteMoeForCausalLM": "Granite 3 MoE",
+    "GraniteMoeHybridForCausalLM": "Granite 4 without recurrent layers",
     "GraniteMoeSharedForCausalLM": "Granite MoE with shared experts",
     "HeliumForCausalLM": "Helium",
     "HunYuanDenseV1ForCausalLM": "Hunyuan 0.5B to 7B",

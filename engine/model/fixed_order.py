@@ -31,6 +31,7 @@ def check(config: EngineConfig, model_config: ModelConfig, device: torch.device)
     for name, value, known in (
         ("device", device.type, device.type == "cpu"),
         ("torch_compile", True, not config.torch_compile),
+        ("model", model_config.architecture, not model_config.transformers and model_config.encoder is None),
         ("quantization", config.quantization or "that of the model", model_config.quantization is None),
     ):
         if not known:

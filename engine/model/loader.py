@@ -163,8 +163,8 @@ def checkpoint_shards(model: Loadable) -> dict[str, list[tuple[Shard, Tensor]]]:
 
 
 def has_own_head(files: dict[Path, list[str]], canonical: dict[str, str]) -> bool:
-    """Whether the checkpoint holds a head that is no copy of the embedding. Every rank compares all of both, which
-    are mapped and read a few rows at a time."""
+    """Return whether the checkpoint holds a head other than its embedding. Every rank compares all of both, which are
+    mapped and read a few rows at a time."""
     where = {canonical[name]: (file, name) for file, names in files.items() for name in names}
     if HEAD not in where or EMBEDDING not in where:
         return False

@@ -159,7 +159,7 @@ def _prompts(folder: Path) -> dict[str, Any]:
 
 
 def _sigmoid(folder: Path) -> bool:
-    """What sentence-transformers' CrossEncoder does with a score: by default a sigmoid."""
+    """Return whether a score passes through a sigmoid, as by default in sentence-transformers' CrossEncoder."""
     config = read_json(folder, "config.json")
     named = (config.get("sentence_transformers") or {}).get("activation_fn")
     named = named or config.get("sbert_ce_default_activation_function") or ""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 # The language model of a multimodal one, as transformers 5 and transformers 4 saved it; an encoder with a head.
-WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "bert.", "roberta.")
+WRAPPERS = (
+    "model.language_model.", "model.text_model.", "language_model.model.", "language_model.", "bert.", "roberta.",
+)  # fmt: skip
 BARE = ("layers.", "embed_tokens.", "norm.", "embeddings.", "encoder.", "pooler.", "final_norm.")
 # The other parts of a multimodal model, whose tensors a text model leaves unread.
 OTHERS = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.",
-    "embed_audio.",
+    "embed_audio.", "connector.", "image_newline",
 )  # fmt: skip
 # beside the base model in a checkpoint
 HEADS = ("lm_head.", "score.", "classifier.", "head.", "vision.")
@@ -30,7 +32,7 @@ def canonical_name(name: str) -> str:
 
 
 def is_of_text(name: str) -> bool:
-    """Whether a tensor belongs to the text model of a checkpoint."""
+    """Return whether a tensor belongs to the text model of a checkpoint."""
     return not name.removeprefix("model.").startswith(OTHERS)
 
 

@@ -7,7 +7,7 @@ import warnings
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from engine.errors import InvalidImage
+from engine.errors import Described, InvalidImage
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 MAX_ASPECT_RATIO = 200  # beyond it Qwen's processor refuses an image, and others would stretch it
@@ -32,7 +32,7 @@ def decode(file: bytes, field: str, max_pixels: int, low_detail: bool = False) -
         raise InvalidImage(field, file[:16], READABLE) from None
     except Exception as error:  # noqa: BLE001  a broken header, by which decoders fail in many ways
         raise InvalidImage(field, _reason(error), READABLE) from None
-    size = f"{image.width} × {image.height}"
+    size = Described(f"{image.width} × {image.height}")
     if image.width * image.height > max_pixels:
         raise InvalidImage(field, size, small_enough)
     if max(image.size) > MAX_ASPECT_RATIO * min(image.size):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from engine.errors import InvalidImage, ModelFolderError, PromptTooLong, RequestError
+from engine.errors import Described, InvalidImage, ModelFolderError, PromptTooLong, RequestError
 from engine.text.tokenizer import Tokenizer
 from engine.wire.multimodal import MultiModalFeatureSpec, PlaceholderRange, TensorData, mm_hash
 
@@ -27,7 +27,7 @@ class ImageFamily:
     """How prompts of a family name an image."""
 
     marker: str
-    """What a chat template writes in the place of an image."""
+    """The text that a chat template writes for an image."""
     placeholders: Callable[[Fields, Fields, str], str]
     """Return the text that replaces the marker. Takes config.json, the output of the image processor for one image, and
     the placeholder of one embedding."""
@@ -88,7 +88,8 @@ class ImageProcessor:
         try:
             found = self._processor(images=[image], **self._options)
         except ValueError as error:
-            raise InvalidImage(field, f"{image.width} × {image.height}", f"fit for this model: {error}") from None
+            size = Described(f"{image.width} × {image.height}")
+            raise InvalidImage(field, size, f"fit for this model: {error}") from None
         tensors = {name: TensorData.of(np.asarray(found[name])) for name in self._family.arguments}
         pixels = np.asarray(found["pixel_values"]).astype(np.uint8)  # exact: some processors make floats of bytes
         tensors |= {"pixel_values": TensorData.of(pixels), "pixel_table": self._pixel_table}

@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,14 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine.config import GPU_DEFAULTS, EngineConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.core.scheduler import NOT_FINITE, Event
+from engine.core.output import Event
+from engine.core.scheduler import NOT_FINITE
 from engine.device import is_gpu
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.tp_group import TPGroup
-from engine.errors import EngineError, InvalidParameter, RequestError
+from engine.errors import Described, EngineError, InvalidParameter, RequestError
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.offline.outputs import (
@@ -103,13 +106,13 @@ class LLM:
     def _start(self) -> EngineCore:
         size = self.config.tensor_parallel
         if size == 1:
-            return EngineCore.build(self.config)
+            return build_engine(self.config)
         shared = not self.config.disable_custom_all_reduce
         group = TPGroup.listen(size, device=self.config.device, shared_memory=shared, key=ClusterKey.generate())
         self._ranks = RankProcesses(self.config, group, group.address)
         try:
             group.join(RENDEZVOUS_TIMEOUT_S)
-            core = EngineCore.build(self.config, group)
+            core = build_engine(self.config, group)
         except BaseException:
             group.close()
             self._ranks.close()
@@ -176,7 +179,7 @@ class LLM:
         if not images:
             return self.tokenizer.apply_chat_template(messages, **template_arguments)
         if self._model_config.vision is None:
-            raise InvalidParameter("messages", f"{len(images)} images", "text: this model reads no images")
+            raise InvalidParameter("messages", Described("an image"), "text: this model reads no images")
         if self._image_processor is None:
             from engine.multimodal.processor import ImageProcessor
 
@@ -435,15 +438,24 @@ def _numbers(delta: TokenDelta) -> np.ndarray:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One text or one list of token ids counts as one prompt."""
+    """Return each prompt; one text or one list of token ids counts as one prompt. Raises InvalidParameter."""
     if isinstance(prompts, str):
         return [prompts]
-    ids = [prompt for prompt in prompts if isinstance(prompt, int)]
-    if ids and len(ids) == len(prompts):
-        return [ids]
-    if ids:
-        raise RequestError(f"prompts must be texts or lists of token ids, but {ids[0]} is a token id itself", "prompts")
-    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+    if not isinstance(prompts, Iterable):
+        raise InvalidParameter("prompts", prompts, "texts or lists of token ids")
+    some: list[Any] = list(prompts)
+    if some and all(isinstance(prompt, Integral) for prompt in some):
+        return [some]
+    for prompt in some:
+        if isinstance(prompt, Integral):
+            message = f"prompts must be texts or lists of token ids, but {prompt} is a token id itself"
+            raise RequestError(message, "prompts")
+        if not isinstance(prompt, Iterable):
+            raise InvalidParameter("prompts", prompt, "texts or lists of token ids")
+        for token in () if isinstance(prompt, str) else prompt:
+            if not isinstance(token, Integral):
+                raise InvalidParameter("prompts", token, "texts or lists of token ids, which are whole numbers")
+    return some
 
 
 def _progress(shown: bool) -> Progress:

@@ -1,1 +1,1 @@
-"""What is asked of an engine for embeddings and scores: from texts to token ids."""
+"""Prompts for embeddings and scores: from texts to token ids."""

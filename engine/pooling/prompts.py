@@ -1,4 +1,4 @@
-"""What is asked of the engine for an embedding or a score, in token ids."""
+"""Prompts of the engine for an embedding or a score, in token ids."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class PoolingPrompts:
 
     def __init__(self, tokenizer: Tokenizer, supported: SupportedTasks, max_model_len: int):
         self._tokenizer, self._supported, self._max_model_len = tokenizer, supported, max_model_len
+        self._query: tuple[str, int | None, list[int]] | None = None  # the last one, what it was cut to, and its tokens
 
     def embed(
         self,
@@ -54,7 +55,7 @@ class PoolingPrompts:
         kept, before = self._kept(params), self._prompt(prompt_name, usual_prompts)
         texts = [before + prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self._tokenizer.encode_for_pooling(texts, kept, add_special_tokens))
-        own = [next(encoded)[0] if isinstance(prompt, str) else list(prompt)[:kept] for prompt in prompts]
+        own = [next(encoded) if isinstance(prompt, str) else list(prompt)[:kept] for prompt in prompts]
         params = msgspec.structs.replace(params, task="embed")
         return [PoolingPrompt(token_ids, params) for token_ids in own]
 
@@ -68,17 +69,27 @@ class PoolingPrompts:
     def score(
         self, pairs: Sequence[tuple[str, str]], params: PoolingParams, instruction: str | None = None
     ) -> list[PoolingPrompt]:
-        """Make a prompt of each query and its document, for a model that reads them together."""
+        """Make a prompt of each query and its document, for a model that reads them together. A model that does not
+        generate reads them as a pair, and then a query that follows itself, also in later calls, is tokenized once."""
         kept = self._kept(params)
         if "generate" in self._supported:
             ids = self._yes_and_no()
             params = msgspec.structs.replace(params, task="score", score_token_ids=ids)
             return [PoolingPrompt(self._reranker_prompt(*pair, instruction, kept), params) for pair in pairs]
         refuse_instruction(instruction)
-        return [
-            PoolingPrompt(token_ids, msgspec.structs.replace(params, task="score", token_types_from=second))
-            for token_ids, second in self._tokenizer.encode_for_pooling(pairs, kept)
-        ]
+        documents = self._tokenizer.encode_parts([document for _, document in pairs], kept)
+        prompts = []
+        for (query, _), document in zip(pairs, documents, strict=True):
+            token_ids, second = self._tokenizer.join_pair(self._query_tokens(query, kept), document, kept)
+            prompts.append(
+                PoolingPrompt(token_ids, msgspec.structs.replace(params, task="score", token_types_from=second))
+            )
+        return prompts
+
+    def _query_tokens(self, query: str, kept: int | None) -> list[int]:
+        if self._query is None or self._query[:2] != (query, kept):
+            self._query = query, kept, self._tokenizer.encode_parts([query], kept)[0]
+        return self._query[2]
 
     def _prompt(self, name: str | None, usual: Sequence[str]) -> str:
         prompts = self._supported.prompts
@@ -96,8 +107,10 @@ class PoolingPrompts:
     def _reranker_prompt(self, query: str, document: str, instruction: str | None, kept: int | None) -> list[int]:
         has_template = self._supported.score_token_ids is not None
         prompt, end = score_prompt(self._tokenizer, query, document, instruction, has_template=has_template)
-        token_ids = self._tokenizer.encode(prompt, add_special_tokens=False)
-        if kept is None or len(token_ids) <= kept:
+        if kept is None:
+            return self._tokenizer.encode(prompt, add_special_tokens=False)
+        token_ids = self._tokenizer.encode_truncated(prompt, kept + 1, "right", add_special_tokens=False)
+        if len(token_ids) <= kept:
             return token_ids
         after = self._tokenizer.encode(end, add_special_tokens=False)
         return (token_ids[: max(0, kept - len(after))] + after)[:kept]  # what is cut is the document's end

@@ -24,6 +24,7 @@ from engine.runner.sampler import (
     prepare_sampling,
     sorts_candidates,
 )
+from engine.runner.step_layout import SampledTokens, Sequences, StepLayout
 from engine.wire.plan import NewSequence, StepPlan
 from engine.wire.pooling_params import PoolingParams
 
@@ -94,27 +95,6 @@ class StepInputs:
     """[tokens] int64, or [3, tokens] if some stand in images; None if they are those of the batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """The sequences of a batch: [n] int64 each."""
-
-    slots: np.ndarray
-    counts: np.ndarray  #: tokens that this step computes
-    ends: np.ndarray  #: tokens of each that there are then
-
-    def divided(self, chosen: np.ndarray) -> tuple[Sequences, np.ndarray]:
-        """Make each token of the chosen ones [n] bool a sequence of its own, which sees those before it in the KV that
-        they share. So tokens that verify drafts run by the kernels and graphs of decoding, and have their bits.
-
-        Returns also, for each of these sequences, the first that it has become.
-        """
-        pieces = np.where(chosen, self.counts, 1)
-        owner = np.repeat(np.arange(len(pieces)), pieces)
-        after = np.cumsum(pieces)[owner] - np.arange(len(owner)) - 1  # pieces of the same sequence behind each
-        divided = Sequences(self.slots[owner], np.where(chosen, 1, self.counts)[owner], self.ends[owner] - after)
-        return divided, np.cumsum(pieces) - pieces
-
-
 class InputBuilder:
     """Builds the inputs of steps; keeps the sequence in each slot and its block table."""
 
@@ -155,80 +135,80 @@ class InputBuilder:
         added = [self._add(sequence, staged) for sequence in plan.added]
         for change in plan.blocks:
             self.block_tables[change.slot, change.index : change.index + len(change.blocks)] = change.blocks
-        slots, starts, counts = (np.array(column, dtype=np.int64) for column in (plan.slots, plan.starts, plan.counts))
-        ends = starts + counts
-        query_start = np.concatenate([[0], np.cumsum(counts)])
-        entry = np.repeat(np.arange(len(slots)), counts)
-        positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[entry]
-        offset = positions % self._block_size
-        slot_mapping = (
-            self.block_tables[slots[entry], positions // self._block_size] * np.int64(self._block_size) + offset
-        )
-        token_index = slots[entry] * self._max_model_len + positions
-        width = -(-(int(ends.max()) + plan.num_drafts) // self._block_size)
-        sequences, first_rows, first_sequences = Sequences(slots, counts, ends), query_start, None
+        layout = StepLayout.of(plan, self.block_tables, self._block_size, self._max_model_len)
+        query_start, positions = layout.query_start, layout.positions
+        sequences, first_rows, first_sequences = layout.sequences, query_start, None
+        width = -(-(int(sequences.ends.max()) + plan.num_drafts) // self._block_size)
         if plan.drafts:
-            sequences, first = sequences.divided(np.isin(np.arange(len(slots)), list(plan.drafts)))
+            sequences, first = sequences.divided(np.isin(np.arange(len(plan.slots)), list(plan.drafts)))
             first_rows, first_sequences = np.concatenate([[0], np.cumsum(sequences.counts)]), staged.add(first)
-        single, chunks = split(sequences.counts, sequences.ends)
         image_rows, rotary = None, positions
         if self._images is not None:
-            image_rows, rotary = self._images.place(plan, query_start, slots[entry], positions, staged)
-        shape = None
-        if image_rows is None and rotary.ndim == 1:
-            shape = self._shape_for(len(positions), len(sequences.slots))
-        batch = graph = None
-        if shape is not None:
-            columns = token_index, rotary, slot_mapping, sequences.slots, sequences.ends, first_rows
-            graph = shape, staged.add(pad_step(shape, *columns, single.numpy(), chunks))
-        if shape is None or self._drafts:
-            batch = Batch(
-                positions=staged.add(positions),
-                slot_mapping=staged.add(slot_mapping),
-                query_start=staged.add(first_rows.astype(np.int32)),
-                kv_len=staged.add(sequences.ends.astype(np.int32)),
-                block_table=staged.add(self.block_tables[[] if self._device.asynchronous else sequences.slots, :width]),
-                kv_cache=self._kv_cache,
-                single=staged.add(single.numpy()),
-                chunks=chunks,
-                kv_scales=self._kv_scales,
-            )
-        entries = np.flatnonzero(plan.samples).tolist()
-        pooled_rows: list[PooledRows] = []
-        if self._pooling:
-            pooled_rows = self._pooled_rows(plan, query_start)
-            entries = [i for i in entries if plan.slots[i] not in self._pooling]
-            if batch is not None:
-                batch.token_types = self._token_types(plan, positions, entry, staged)
-        sampling = np.array(entries, dtype=np.int64)
-        drafted, sampled_rows, sampled = None, query_start[1:][sampling] - 1, ends[sampling]
-        if plan.drafts:
-            drafted = self._drafted(plan, ends, staged)
-            back = np.concatenate([np.arange(len(plan.drafts.get(i, ())), -1, -1) for i in entries])
-            entries = [i for i in entries for _ in range(len(plan.drafts.get(i, ())) + 1)]
-            sampling = np.array(entries, dtype=np.int64)
-            sampled_rows, sampled = query_start[1:][sampling] - 1 - back, ends[sampling] - back
+            slots = layout.sequences.slots[layout.entry]
+            image_rows, rotary = self._images.place(plan, query_start, slots, positions, staged)
+        batch, graph = self._batch(layout, sequences, first_rows, rotary, width, image_rows is not None, staged)
+        if batch is not None and self._pooling:
+            batch.token_types = self._token_types(plan, positions, layout.entry, staged)
+        sampled, last = SampledTokens.of(plan, layout, self._pooling), self._max_model_len - 1
+        tables = self._device.asynchronous
         return StepInputs(
             plan=plan,
             staged=staged,
             batch=batch,
             graph=graph,
-            block_tables=self._block_table_rows(plan, sequences.slots, width, staged)
-            if self._device.asynchronous
-            else None,
-            token_index=staged.add(token_index),
+            block_tables=self._block_table_rows(plan, sequences.slots, width, staged) if tables else None,
+            token_index=staged.add(layout.token_index),
             first_sequences=first_sequences,
             added=added,
-            drafted=drafted,
-            entries=entries,
-            sampled_rows=staged.add(sampled_rows),
-            written=staged.add(slots[sampling] * self._max_model_len + np.minimum(sampled, self._max_model_len - 1)),
-            sampling=self._sampling(plan, slots[sampling], entries, sampled, staged),
+            drafted=self._drafted(plan, layout.sequences.ends, staged) if plan.drafts else None,
+            entries=sampled.entries,
+            sampled_rows=staged.add(sampled.rows),
+            written=staged.add(sampled.slots * self._max_model_len + np.minimum(sampled.positions, last)),
+            sampling=self._sampling(plan, sampled.slots, sampled.entries, sampled.positions, staged),
             prompt_logprob_rows=self._prompt_logprob_rows(plan, query_start, staged),
-            pooled_rows=pooled_rows,
+            pooled_rows=self._pooled_rows(plan, query_start) if self._pooling else [],
             image_rows=image_rows,
             rotary_positions=None if rotary is positions else staged.add(rotary),
         )
+
+    def _batch(
+        self,
+        layout: StepLayout,
+        sequences: Sequences,
+        first_rows: np.ndarray,
+        rotary: np.ndarray,
+        width: int,
+        has_images: bool,
+        staged: StagedCopy,
+    ) -> tuple[Batch | None, tuple[StepShape, Tensor] | None]:
+        """Return the batch of a step, unless nobody but a graph computes it, and the graph's shape and buffer if one
+        does.
+
+        first_rows: [sequences + 1], the first token of each. rotary: [tokens] or [3, tokens]. width: blocks of the
+        longest sequence.
+        """
+        single, chunks = split(sequences.counts, sequences.ends)
+        shape = None
+        if not has_images and rotary.ndim == 1:
+            shape = self._shape_for(len(layout.positions), len(sequences.slots))
+        graph = None
+        if shape is not None:
+            columns = layout.token_index, rotary, layout.slot_mapping, sequences.slots, sequences.ends, first_rows
+            graph = shape, staged.add(pad_step(shape, *columns, single.numpy(), chunks))
+            if not self._drafts:
+                return None, graph
+        batch = Batch(
+            positions=staged.add(layout.positions),
+            slot_mapping=staged.add(layout.slot_mapping),
+            query_start=staged.add(first_rows.astype(np.int32)),
+            kv_len=staged.add(sequences.ends.astype(np.int32)),
+            block_table=staged.add(self.block_tables[[] if self._device.asynchronous else sequences.slots, :width]),
+            kv_cache=self._kv_cache,
+            single=staged.add(single.numpy()),
+            chunks=chunks,
+            kv_scales=self._kv_scales,
+        )
+        return batch, graph
 
     def _add(self, sequence: NewSequence, staged: StagedCopy) -> NewTokens:
         params, edits = sequence.params, LogitsEdits.of(sequence.params, self._eos)

@@ -8,7 +8,6 @@ ended.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,46 +15,34 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import BLOCK_SIZES, EngineConfig
-from engine.device import DeviceEvent, open_device
+from engine.config import EngineConfig
+from engine.device import DeviceEvent
 from engine.distributed.tp_group import TPGroup
-from engine.errors import ConfigError
-from engine.model import fixed_order
-from engine.model.batch import Batch, split
 from engine.model.config import ModelConfig
-from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
-from engine.model.models.embedding_store import encoder_config
-from engine.model.models.llama import Model
-from engine.model.models.registry import build, build_model
-from engine.model.ops import attention, dispatch
 from engine.runner import kv_cache
-from engine.runner.cuda_graphs import CudaGraphs, StepShape, decode_sizes, mixed_sizes
+from engine.runner.cuda_graphs import CudaGraphs
+from engine.runner.graphs import can_capture, graph_shapes, record_cpu_steps
 from engine.runner.images import EncoderCache
 from engine.runner.inputs import InputBuilder, PromptLogprobRows, StepInputs
+from engine.runner.load import allocate_inbox, compile_model, load_drafter, load_model
+from engine.runner.memory import plan_blocks
 from engine.runner.model_drafts import draft_inputs
 from engine.runner.pooler import Pooled, Pooler
+from engine.runner.rank_setup import RankSetup, set_threads
 from engine.runner.sampler import (
     LogprobTable,
-    SampledRow,
-    UniformSource,
     cpu_sampling,
     logprob_table,
     mark_non_finite,
-    prepare_sampling,
     process_rows,
     sample,
 )
-from engine.runner.warm_up import warm_up_plans
-from engine.spec_decode.drafter import ModelDrafter
-from engine.spec_decode.open_drafter import open_drafter
-from engine.spec_decode.target import Target
+from engine.runner.warm_up import run_dummy_step, warm_up_plans
 from engine.spec_decode.verification import accepted_tokens
 from engine.wire.plan import StepPlan, StepResult
-from engine.wire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.model.ops.cpu.step_graph import StepGraph
@@ -63,7 +50,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROMPT_LOGPROB_ROWS = 256  # rows of [vocab] float32 in memory at a time
-CUBLAS_BYTES = 32 << 20  # workspace of each thread that multiplies, at most (ATen's CublasHandlePool.cpp)
 
 
 @dataclass(slots=True)
@@ -89,88 +75,75 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TPGroup):
         self.config, self.model_config, self.tp = config, model_config, tp
-        self.device = open_device(config.device)
-        device = self.device.torch_device
-        self.overlap = self.device.asynchronous if config.overlap is None else config.overlap
-        self.dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
-        if config.num_threads or tp.local_size > 1:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            threads = max(1, cores // tp.local_size)
-            torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), threads))
-        self.kv_dtype = kv_cache.cache_dtype(config, self.dtype, device)
-        self.block_size = config.block_size or BLOCK_SIZES[device.type]
+        self.setup = setup = RankSetup.of(config, model_config, folder, tp)
+        self.device, self.overlap, self.block_size = setup.device, setup.overlap, setup.block_size
+        self.dtype, self.kv_dtype, device = setup.dtype, setup.kv_dtype, setup.torch_device
+        set_threads(config, tp)
         self.kv_scales: Tensor | None = None
         if self.kv_dtype == torch.float8_e4m3fn:
             self.kv_scales = kv_cache.read_scales(folder, model_config.num_layers, device)
-        if config.torch_compile and model_config.transformers:
-            limit = f"false for {model_config.architecture}, which transformers' own code computes"
-            raise ConfigError("torch_compile", True, limit)
-        self.model = self._load(folder, tp)
+        self.model = load_model(setup)
         self._encoder_cache: EncoderCache | None = None
         if model_config.vision is not None:
             self._encoder_cache = EncoderCache(self.model, model_config, self.dtype)
-        self.image_inbox: Tensor | None = None
-        if config.encode is not None:
-            self.image_inbox = self._allocate_inbox()
-        self._pooler = Pooler(model_config, self.model, folder, self.dtype, self.device)
+        self.image_inbox = allocate_inbox(setup)
+        self._pooler = Pooler(model_config, self.model, folder, dtype=self.dtype, device=self.device)
+        dummy_step = partial(run_dummy_step, setup, self.model, self.kv_scales)
         if config.torch_compile:
-            self._compile()
-        self.drafter: ModelDrafter | None = None
-        if tp.rank == 0:  # the other ranks get its drafts with the plan
-            self.drafter = open_drafter(config, self._target(folder))
-        if self.drafter is not None and self.drafter.aux_layers:
-            self.model.aux_layers = self.drafter.aux_layers
-        free = kv_cache.free_host_bytes() // tp.local_size if device.type == "cpu" else self._free_gpu_bytes()
-        num_blocks, longest = kv_cache.choose_num_blocks(
-            config, self.block_size, model_config, self.kv_dtype, device, tp, free,
-            0 if self.drafter is None else self.drafter.block_bytes,
-        )  # fmt: skip
-        self.num_blocks = min(map(int, tp.exchange(str(num_blocks))))
-        self.max_model_len = min(longest, self.num_blocks * self.block_size)
-        self.kv_cache = kv_cache.allocate(self.num_blocks, model_config, self.block_size, self.kv_dtype, device, tp)
+            compile_model(setup, self.model, dummy_step)
+        self.drafter = load_drafter(setup, self.model)
+        drafter_bytes = 0 if self.drafter is None else self.drafter.block_bytes
+        self.num_blocks, self.max_model_len = plan_blocks(setup, dummy_step, self._encoder_cache, drafter_bytes)
+        self.kv_cache = kv_cache.allocate(
+            self.num_blocks, model_config, self.block_size, dtype=self.kv_dtype, device=device, tp=tp
+        )
         if self.drafter is not None:
             self.drafter.allocate(self.num_blocks)
-        slots, longest = config.max_num_seqs, self.max_model_len
-        self._history = torch.zeros(slots, longest, dtype=torch.int32, device=device)
+        self._history = torch.zeros(config.max_num_seqs, self.max_model_len, dtype=torch.int32, device=device)
+        self._open_graphs()
+        self._inputs = InputBuilder(
+            config,
+            model_config,
+            self.device,
+            kv_cache=self.kv_cache,
+            kv_scales=self.kv_scales,
+            max_model_len=self.max_model_len,
+            shape_for=self.graphs.shape_for if self.graphs else lambda tokens, seqs: None,
+            drafts=self.drafter is not None,
+        )
+        self._warm_up()
+
+    def _open_graphs(self) -> None:
+        """Make what replays steps: graphs and block tables on a GPU, a graph of kernels on a CPU, where one can be."""
+        setup, config = self.setup, self.config
         # the device's own block tables; only changes are sent, since a batch's rows are megabytes with long contexts
         self._tables: Tensor | None = None
         self.graphs: CudaGraphs | None = None
         self._step_graph: StepGraph | None = None
-        if self.device.asynchronous:
-            self._tables = torch.zeros(slots, -(-longest // self.block_size), dtype=torch.int32, device=device)
-            if self._can_capture():
-                self.graphs = CudaGraphs(
-                    self.device, self.model, self._history, self._tables, self.kv_cache, self.kv_scales,
-                    budget_bytes=int(config.cuda_graph_memory_gib * 2**30), tp=tp,
-                )  # fmt: skip
-        elif tp.size == 1 and self._can_capture() and dispatch.cpu_kernels(self.dtype, device):
-            from engine.model.ops.cpu.step_graph import RECORDED, record
-
-            max_blocks = -(-longest // self.block_size)
-            max_tokens = max(config.max_num_batched_tokens, sum(RECORDED))
-            x = torch.empty(max_tokens, model_config.hidden_size, dtype=self.dtype)
-            self._step_graph = record(self.model.run_layers, x, max_blocks, self.kv_cache, self.kv_scales)
-        self._inputs = InputBuilder(
-            config, model_config, self.device, self.kv_cache, self.kv_scales, longest,
-            self.graphs.shape_for if self.graphs else lambda tokens, seqs: None,
-            drafts=self.drafter is not None,
-        )  # fmt: skip
-        if self.device.asynchronous:
-            self._warm_up()
-        elif model_config.head == "lm":
-            cpu_sampling()
-
-    def _allocate_inbox(self) -> Tensor:
-        """Return memory for embeddings of encode engines: as many as the encoder cache holds, all on every rank.
-
-        Raises ConfigError for a model that reads text only.
-        """
-        encoder, num_blocks = encoder_config(self.model_config), -(-self.config.encoder_cache_size // self.block_size)
-        device = self.device.torch_device
-        return kv_cache.allocate(num_blocks, encoder, self.block_size, self.dtype, device, TPGroup.single())
+        if not self.device.asynchronous:
+            self._step_graph = record_cpu_steps(setup, self.model, self.kv_cache, self.kv_scales, self.max_model_len)
+            return
+        shape = config.max_num_seqs, -(-self.max_model_len // self.block_size)
+        self._tables = torch.zeros(shape, dtype=torch.int32, device=setup.torch_device)
+        if can_capture(setup):
+            self.graphs = CudaGraphs(
+                self.device,
+                self.model,
+                self._history,
+                tables=self._tables,
+                kv_cache=self.kv_cache,
+                kv_scales=self.kv_scales,
+                budget_bytes=int(config.cuda_graph_memory_gib * 2**30),
+                tp=self.tp,
+            )
 
     def _warm_up(self) -> None:
-        """Compute steps of every kind, so that no request waits while a kernel is compiled, and capture the graphs."""
+        """Compute steps of every kind on a GPU, so that no request waits while a kernel is compiled, and capture the
+        graphs."""
+        if not self.device.asynchronous:
+            if self.model_config.head == "lm":
+                cpu_sampling()
+            return
         started = time.perf_counter()
         if self.model_config.head == "lm":
             for plan in warm_up_plans(self.config, self.max_model_len):
@@ -178,143 +151,8 @@ class ModelRunner:
             self.kv_cache[0] = 0  # where these steps left their KV
         if self.graphs is not None:
             with torch.inference_mode():
-                self.graphs.capture(self._graph_shapes())
+                self.graphs.capture(graph_shapes(self.setup))
         logger.info("warmed up seconds=%.1f", time.perf_counter() - started)
-
-    def _graph_shapes(self) -> list[StepShape]:
-        model, config = self.model_config, self.config
-        heads = model.num_heads, model.num_kv_heads, model.head_dim
-        # each draft is a sequence of its own
-        seqs = config.max_num_seqs * (1 + (config.speculative.num_speculative_tokens if config.speculative else 0))
-        shapes = [StepShape(size, size) for size in decode_sizes(seqs)]
-        for size in mixed_sizes(config.max_num_batched_tokens):
-            rows = attention.tile_rows(size, *heads, self.dtype, self.device.torch_device)
-            shapes.append(StepShape(size, min(size, seqs), rows))
-        return shapes
-
-    def _can_capture(self) -> bool:
-        """Return whether no kernel needs numbers on the host, which a graph cannot hold."""
-        why = None
-        if self.config.enforce_eager:
-            why = "enforce_eager"
-        elif not self.device.asynchronous and (self.config.torch_compile or self.model_config.transformers):
-            why = "its kernels are not ours"
-        elif not self.device.asynchronous and self.model_config.moe is not None:
-            why = "tokens are sorted by their experts on the host"
-        elif self.model_config.bidirectional:
-            why = "this model does not decode"
-        elif self.device.torch_device.type == "cuda" and not dispatch.triton_found():
-            why = "plain torch takes the place of Triton's kernels"
-        if why:
-            logger.info("steps run without graphs: %s", why)
-        return why is None
-
-    def _load(self, folder: Path, tp: TPGroup) -> Model:
-        started = time.perf_counter()
-        group = tp
-        if self.config.determinism == "strict":
-            fixed_order.check(self.config, self.model_config, self.device.torch_device)
-            group = fixed_order.FixedOrder(tp)
-        model = build_model(self.model_config, group, self.dtype, self.device.torch_device)
-        if isinstance(group, fixed_order.FixedOrder):
-            fixed_order.pad_layers(model)
-        if (vision := self.model_config.vision) is not None:
-            from engine.model.transformers_backend.vision import VisionEncoder
-
-            model.vision = build(lambda: VisionEncoder(vision), self.dtype, self.device.torch_device)
-        if self.config.load_format == "dummy":
-            fill_with_noise(model)
-        else:
-            load_weights(model, folder, tp)
-        parameters = count_parameters(model)
-        pack_weights(model)
-        logger.info(
-            "model loaded architecture=%s parameters=%.1fM dtype=%s device=%s threads=%d seconds=%.1f",
-            self.model_config.architecture, parameters / 1e6, str(self.dtype).removeprefix("torch."),
-            self.device.torch_device, torch.get_num_threads(), time.perf_counter() - started,
-        )  # fmt: skip
-        return model
-
-    def _target(self, folder: Path) -> Target:
-        cfg, device, dummy = self.model_config, self.device.torch_device, self.config.load_format == "dummy"
-        return Target(self.model, cfg, folder, self.tp, self.dtype, device, self.block_size, dummy)
-
-    def _compile(self) -> None:
-        if self.config.enforce_eager:
-            logger.info("torch_compile is set aside by enforce_eager")
-            return
-        from engine.model.torch_compile import compile_layers  # importing torch's compiler takes seconds
-
-        compile_layers(self.model, self.model_config, self.tp, lambda tokens: self.run_dummy_step(tokens, 1))
-
-    def _free_gpu_bytes(self) -> int:
-        """Return the bytes that `gpu_memory_utilization` leaves for the KV cache beside weights, graphs and the
-        activations of the largest step, which is run to measure them."""
-        largest_step = self.config.max_num_batched_tokens, self.config.max_num_seqs
-        self.run_dummy_step(*largest_step)  # compiles kernels and loads libraries, whose memory stays in use
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.run_dummy_step(*largest_step)
-        torch.cuda.synchronize()
-        activations = torch.cuda.max_memory_allocated() - before
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        used = total - free
-        graphs = 0 if self.config.enforce_eager else int(self.config.cuda_graph_memory_gib * 2**30)
-        longest = self.model_config.longest_sequence(self.config.max_model_len)
-        sequences = 4 * self.config.max_num_seqs * (longest + -(-longest // self.block_size))  # history, block tables
-        threads = CUBLAS_BYTES * (self.tp.size > 1)  # with other ranks, EngineCore launches steps in another thread
-        if self._encoder_cache is not None:
-            activations += self.config.encoder_cache_size * self._encoder_cache.embedding_bytes
-        logger.info(
-            "profiled the largest step: %.2f GiB beside %.2f GiB in use; %.2f GiB are kept for graphs, %.2f for tokens "
-            "and block tables",
-            activations / 2**30, used / 2**30, graphs / 2**30, sequences / 2**30,
-        )  # fmt: skip
-        return int(total * self.config.gpu_memory_utilization) - used - activations - graphs - sequences - threads
-
-    @torch.inference_mode()
-    def run_dummy_step(self, tokens: int, seqs: int) -> None:
-        """Compute `tokens` tokens and sample for `seqs` sequences, all in one KV block."""
-        size = self.block_size
-        counts = np.full(seqs, tokens // seqs)
-        counts[: tokens % seqs] += 1
-        ids = torch.zeros(tokens, dtype=torch.int64, device=self.device.torch_device)
-        single, chunks = split(counts.tolist(), counts.tolist())
-        staged = self.device.staged_copy()
-        batch = Batch(
-            positions=ids,
-            slot_mapping=ids % size,
-            query_start=staged.add(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
-            kv_len=staged.add(counts.astype(np.int32)),
-            block_table=torch.zeros(
-                seqs, -(-int(counts.max()) // size), dtype=torch.int32, device=self.device.torch_device
-            ),
-            kv_cache=kv_cache.allocate(1, self.model_config, size, self.kv_dtype, self.device.torch_device, self.tp),
-            single=staged.add(single.numpy()),
-            chunks=chunks,
-            kv_scales=self.kv_scales,
-        )
-        if self.model_config.head != "lm":
-            staged.send()
-            self.model(ids, batch)
-            self.device.event().wait()
-            return
-        # both ways of drawing, since each has a kernel; top_p needs the most memory
-        samplings = [
-            prepare_sampling(
-                [SampledRow(0, 0, 0, row, SamplingParams(temperature=1.0, top_p=top_p)) for row in range(seqs)],
-                self.model_config.vocab_size, UniformSource(), staged.add,
-            )
-            for top_p in (1.0, 0.9)
-        ]  # fmt: skip
-        staged.send()
-        logits = self.model.logits(self.model(ids, batch)[:seqs, : self.model_config.hidden_size])
-        for sampling in samplings:
-            sample(logits, sampling)
-        self.device.event().wait()
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Build the inputs of `plan`, without any result of the steps before it."""
@@ -353,7 +191,16 @@ class ModelRunner:
                 proposed, draft_s = self.device.timed(partial(self.drafter.propose, step))
                 drafts = self.device.fetch(proposed)
         tokens = self.device.fetch(tokens)
-        return LaunchedStep(inputs, tokens, logprobs, prompt_logprobs, pooled, drafts, draft_s, self.device.event())
+        return LaunchedStep(
+            inputs=inputs,
+            tokens=tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            pooled=pooled,
+            drafts=drafts,
+            draft_s=draft_s,
+            event=self.device.event(),
+        )
 
     def _forward(self, inputs: StepInputs, history: Tensor) -> Tensor:
         if inputs.batch is not None and self._tables is not None and inputs.block_tables is not None:
@@ -379,8 +226,15 @@ class ModelRunner:
         launched.event.wait()
         inputs = launched.inputs
         count = len(inputs.plan.slots)
-        result = StepResult(inputs.plan.step, [[] for _ in range(count)], [None] * count, [None] * count, {}, {},
-                            launched.draft_s())  # fmt: skip
+        result = StepResult(
+            step=inputs.plan.step,
+            tokens=[[] for _ in range(count)],
+            logprobs=[None] * count,
+            prompt_logprobs=[None] * count,
+            pooled={},
+            drafts={},
+            draft_s=launched.draft_s(),
+        )
         if inputs.plan.drafts:
             sampled = iter(launched.tokens.tolist())
             for i in dict.fromkeys(inputs.entries):

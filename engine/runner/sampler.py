@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.device import numba_found
 from engine.model.ops import dispatch
+from engine.model.ops.top_ids import top_ids
 from engine.runner import logits_processors
 from engine.runner.logits_processors import BatchEdits, LogitsEdits, RowEdits, ToDevice
 from engine.wire.messages import TokenLogprob
@@ -342,9 +343,7 @@ class LogprobTable:
 
 def logprob_table(logits: Tensor, tokens: Tensor, width: int) -> LogprobTable:
     """Return log-probabilities of `tokens` [rows] and of the `width` most likely ones, under logits [rows, vocab]."""
-    logprobs = logits.log_softmax(-1)
-    own = logprobs.gather(1, tokens.unsqueeze(1))
-    ranks = (logprobs > own).sum(-1) + 1
-    width = min(width, logits.shape[-1])
-    values, ids = logprobs.topk(width, dim=-1) if width else (logprobs[:, :0], tokens.unsqueeze(1)[:, :0])
-    return LogprobTable(tokens, own.squeeze(1), ranks, ids, values)
+    logprobs, ids = logits.log_softmax(-1), top_ids(logits, width)
+    ranks = (logits > logits.gather(1, tokens.unsqueeze(1))).sum(-1) + 1
+    own = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return LogprobTable(tokens, own, ranks, ids, logprobs.gather(1, ids))

@@ -1,8 +1,17 @@
-"""Steps that an engine on a GPU computes before its first request, since the first of each kind compiles kernels."""
+"""Steps before the first request: a dummy step measures memory, and those of a warm-up compile kernels on a GPU."""
 
 from __future__ import annotations
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from engine.config import EngineConfig
+from engine.model.batch import Batch, split
+from engine.model.models.llama import Model
+from engine.runner import kv_cache
+from engine.runner.rank_setup import RankSetup
+from engine.runner.sampler import SampledRow, UniformSource, prepare_sampling, sample
 from engine.wire.plan import NewSequence, StepPlan
 from engine.wire.sampling_params import SamplingParams
 
@@ -31,6 +40,53 @@ def warm_up_plans(config: EngineConfig, max_model_len: int) -> list[StepPlan]:
 def plan(lengths: list[int], counts: list[int], params: SamplingParams, num_drafts: int) -> StepPlan:
     """Return a step at whose end slot i has lengths[i] tokens, of which it computed counts[i]."""
     slots = list(range(len(lengths)))
-    added = [NewSequence(slot, [0], 1, params, seed=0) for slot in slots]
-    starts = [length - count for length, count in zip(lengths, counts, strict=True)]
-    return StepPlan(0, added, [], slots, starts, counts, [True] * len(slots), num_drafts=num_drafts)
+    return StepPlan(
+        step=0,
+        added=[NewSequence(slot, [0], 1, params, seed=0) for slot in slots],
+        blocks=[],
+        slots=slots,
+        starts=[length - count for length, count in zip(lengths, counts, strict=True)],
+        counts=counts,
+        samples=[True] * len(slots),
+        num_drafts=num_drafts,
+    )
+
+
+@torch.inference_mode()
+def run_dummy_step(setup: RankSetup, model: Model, kv_scales: Tensor | None, tokens: int, seqs: int) -> None:
+    """Compute `tokens` tokens and sample for `seqs` sequences, all in one KV block."""
+    size, device = setup.block_size, setup.torch_device
+    counts = np.full(seqs, tokens // seqs)
+    counts[: tokens % seqs] += 1
+    ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+    single, chunks = split(counts.tolist(), counts.tolist())
+    staged = setup.device.staged_copy()
+    batch = Batch(
+        positions=ids,
+        slot_mapping=ids % size,
+        query_start=staged.add(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
+        kv_len=staged.add(counts.astype(np.int32)),
+        block_table=torch.zeros(seqs, -(-int(counts.max()) // size), dtype=torch.int32, device=device),
+        kv_cache=kv_cache.allocate(1, setup.model, size, dtype=setup.kv_dtype, device=device, tp=setup.tp),
+        single=staged.add(single.numpy()),
+        chunks=chunks,
+        kv_scales=kv_scales,
+    )
+    if setup.model.head != "lm":
+        staged.send()
+        model(ids, batch)
+        setup.device.event().wait()
+        return
+    # both ways of drawing, since each has a kernel; top_p needs the most memory
+    samplings = [
+        prepare_sampling(
+            [SampledRow(0, 0, 0, row, SamplingParams(temperature=1.0, top_p=top_p)) for row in range(seqs)],
+            setup.model.vocab_size, UniformSource(), staged.add,
+        )
+        for top_p in (1.0, 0.9)
+    ]  # fmt: skip
+    staged.send()
+    logits = model.logits(model(ids, batch)[:seqs, : setup.model.hidden_size])
+    for sampling in samplings:
+        sample(logits, sampling)
+    setup.device.event().wait()

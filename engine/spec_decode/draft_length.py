@@ -17,14 +17,18 @@ REST = 16  # tokens for which a sequence looks for no draft once none was found
 class SequenceDrafts:
     """Drafts of one sequence, and how they have fared."""
 
+    prediction: list[int] = field(default_factory=list)
+    """Tokens of the text that the client expects."""
     drafter: SequenceDrafter | None = None
-    """None if a drafter with weights serves the sequence."""
+    """None if a drafter with weights serves the sequence, or nobody has drafted for it yet."""
+    started: bool = False
+    """Somebody has drafted for it, or found that it does not pay."""
     proposed: list[int] = field(default_factory=list)
     """Tokens that it proposes after the newest one."""
     in_flight: int = 0
     """Drafted tokens of the step that is planned and not committed."""
     verified: tuple[int, int] | None = None
-    """Drafted tokens of the newest step that were accepted and rejected."""
+    """Tokens of the prediction that the newest step accepted and rejected."""
     num_drafted: int = 0
     """Since the start, as the next."""
     num_accepted: int = 0
@@ -67,7 +71,8 @@ class SequenceDrafts:
             self._misses = 1
 
     def take_verified(self) -> tuple[int, int] | None:
-        """Return how many drafted tokens were accepted and rejected since the last call; None if there were none."""
+        """Return how many tokens of the prediction the newest step accepted and rejected; None if it verified none, or
+        this was asked before."""
         verified, self.verified = self.verified, None
         return verified
 

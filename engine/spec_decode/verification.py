@@ -19,15 +19,18 @@ def accepted_tokens(sampled: list[int], drafts: list[int]) -> list[int]:
 
 
 def last_rows(sampled_rows: Tensor, tokens: Tensor, drafts: list[list[int]]) -> Tensor:
-    """Return of each sequence the row that the newest token follows: the first at which another token was sampled than
-    was drafted, or the last. Nothing waits for the device.
+    """Return of each sequence the row that its newest token follows: the last of its `accepted_tokens`. Nothing waits
+    for the device.
 
     sampled_rows, tokens: [n], each sequence has one more than `drafts`, which are by sequence.
     """
-    drafted = [[*some, -1] for some in drafts]
-    firsts = np.cumsum([0, *map(len, drafted)])[:-1]
-    expected = copy_to([token for some in drafted for token in some], tokens.device)
+    counts = np.array([len(some) for some in drafts])
+    lasts = np.cumsum(counts + 1) - 1
+    first, last = copy_to(lasts - counts, tokens.device), copy_to(lasts, tokens.device)
+    expected = copy_to([token for some in drafts for token in (*some, 0)], tokens.device)
+    # each sequence has an end of its own, whatever was sampled there
+    ends = (tokens != expected).index_fill_(0, last, True)
     row = torch.arange(len(tokens), device=tokens.device)
-    differs = torch.where(tokens == expected, len(tokens), row)
-    newest = differs.flip(0).cummin(0).values.flip(0)[copy_to(firsts, tokens.device)]
+    end = torch.where(ends, row, len(tokens)).flip(0).cummin(0).values.flip(0)[first]
+    newest = end - ((tokens[end] < 0) & (end > first)).int()
     return sampled_rows[newest]

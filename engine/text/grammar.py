@@ -13,12 +13,14 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.errors import InvalidParameter, Overloaded
+from engine.fairness.compile_queue import CompileQueue
 from engine.text.json_schema import without_annotations
 from engine.text.tokenizer_files import read_tokenizer
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -56,6 +58,8 @@ class CompiledGrammar:
 class Grammar:
     """The state of one output in its grammar. One thread at a time."""
 
+    constrains = True
+
     def __init__(self, compiled: CompiledGrammar, output: list[int], threads: ThreadPoolExecutor):
         """output: tokens that it has already."""
         self.is_done = False  #: the output is complete; only its end may follow
@@ -71,6 +75,11 @@ class Grammar:
         else:
             self._masks = Future()
             self._masks.set_result([compiled.mask])
+
+    def waits(self, in_flight: int) -> bool:
+        """Return whether no step can be planned yet: the next mask depends on one of the `in_flight` tokens, or is
+        still being computed."""
+        return in_flight > 0 or not self.ready()
 
     def ready(self) -> bool:
         """Return whether the masks are ready, after waiting for them up to MASK_WAIT_S."""
@@ -135,6 +144,13 @@ class Grammar:
             self.error = one_line(self._matcher.get_error())
 
 
+@dataclass(slots=True)
+class _CachedGrammar:
+    compiled: Future[CompiledGrammar]
+    wanted_until: float
+    """When the last request that waits for it gives up."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compilation:
     """A request's grammar while it is compiled."""
@@ -158,9 +174,9 @@ class GrammarCompiler:
         """Load the tokenizer, which holds the GIL for a second with 150,000 tokens: so not while requests run."""
         self._num_bytes = -(-vocab_size // 32) * 4
         threads = min(THREADS, os.cpu_count() or 1)
-        self._compilers = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        self._queue = CompileQueue[CompiledGrammar](threads)
         self._matchers = ThreadPoolExecutor(threads, thread_name_prefix="token-mask")
-        self._cache: OrderedDict[tuple[str, str], Future[CompiledGrammar]] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, str], _CachedGrammar] = OrderedDict()
         self._problem = ""
         try:
             from llguidance import LLTokenizer
@@ -173,23 +189,26 @@ class GrammarCompiler:
         except Exception as error:  # noqa: BLE001 - in any case the model can be served without grammars
             self._problem = f"left out: this model's tokenizer cannot be used for it ({one_line(str(error))})"
 
-    def start(self, params: StructuredOutputsParams, output: list[int], now: float) -> Compilation:
-        """Start to compile, unless it is cached. output: tokens that the request has already."""
-        key = (params.kind, params.text)
-        compiled = self._cache.get(key)
-        if compiled is None:
-            compiled = self._cache[key] = self._compilers.submit(self._compile, params)
+    def start(self, params: StructuredOutputsParams, output: list[int], now: float, client: str = "") -> Compilation:
+        """Start to compile, unless it is cached. output: tokens that the request has already. client: whose turn it
+        takes, if nobody has asked for the same before."""
+        key, deadline = (params.kind, params.text), now + COMPILE_TIMEOUT_S
+        cached = self._cache.get(key)
+        if cached is None or _was_refused(cached.compiled):
+            cached = self._cache[key] = _CachedGrammar(Future(), deadline)
+            cached.compiled = self._queue.submit(client, len(key[1]), partial(self._compile_wanted, params, cached))
             if len(self._cache) > MAX_CACHED_GRAMMARS:
                 self._cache.popitem(last=False)
+        cached.wanted_until = max(cached.wanted_until, deadline)
         self._cache.move_to_end(key)
-        return Compilation(params, compiled, output, now + COMPILE_TIMEOUT_S)
+        return Compilation(params, cached.compiled, output, deadline)
 
     def finish(self, compilation: Compilation) -> Grammar:
         """Return the grammar. Raises InvalidParameter if it fails or takes too long, Overloaded if it never began."""
         params, compiled = compilation.params, compilation.compiled
         if not compiled.done():
             if not compiled.running():
-                raise Overloaded(f"the grammars of other requests took more than {COMPILE_TIMEOUT_S:.0f} s to compile")
+                raise _never_began()
             raise params.invalid(f"simple enough to be compiled in {COMPILE_TIMEOUT_S:.0f} s")
         try:
             return Grammar(compiled.result(), compilation.output, self._matchers)
@@ -197,8 +216,14 @@ class GrammarCompiler:
             raise params.invalid(error.limit) from None
 
     def close(self) -> None:
-        for threads in (self._compilers, self._matchers):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._queue.close()
+        self._matchers.shutdown(wait=False, cancel_futures=True)
+
+    def _compile_wanted(self, params: StructuredOutputsParams, cached: _CachedGrammar) -> CompiledGrammar:
+        """Raises Overloaded if nobody waits for it any more, InvalidParameter."""
+        if time.monotonic() >= cached.wanted_until:
+            raise _never_began()
+        return self._compile(params)
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
         if self._problem:
@@ -216,6 +241,14 @@ class GrammarCompiler:
         if not any(mask):
             raise params.invalid(expected(params, "no answer is possible"))
         return CompiledGrammar(matcher, mask)
+
+
+def _never_began() -> Overloaded:
+    return Overloaded(f"the grammars of other requests took more than {COMPILE_TIMEOUT_S:.0f} s to compile")
+
+
+def _was_refused(compiled: Future[CompiledGrammar]) -> bool:
+    return compiled.done() and isinstance(compiled.exception(), Overloaded)
 
 
 def limits() -> LLParserLimits:

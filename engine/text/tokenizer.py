@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import tokenizers
@@ -16,6 +17,18 @@ from engine.errors import InvalidParameter, ModelFolderError, PromptTooLong, Req
 from engine.text.tokenizer_files import chat_template, read_config, read_tokenizer, special_tokens
 
 NFC_SHRINKS = 3  # at most so many bytes become one when characters are composed
+CUT_TOKENS = 64  # that are cut off with the end of a text that was cut, since it may have had others there
+
+
+@dataclass(frozen=True, slots=True)
+class _PairFrame:
+    """Special tokens around the two texts of a pair."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    typed_from: int | None
+    """How many tokens after the first text those of type 1 begin; None if there are none."""
 
 
 class Tokenizer:
@@ -53,6 +66,14 @@ class Tokenizer:
             raise PromptTooLong(len(encoding), max_model_len)
         return encoding.ids
 
+    def encode_truncated(
+        self, text: str, max_tokens: int, side: Literal["left", "right"], add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the last `max_tokens` tokens of a text, or with `right` the first ones. They take as long as they are
+        many, however long the text is, if the tokenizer tells `max_token_bytes`."""
+        token_ids = self.encode(self._cut(text, max_tokens, side), add_special_tokens)
+        return token_ids[:max_tokens] if side == "right" else token_ids[-max_tokens:]
+
     def check_length(self, text: str, max_model_len: int, *, answer: bool = True, field: str = "prompt") -> None:
         """Raise PromptTooLong for a text that would not fit even if all its tokens were the longest one.
 
@@ -64,43 +85,76 @@ class Tokenizer:
                 raise PromptTooLong(at_least, max_model_len, True, answer, field)
 
     def encode_for_pooling(
-        self,
-        texts: Sequence[str | tuple[str, str]],
-        max_tokens: int | None = None,
-        add_special_tokens: bool = True,
-    ) -> list[tuple[list[int], int | None]]:
-        """Tokenize texts, or pairs of texts, by default with the model's special tokens around them. Return the ids of
-        each, and where the second text of a pair begins, if the model's tokens have types.
+        self, texts: Sequence[str], max_tokens: int | None = None, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Tokenize texts, by default with the model's special tokens around each.
 
-        max_tokens: cut what is longer, special tokens included, at the end; of a pair the longer text first.
-        Raises InvalidParameter if no text would be left.
+        max_tokens: cut what is longer, special tokens included, at the end. Raises InvalidParameter if no text would be
+        left.
         """
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        if max_tokens is not None:
-            encodings = [
-                encoding if len(encoding) <= max_tokens else self._encode_cut(text, max_tokens, add_special_tokens)
-                for text, encoding in zip(texts, encodings, strict=True)
-            ]
-        return [(e.ids, e.type_ids.index(1) if 1 in e.type_ids else None) for e in encodings]
+        if max_tokens is None:
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            return [encoding.ids for encoding in found]
+        added = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        encodings = self._backend.encode_batch_fast(
+            [self._cut(text, max_tokens) for text in texts], add_special_tokens=False
+        )
+        for encoding in encodings:
+            if len(encoding) + added > max_tokens:
+                encoding.truncate(_left_for_texts(max_tokens, 1, added))
+        whole = [self._backend.post_process(each, add_special_tokens=add_special_tokens) for each in encodings]
+        return [encoding.ids for encoding in whole]
 
-    def _encode_cut(
-        self, text: str | tuple[str, str], max_tokens: int, add_special_tokens: bool
-    ) -> tokenizers.Encoding:
-        parts = (text,) if isinstance(text, str) else text
-        first, *others = self._backend.encode_batch_fast(list(parts), add_special_tokens=False)
-        added = self._backend.num_special_tokens_to_add(bool(others)) if add_special_tokens else 0
-        room = max_tokens - added
-        if room < len(parts):
-            raise InvalidParameter("truncate_prompt_tokens", max_tokens, f"at least {added + len(parts)} here")
-        if not others:
-            first.truncate(room)
-            return self._backend.post_process(first, add_special_tokens=add_special_tokens)
-        (second,) = others
-        short = min(len(first), len(second), room // 2)
-        first_is_longer = len(first) > len(second)
-        first.truncate(room - short if first_is_longer else short)
-        second.truncate(short if first_is_longer else room - short)
-        return self._backend.post_process(first, second)
+    def encode_parts(self, texts: Sequence[str], max_tokens: int | None = None) -> list[list[int]]:
+        """Tokenize texts for `join_pair`. max_tokens: of a pair; what of a text does not fit may be left out."""
+        cut = list(texts) if max_tokens is None else [self._cut(text, max_tokens) for text in texts]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(cut, add_special_tokens=False)]
+
+    def join_pair(
+        self, first: list[int], second: list[int], max_tokens: int | None = None
+    ) -> tuple[list[int], int | None]:
+        """Return a pair of texts with the model's special tokens around them, and where the second one begins, if the
+        model's tokens have types.
+
+        max_tokens: cut what is longer, special tokens included, the longer text first. Raises InvalidParameter if no
+        text would be left.
+        """
+        frame = self._pair_frame
+        added = len(frame.before) + len(frame.between) + len(frame.after)
+        if max_tokens is not None and len(first) + len(second) + added > max_tokens:
+            kept = _left_for_texts(max_tokens, 2, added)
+            short = min(len(first), len(second), kept // 2)
+            longer = len(first) > len(second)
+            first, second = first[: kept - short if longer else short], second[: short if longer else kept - short]
+        token_ids = frame.before + first + frame.between + second + frame.after
+        if frame.typed_from is None:
+            return token_ids, None
+        begin = len(frame.before) + len(first) + frame.typed_from
+        return token_ids, begin if begin < len(token_ids) else None
+
+    def _cut(self, text: str, max_tokens: int, side: Literal["left", "right"] = "right") -> str:
+        """Return a part of a text that has its first `max_tokens` tokens, or with `left` its last ones; all of it where
+        the length of tokens has no bound."""
+        if self.max_token_bytes is None:
+            return text
+        num_chars = (max_tokens + CUT_TOKENS) * self.max_token_bytes
+        return text[:num_chars] if side == "right" else text[-num_chars:]
+
+    @cached_property
+    def _pair_frame(self) -> _PairFrame:
+        empty, first, second = self._backend.encode_batch_fast(["", "a", "b"], add_special_tokens=False)
+        special = self._backend.post_process(empty, empty).ids
+
+        def place(encoding: tokenizers.Encoding, joined: list[int]) -> int:
+            """Return how many special tokens come before a text."""
+            places = range(len(special) + 1)
+            return next(i for i in places if joined == special[:i] + encoding.ids + special[i:])
+
+        begin = place(first, self._backend.post_process(first, empty).ids)
+        end = place(second, self._backend.post_process(empty, second).ids)
+        types = self._backend.encode_batch_fast([("a", "b")])[0].type_ids
+        typed_from = types.index(1) - begin - len(first) if 1 in types else None
+        return _PairFrame(special[:begin], special[begin:end], special[end:], typed_from)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it; None if there is none."""
@@ -221,6 +275,13 @@ class Tokenizer:
         decode = " ".join if self._backend.decoder is None else self._backend.decoder.decode
         before = decode(["a"])
         return decode, before, decode(["a", "a"]).removeprefix(before)
+
+
+def _left_for_texts(max_tokens: int, num_texts: int, num_special: int) -> int:
+    """Return how many tokens texts may have beside special ones. Raises InvalidParameter if that is not one each."""
+    if max_tokens - num_special < num_texts:
+        raise InvalidParameter("truncate_prompt_tokens", max_tokens, f"at least {num_special + num_texts} here")
+    return max_tokens - num_special
 
 
 def _steps(state: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ MAX_REASON = 300  # characters of an error message of transformers
 
 @dataclass(frozen=True, slots=True)
 class TiktokenClass:
-    """What the Python class of a tokenizer knows that its tiktoken file does not say."""
+    """Facts that the Python class of a tokenizer has and its tiktoken file lacks."""
 
     pattern: str
     """Regular expression of the pieces that tokens do not cross."""

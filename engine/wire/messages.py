@@ -44,6 +44,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Asks for a vector or a score in place of tokens; `params` is then without effect."""
     reply_to: str = ""
     """ZMQ address of the ingress's token channel; empty for in-process use."""
+    client: str = ""
+    """Client whose turn its grammar takes to be compiled."""
     timeout_s: float | None = None
     """Time that the engine may take from arrival; None for no limit."""
     priority: int = 0

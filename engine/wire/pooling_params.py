@@ -21,7 +21,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     dimensions: int | None = None
     """Numbers of the embedding to keep, for models whose embeddings may be cut (arXiv:2205.13147); None keeps all."""
     use_activation: bool | None = None
-    """Whether an embedding is scaled to length 1, and a score passed through a sigmoid; None does what the model's
+    """True to scale an embedding to length 1, and to pass a score through a sigmoid; None does what the model's
     files say."""
     truncate_prompt_tokens: int | None = None
     """Tokens to keep of a longer prompt, -1 for as many as the model takes; None refuses a prompt that is too long.
@@ -39,7 +39,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class SupportedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a model can do, and what its folder says about embeddings and scores."""
+    """The tasks of a model, and the settings of its folder for embeddings and scores."""
 
     names: tuple[Task, ...] = ("generate",)
     embedding_size: int = 0

@@ -53,7 +53,7 @@ class BlockMemory:
                 yield
 
     def direct(self, count: int) -> bool:
-        """Whether `count` heads of a block are one piece of host memory, which sockets can read and write."""
+        """Return whether `count` heads of a block are one piece of host memory, which sockets can read and write."""
         return self._stream is None and count == self.layout.heads
 
     def views(self, blocks: list[int]) -> list[memoryview]:

@@ -21,7 +21,7 @@ HUB_IGNORED = ["*/*", "consolidated*"]  # copies of the weights in other layouts
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors names them
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+RECOMMENDED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def resolve(model: str, weights: bool = True) -> Path:
@@ -66,7 +66,7 @@ def _find(model: str, files: list[str]) -> Path:
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Read a JSON object. Raises ModelFolderError if the file is missing or anything else."""
     try:
-        value = json.loads((folder / name).read_text(encoding="utf-8"))
+        value = json.loads((folder / name).read_text(encoding="utf-8"), object_hook=_decode_float)
     except FileNotFoundError as e:
         raise ModelFolderError(str(folder), f"has no {name}") from e
     except ValueError as e:
@@ -74,6 +74,11 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelFolderError(str(folder), f"{name} is not a JSON object")
     return value
+
+
+def _decode_float(value: dict[str, Any]) -> Any:
+    """Return the number that transformers 5 has written as {"__float__": "Infinity"}, since JSON has no such number."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -119,7 +124,7 @@ def has_image_processor(folder: Path) -> bool:
 def default_sampling(folder: Path) -> dict[str, float]:
     """The sampling parameters that the model's authors recommend, by SamplingParams' names."""
     fields = _generation_config(folder)
-    return {name: fields[name] for name in SAMPLING_FIELDS if fields.get(name) is not None}
+    return {name: fields[name] for name in RECOMMENDED_FIELDS if fields.get(name) is not None}
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:

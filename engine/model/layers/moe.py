@@ -70,7 +70,7 @@ class BiasedRouter(Sharded):
 
 
 class ExpertWeights(NamedTuple):
-    """What multiplies each expert's `gate_up` and `down`, with their biases [experts, outputs]."""
+    """The weights of each expert's `gate_up` and `down`, with their biases [experts, outputs]."""
 
     gate_up: list[ops.Weight]
     down: list[ops.Weight]
@@ -87,7 +87,7 @@ class Experts(Sharded):
     """
 
     stacked = False
-    """Whether the checkpoint holds the weights of all experts in one tensor."""
+    """True if the checkpoint holds the weights of all experts in one tensor."""
     kernels: Sequence[ExpertWeights] = ()
     """On a CPU, the weights of this rank's slices, or of each part of them that is summed in a fixed order."""
     kept: tuple[Callable[..., Tensor], ops.Packed, ops.Packed] | None = None

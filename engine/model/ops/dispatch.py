@@ -18,7 +18,7 @@ GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def cpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether ops/cpu has the kernels for layers of this dtype on this device."""
+    """Return whether ops/cpu has the kernels for layers of this dtype on this device."""
     return device.type == "cpu" and dtype in CPU_DTYPES and numba_found()
 
 
@@ -32,7 +32,7 @@ def compile_cpu_kernels(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def gpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether ops/gpu has the kernels for layers of this dtype on this device."""
+    """Return whether ops/gpu has the kernels for layers of this dtype on this device."""
     return device.type == "cuda" and dtype in GPU_DTYPES and triton_found()
 
 

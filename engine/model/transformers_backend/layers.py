@@ -20,7 +20,7 @@ from transformers.integrations.moe import _default_apply_gate
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig, MoEConfig
-from engine.model.layers.embedding import LMHead, VocabEmbedding
+from engine.model.layers.embedding import LMHead, TiedLMHead, VocabEmbedding
 from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.model.layers.mlp import GatedMLP
 from engine.model.layers.moe import Experts
@@ -129,12 +129,10 @@ class Embedding(VocabEmbedding):
         return rows if self.scale is None else rows * self.scale
 
 
-class Head(LMHead):
+class BiasedHead(LMHead):
     """An LM head with a bias, which every rank holds whole."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, format: Online | None = None):
-        super().__init__(vocab_size, hidden_size, tp, format)
-        self.bias = nn.Parameter(torch.empty(vocab_size), requires_grad=False)
+    bias: nn.Parameter
 
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden) + self.bias.float()
@@ -145,6 +143,20 @@ class Head(LMHead):
 
     def shards(self) -> Shards:
         return super().shards() | {"bias": replicated(self.bias)}
+
+
+class Head(BiasedHead):
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TPGroup, format: Online | None = None):
+        super().__init__(vocab_size, hidden_size, tp, format)
+        self.bias = nn.Parameter(torch.empty(vocab_size), requires_grad=False)
+
+
+class TiedHead(BiasedHead, TiedLMHead):
+    """A head that shares the embedding's matrix, with a bias of its own."""
+
+    def __init__(self, embedding: VocabEmbedding, format: Online | None = None):
+        TiedLMHead.__init__(self, embedding, format)
+        self.bias = nn.Parameter(torch.empty(embedding.vocab_size), requires_grad=False)
 
 
 class LayerMaker:

@@ -35,7 +35,15 @@ from engine.model.transformers_backend.attention import (
     record_rotation,
     run_trial,
 )
-from engine.model.transformers_backend.layers import Embedding, Head, LayerMaker, MergedProduct, OurExperts, Part
+from engine.model.transformers_backend.layers import (
+    Embedding,
+    Head,
+    LayerMaker,
+    MergedProduct,
+    OurExperts,
+    Part,
+    TiedHead,
+)
 from engine.model.transformers_backend.names import PIECES, CheckpointNames
 from engine.model.transformers_backend.rope import replace_rotation
 
@@ -251,7 +259,7 @@ def replace_layers(causal: Any, cfg: ModelConfig, tp: TPGroup, names: Checkpoint
     if cfg.tie_word_embeddings:
         if own is None:
             raise UnsupportedArchitecture(cfg.architecture, "its head is tied to an embedding of a kind of its own")
-        head = TiedLMHead(own, cfg.head_format)
+        head = (TiedLMHead if output.bias is None else TiedHead)(own, cfg.head_format)
     else:
         head_type = LMHead if output.bias is None else Head
         head = head_type(output.out_features, output.in_features, tp, cfg.head_format)
@@ -293,6 +301,7 @@ def try_out(cfg: ModelConfig, tp: TPGroup) -> dict[str, Call]:
     try:
         with torch.device("meta"), torch.no_grad():
             causal = make(cfg, TRIAL, torch.float32)
+            fixed_rope(causal)
             names = CheckpointNames(causal, set(causal.state_dict()))
             replace_layers(causal, replace(cfg, quantization=None), tp, names)
             for module in causal.modules():
@@ -300,7 +309,8 @@ def try_out(cfg: ModelConfig, tp: TPGroup) -> dict[str, Call]:
                 if isinstance(module, OurExperts) or hasattr(module, "_apply_gate"):
                     module.forward = lambda hidden_states, *_, **__: torch.empty_like(hidden_states)
             ids = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64)
-            positions, ones = torch.arange(TRIAL_TOKENS)[None], torch.ones_like(ids)
+            positions = torch.arange(TRIAL_TOKENS)[None]
+            ones = torch.ones(ids.shape, dtype=torch.int64, device="cpu")  # some look whether it masks any
             found = run_trial(
                 lambda: causal.eval()(input_ids=ids, position_ids=positions, attention_mask=ones, use_cache=False)
             )

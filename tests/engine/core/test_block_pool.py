@@ -166,20 +166,20 @@ def test_blocks_that_are_not_trusted_are_not_matched_and_are_named_once_to_whoev
     shared = cache(pool, hashes)[0]
     pool.track(True)
     other, blocks = pool.reserve(pool.match(hashes[:1]), 0), pool.reserve(pool.match(hashes[:2]), 1)
-    pool.distrust(blocks)
+    pool.invalidate(blocks)
     pool.check()
     assert pool.match(hashes) == [shared] == other, "of what another holds, that one will find out"
     assert pool.take_changes() == ([], hashes[1:2])
     pool.release(blocks)
-    assert sorted(pool.take_distrusted(pool.allocate(3))) == sorted(blocks[1:])
-    assert pool.take_distrusted(blocks) == []
+    assert sorted(pool.take_invalid(pool.allocate(3))) == sorted(blocks[1:])
+    assert pool.take_invalid(blocks) == []
     pool.check()
 
 
 def test_a_block_that_was_filled_again_is_trusted():
     pool = BlockPool(2, 2)
     blocks = pool.allocate(1)
-    pool.distrust(blocks)
+    pool.invalidate(blocks)
     assert pool.cache_block(*blocks, *chain([1, 2])) == blocks[0]
-    assert pool.take_distrusted(blocks) == []
+    assert pool.take_invalid(blocks) == []
     pool.check()

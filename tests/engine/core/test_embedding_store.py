@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, HandoffConfig
-from engine.core.engine import EngineCore
+from engine.core.build import build_engine
 from engine.wire.multimodal import PlaceholderRange
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
 from engine.wire.sampling_params import SamplingParams
@@ -19,9 +19,9 @@ from tests.vision_models import IMAGE, Prompt, make_vision_model
 def test_the_blocks_of_an_encode_engine_hold_the_embeddings_of_images_bit_for_bit(tmp_path, name, budget):
     folder = make_vision_model(tmp_path, name)
     options = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32"}
-    local = EngineCore.build(EngineConfig(model=str(folder), **options))
+    local = build_engine(EngineConfig(model=str(folder), **options))
     handoff = HandoffConfig(role="encode", transport="tcp")
-    core = EngineCore.build(EngineConfig(model=str(folder), handoff=handoff, max_num_batched_tokens=budget, **options))
+    core = build_engine(EngineConfig(model=str(folder), handoff=handoff, max_num_batched_tokens=budget, **options))
     (image,) = Prompt(name).image(1, 3, 3).images
     expected = local.runner._encoder_cache._encode(image)
     image = msgspec.structs.replace(image, mm_position=PlaceholderRange(0, image.num_embeds))

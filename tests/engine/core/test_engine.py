@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from engine.config import BLOCK_SIZES, EngineConfig, HandoffConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.core.scheduler import Event
+from engine.core.output import Event
 from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, PromptTooLong
 from engine.wire.messages import CancelDispatch, DispatchPrefill, GenerateRequest, RemotePrefillFailed, TokenDelta
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
@@ -90,7 +91,7 @@ def make_engine(folder, overlap, monkeypatch):
         clock = FakeClock()
         monkeypatch.setattr("engine.core.engine.time", SimpleNamespace(monotonic=clock.monotonic))
         config = EngineConfig(**{"model": str(folder), **defaults, **options})
-        cores.append(EngineCore.build(config, wake=wake))
+        cores.append(build_engine(config, wake=wake))
         return Engine(cores[-1], clock)
 
     yield make
@@ -256,7 +257,7 @@ def test_blocks_of_a_request_whose_logits_are_not_finite_reach_others_without_wh
     config = EngineConfig(
         model=str(folder), dtype="float32", num_blocks=6, max_num_seqs=2, block_size=4, num_threads=1, overlap=overlap
     )
-    engine = Engine(EngineCore.build(config), FakeClock())
+    engine = Engine(build_engine(config), FakeClock())
     cache = engine.core.runner.kv_cache
     engine.core.runner.model.embed_tokens.weight[96] = float("nan")
     engine.add("bad", [5, 6, 7, 96, 9, 10, 11, 12, 13])

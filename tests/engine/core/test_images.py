@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import LLM
 from engine.config import EngineConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
+from engine.core.engine_stats import load_of
 from engine.core.request import Request
 from engine.errors import ConfigError, InvalidParameter
 from engine.wire.block_hash import block_hashes
@@ -37,7 +39,7 @@ def folder(tmp_path_factory):
 
 def engine(folder: Path, **options) -> EngineCore:
     sizes = {"block_size": 4, "num_blocks": 128, "max_num_seqs": 4, "num_threads": 1, "dtype": "float32"}
-    return EngineCore.build(EngineConfig(model=str(folder), **{**sizes, **options}))
+    return build_engine(EngineConfig(model=str(folder), **{**sizes, **options}))
 
 
 def run(core: EngineCore, *prompts: Prompt) -> list[list[int]]:
@@ -124,7 +126,7 @@ def test_a_cached_prefix_may_end_inside_an_image(folder, name):
         cached.append(core.stats().prefix_hit_tokens - before)
     assert cached[1] <= place.offset, "an image was taken for another"
     assert place.offset < cached[2] < place.end
-    assert core.scheduler.encoder_cache.num_encoded == 3
+    assert core.scheduler.images.num_encoded == 3
     core.close()
 
 
@@ -135,11 +137,11 @@ def test_the_same_image_asked_about_ten_times_is_encoded_once(folder):
         core.add(GenerateRequest(request_id=f"early {i}", prompt=prompt.tokens, mm_features=prompt.images))
     live = core.scheduler.queue.live.values()
     assert len({id(request.images[0].data["pixel_values"]) for request in live}) == 1, "pixels are kept ten times"
-    assert core.scheduler.load().queued_embeds == asked[0].images[0].num_embeds
+    assert load_of(core.scheduler).queued_embeds == asked[0].images[0].num_embeds
     for i in range(len(asked)):
         core.abort(f"early {i}")
     run(core, *asked)
-    assert core.scheduler.load().queued_embeds == 0
+    assert load_of(core.scheduler).queued_embeds == 0
     stats = core.stats()
     assert (stats.images_encoded, stats.encoder_cache_hits) == (1, 9)
     core.close()
@@ -156,7 +158,7 @@ def test_a_request_with_images_goes_on_after_preemption(folder, name):
 
 def test_drafts_behind_an_image_are_verified_at_their_rotary_positions(folder, monkeypatch):
     drafter = WildDrafter()
-    monkeypatch.setattr("engine.core.engine.NgramDrafter", lambda shortest, longest: drafter)
+    monkeypatch.setattr("engine.core.build.NgramDrafter", lambda shortest, longest: drafter)
     draft_always(monkeypatch)
     wanted = Prompt("qwen2_5_vl").text(5, 6).image(1).text(7, 8, 9)
     right = expected_tokens(folder("qwen2_5_vl"), wanted, MAX_TOKENS)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import rule
 
+from engine.core.engine_stats import load_of
 from engine.core.kv_events import HEARTBEAT_S, UPDATE_PERIOD_S, KVEventPublisher
-from engine.core.scheduler import Event
+from engine.core.output import Event
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.messages import SUBSCRIPTION_S, EngineUpdate, Subscribe
 from tests.engine.core.test_scheduler_machine import DecodeMachine
@@ -110,7 +111,7 @@ class KVEventsMachine(DecodeMachine):
     @rule()
     def see_chains(self):
         for request in [*self.h.scheduler.queue.running, *self.h.scheduler.queue.waiting]:
-            chain = request.block_hashes
+            chain = request.prefix.hashes
             self.parents.update(zip(chain[1:], chain, strict=False))
         hashes = set(self.h.pool.block_hashes())
         missing = [child for child in hashes if child in self.parents and self.parents[child] not in hashes]
@@ -118,7 +119,7 @@ class KVEventsMachine(DecodeMachine):
 
     def check(self, reader: Reader) -> None:
         assert reader.hashes == set(self.h.pool.block_hashes())
-        assert reader.last_update is not None and reader.last_update.load == self.h.scheduler.load()
+        assert reader.last_update is not None and reader.last_update.load == load_of(self.h.scheduler)
         assert reader.prefilling <= set(self.h.scheduler.queue.live)
 
     def teardown(self):

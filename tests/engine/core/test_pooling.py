@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from engine.config import EngineConfig
 from engine.core.block_pool import BlockPool
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
+from engine.core.request_checks import ModelLimits
 from engine.core.scheduler import Scheduler
 from engine.errors import InvalidParameter, PromptTooLong, UnsupportedTask
 from engine.wire.messages import GenerateRequest, TokenDelta
@@ -29,7 +33,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(params=[False, True], ids=["plain", "overlap"])
 def core(request, folder):
     options = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 5, "num_threads": 1, "max_num_batched_tokens": 9}
-    core = EngineCore.build(EngineConfig(model=str(folder), overlap=request.param, **options))
+    core = build_engine(EngineConfig(model=str(folder), overlap=request.param, **options))
     yield core
     core.close()
 
@@ -169,7 +173,7 @@ def test_a_preempted_prompt_is_pooled_from_its_beginning(depth):
 
 def test_without_chunks_a_prompt_waits_for_a_step_that_takes_all_of_it():
     config = EngineConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
-    scheduler = Scheduler(config, BlockPool(64, 4, False), max_model_len=32, vocab_size=50, chunked_prefill=False)
+    scheduler = Scheduler(config, BlockPool(64, 4, False), limits=ModelLimits(32, 50, chunked_prefill=False))
     for i, length in enumerate((20, 12, 1, 32, 31)):
         scheduler.add(GenerateRequest(request_id=str(i), prompt=[1] * length, pooling=PoolingParams()), 0.0)
     counts = []
@@ -182,7 +186,7 @@ def test_without_chunks_a_prompt_waits_for_a_step_that_takes_all_of_it():
 def test_a_prefix_is_read_from_the_cache_unless_every_token_is_pooled():
     for pools_all_tokens, expected in ((False, 8), (True, 0)):
         h = Harness(num_blocks=64, max_model_len=64)
-        h.scheduler._pools_all_tokens = pools_all_tokens
+        h.scheduler.limits = replace(h.scheduler.limits, pools_all_tokens=pools_all_tokens)
         h.add("first", [3] * 10, max_tokens=1)
         h.run()
         h.add("second", [3] * 10, pooling=PoolingParams())

@@ -60,7 +60,7 @@ def test_prompts_around_block_boundaries(length, depth):
     h.run()
     h.add("b", ids(length), max_tokens=6)
     h.run()
-    cached = h.finished["b"].request.num_cached
+    cached = h.finished["b"].request.prefix.num_cached
     assert cached == (length - 1) // 4 * 4, "all full blocks but the one with the last token"
 
 
@@ -253,7 +253,7 @@ def test_logits_that_are_not_finite_end_their_own_request_only():
 def test_times_are_given_with_the_last_delta():
     h = Harness(num_blocks=8, max_model_len=32)
     h.add("a", ids(4), max_tokens=1)
-    h.scheduler.queue.live["a"].arrived_at = 10.0
+    h.scheduler.queue.live["a"].clock.arrived_at = 10.0
     plan = h.scheduler.schedule(now=12.0)
     (event,) = h.scheduler.commit(h.runner.execute(h.runner.prepare(plan)), now=15.0)
     assert event.delta.times.scheduled_s == 2.0

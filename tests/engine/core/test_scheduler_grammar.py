@@ -2,6 +2,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from engine.core.engine_stats import stats_of
 from engine.core.request import State
 from engine.errors import InvalidParameter
 from engine.wire.messages import GenerateRequest
@@ -97,7 +98,7 @@ def test_a_request_keeps_its_place_in_the_order_while_its_grammar_is_compiled():
     first = waiting_for_its_grammar(h, "first")
     h.add("second", [1], max_tokens=2)
     h.add("third", [1], max_tokens=2)
-    assert (first.state, h.scheduler.stats().waiting) == (State.WAITING_FOR_GRAMMAR, 3)
+    assert (first.state, stats_of(h.scheduler).waiting) == (State.WAITING_FOR_GRAMMAR, 3)
     h.step()
     h.scheduler.set_grammar(first, FakeGrammar())
     h.outputs["first"] = []

@@ -2,7 +2,8 @@
 
 import pytest
 
-from engine.core.handoffs import HandoffManager
+from engine.core.engine_stats import stats_of
+from engine.core.features.handoffs import HandoffManager
 from engine.core.request import State
 from engine.errors import InvalidParameter, Overloaded, PromptTooLong, RequestTimeout
 from engine.wire.sampling_params import SamplingParams
@@ -45,7 +46,7 @@ def test_a_received_prompt_goes_on_as_if_it_had_been_computed_here(length, depth
     assert len(h.outputs["a"]) == 1, "the first token comes before there was any step"
     h.run()
     assert h.plans[0].starts == [length] and h.plans[0].counts == [1]
-    assert h.finished["a"].request.num_cached == 2
+    assert h.finished["a"].request.prefix.num_cached == 2
     assert h.scheduler.totals.prompt_tokens == length
 
 
@@ -58,7 +59,7 @@ def test_only_what_is_missing_is_asked_for(depth):
     handoff = h.open[only_open(h)]
     assert handoff.prefill_request.skip == 12 and len(handoff.blocks) == 1
     h.run()
-    assert h.finished["b"].request.num_cached == 12
+    assert h.finished["b"].request.prefix.num_cached == 12
 
 
 def test_a_received_prompt_is_in_the_prefix_cache(depth):
@@ -69,7 +70,7 @@ def test_a_received_prompt_is_in_the_prefix_cache(depth):
     h.policy.replicas = []
     h.add("b", [*ids(12), 7], max_tokens=3)
     h.run()
-    assert h.finished["b"].request.num_cached == 12
+    assert h.finished["b"].request.prefix.num_cached == 12
 
 
 def test_stop_tokens_and_logprobs_hold_for_a_received_token():
@@ -103,7 +104,7 @@ def test_after_the_last_attempt_the_prompt_is_computed_here(depth):
     h.step()
     assert h.plans[0].counts == [14] and not h.open
     h.run()
-    assert h.scheduler.stats().prefill_decisions == {"remote": {"policy": 2}, "local": {"attempts": 1}}
+    assert stats_of(h.scheduler).prefill_decisions == {"remote": {"policy": 2}, "local": {"attempts": 1}}
 
 
 def test_without_retry_the_prompt_is_computed_here(depth):
@@ -114,7 +115,7 @@ def test_without_retry_the_prompt_is_computed_here(depth):
     h.step()
     assert (h.plans[0].starts, h.plans[0].counts) == ([4], [10])
     h.run()
-    assert h.scheduler.stats().prefill_decisions["local"] == {"failed": 1}
+    assert stats_of(h.scheduler).prefill_decisions["local"] == {"failed": 1}
 
 
 @pytest.mark.parametrize("ends", ["received", "failed"])
@@ -125,7 +126,7 @@ def test_an_abort_ends_the_request_at_once_and_frees_its_blocks_when_nothing_wri
     handoff_id = only_open(h)
     h.abort("a")
     assert h.finished["a"].delta.finish_reason == "abort"
-    assert h.pool.num_used == 4 and h.scheduler.stats().blocks_reserved == 4
+    assert h.pool.num_used == 4 and stats_of(h.scheduler).blocks_reserved == 4
     h.add("a", ids(14), max_tokens=4)  # the id is free again
     h.step()
     assert h.cancelled == {handoff_id}
@@ -151,7 +152,7 @@ def test_a_timeout_while_receiving_ends_the_request_with_its_error():
 def test_the_prefill_request_says_how_much_time_is_left():
     h = DecodeHarness(num_blocks=16, max_model_len=64)
     h.add("a", ids(5))
-    h.scheduler.queue.waiting[0].deadline_at = 7.0
+    h.scheduler.queue.waiting[0].clock.deadline_at = 7.0
     h.scheduler.schedule(now=4.5)
     h._forward()
     assert h.open[only_open(h)].prefill_request.timeout_s == 2.5
@@ -166,7 +167,7 @@ def test_receiving_takes_neither_slot_nor_budget_and_received_ones_wait_for_a_sl
     for handoff_id in reversed(list(h.open)):
         h.receive(handoff_id)
     assert [len(output) for output in h.outputs.values()] == [1] * 4
-    assert h.scheduler.stats().blocks_reserved == 12
+    assert stats_of(h.scheduler).blocks_reserved == 12
     h.run()
     assert list(h.finished) == ["r0", "r1", "r2", "r3"]
     assert h.scheduler.totals.preemptions == 0
@@ -242,14 +243,14 @@ def test_a_request_may_ask_to_be_computed_here():
     h = DecodeHarness(num_blocks=8, max_model_len=32)
     h.add("a", ids(12), prefill="local")
     h.run()
-    assert h.scheduler.stats().prefill_decisions == {"local": {"asked": 1}}
+    assert stats_of(h.scheduler).prefill_decisions == {"local": {"asked": 1}}
 
 
 def test_prompts_with_logprobs_stay_here():
     h = DecodeHarness(num_blocks=16, max_model_len=64)
     h.add("a", ids(9), prompt_logprobs=1)
     h.run()
-    assert h.scheduler.stats().prefill_decisions == {"local": {"prompt_logprobs": 1}}
+    assert stats_of(h.scheduler).prefill_decisions == {"local": {"prompt_logprobs": 1}}
 
 
 def test_a_preempted_request_is_computed_again_here():
@@ -261,7 +262,7 @@ def test_a_preempted_request_is_computed_again_here():
         h.receive(handoff_id)
     h.run()
     assert h.scheduler.totals.preemptions > 0
-    assert h.scheduler.stats().prefill_decisions == {"remote": {"policy": 2}}
+    assert stats_of(h.scheduler).prefill_decisions == {"remote": {"policy": 2}}
 
 
 # -- prefill -----------------------------------------------------------------------------------------------
@@ -278,7 +279,7 @@ def test_a_prompt_for_another_engine_is_computed_reported_and_held_until_it_is_r
         h.step()
     assert h.reports["t"].upto == length
     h.step()
-    assert h.scheduler.stats().blocks_leased == h.pool.num_used == -(-length // 4)
+    assert stats_of(h.scheduler).blocks_leased == h.pool.num_used == -(-length // 4)
     h.close("t")
     assert h.pool.num_used == 0 and not h.scheduler.has_work
     assert h.pool.num_cached == (length // 4 if caching else 0)
@@ -435,4 +436,4 @@ def test_an_engine_without_handoffs_decides_nothing():
     h = Harness(num_blocks=16, max_model_len=64, handoffs=HandoffManager())
     h.add("a", ids(6))
     h.run()
-    assert h.scheduler.stats().prefill_decisions == {}
+    assert stats_of(h.scheduler).prefill_decisions == {}

@@ -2,6 +2,7 @@
 
 import math
 
+from engine.core.output import take_timelines
 from tests.fake_runner import Harness
 
 
@@ -37,10 +38,10 @@ def test_a_delta_tells_only_what_happened_since_the_one_before():
 def test_requests_without_a_token_tell_their_timelines_when_asked_and_each_event_once():
     h = Harness(num_blocks=12, max_model_len=48)
     h.add("a", [1, 2, 3], max_tokens=4)
-    assert h.scheduler.take_timelines(before=0.0) == []
-    (event,) = h.scheduler.take_timelines(math.inf)
+    assert take_timelines(h.scheduler.queue.live.values(), before=0.0) == []
+    (event,) = take_timelines(h.scheduler.queue.live.values(), math.inf)
     assert told(event.delta.timeline) == ["queued behind 0 others, with 3 prompt tokens"]
     assert (event.delta.token_ids, event.delta.position, event.delta.finish_reason) == ([], 0, None)
-    assert h.scheduler.take_timelines(math.inf) == []
+    assert take_timelines(h.scheduler.queue.live.values(), math.inf) == []
     h.run()
     assert told(h.timelines["a"])[0] == "to be computed here; 0 of 3 tokens are cached"

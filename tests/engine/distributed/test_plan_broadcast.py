@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.distributed import plan_broadcast
 from engine.distributed.cluster_key import ClusterKey
@@ -189,7 +190,7 @@ def folder(tmp_path_factory):
 def start(config: EngineConfig, groups: list[TPGroup], worker_config: EngineConfig) -> tuple[EngineCore, Worker]:
     with ThreadPoolExecutor(1) as pool:
         worker = pool.submit(Worker, worker_config, groups[1])
-        core = EngineCore.build(config, groups[0])
+        core = build_engine(config, groups[0])
         return core, worker.result()
 
 
@@ -253,9 +254,9 @@ def test_a_model_that_does_not_divide_names_the_key(folder):
     groups = connect(3)
     config = make_config(folder, tensor_parallel=3)
     with pytest.raises(StartupError, match="configuration: tensor_parallel must be a divisor"):
-        on_all(3, lambda rank: Worker(config, groups[rank]) if rank else EngineCore.build(config, groups[0]))
+        on_all(3, lambda rank: Worker(config, groups[rank]) if rank else build_engine(config, groups[0]))
 
 
 def test_a_group_of_another_size_than_configured_is_refused(folder):
     with pytest.raises(StartupError, match="tensor_parallel"):
-        EngineCore.build(make_config(folder, tensor_parallel=2))
+        build_engine(make_config(folder, tensor_parallel=2))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig, HandoffConfig
-from engine.core.engine import EngineCore
+from engine.core.build import build_engine
 from engine.wire.messages import GenerateRequest, TokenDelta
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair
@@ -37,7 +37,7 @@ def prompt(length: int) -> list[int]:
 
 
 def alone(folder: Path, **options: Any) -> list[tuple[list[int], list[float]]]:
-    core = EngineCore.build(make_config(folder, **options))
+    core = build_engine(make_config(folder, **options))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
     answers = []
     for length in LENGTHS:

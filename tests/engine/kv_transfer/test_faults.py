@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, HandoffConfig
-from engine.core.engine import EngineCore
+from engine.core.build import build_engine
 from engine.wire.handoff_stats import HandoffInfo, HandoffStats
 from engine.wire.messages import Abort
 from tests.engine.kv_transfer.faulty_pair import Asked, FaultyPair, Member
@@ -51,7 +51,7 @@ def prompt(name: str, length: int = LENGTH) -> list[int]:
 def alone() -> Iterator[Callable[[Asked], list[int]]]:
     """What one engine answers."""
     before = torch.get_num_threads()
-    core = EngineCore.build(make_config(None))
+    core = build_engine(make_config(None))
 
     def answer(asked: Asked) -> list[int]:
         core.add(asked.request)

@@ -37,7 +37,7 @@ class VisionPair:
     def encoded(self) -> tuple[int, int]:
         """Images that the decode and the prefill engine have encoded."""
         engines = self.pair.decode, self.pair.prefill
-        return tuple(engine.scheduler.encoder_cache.num_encoded for engine in engines)
+        return tuple(engine.scheduler.images.num_encoded for engine in engines)
 
 
 def config(folder: Path, role: Any, **options: Any) -> EngineConfig:

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, HandoffConfig, SpeculativeConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
+from engine.core.engine_stats import stats_of
 from engine.wire.messages import Abort, GenerateRequest, PrefillReplica, PrefillReplicas
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.kv_transfer.pair import Pair
@@ -45,7 +47,7 @@ def short_status_period() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Any]:
     """What one engine answers. Params: as of SamplingParams."""
-    core = EngineCore.build(make_config(None, enable_prefix_caching=False))
+    core = build_engine(make_config(None, enable_prefix_caching=False))
 
     @cache
     def answer(tokens: tuple[int, ...], params: tuple[tuple[str, Any], ...]) -> list[int]:
@@ -310,7 +312,7 @@ def test_a_draft_model_computes_the_prompts_that_come_from_elsewhere_itself(rank
             assert pair.ingress.tokens(f"greedy {length}") == alone(prompt(length), max_tokens=24)
         pair.settle()
         assert results(pair) == 3
-        stats = pair.decode.scheduler.stats().spec_decode
+        stats = stats_of(pair.decode.scheduler).spec_decode
         assert stats.num_accepted_tokens == stats.num_draft_tokens > 0, "the model drafts for itself"
 
 
@@ -331,7 +333,7 @@ def test_drafts_follow_prompts_that_come_from_elsewhere(ranks, alone, monkeypatc
             assert pair.ingress.tokens(f"random {length}") == alone(tokens, max_tokens=60, **RANDOM)
         pair.settle()
         assert results(pair) == 6
-        assert pair.decode.scheduler.stats().spec_decode.num_accepted_tokens > 0
+        assert stats_of(pair.decode.scheduler).spec_decode.num_accepted_tokens > 0
 
 
 @pytest.mark.slow
@@ -348,7 +350,7 @@ def test_heads_draft_after_prompts_that_come_from_elsewhere_and_go_on_where_anot
     def words(length: int) -> list[int]:
         return random.Random(length).choices(range(3, VOCAB), k=length)
 
-    core = EngineCore.build(make_config(None, model=str(folder), max_model_len=256))
+    core = build_engine(make_config(None, model=str(folder), max_model_len=256))
     expected = []
     for length, params in requests:
         sampling = SamplingParams(max_tokens=24, ignore_eos=True, **params)
@@ -366,14 +368,14 @@ def test_heads_draft_after_prompts_that_come_from_elsewhere_and_go_on_where_anot
         assert [pair.ingress.tokens(f"again {i}") for i in range(len(requests))] == [e[7:] for e in expected]
         pair.settle()
         assert results(pair) == 2 * len(requests)
-        assert pair.decode.scheduler.stats().spec_decode.num_draft_tokens > 0
+        assert stats_of(pair.decode.scheduler).spec_decode.num_draft_tokens > 0
 
 
 @pytest.mark.slow
 def test_a_prompt_of_16k_tokens_comes_in_small_chunks(ranks, tmp_path):
     model = make_model(tmp_path, "llama", max_position_embeddings=16_500)
     options = {"model": str(model), "num_blocks": 1040}
-    core = EngineCore.build(make_config(None, **options))
+    core = build_engine(make_config(None, **options))
     tokens = random.Random(16).choices(range(3, 90), k=16_384)
     core.add(GenerateRequest(request_id="a", prompt=tokens, params=SamplingParams(temperature=0.0, max_tokens=4)))
     expected = [token for token_ids in steps(core) for token in token_ids]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig, HandoffConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
@@ -36,7 +37,7 @@ def test_the_answer_is_that_of_one_engine_and_both_hold_to_the_form(monkeypatch)
     monkeypatch.setattr("engine.core.server.STATUS_PERIOD_S", 0.05)
     threads = torch.get_num_threads()
     prompt = list(range(100, 150))
-    alone = EngineCore.build(make_config(None))
+    alone = build_engine(make_config(None))
     with Pair(make_config("decode"), make_config("prefill"), (RankPool(), RankPool())) as pair:
         for form in FORMS:
             params = SamplingParams(**fields(form))

@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from engine.errors import ConfigError, ModelFolderError, UnsupportedArchitecture
+from engine.model.checkpoint.folder import read_json
 from engine.model.config import ModelConfig, RopeConfig
 from engine.model.families import FAMILIES
 from engine.model.models.llama import LlamaForCausalLM
 from engine.model.models.registry import model_class
 from engine.model.quantization.mxfp4 import MXFP4
+from tests.models import make_model
 
 # As published on the Hub, before transformers 5.
 LLAMA_3_1_8B = {
@@ -441,3 +443,10 @@ def test_kv_bytes_count_heads_that_several_ranks_hold(read):
     assert cfg.kv_bytes_per_token(2, tp_size=16) == 2 * 32 * 1 * 128 * 2
     with pytest.raises(ConfigError):
         cfg.kv_bytes_per_token(2, tp_size=3)
+
+
+def test_numbers_that_json_has_none_for_are_read_as_transformers_writes_them(tmp_path):
+    make_model(tmp_path, "mixtral", router_jitter_noise=math.inf)
+    assert '"__float__": "Infinity"' in (tmp_path / "config.json").read_text()
+    assert ModelConfig.from_folder(tmp_path).num_layers == 3
+    assert read_json(tmp_path, "config.json")["router_jitter_noise"] == math.inf

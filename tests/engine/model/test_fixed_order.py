@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.core.build import build_engine
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError
 from engine.model import fixed_order
@@ -19,7 +22,9 @@ from engine.model.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.model.models.registry import build
 from engine.model.shard import INPUTS, OUTPUTS, Shard
 from tests.cpu_kernels import needs_linear_kernel
+from tests.models import COMMON
 from tests.ranks import make_ranks, on_all
+from tests.transformers_models import make_transformers_model
 
 
 @pytest.mark.parametrize(
@@ -35,9 +40,19 @@ def test_what_may_have_other_bits_is_refused_by_its_field(
     field: str, options: dict[str, Any], quantization: object, device: str
 ) -> None:
     config = EngineConfig(model="none", determinism="strict", **options)
-    model: Any = SimpleNamespace(quantization=quantization)
+    model: Any = SimpleNamespace(quantization=quantization, transformers="", encoder=None, architecture="a")
     with pytest.raises(ConfigError, match=f"configuration: {field} .*`strict` does not support it yet"):
         fixed_order.check(config, model, torch.device(device))
+
+
+@pytest.mark.parametrize("architecture", ["OlmoeForCausalLM", "OlmoForCausalLM", "ModernBertModel"])
+def test_a_family_whose_bits_no_test_compares_is_refused_by_its_name(tmp_path: Path, architecture: str) -> None:
+    if architecture == "ModernBertModel":
+        transformers.ModernBertModel(transformers.ModernBertConfig(**COMMON)).save_pretrained(tmp_path)
+    else:
+        make_transformers_model(tmp_path, architecture)
+    with pytest.raises(ConfigError, match=f"model must be .*determinism left out.*got '{architecture}'"):
+        build_engine(EngineConfig(model=str(tmp_path), determinism="strict", num_blocks=16, num_threads=1))
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_parts_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from engine import pocket
 from engine.config import EngineConfig
-from engine.core.engine import EngineCore
+from engine.core.build import build_engine
 from engine.text.tokenizer import Tokenizer
 from engine.wire.messages import EngineStats, GenerateRequest, TokenLogprob
 from engine.wire.sampling_params import SamplingParams
-from tests.models import FAMILIES, make_model, with_slow
+from tests.models import FAMILIES, make_model
 
 LENGTHS = (33, 1, 8, 50, 20)  # the windows of sliding-window models are 8
 MAX_TOKENS = 20
@@ -60,18 +61,42 @@ class Reference:
         return self._model(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
-@pytest.fixture(scope="module", params=[*with_slow(FAMILIES, ("mixtral", "qwen2_moe", "phi3")), "pocket"])
+# What families differ in, their attention and their layers, meets what cuts work up in these. The others are about what
+# comes before and after the model.
+OF_EVERY_FAMILY = (
+    "test_a_batch_of_different_lengths",
+    "test_prompts_cut_into_chunks_that_mix_with_decodes",
+    "test_prompts_whose_prefix_is_cached",
+    "test_requests_that_are_preempted",
+    "test_prompts_that_nearly_fill_the_context",
+)
+IN_EVERY_TEST = ("llama", "gemma2")  # the second caps its logits, of which log-probabilities are made
+SLOW = ("mixtral", "qwen2_moe", "phi3")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give each test a family with one of the loops, in turns; the rest of the product is slow."""
+    names, loops = [*FAMILIES, "pocket"], [False, True] if "overlap" in metafunc.fixturenames else [True]
+    test = metafunc.function.__name__
+    params = []
+    for (i, name), overlap in product(enumerate(names), loops):
+        meets = name in IN_EVERY_TEST or (name not in SLOW and test in OF_EVERY_FAMILY)
+        in_turn = len(loops) == 1 or (i + len(test)) % 2 == overlap
+        marks = [] if meets and in_turn else [pytest.mark.slow]
+        id_ = f"{name}-{'overlap' if overlap else 'plain'}" if len(loops) > 1 else name
+        values = (name, overlap) if len(loops) > 1 else (name,)
+        params.append(pytest.param(*values, marks=marks, id=id_))
+    arguments = ["reference", "overlap"][: len(loops)]
+    metafunc.parametrize(arguments, params, indirect=["reference"], scope="module")
+
+
+@pytest.fixture(scope="module")
 def reference(request, tmp_path_factory) -> Reference:
     if request.param != "pocket":
         return Reference(make_model(tmp_path_factory.mktemp("model"), request.param))
     if not (pocket.PATH / "config.json").is_file():
         pytest.skip(f"the bundled model is not in {pocket.PATH.name}/ yet: python -m tools.pocket.train makes it")
     return Reference(pocket.PATH, TEXT)
-
-
-@pytest.fixture(params=[False, True], ids=["plain", "overlap"])
-def overlap(request) -> bool:
-    return request.param
 
 
 class Run:
@@ -82,7 +107,7 @@ class Run:
         config = EngineConfig(
             **{"model": str(reference.folder), "dtype": "float32", "overlap": overlap, **defaults, **options}
         )
-        self.core = EngineCore.build(config)
+        self.core = build_engine(config)
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}

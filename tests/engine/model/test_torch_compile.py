@@ -20,7 +20,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
 from engine.config import EngineConfig
-from engine.core.engine import EngineCore
+from engine.core.build import build_engine
 from engine.distributed.tp_group import TPGroup
 from engine.errors import StartupError
 from engine.model.config import ModelConfig
@@ -131,7 +131,7 @@ def test_an_engine_compiles_before_its_first_request_and_then_says_the_same_also
     batches = [requests(count, 97, logprobs=2) for count in (8, 1)]
     expected = [generate(folder, "cpu", wanted) for wanted in batches]
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)  # they know no padding
-    monkeypatch.setattr("engine.runner.model_runner.open_device", lambda name: device)
+    monkeypatch.setattr("engine.runner.rank_setup.open_device", lambda name: device)
     caplog.set_level(logging.INFO, logger="engine")
     core = make_core(folder, "cpu", torch_compile=True)
     lines = [record.message for record in caplog.records if record.name == "engine.model.torch_compile"]
@@ -151,8 +151,8 @@ def test_without_a_compiler_the_engine_does_not_start_and_says_what_is_missing(f
 
 
 def test_enforce_eager_sets_torch_compile_aside(folder_of, caplog):
-    caplog.set_level(logging.INFO, logger="engine.runner.model_runner")
-    core = EngineCore.build(
+    caplog.set_level(logging.INFO, logger="engine.runner")
+    core = build_engine(
         EngineConfig(model=str(folder_of("llama")), torch_compile=True, enforce_eager=True, num_blocks=8)
     )
     core.close()

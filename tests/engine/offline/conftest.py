@@ -13,7 +13,7 @@ from tests.tape import TapedDevice, tape_kernels
 def late(monkeypatch) -> TapedDevice:
     """Takes the place of a GPU, for which the host may not wait while it launches steps."""
     device = TapedDevice()
-    monkeypatch.setattr("engine.runner.model_runner.open_device", lambda name: device)
+    monkeypatch.setattr("engine.runner.rank_setup.open_device", lambda name: device)
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
     forbid_waits(monkeypatch)
     tape_kernels(monkeypatch)

@@ -21,6 +21,7 @@ from engine.offline.llm import LLM
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder
 from tests.models import CHAT_TEMPLATE, EOS, FAMILIES, make_model, make_tokenizer
+from tests.products import each_once, pairwise
 from tests.transformers_models import make_transformers_model
 
 MESSAGES = [{"role": "user", "content": "What is the meaning of this word?"}]
@@ -147,8 +148,7 @@ def answer_of_manta(folder: Path) -> tuple[list[int], list[int]]:
         return output.prompt_token_ids, output.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("kind", FOLDERS)
-@pytest.mark.parametrize("name", [NATIVE, BY_TRANSFORMERS])
+@pytest.mark.parametrize(("kind", "name"), each_once(FOLDERS, [NATIVE, BY_TRANSFORMERS]))
 def test_a_folder_gives_the_tokens_that_transformers_gives(tmp_path, name, kind):
     change, fields = FOLDERS[kind]
     folder = make(tmp_path, name, **{"tie_word_embeddings": False, **fields})
@@ -156,9 +156,10 @@ def test_a_folder_gives_the_tokens_that_transformers_gives(tmp_path, name, kind)
     assert answer_of_manta(folder) == answer_of_transformers(folder)
 
 
-@pytest.mark.parametrize("place", ["config.json", "text_config"])
-@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
-@pytest.mark.parametrize("name", MULTIMODAL)
+@pytest.mark.parametrize(
+    ("place", "prefix", "name"),
+    pairwise(["config.json", "text_config"], ["model.language_model.", "language_model.model."], MULTIMODAL),
+)
 def test_the_text_part_of_a_multimodal_folder_ends_where_transformers_ends(tmp_path, name, prefix, place):
     """prefix: of transformers 5, and of transformers 4, whose head and vision tensors are then named otherwise too."""
     auto, folder = transformers.AutoModelForImageTextToText, make(tmp_path, name)
@@ -200,8 +201,7 @@ def test_end_tokens_that_no_file_names_are_those_of_transformers_class(tmp_path,
     assert ModelConfig.from_folder(folder).eos_token_ids == ({expected} if expected is not None else set())
 
 
-@pytest.mark.parametrize("kind", ["gptq", "fp8_tensor", "ct_int4"])
-@pytest.mark.parametrize("name", [NATIVE, BY_TRANSFORMERS])
+@pytest.mark.parametrize(("kind", "name"), each_once(["gptq", "fp8_tensor", "ct_int4"], [NATIVE, BY_TRANSFORMERS]))
 def test_a_quantized_folder_gives_the_tokens_of_the_weights_that_are_meant(tmp_path, name, kind):
     source = make(tmp_path / "source", name, hidden_size=64, intermediate_size=96)
     quantize_folder(source, tmp_path / "model", tmp_path / "twin", *FORMATS[kind])

@@ -120,6 +120,16 @@ def test_token_ids_and_texts_in_one_list_are_refused(llm):
         generate(llm, [5, TEXTS[0]])
 
 
+@pytest.mark.parametrize(
+    ("prompts", "shown"),
+    [(None, "None"), ([None], "None"), ([5, 6.5], "6.5"), ([[5, 6.5]], "6.5"), ([[5, None]], "None")],
+)
+def test_what_is_neither_a_text_nor_token_ids_is_refused_with_its_value(llm, prompts, shown):
+    with pytest.raises(RequestError, match=f"prompts must be texts or lists of token ids.*({shown}|5 is a token id)"):
+        generate(llm, prompts)
+    assert not llm.stats().running
+
+
 def test_the_second_time_a_prompt_comes_from_the_cache(llm):
     prompt = list(range(100, 121))
     first, second = (generate(llm, prompt, SamplingParams(**GREEDY))[0] for _ in range(2))
@@ -473,3 +483,18 @@ def test_a_request_that_fails_says_why_and_the_others_are_computed(llm):
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ModelFolderError, match=r"tokenizer\.json is missing"):
         LLM(make_model(tmp_path, "llama"))
+
+
+def test_top_logprobs_are_those_of_the_request_alone_whatever_others_ask_for(tmp_path):
+    folder = make_model(tmp_path, "llama", tokenizer=True, vocab_size=4000)  # in bfloat16 many of its logits are equal
+    prompts = [[5 + i, 6, 7] for i in range(4)]
+    counts = [1, 3, 5, 20]
+    params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=count) for count in counts]
+    with LLM(folder, dtype="bfloat16", num_threads=1, num_blocks=16) as llm:
+        alone = [llm.generate([p], [q], progress=False)[0] for p, q in zip(prompts, params, strict=True)]
+        together = llm.generate(prompts, params, progress=False)
+    for count, one, other in zip(counts, alone, together, strict=True):
+        assert other.outputs[0].logprobs == one.outputs[0].logprobs
+        for entry in one.outputs[0].logprobs:
+            assert len(entry.top) == count
+            assert entry.top[0] == (entry.token_id, entry.logprob)  # the most likely token, which is sampled here

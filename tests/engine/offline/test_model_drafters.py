@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError, ModelFolderError
+from engine.wire.structured_outputs import StructuredOutputsParams
 from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, make_drafters
 from tests.fake_drafter import draft_always
 
@@ -15,6 +20,7 @@ PARAMS = {
     "greedy": {},
     "seeded": {"temperature": 0.9, "seed": 3},
     "penalties": {"temperature": 0.9, "seed": 4, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 1},
+    "grammar": {"structured_outputs": StructuredOutputsParams(regex="(?s).{1,15}")},  # drafts reach its end
 }
 METHODS = [method for method in DRAFTERS if method not in ("ngram", "suffix")]
 
@@ -26,12 +32,15 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(folders):
-    found = {}
-    for method in ("eagle3", "mtp"):  # one for each target
-        with LLM(folders[method][0], **OPTIONS) as llm:
-            found[folders[method][0]] = {name: run(llm, name) for name in PARAMS}
-    return found
+def expected():
+    """Return what a target says without drafts, by the name of its parameters."""
+
+    @cache
+    def answers(folder: Path, dtype: str = "float32") -> dict[str, Any]:
+        with LLM(folder, dtype=dtype, **OPTIONS) as llm:
+            return {name: run(llm, name) for name in PARAMS}
+
+    return answers
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +60,7 @@ def run(llm: LLM, name: str) -> list[tuple[list[int], str | None]]:
 def test_tokens_and_ends_are_those_without_speculation(folders, expected, method):
     folder, options = folders[method]
     with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
-        for name, right in expected[folder].items():
+        for name, right in expected(folder).items():
             assert run(llm, name) == right
             if (method, name) == ("same_model", "greedy"):  # which never guesses wrong
                 stats = llm.stats().spec_decode
@@ -68,14 +77,18 @@ def test_in_bfloat16_drafts_are_verified_with_the_bits_of_single_rows(folders):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("method", ["same_model", "eagle3"])
-def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expected, method):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", ["same_model", "noisy_model", "eagle3"])
+def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expected, method, dtype):
     folder, options = folders[method]
-    with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **{**OPTIONS, "num_blocks": 24}) as llm:
-        for _ in range(2):  # the second time all prompts are cached
-            assert run(llm, "seeded") == expected[folder]["seeded"]
-        assert llm.stats().preemptions > 0 < llm.stats().prefix_hit_tokens
-        assert method == "eagle3" or llm.stats().spec_decode.num_accepted_tokens > 0
+    speculative = {**options, "num_speculative_tokens": HEADS}
+    with LLM(folder, dtype=dtype, speculative=speculative, **{**OPTIONS, "num_blocks": 18}) as llm:
+        for name in ("greedy", "seeded", "grammar"):
+            for _ in range(2):  # the second time prompts are cached
+                assert run(llm, name) == expected(folder, dtype)[name]
+        stats = llm.stats()
+        assert stats.preemptions > 0 < stats.prefix_hit_tokens
+        assert method == "eagle3" or stats.spec_decode.num_accepted_tokens > stats.spec_decode.num_draft_tokens / 3
 
 
 @pytest.mark.parametrize(
@@ -84,7 +97,7 @@ def test_preempted_sequences_and_cached_prefixes_go_on_with_drafts(folders, expe
 def test_on_a_gpu_the_host_does_not_wait_for_drafts(folders, expected, late, method):
     folder, options = folders[method]
     with LLM(folder, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
-        assert run(llm, "penalties") == expected[folder]["penalties"]
+        assert run(llm, "penalties") == expected(folder)["penalties"]
         assert len(late.replays) == llm.stats().steps
         assert llm.stats().spec_decode.num_draft_tokens > 0
 
@@ -94,7 +107,7 @@ def test_on_a_gpu_the_host_does_not_wait_for_drafts(folders, expected, late, met
 def test_two_ranks_verify_the_drafts_of_the_first(folders, expected, method):
     folder, options = folders[method]
     with LLM(folder, tensor_parallel=2, speculative={**options, "num_speculative_tokens": HEADS}, **OPTIONS) as llm:
-        for name, right in expected[folder].items():
+        for name, right in expected(folder).items():
             assert run(llm, name) == right
         assert llm.stats().spec_decode.num_draft_tokens > 0
 

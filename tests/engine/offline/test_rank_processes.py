@@ -101,8 +101,11 @@ def test_a_rank_ends_in_order_however_long_its_interpreter_would_take_to_end():
 
 @pytest.mark.parametrize(
     "options",
-    [{"overlap": True}, {"overlap": False}, {"disable_custom_all_reduce": True}],
-    ids=["overlap", "plain", "gloo"],
+    [
+        pytest.param({"overlap": True}, id="overlap"),
+        pytest.param({"overlap": False}, id="plain", marks=pytest.mark.slow),
+        pytest.param({"disable_custom_all_reduce": True}, id="gloo"),
+    ],
 )
 def test_a_rank_that_is_killed_during_a_step_ends_the_engine_within_seconds(folder, leaves_nothing, options):
     with start(folder, 2, **options) as llm:

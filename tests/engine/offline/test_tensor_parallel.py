@@ -17,6 +17,7 @@ from engine.wire.messages import EngineStats, GenerateRequest, TokenLogprob
 from engine.wire.pooling_params import PoolingParams
 from engine.wire.sampling_params import SamplingParams
 from tests.models import FAMILIES, make_model, with_slow
+from tests.products import each_once
 from tests.rank_pool import RankPool
 
 MAX_TOKENS = 12
@@ -133,8 +134,7 @@ def run_mixed(core: EngineCore) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "overlap"), each_once([2, 4], [True, False]))
 @pytest.mark.parametrize("variant", with_slow(VARIANTS))
 def test_ranks_give_the_tokens_of_one_rank_with_preemption_and_cached_prefixes(
     pool, folder_of, on_one_rank, variant, size, overlap
@@ -165,7 +165,8 @@ def test_ranks_that_talk_through_gloo_give_the_tokens_of_one_rank(pool, folder_o
 def test_with_strict_determinism_any_number_of_ranks_gives_the_same_bits(pool, folder_of, variant, dtype):
     outcomes = []
     for size in (1, 2, 4):
-        with pool.engine(make_config(folder_of(variant), size, dtype=dtype, determinism="strict", **BUSY)) as core:
+        options = {**BUSY, "max_num_batched_tokens": 8 + 12 * size}  # other chunks for each number of ranks
+        with pool.engine(make_config(folder_of(variant), size, dtype=dtype, determinism="strict", **options)) as core:
             outcomes.append(run_mixed(core))
     first, *others = (outcome.bits() for outcome in outcomes)
     assert len(first) > 8

@@ -33,7 +33,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.sampler import mark_non_finite
 from tests.late_device import NOISE
 from tests.late_engine import Answers, generate, requests
-from tests.models import FAMILIES, made_once
+from tests.models import FAMILIES, SLOW_ENGINES, made_once, with_slow
 from tests.sync_guard import HostWaits
 from tests.tape import TapedDevice
 
@@ -43,7 +43,7 @@ def folder_of(tmp_path_factory) -> Callable[[str], Path]:
     return made_once(tmp_path_factory)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow(FAMILIES, ("llama_tied", "llama_rope_scaled", *SLOW_ENGINES)))
 def test_a_model_gives_the_same_tokens_with_padded_graphs_as_plainly_on_a_cpu(family, folder_of):
     folder, device = folder_of(family), TapedDevice()
     wanted = requests(logprobs=2)

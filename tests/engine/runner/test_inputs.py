@@ -12,8 +12,9 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.device import Device
 from engine.runner import inputs
-from engine.runner.inputs import InputBuilder, Sequences
+from engine.runner.inputs import InputBuilder
 from engine.runner.sampler import prepare_sampling
+from engine.runner.step_layout import Sequences
 from engine.wire.plan import NewSequence, StepPlan
 from engine.wire.sampling_params import SamplingParams
 

@@ -293,6 +293,17 @@ def test_equally_likely_tokens_share_the_better_rank():
     assert [entry.rank for entry in entries] == [2, 2]
 
 
+@pytest.mark.parametrize(
+    "logits", [torch.randn(3, 5000).bfloat16().float(), torch.tensor([[0.0, -0.0, -1.0, 0.0] * 9])]
+)
+def test_of_equal_logits_the_lower_ids_come_first_in_lists_of_any_length(logits):
+    best = logits.max(-1).indices  # what is sampled where the most likely one is
+    for width in (1, 2, 7, 20):
+        for row, entry in zip(logits.tolist(), token_logprobs(logits, best, [width] * len(best)), strict=True):
+            assert [top_id for top_id, _ in entry.top] == sorted(range(len(row)), key=lambda i: -row[i])[:width]
+            assert (entry.top[0][0], entry.rank) == (entry.token_id, 1)
+
+
 @settings(max_examples=40, derandomize=True)
 @given(
     spread=st.sampled_from([0.01, 1.0, 6.0]),

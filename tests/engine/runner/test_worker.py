@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.core.engine import EngineCore
+from engine.core.build import build_engine
 from engine.distributed import tp_group
 from engine.distributed.tp_group import TPGroup
 from engine.errors import EngineUnavailable
@@ -72,7 +72,7 @@ class Ranks:
         self._pool = ThreadPoolExecutor(1)
         self.followed: Future[None] = self._pool.submit(self._follow, config, group.address)
         group.join(LIMIT_S)
-        self.core = EngineCore.build(config, group)
+        self.core = build_engine(config, group)
         del group
 
     def _follow(self, config: EngineConfig, address: str) -> None:
@@ -99,7 +99,7 @@ class Ranks:
 def ranks(tmp_path, monkeypatch) -> Iterator[Ranks]:
     log: list[str] = []
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
-    monkeypatch.setattr("engine.runner.model_runner.open_device", lambda name: devices[threading.get_ident()])
+    monkeypatch.setattr("engine.runner.rank_setup.open_device", lambda name: devices[threading.get_ident()])
     gloo = tp_group.gloo
     devices: dict[int, LateDevice] = {}
 

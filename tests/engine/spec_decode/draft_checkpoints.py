@@ -190,7 +190,18 @@ def write_mtp(folder: Path) -> PlainMTP:
     return head
 
 
-DRAFTERS = ("ngram", "suffix", "draft_model", "same_model", "eagle3", "mtp", "medusa")
+def copy_with_noise(folder: Path, copy: Path) -> Path:
+    """Write a model that mostly says what this one says."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.02 * p.std() * torch.randn(p.shape, generator=generator))
+    model.save_pretrained(copy)
+    return copy
+
+
+DRAFTERS = ("ngram", "suffix", "draft_model", "same_model", "noisy_model", "eagle3", "mtp", "medusa")
 
 
 def make_drafters(root: Path) -> dict[str, tuple[Path, dict[str, str]]]:
@@ -211,6 +222,7 @@ def make_drafters(root: Path) -> dict[str, tuple[Path, dict[str, str]]]:
         "suffix": (llama, {"method": "suffix"}),
         "draft_model": (llama, {"method": "draft_model", "model": str(small)}),
         "same_model": (llama, {"method": "draft_model", "model": str(llama)}),
+        "noisy_model": (llama, {"method": "draft_model", "model": str(copy_with_noise(llama, new("noisy")))}),
         "eagle3": (llama, {"method": "eagle3", "model": str(eagle3)}),
         "mtp": (glm, {"method": "mtp"}),
         "medusa": (llama, {"method": "medusa", "model": str(medusa)}),

@@ -19,6 +19,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from engine.config import EngineConfig, SpeculativeConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
@@ -27,8 +28,11 @@ from tests.engine.spec_decode.draft_checkpoints import DRAFTERS, HEADS, VOCAB, m
 from tests.examples import examples
 from tests.fake_drafter import draft_always
 
-PROMPTS = [[5, 6, 7], [40] * 12, [3, 4, 5, 6, 7, 8, 9, 3, 4], [*range(20, 45)]]
-FORM = StructuredOutputsParams(regex="(yes|no|perhaps)( (yes|no|perhaps)){0,4}")
+PROMPTS = [[5, 6, 7], [40] * 12, [3, 4, 5, 6, 7, 8, 9, 3, 4], [*range(20, 60)]]
+FORMS = [  # one that no drafter guesses, and one that ends what it guesses
+    StructuredOutputsParams(regex="(yes|no|perhaps)( (yes|no|perhaps)){0,4}"),
+    StructuredOutputsParams(regex="(?s).{1,15}"),
+]
 MAX_TOKENS = 20
 SMALL = {"block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 16, "num_threads": 1, "max_model_len": 64}
 
@@ -38,20 +42,22 @@ class Kind(NamedTuple):
 
     temperature: float
     seed: int
-    in_form: bool
+    form: StructuredOutputsParams | None
     min_tokens: int
 
     def params(self, max_tokens: int) -> SamplingParams:
         return SamplingParams(
             temperature=self.temperature,
             seed=self.seed,
-            structured_outputs=FORM if self.in_form else None,
+            structured_outputs=self.form,
             min_tokens=min(self.min_tokens, max_tokens),
             max_tokens=max_tokens,
         )
 
 
-kinds = st.builds(Kind, st.sampled_from([0.0, 0.9]), st.integers(0, 2), st.booleans(), st.sampled_from([0, 4]))
+kinds = st.builds(
+    Kind, st.sampled_from([0.0, 0.9]), st.integers(0, 2), st.sampled_from([None, *FORMS]), st.sampled_from([0, 4])
+)
 
 
 built: list[EngineCore] = []
@@ -83,13 +89,14 @@ def folders() -> tuple[TemporaryDirectory[str], dict[str, tuple[Path, dict]]]:
 
 
 @cache
-def engine(folder: Path, method: str | None = None, overlap: bool = False) -> EngineCore:
+def engine(folder: Path, dtype: str, method: str | None = None, overlap: bool = False) -> EngineCore:
     speculative = None
     if method is not None:
         speculative = SpeculativeConfig(num_speculative_tokens=HEADS, **folders()[1][method][1])
-    blocks = 64 if method is None else 20  # so that requests are preempted
-    config = EngineConfig(model=str(folder), speculative=speculative, overlap=overlap, num_blocks=blocks, **SMALL)
-    built.append(EngineCore.build(config))
+    blocks = 64 if method is None else 18  # so that requests are preempted
+    options = {"dtype": dtype, "overlap": overlap, "num_blocks": blocks, **SMALL}
+    config = EngineConfig(model=str(folder), speculative=speculative, **options)
+    built.append(build_engine(config))
     return built[-1]
 
 
@@ -104,9 +111,9 @@ def closed():
 
 
 @cache
-def whole(folder: Path, prompt: tuple[int, ...], kind: Kind) -> tuple[list[int], str]:
+def whole(folder: Path, dtype: str, prompt: tuple[int, ...], kind: Kind) -> tuple[list[int], str]:
     """The longest answer to a prompt that is computed alone, and why it ends."""
-    core = engine(folder)
+    core = engine(folder, dtype)
     core.add(GenerateRequest(request_id="alone", prompt=list(prompt), params=kind.params(MAX_TOKENS)))
     tokens: list[int] = []
     while True:
@@ -116,21 +123,21 @@ def whole(folder: Path, prompt: tuple[int, ...], kind: Kind) -> tuple[list[int],
                 return tokens, event.delta.finish_reason
 
 
-def expected(folder: Path, prompt: list[int], kind: Kind, max_tokens: int) -> tuple[list[int], str]:
-    tokens, reason = whole(folder, tuple(prompt), kind)
+def expected(folder: Path, dtype: str, prompt: list[int], kind: Kind, max_tokens: int) -> tuple[list[int], str]:
+    tokens, reason = whole(folder, dtype, tuple(prompt), kind)
     return tokens[:max_tokens], "length" if max_tokens < len(tokens) else reason
 
 
 class SpeculativeMachine(RuleBasedStateMachine):
     method: str
 
-    @initialize(overlap=st.booleans(), always=st.booleans())
-    def start(self, overlap, always):
+    @initialize(dtype=st.sampled_from(["float32", "bfloat16"]), overlap=st.booleans(), always=st.booleans())
+    def start(self, dtype, overlap, always):
         self.patch = pytest.MonkeyPatch()
         if always:
             draft_always(self.patch)
-        self.folder = folders()[1][self.method][0]
-        self.core = engine(self.folder, self.method, overlap)
+        self.model = folders()[1][self.method][0], dtype
+        self.core = engine(*self.model, self.method, overlap)
         self.sent: dict[str, Sent] = {}
 
     @rule(
@@ -142,7 +149,7 @@ class SpeculativeMachine(RuleBasedStateMachine):
         predicted=st.booleans(),
     )
     def add(self, prompt, kind, max_tokens, stop, at, predicted):
-        answer, _ = expected(self.folder, prompt, kind, max_tokens)
+        answer, _ = expected(*self.model, prompt, kind, max_tokens)
         if at + 1 < len(answer):
             stop = answer[at], answer[at + 1]
         name = f"r{len(self.sent)}"
@@ -182,7 +189,7 @@ class SpeculativeMachine(RuleBasedStateMachine):
         self.patch.undo()
         assert self.core.scheduler.pool.num_used == 0
         for sent in self.sent.values():
-            tokens, reason = expected(self.folder, sent.prompt, sent.kind, sent.max_tokens)
+            tokens, reason = expected(*self.model, sent.prompt, sent.kind, sent.max_tokens)
             if sent.reason in ("abort", "stop string"):
                 assert sent.output == tokens[: len(sent.output)]
                 assert sent.reason == "abort" or tuple(sent.output[-2:]) == sent.stop
@@ -197,4 +204,6 @@ def case_of(method: str) -> type:
     return machine.TestCase
 
 
-TestNgram, TestSuffix, TestDraftModel, TestSameModel, TestEagle3, TestMTP, TestMedusa = map(case_of, DRAFTERS)
+TestNgram, TestSuffix, TestDraftModel, TestSameModel, TestNoisyModel, TestEagle3, TestMTP, TestMedusa = map(
+    case_of, DRAFTERS
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from engine import pocket
 from engine.config import EngineConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.core.scheduler import Event
+from engine.core.output import Event
 from engine.errors import Overloaded
 from engine.model.config import ModelConfig
 from engine.text import grammar
@@ -62,7 +64,7 @@ def make_core(request, folder):
 
     def make(**options) -> EngineCore:
         config = {"block_size": 4, "num_blocks": 200, "max_num_seqs": 4, "num_threads": 1, "overlap": request.param}
-        cores.append(EngineCore.build(EngineConfig(model=str(folder), **{**config, **options})))
+        cores.append(build_engine(EngineConfig(model=str(folder), **{**config, **options})))
         return cores[-1]
 
     yield make
@@ -77,10 +79,14 @@ class Run:
         self.core = core
         self.deltas: dict[str, list[TokenDelta]] = {}
 
-    def add(self, name: str, *, timeout_s: float | None = None, max_tokens: int | None = None, **form) -> None:
+    def add(
+        self, name: str, *, timeout_s: float | None = None, max_tokens: int | None = None, client: str = "", **form
+    ) -> None:
         structure = StructuredOutputsParams(**form) if form else None
         params = SamplingParams(temperature=1.0, seed=1, max_tokens=max_tokens, structured_outputs=structure)
-        self.core.add(GenerateRequest(request_id=name, prompt=[5, 6, 7], params=params, timeout_s=timeout_s))
+        self.core.add(
+            GenerateRequest(request_id=name, prompt=[5, 6, 7], params=params, timeout_s=timeout_s, client=client)
+        )
         self.deltas[name] = []
 
     def step(self) -> None:
@@ -149,6 +155,8 @@ def test_a_deadline_ends_a_request_that_waits_for_its_grammar(make_core, compili
 
 def test_a_grammar_that_takes_too_long_ends_its_request_and_may_serve_a_later_one(make_core, compiling, monkeypatch):
     run = Run(make_core())
+    run.add("first", choice=["slow answer"])
+    assert compiling.reached.wait(LIMIT_S)
     with monkeypatch.context() as patch:
         patch.setattr(grammar, "COMPILE_TIMEOUT_S", 0.0)
         run.add("slow", choice=["slow answer"])
@@ -174,6 +182,38 @@ def test_a_request_whose_grammar_had_to_wait_for_those_of_others_may_try_again(m
     error = run.last("behind").error
     assert (error.status, error.retryable) == (429, True)
     assert "the grammars of other requests took more than 0 s" in error.message
+
+
+def test_a_short_grammar_waits_for_no_long_ones_and_those_of_one_client_wait_for_one_of_another(
+    make_core, compiling, monkeypatch
+):
+    monkeypatch.setattr(grammar, "THREADS", 1)
+    run, compiled = Run(make_core()), []
+    source = grammar.source
+    monkeypatch.setattr(grammar, "source", lambda params: (compiled.append(params.text[2:9]), source(params))[1])
+    for i in range(3):
+        run.add(f"slow {i}", client="a", choice=[f"slow {i} " + "a" * 9_000])
+    run.add("other", client="b", choice=["slow b " + "a" * 9_000])
+    run.add("quick", client="a", choice=["quick answer"])
+    run.until("quick")
+    assert not any(run.deltas[f"slow {i}"] for i in range(3))
+    compiling.opened.set()
+    run.go()
+    assert [text[5] for text in compiled if text[:4] == "slow"] == ["0", "b", "1", "2"]
+
+
+def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled_until_somebody_asks_again(
+    folder, compiling, monkeypatch
+):
+    monkeypatch.setattr(grammar, "THREADS", 1)
+    compiler = GrammarCompiler(folder, ModelConfig.from_folder(folder).vocab_size, frozenset([2]))
+    slow, late = (StructuredOutputsParams(choice=[text]) for text in ("slow answer", "late answer"))
+    first, behind = compiler.start(slow, [], time.monotonic()), compiler.start(late, [], -100.0)
+    compiling.opened.set()
+    assert first.compiled.exception(LIMIT_S) is None and isinstance(behind.compiled.exception(LIMIT_S), Overloaded)
+    again = compiler.start(late, [], time.monotonic())
+    assert again.compiled.result(LIMIT_S).mask
+    compiler.close()
 
 
 def test_requests_that_wait_for_their_grammar_fill_the_queue(make_core, compiling):

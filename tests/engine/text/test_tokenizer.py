@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 import engine.pocket
@@ -174,3 +174,26 @@ def test_split_that_drops_text_leaves_no_bound(tmp_path):
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
     backend.save(str(tmp_path / "tokenizer.json"))
     assert Tokenizer.from_folder(tmp_path).max_token_bytes is None
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "template", "none"])
+@given(first=st.text("ab c", min_size=1), second=st.text("ab c"), max_tokens=st.none() | st.integers(6, 12))
+def test_parts_that_are_tokenized_apart_join_to_what_the_tokenizer_makes_of_the_pair(kind, first, second, max_tokens):
+    backend = Backend(models.WordLevel({"a": 0, "b": 1, "[CLS]": 2, "[SEP]": 3, "[UNK]": 4}, "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    special = [("[CLS]", 2), ("[SEP]", 3)]
+    processor = {
+        "bert": processors.BertProcessing(special[1], special[0]),
+        "roberta": processors.RobertaProcessing(special[1], special[0]),
+        "template": processors.TemplateProcessing("[CLS] $A", "[CLS] $A [SEP] $B:1 [SEP]:1", special),
+        "none": None,
+    }[kind]
+    if processor is not None:
+        backend.post_processor = processor
+    tokenizer = Tokenizer(backend, {}, None)
+    parts = [tokenizer.encode_parts([text], max_tokens)[0] for text in (first, second)]
+    joined, typed_from = tokenizer.join_pair(*parts, max_tokens)
+    if max_tokens is not None:
+        backend.enable_truncation(max_tokens, strategy="longest_first")
+    whole = backend.encode_batch_fast([(first, second)])[0]
+    assert joined == whole.ids and typed_from == (whole.type_ids.index(1) if 1 in whole.type_ids else None)

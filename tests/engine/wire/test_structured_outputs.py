@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.errors import InvalidParameter
 from engine.offline.outputs import CompletionOutput
@@ -201,7 +202,11 @@ def test_a_text_that_can_go_on_for_ever_ends_at_its_limit(llm):
 )
 def test_a_grammar_in_either_dialect(llm, grammar):
     often = {llm.tokenizer.encode("x")[0]: 1.5}  # or there would be more and more brackets
-    texts = [answer(llm, grammar=grammar, params={"seed": seed, "logit_bias": often}).text for seed in range(8)]
+    sampling = SamplingParams(
+        n=8, seed=0, logit_bias=often, max_tokens=None, structured_outputs=structured(grammar=grammar)
+    )
+    (result,) = llm.generate(JSON_PROMPT, sampling, progress=False)
+    texts = [output.text for output in result.outputs]
     assert any(text.count("(") > 2 for text in texts)
     innermost = re.compile(r"\((?:x\d\d|y),(?:x\d\d|y),(?:x\d\d|y)\)")
     for text in texts:
@@ -387,7 +392,7 @@ def test_a_grammar_that_other_parameters_contradict_ends_its_own_request(llm):
 
 
 def test_a_model_without_a_tokenizer_refuses_grammars_and_serves_the_rest(tmp_path):
-    core = EngineCore.build(EngineConfig(model=str(make_model(tmp_path, "llama")), num_blocks=64, num_threads=1))
+    core = build_engine(EngineConfig(model=str(make_model(tmp_path, "llama")), num_blocks=64, num_threads=1))
     bound = SamplingParams(structured_outputs=structured(regex="a"))
     with pytest.raises(InvalidParameter, match="must be left out: this model's tokenizer cannot be used for it"):
         core.check(GenerateRequest(request_id="a", prompt=[1], params=bound))

@@ -384,7 +384,7 @@ def chunk_rows(longest: int, group: int, head_dim: int, dtype: torch.dtype, devi
 
 @cache
 def hopper(device: torch.device) -> bool:
-    """Whether tiles may have the shared memory of Hopper and newer GPUs for data centres."""
+    """Return whether tiles may have the shared memory of Hopper and newer GPUs for data centres."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) in ((9, 0), (10, 0), (10, 3))
 
 

@@ -53,7 +53,7 @@ class Library(NamedTuple):
     capabilities: tuple[tuple[int, int], ...]
     load: Callable[[torch.device], Attend]
     chunks: bool
-    """Whether it takes sequences with several rows."""
+    """True if it takes sequences with several rows."""
 
 
 def paged_attention(
@@ -72,7 +72,7 @@ def paged_attention(
 
 @cache
 def select(device: torch.device, shape: Shape) -> tuple[Attend | None, Attend | None]:
-    """What computes steps that only decode, and what the others; None for our own kernels. Logs it, once."""
+    """Return the library for steps that only decode and the one for all others; None for our own kernels. Logs both."""
     chosen: list[tuple[str, Attend | None]] = [("Triton", None)] * 2
     for library in reversed(LIBRARIES):
         if (attend := load(library, device)) is None:

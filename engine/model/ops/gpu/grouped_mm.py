@@ -17,12 +17,12 @@ ALIGNMENT = 8  # values, 16 bytes: rows of both operands must start there
 
 
 def fits(hidden_size: int, slice_size: int, dtype: torch.dtype) -> bool:
-    """Whether the product takes such experts. slice_size: intermediate values of each that this rank holds."""
+    """Return whether the product takes such experts. slice_size: intermediate values of each that this rank holds."""
     return dtype == torch.bfloat16 and hidden_size % ALIGNMENT == 0 and slice_size % ALIGNMENT == 0
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether torch has a kernel for this GPU: from Hopper on. Elsewhere it loops, and waits."""
+    """Return whether torch has a kernel for this GPU: from Hopper on. Elsewhere it loops, and waits."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -266,8 +266,17 @@ def test_a_packed_linear_layer_equals_the_plain_one(dtype, tokens, bias):
     torch.testing.assert_close(linear.linear(x, packed, offset), expected, **TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("dtype", "packed"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)])
-@pytest.mark.parametrize("inputs", [1024, 2048])
+@pytest.mark.parametrize(
+    ("dtype", "packed", "inputs"),
+    [
+        (torch.bfloat16, True, 1024),
+        (torch.bfloat16, False, 2048),
+        (torch.float32, True, 2048),
+        pytest.param(torch.bfloat16, True, 2048, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, False, 1024, marks=pytest.mark.slow),
+        pytest.param(torch.float32, True, 1024, marks=pytest.mark.slow),
+    ],
+)
 def test_a_row_of_a_linear_layer_has_the_same_bits_alone_and_among_others(dtype, packed, inputs):
     rows = 272
     x, weight = randn(rows, inputs, dtype=dtype), randn(768, inputs, dtype=dtype)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.model.batch import Batch, split
 from engine.model.ops.cpu.kernel import Kernel
@@ -46,7 +47,7 @@ def make_core(folder: Path, architecture: str, **options: Any) -> EngineCore:
     config |= {"model_type": architecture.lower(), "architectures": [f"{architecture}ForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
     defaults = {"dtype": "bfloat16", "load_format": "dummy", "block_size": 4, "num_blocks": 64, "num_threads": 2}
-    return EngineCore.build(EngineConfig(model=str(folder), **{**defaults, **options}))
+    return build_engine(EngineConfig(model=str(folder), **{**defaults, **options}))
 
 
 def generate(core: EngineCore) -> list[tuple[int, float]]:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig, HandoffConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.distributed.tp_group import TPGroup
 from engine.errors import ConfigError, ModelFolderError
@@ -144,7 +145,7 @@ def answer(core: EngineCore, tokens: list[int]) -> list[int]:
 
 def test_an_engine_stores_a_quarter_of_float32_and_says_what_it_costs_on_a_cpu(caplog):
     with caplog.at_level(logging.INFO, logger="engine.runner.kv_cache"):
-        core = EngineCore.build(make_config())
+        core = build_engine(make_config())
     assert core.runner.kv_cache.dtype == FP8
     said = [record.getMessage() for record in caplog.records]
     assert any(line.startswith("kv cache in FP8 on a CPU: attention runs in plain torch") for line in said)
@@ -154,7 +155,7 @@ def test_an_engine_stores_a_quarter_of_float32_and_says_what_it_costs_on_a_cpu(c
 
 
 def test_kv_in_fp8_travels_between_engines_as_it_is():
-    alone = EngineCore.build(make_config(enable_prefix_caching=False))
+    alone = build_engine(make_config(enable_prefix_caching=False))
     ranks = RankPool(), RankPool()
     with Pair(make_config("decode"), make_config("prefill"), ranks) as pair:
         for length in (5, 40, 100):

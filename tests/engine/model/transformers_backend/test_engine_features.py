@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.fallback import without_native_code
 from engine.config import EngineConfig
-from engine.core.engine import EngineCore
+from engine.core.build import build_engine
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
 from engine.model.ops import dispatch
@@ -33,10 +33,10 @@ def test_padded_graphs_give_the_tokens_of_plain_steps(tmp_path, monkeypatch, nam
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)  # they know no padding
     folder, device = make_transformers_model(tmp_path, name), LateDevice()
     prompts = {str(length): random_prompt(length) for length in (20, 5, 9)}
-    plain = EngineCore.build(make_config(folder))
+    plain = build_engine(make_config(folder))
     expected, _ = run(plain, prompts)
-    monkeypatch.setattr("engine.runner.model_runner.open_device", lambda name: device)
-    graphs = EngineCore.build(make_config(folder))
+    monkeypatch.setattr("engine.runner.rank_setup.open_device", lambda name: device)
+    graphs = build_engine(make_config(folder))
     assert run(graphs, prompts)[0] == expected
     assert device.replays
     plain.close()
@@ -74,7 +74,7 @@ def test_native_code_and_transformers_code_give_the_same_logits(tmp_path, family
 def test_torch_compile_is_refused_in_one_line(tmp_path):
     folder = make_transformers_model(tmp_path, "SmolLM3ForCausalLM")
     with pytest.raises(ConfigError, match="torch_compile must be false for SmolLM3ForCausalLM"):
-        EngineCore.build(make_config(folder, torch_compile=True))
+        build_engine(make_config(folder, torch_compile=True))
 
 
 @torch.inference_mode()

@@ -10,16 +10,17 @@ import torch
 import transformers
 
 from engine.config import EngineConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
 from engine.distributed.tp_group import TPGroup
 from engine.model.families import TRANSFORMERS
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.batches import ByHand
-from tests.transformers_models import TEXT_PARTS, make_transformers_model
+from tests.transformers_models import SPECIAL, TEXT_PARTS, make_transformers_model
 
 MAX_TOKENS = 8
-MODELS = sorted({*TRANSFORMERS, *TEXT_PARTS})
+MODELS = sorted({*TRANSFORMERS, *SPECIAL, *TEXT_PARTS})
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -64,7 +65,7 @@ def random_prompt(length: int) -> list[int]:
 def build(folder: Path) -> EngineCore:
     """An engine that cuts prompts into chunks and mixes them with decodes."""
     sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 3, "max_num_batched_tokens": 13}
-    return EngineCore.build(EngineConfig(model=str(folder), dtype="float32", num_threads=1, **sizes))
+    return build_engine(EngineConfig(model=str(folder), dtype="float32", num_threads=1, **sizes))
 
 
 def run(core: EngineCore, prompts: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict[str, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -31,14 +33,28 @@ def config_of(tmp_path, config) -> ModelConfig:
         (transformers.MiMoV2FlashConfig, "its keys and values differ in size"),
         (transformers.FalconConfig, "has no exchangeable attention for it"),
         (transformers.Lfm2Config, "it has layers of the type conv"),
+        (transformers.MambaConfig, "its layers, or some of them, keep a recurrent state"),
+        (transformers.GraniteMoeHybridConfig, "its layers, or some of them, keep a recurrent state"),
         (transformers.JetMoeConfig, "a trial of transformers' code with our layers fails"),
     ],
-    ids=["two attentions", "unequal heads", "no interface", "convolutions", "a failure"],
+    ids=[
+        "two attentions",
+        "unequal heads",
+        "no interface",
+        "convolutions",
+        "no attention",
+        "recurrent layers",
+        "a failure",
+    ],
 )
 def test_a_model_that_needs_more_of_attention_is_refused_before_it_is_loaded(tmp_path, config, reason):
     names = {"DiffLlamaConfig": "DiffLlamaForCausalLM"}
-    more = {"layer_types": ["conv", "full_attention", "conv"]} if config is transformers.Lfm2Config else {}
-    made = config(**more, num_hidden_layers=3, hidden_size=64, num_attention_heads=4, vocab_size=97)
+    more: dict[str, Any] = (
+        {"layer_types": ["conv", "full_attention", "conv"]} if config is transformers.Lfm2Config else {}
+    )
+    if config is not transformers.MambaConfig:  # which has none
+        more["num_attention_heads"] = 4
+    made = config(**more, num_hidden_layers=3, hidden_size=64, vocab_size=97)
     made.architectures = [names.get(config.__name__, config.__name__.replace("Config", "ForCausalLM"))]
     with pytest.raises(UnsupportedArchitecture, match=reason):
         find_calls(config_of(tmp_path, made), TPGroup.single())

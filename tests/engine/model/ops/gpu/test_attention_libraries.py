@@ -16,8 +16,9 @@ from engine.model.ops import attention_plain
 from engine.model.ops.gpu import attention, attention_libraries
 from tests.engine.model.ops.gpu import fake_libraries
 from tests.engine.model.ops.gpu.paged import FLOAT8, Case
+from tests.products import each_once
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fakes compute on a CPU")
+pytestmark = [pytest.mark.kernels, pytest.mark.skipif(torch.cuda.is_available(), reason="fakes compute on a CPU")]
 CASES = {
     "rows and chunks": Case([(300, 1), (0, 33), (50, 18)], block_size=64),
     "rows": Case([(300, 1), (5, 1)], block_size=64),
@@ -87,20 +88,19 @@ def check(case: Case) -> None:
     torch.testing.assert_close(found[real], expected[real], atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize(
-    ("library", "capability", "kinds"),
-    [
-        ("flashinfer.decode", HOPPER, (True, False)),
-        ("flash_attn_interface", HOPPER, (True, True)),
-        ("flash_attn.cute", BLACKWELL, (True, True)),
-    ],
-    ids=["FlashInfer", "FlashAttention 3", "FlashAttention 4"],
-)
-def test_a_library_is_called_so_that_it_gives_what_plain_gives(install, case, library, capability, kinds):
+LIBRARIES = {  # card, and whether decode steps and others are computed
+    "flashinfer.decode": (HOPPER, (True, False)),
+    "flash_attn_interface": (HOPPER, (True, True)),
+    "flash_attn.cute": (BLACKWELL, (True, True)),
+}
+
+
+@pytest.mark.parametrize(("case", "library"), each_once(CASES, LIBRARIES))
+def test_a_library_is_called_so_that_it_gives_what_plain_gives(install, case, library):
+    capability, kinds = LIBRARIES[library]
     install(library, capability=capability)
-    assert chosen(case) == kinds
-    check(case)
+    assert chosen(CASES[case]) == kinds
+    check(CASES[case])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Every kernel compiles for a Hopper GPU (sm_90), and fits into its registers and shared memory. The experts' kernel,
-which a Hopper GPU needs least, compiles for Ampere (sm_80) too.
+"""Every kernel compiles for a Hopper GPU (sm_90), and fits into its registers and shared memory.
 
 The slow tests compile all for sm_80, 89, 90 and 100. With another Triton, such as that of the GPU's torch:
 
@@ -17,6 +16,8 @@ import sys
 import pytest
 
 from tests.engine.model.ops.gpu.compile_kernels import CASES, EXPERTS, PACKED_EXPERTS
+
+pytestmark = pytest.mark.kernels
 
 SHARED_BYTES = 227 * 1024  # of one streaming multiprocessor
 SMALL_SHARED_BYTES = 99 * 1024  # of the smallest ones since Ampere
@@ -43,8 +44,8 @@ def kinds(kernels: list[dict]) -> set[str]:
     return {kernel["kernel"] for kernel in kernels}
 
 
-def test_kernels_of_common_models_compile_for_hopper_and_the_experts_kernel_for_ampere():
-    kernels = compiled("rows", "chunk", "elementwise", "experts", "sm_80", "experts", "sm_89", "chunk")
+def test_kernels_of_common_models_compile_for_hopper():
+    kernels = compiled("rows", "chunk", "elementwise", "experts")
     expected = {
         "attend_kernel",
         "plan_kernel",
@@ -63,14 +64,21 @@ def test_kernels_of_common_models_compile_for_hopper_and_the_experts_kernel_for_
         "dequantize_kernel",
     }
     assert kinds(kernels) == expected
-    rows, chunk, small_chunk = (kernel for kernel in kernels if kernel["kernel"] == "attend_kernel")
-    assert small_chunk["shared"] <= SMALL_SHARED_BYTES, "it fits into an L4 or an RTX card"
+    rows, chunk = (kernel for kernel in kernels if kernel["kernel"] == "attend_kernel")
     assert rows["mma"] and chunk["wgmma"], "attention multiplies on tensor cores"
     assert rows["async_copies"] and chunk["async_copies"], "K and V are fetched ahead"
     products = [kernel for kernel in kernels if kernel["kernel"] == "grouped_kernel"]
-    hopper, ampere = products[: len(products) // 2], products[len(products) // 2 :]
-    assert hopper[0]["mma"] and hopper[-1]["wgmma"], "few rows and many rows are multiplied on tensor cores"
-    assert ampere[0]["mma"] and ampere[-1]["mma"]
+    assert products[0]["mma"] and products[-1]["wgmma"], "few rows and many rows are multiplied on tensor cores"
+    assert all(kernel["async_copies"] and kernel["shared"] <= SMALL_SHARED_BYTES for kernel in products)
+
+
+@pytest.mark.slow
+def test_the_experts_kernel_compiles_for_ampere_and_attention_fits_into_smaller_cards():
+    kernels = compiled("sm_80", "experts", "sm_89", "chunk")
+    (small_chunk,) = (kernel for kernel in kernels if kernel["kernel"] == "attend_kernel")
+    assert small_chunk["shared"] <= SMALL_SHARED_BYTES, "it fits into an L4 or an RTX card"
+    products = [kernel for kernel in kernels if kernel["kernel"] == "grouped_kernel"]
+    assert products[0]["mma"] and products[-1]["mma"]
     assert all(kernel["async_copies"] and kernel["shared"] <= SMALL_SHARED_BYTES for kernel in products)
 
 

@@ -22,8 +22,12 @@ from engine.model.quantization.online import Online
 from engine.model.quantization.packed_experts import PackedExperts
 from tests.batches import ByHand
 from tests.engine.model.model_configs import tiny_config
+from tests.models import with_slow
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs whole models")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs whole models"),
+]
 
 FAMILIES = {
     "Qwen 3": tiny_config(architecture="Qwen3ForCausalLM"),
@@ -69,8 +73,9 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
-def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(config, monkeypatch):
+@pytest.mark.parametrize("family", with_slow(FAMILIES, ("Qwen 3 MoE", "Gemma 3", "Gemma 2")))
+def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(family, monkeypatch):
+    config = FAMILIES[family]
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda dtype, device: False)
     plain = build_model(config, TPGroup.single(), torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
@@ -132,7 +137,7 @@ def test_a_layer_is_nine_kernels_in_a_decode_step(architecture, monkeypatch):
     assert len(many) - len(few) == 2 * 9, Counter(many)
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4"])
+@pytest.mark.parametrize("quantization", with_slow([None, "fp8", "int8", "int4"], ("fp8", "int8")))
 def test_a_sparse_layer_is_fourteen_kernels_in_a_decode_step_however_its_experts_are_stored(quantization, monkeypatch):
     """Those of a layer but for its MLP, which are six; the router's product, its choice, two that sort, gate and up,
     activation, down, and the sum."""

@@ -19,6 +19,9 @@ from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.weight import FP8, QuantizedWeight, quantize_rows
 from engine.model.shard import Shard
 from tests.engine.model.ops.gpu.paged import DEVICE
+from tests.products import each_once, pairwise
+
+pytestmark = pytest.mark.kernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 # tokens, experts, of a token, hidden size, intermediate size
@@ -66,8 +69,10 @@ def test_the_kernel_equals_plain(shape):
     check(moe.mix_experts, *inputs(*shape, torch.float32))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", ["tiles that are not full", "more experts than pairs"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    each_once([torch.bfloat16, torch.float16], ["tiles that are not full", "more experts than pairs"]),
+)
 def test_the_kernel_equals_plain_in_dtypes_of_two_bytes(shape, dtype):
     check(moe.mix_experts, *inputs(*SHAPES[shape], dtype))
 
@@ -79,8 +84,12 @@ def test_each_expert_adds_its_own_biases(mix):
     check(mix, x, gate_up, down, experts, weights, biases)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(1, 8, 2, 32, 32), (50, 4, 3, 96, 64), (120, 3, 2, 64, 160)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    each_once(
+        [torch.bfloat16, torch.float16, torch.float32], [(1, 8, 2, 32, 32), (50, 4, 3, 96, 64), (120, 3, 2, 64, 160)]
+    ),
+)
 def test_weights_in_mxfp4_multiply_as_what_they_are_dequantized_to(shape, dtype):
     """With every code, scales from 2**-11 to 2**-3, and sizes that no tile divides."""
     x, gate_up, down, experts, weights = inputs(*shape, dtype)
@@ -129,10 +138,12 @@ def test_every_pair_is_in_one_tile_of_its_expert_however_they_are_spread(tokens,
         assert sorted(found) == list(range(2 * tokens))
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-@pytest.mark.parametrize(("num_experts", "k"), [(5, 2), (60, 4), (128, 8), (1, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_router_chooses_and_weighs_experts_as_plain_torch(num_experts, k, normalise, dtype):
+@pytest.mark.parametrize(
+    ("chosen", "normalise", "dtype"),
+    pairwise([(5, 2), (60, 4), (128, 8), (1, 1)], [True, False], [torch.float32, torch.bfloat16]),
+)
+def test_the_router_chooses_and_weighs_experts_as_plain_torch(chosen, normalise, dtype):
+    num_experts, k = chosen
     # a wider tensor's columns, and no ties, of which torch picks any
     logits = torch.stack([torch.randperm(num_experts + 3, generator=seeded(i)) for i in range(6)]).to(DEVICE, dtype)
     logits = logits[:, :num_experts] / 8
@@ -193,20 +204,19 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("routed", "dtype"),
-    [
-        ((1, 3, 2), torch.float32),
-        ((33, 2, 1), torch.bfloat16),
-        pytest.param((50, 4, 3), torch.float16, marks=pytest.mark.slow),
-        pytest.param((120, 3, 2), torch.float32, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("kind", QUANTIZED)
-def test_quantized_experts_multiply_as_what_they_are_dequantized_to(kind, routed, dtype, monkeypatch):
+ROUTED = [
+    ((1, 3, 2), torch.float32),
+    ((33, 2, 1), torch.bfloat16),
+    ((50, 4, 3), torch.float16),
+    ((120, 3, 2), torch.float32),
+]
+
+
+@pytest.mark.parametrize(("kind", "routed"), each_once(QUANTIZED, ROUTED))
+def test_quantized_experts_multiply_as_what_they_are_dequantized_to(kind, routed, monkeypatch):
     monkeypatch.setattr(dispatch, "gpu_kernels", lambda dtype, device: True)
-    quantize, *sizes = QUANTIZED[kind]
-    x, gate_up, down, experts, weights = inputs(*routed, *sizes, dtype)
+    (quantize, *sizes), (counts, dtype) = QUANTIZED[kind], routed
+    x, gate_up, down, experts, weights = inputs(*counts, *sizes, dtype)
     rounded = [[quantize(expert) for expert in weight] for weight in (gate_up, down)]
     packed = [ops.pack_experts(some, len(some), dtype) for some in rounded]
     meant = [torch.stack([expert.dequantize(dtype) for expert in some]) for some in rounded]

@@ -12,6 +12,8 @@ from engine.model.ops.gpu.quantized_linear import Int8
 from engine.model.quantization import weight
 from engine.model.quantization.weight import FP8, QuantizedWeight
 
+pytestmark = pytest.mark.kernels
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -12,6 +12,8 @@ from engine.model.ops.gpu import sampling
 from engine.runner.sampler import RandomRows, draw, draw_filtered, draw_sorted
 from tests.engine.model.ops.gpu.paged import DEVICE
 
+pytestmark = pytest.mark.kernels
+
 
 def group(top_k: int, *rows: tuple[float, float, float]) -> RandomRows:
     """rows: (uniform, top_p, min_p)."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.core.handoffs import HandoffOutput
+from engine.core.features.handoffs import HandoffOutput
 from engine.kv_transfer.protocol.actions import OpenHandoff
 from engine.kv_transfer.protocol.events import Failed, Received
 from engine.wire.messages import CancelDispatch, DispatchPrefill, PrefillReplica

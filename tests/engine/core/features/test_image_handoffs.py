@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -14,8 +15,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.config import EngineConfig, HandoffConfig
+from engine.core.build import build_engine
 from engine.core.engine import EngineCore
-from engine.core.image_handoffs import AHEAD, MAX_FAILED, ImageHandoffs
+from engine.core.engine_stats import load_of
+from engine.core.features.image_handoffs import AHEAD, MAX_FAILED, ImageHandoffs
 from engine.errors import ConfigError
 from engine.kv_transfer.protocol.actions import OpenHandoff
 from engine.kv_transfer.protocol.events import Failed, HandoffEvent, Received
@@ -50,7 +53,7 @@ def engines(folder: Path, ranks: int = 1, **options) -> Iterator[tuple[EngineCor
     with ExitStack() as opened:
         opened.callback(pool.close)
         core = opened.enter_context(pool.engine(config))
-        encode = EngineCore.build(EngineConfig(model=str(folder), handoff=handoff, **{**SIZES, **options}))
+        encode = build_engine(EngineConfig(model=str(folder), handoff=handoff, **{**SIZES, **options}))
         opened.callback(encode.close)
         core.image_handoffs.replicas = [PrefillReplica(engine_id="engine")]
         yield core, encode
@@ -104,7 +107,7 @@ def test_answers_about_images_that_an_encode_engine_has_encoded_are_those_of_one
         expected = [expected_tokens(folder, prompt, 8) for prompt in wanted]
         assert by(encode, core, *wanted) == expected
         assert (core.stats().images_encoded, encode.stats().images_encoded) == (0, 3)
-        assert core.scheduler.load().queued_embeds == 0
+        assert load_of(core.scheduler).queued_embeds == 0
         lost = Prompt(name).text(5, 6).image(7).text(9)
         fail = lambda notice: core.image_handoffs.channel.submit(  # noqa: E731
             RemotePrefillFailed(notice.request.handoff_id, "gone", True)
@@ -139,7 +142,7 @@ def test_the_images_of_a_request_are_encoded_side_by_side_as_long_as_there_is_ro
 def test_images_that_wait_in_an_encode_engine_are_not_queued_here_and_the_timeline_tells_of_them(tmp_path):
     folder = make_vision_model(tmp_path, "mistral3")
     with engines(folder) as (core, encode):
-        prompt, load = Prompt("mistral3").text(5, 6).image(1).text(7), core.scheduler.load
+        prompt, load = Prompt("mistral3").text(5, 6).image(1).text(7), partial(load_of, core.scheduler)
         core.add(GenerateRequest(request_id="r", prompt=prompt.tokens, mm_features=prompt.images, params=GREEDY))
         assert load().queued_embeds == prompt.images[0].num_embeds
         core.step()
@@ -160,7 +163,7 @@ def test_images_that_wait_in_an_encode_engine_are_not_queued_here_and_the_timeli
 def test_a_text_model_has_no_images_encoded_and_what_was_started_for_handoffs_is_closed(tmp_path):
     handoff = HandoffConfig(role="decode", transport="tcp")
     with pytest.raises(ConfigError, match="encode must be left out: this model reads text only"):
-        EngineCore.build(EngineConfig(model=str(make_model(tmp_path, "llama")), encode=handoff, **SIZES))
+        build_engine(EngineConfig(model=str(make_model(tmp_path, "llama")), encode=handoff, **SIZES))
 
 
 # -- without -------------------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.core.remote_prefill_policy import LocalLoad, PendingPrompt, PrefillDecision, RemotePrefillPolicy
+from engine.core.features.remote_prefill_policy import LocalLoad, PendingPrompt, PrefillDecision, RemotePrefillPolicy
 from engine.core.request import Request
-from engine.errors import InvalidParameter
+from engine.errors import EngineUnavailable, InvalidParameter
 from engine.kv_transfer.protocol.actions import (
     CancelHandoff,
     FinishPrefill,
@@ -15,7 +15,7 @@ from engine.kv_transfer.protocol.actions import (
     RefusePrefill,
     ReportProgress,
 )
-from engine.kv_transfer.protocol.events import Received
+from engine.kv_transfer.protocol.events import Failed, Received
 from engine.kv_transfer.protocol.messages import FirstToken
 from engine.wire.messages import CancelDispatch, DispatchPrefill, PrefillReplica, TokenLogprob
 from engine.wire.remote_prefill import Peer, RemotePrefillRequest
@@ -50,7 +50,7 @@ class HandoffManager:
 
     def decide(self, request: Request, cached: int, running: list[Request]) -> PrefillDecision:
         """Decide where to compute the prompt of a waiting request. cached: leading tokens that this engine has."""
-        if self._policy is None or request.prefill_request is not None:
+        if self._policy is None or request.asked_by is not None:
             return PrefillDecision(False, "")
         load = LocalLoad(
             queued=sum(r.queued_tokens for r in running),
@@ -58,27 +58,31 @@ class HandoffManager:
             decoding=sum(r.pending <= 1 for r in running),
         )
         local_only = self._local_only(request)
-        if request.prefill == "remote" and not local_only:
+        if request.remote.where == "remote" and not local_only:
             return PrefillDecision(True, ASKED)
         return self._policy.decide(PendingPrompt(len(request.tokens), cached, local_only), load)
 
-    def gives_up(self, request: Request) -> bool:
-        """Whether a handoff of this request has failed for good, and its prompt must not be computed here."""
-        return request.prefill == "remote" and bool(self._local_only(request))
+    def final_error(self, request: Request, event: Failed) -> EngineUnavailable | None:
+        """Return the error of a request after a failed handoff, if it must not be computed here and no other engine is
+        left to try."""
+        if request.remote.where != "remote" or not self._local_only(request):
+            return None
+        why = f"{event.reason} {event.detail}".rstrip()
+        return EngineUnavailable(f"no other engine could compute the prompt: {why}")
 
     def _local_only(self, request: Request) -> str:
         assert self._policy is not None
-        if request.first_token_at is not None or request.num_preemptions:
+        if request.clock.first_token_at is not None or request.num_preemptions:
             return RESUMED
         if request.prompt_logprobs is not None:
             return "prompt_logprobs"
         if request.pooling is not None:
             return "pooling"
-        if request.prefill == "local":
+        if request.remote.where == "local":
             return ASKED
-        if request.num_remote_attempts >= self._policy.config.max_attempts:
+        if request.remote.num_attempts >= self._policy.config.max_attempts:
             return "attempts"
-        return "failed" if request.local_prefill_only else ""
+        return "failed" if request.remote.local_only else ""
 
     def count(self, decision: PrefillDecision) -> None:
         """Count a decision that is carried out."""
@@ -100,23 +104,23 @@ class HandoffManager:
         """
         assert self._peer is not None
         self._count += 1
-        request.num_remote_attempts += 1
+        request.remote.num_attempts += 1
         prefill_request = RemotePrefillRequest(
             handoff_id=f"{request.request_id}/{self._peer.epoch:x}.{self._count}",
             request_id=request.request_id,
-            attempt=request.num_remote_attempts,
+            attempt=request.remote.num_attempts,
             token_ids=list(request.tokens),
             num_prompt=request.num_prompt,
             params=request.params,
             seed=request.seed,
-            cache_salt=request.cache_salt,
+            cache_salt=request.prefix.salt,
             skip=cached,
             fingerprint=self.fingerprint,
             decode=self._peer,
-            timeout_s=None if request.deadline_at is None else max(0.0, request.deadline_at - now),
+            timeout_s=None if request.clock.deadline_at is None else max(0.0, request.clock.deadline_at - now),
             mm_features=request.images,
         )
-        request.handoff_id = prefill_request.handoff_id
+        request.remote.handoff_id = prefill_request.handoff_id
         self.receiving[prefill_request.handoff_id] = request
         self._opened_at[prefill_request.handoff_id] = now
         stop = -(-len(request.tokens) // block_size)
@@ -125,21 +129,27 @@ class HandoffManager:
 
     def cancel(self, request: Request) -> None:
         """Cancel the handoff of an ended request, which stays in `receiving` while its blocks may be written."""
-        self.actions.append(CancelHandoff(request.handoff_id))
-        self.actions.append(CancelDispatch(request.handoff_id))
+        self.actions.append(CancelHandoff(request.remote.handoff_id))
+        self.actions.append(CancelDispatch(request.remote.handoff_id))
 
     def received(self, event: Received, now: float) -> Request:
-        request = self.receiving.pop(event.handoff_id)
+        request = self._close(event.handoff_id, now)
         assert self._policy is not None
-        prompt = PendingPrompt(len(request.tokens), request.num_cached)
+        prompt = PendingPrompt(len(request.tokens), request.prefix.num_cached)
         self._policy.received(prompt, event.first.cached, now - self._opened_at.pop(event.handoff_id))
         return request
 
-    def failed(self, handoff_id: str, retry: bool) -> Request:
+    def failed(self, event: Failed, now: float) -> Request:
+        request = self._close(event.handoff_id, now)
+        del self._opened_at[event.handoff_id]
+        request.remote.local_only = not event.retry
+        self.actions.append(CancelDispatch(event.handoff_id))
+        return request
+
+    def _close(self, handoff_id: str, now: float) -> Request:
+        """Return the request of a handoff that is over."""
         request = self.receiving.pop(handoff_id)
-        del self._opened_at[handoff_id]
-        request.local_prefill_only = not retry
-        self.actions.append(CancelDispatch(handoff_id))
+        request.remote.handoff_at = request.remote.handoff_at and (request.remote.handoff_at[0], now)
         return request
 
     def set_prefill_replicas(self, replicas: list[PrefillReplica]) -> None:
@@ -161,20 +171,20 @@ class HandoffManager:
         A block that is not full is reported at the end of the prompt only: a block in between may still be exchanged
         for another one of the same content when it is cached.
         """
-        prefill_request = request.prefill_request
-        assert prefill_request is not None
+        asked_by = request.asked_by
+        assert asked_by is not None
         upto = computed if computed == len(request.tokens) else computed // block_size * block_size
-        if upto > prefill_request.skip:
-            blocks = request.blocks[prefill_request.skip // block_size : -(-upto // block_size)]
-            self.actions.append(ReportProgress(prefill_request.handoff_id, upto, blocks))
+        if upto > asked_by.skip:
+            blocks = request.blocks[asked_by.skip // block_size : -(-upto // block_size)]
+            self.actions.append(ReportProgress(asked_by.handoff_id, upto, blocks))
 
     def finish(self, request: Request, token: int, logprob: TokenLogprob | None, block_size: int) -> None:
-        assert request.prefill_request is not None
+        assert request.asked_by is not None
         engine_id = "" if self._peer is None else self._peer.engine_id
         timeline = [msgspec.structs.replace(event, where=engine_id) for event in request.take_timeline()]
-        first = FirstToken(token, logprob, request.last_hash(block_size), request.num_cached, timeline)
-        self.actions.append(FinishPrefill(request.prefill_request.handoff_id, first))
+        first = FirstToken(token, logprob, request.last_hash(block_size), request.prefix.num_cached, timeline)
+        self.actions.append(FinishPrefill(request.asked_by.handoff_id, first))
 
     def refuse(self, request: Request, reason: str) -> None:
-        assert request.prefill_request is not None
-        self.actions.append(RefusePrefill(request.prefill_request, reason))
+        assert request.asked_by is not None
+        self.actions.append(RefusePrefill(request.asked_by, reason))

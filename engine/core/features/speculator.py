@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import copy
+from collections.abc import Callable, Sequence
+from copy import copy, deepcopy
 from itertools import islice, takewhile
 
 from engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from engine.core.features.token_limit import TokenLimit
 from engine.core.request import Request
 from engine.spec_decode.draft_length import OPTIMISM, SequenceDrafts, StepDrafts
-from engine.spec_decode.drafter import HostDrafter, SequenceDrafter
+from engine.spec_decode.drafter import HostDrafter
 from engine.spec_decode.predicted_text import PredictedText
 from engine.wire.messages import SpecDecodeStats
 
-LOADED = 0.25  # least rate of acceptance that pays, above which a draft gains little
+LOADED = 0.25  # rate of acceptance from which a draft pays, above which a draft gains little
+
+
+class NoSpeculation:
+    """Drafts nothing. Its methods are those of Speculator that a scheduler calls."""
+
+    token_limits: tuple[TokenLimit, ...] = ()
+    has_weights = False
+    lookahead = 0
+    stats: SpecDecodeStats | None = None
+
+    def draft(self, request: Request, count: int, capacity: int) -> list[int]:
+        return []
+
+    def planned(self, request: Request, count: int) -> None:
+        pass
+
+    def num_drafts(self, requests: list[Request]) -> int:
+        return 0
+
+    def verified(self, request: Request, accepted: int, proposed: Sequence[int]) -> int:
+        return 0
+
+    def guess(self, request: Request) -> list[int] | None:
+        return None
+
+    def finish(self, request: Request) -> None:
+        pass
 
 
 class Speculator:
@@ -40,6 +68,10 @@ class Speculator:
         self.totals = SpecDecodeStats()
 
     @property
+    def token_limits(self) -> tuple[TokenLimit, ...]:
+        return (self,)
+
+    @property
     def has_weights(self) -> bool:
         """Whether the drafter has weights, and proposes in the steps of the model."""
         return self._drafter is None
@@ -49,11 +81,18 @@ class Speculator:
         """Tokens after its drafts for which a request should have blocks: a drafter with weights computes their KV."""
         return self._limit if self.has_weights else 0
 
+    @property
+    def stats(self) -> SpecDecodeStats | None:
+        """A copy of the totals."""
+        return deepcopy(self.totals)
+
     def num_drafts(self, requests: list[Request]) -> int:
         """Return how many tokens a drafter with weights is to propose for each of these requests after this step."""
         self._num_proposed = 0
         if self._drafter is None and self._undrafted.length(OPTIMISM, 1):
-            sequences = [(self._start(request), len(request.tokens)) for request in requests if not request.prediction]
+            sequences = [
+                (self._start(request), len(request.tokens)) for request in requests if not request.drafts.prediction
+            ]
             self._num_proposed = self._undrafted.num_proposals(sequences, self._limit)
         return self._num_proposed
 
@@ -64,9 +103,12 @@ class Speculator:
             self._cost, self._undrafted = cost, StepDrafts(*cost)
         self._step = self._undrafted
 
-    def waits(self, request: Request) -> bool:
-        """Return whether a request should wait for its token in flight, since drafts may follow that."""
-        drafts = request.drafts or self._start(request)
+    def up_to(self, request: Request, count: int) -> int:
+        """Return `count`, or 0 if a request should wait for its token in flight, since drafts may follow that."""
+        return 0 if count == 1 == request.pending and request.in_flight and self._waits(request) else count
+
+    def _waits(self, request: Request) -> bool:
+        drafts = self._start(request)
         if not self._pays(drafts, len(request.tokens)):
             return False
         # the first is a guess of the token in flight
@@ -75,73 +117,76 @@ class Speculator:
             return limit > 0 and self._num_proposed > 0
         return limit > 0 and len(drafts.drafter.propose(limit + 1)) > 1
 
-    def draft(self, request: Request, room: int) -> list[int] | None:
-        """Return up to `room` tokens that may follow the newest one of a request."""
+    def draft(self, request: Request, count: int, capacity: int) -> list[int]:
+        """Return up to `capacity` tokens that may follow the `count` ones that a step computes of a request: none
+        unless these end with its newest one."""
+        if not count == 1 == request.pending or request.in_flight:
+            return []
         grammar = request.grammar
-        if grammar is None:
-            return self.guess(request, room)
-        drafts = grammar.drafts[: self._left(request, room)]  # guessed as their masks were computed
+        if not grammar.constrains:
+            return self.guess(request, capacity)
+        drafts = grammar.drafts[: self._left(request, capacity)]  # guessed as their masks were computed
         if grammar.forced or not drafts:
             return drafts
         return drafts[: self._step.length(self._start(request).acceptance(len(request.tokens)), len(drafts))]
 
-    def guess(self, request: Request, room: int = MAX_SPECULATIVE_TOKENS) -> list[int] | None:
-        """Return the drafts of a request as far as no grammar has a say."""
-        drafts = request.drafts or self._start(request)
+    def guess(self, request: Request, capacity: int = MAX_SPECULATIVE_TOKENS) -> list[int]:
+        """Return up to `capacity` tokens that may follow the newest one of a request, whatever its grammar says."""
+        drafts = self._start(request)
         length, proposed = len(request.tokens), drafts.proposed
         drafts.proposed = []  # they follow this token, and no later one
-        if not self._pays(drafts, length) or (limit := self._left(request, min(room, self._limit))) <= 0:
-            return None
+        if not self._pays(drafts, length) or (limit := self._left(request, min(capacity, self._limit))) <= 0:
+            return []
         if drafts.drafter is not None:
             proposed = list(drafts.drafter.propose(limit))
             if not proposed and self._step.least_acceptance > LOADED:
                 drafts.rest(length)
         if not proposed:
-            return None
+            return []
         # one token tells as much about a text as five, and where many begin, five of each are a heavy step
         known = takewhile(lambda token: 0 <= token < self._vocab_size, proposed[: 1 if drafts.untried else limit])
         return list(islice(known, self._step.length(drafts.acceptance(length), limit)))
 
     def planned(self, request: Request, count: int) -> None:
-        """Record that the next step verifies so many drafts of a request."""
+        """Record that the next step verifies `count` drafts of a request."""
         drafts = self._start(request)
         drafts.in_flight = count
         if self._step is self._undrafted:
             self._step = copy(self._undrafted)
         self._step.add(drafts.acceptance(len(request.tokens)), count)
 
-    def verified(self, request: Request, accepted: int, proposed: list[int]) -> int:
-        """Record the outcome for a request. Returns how many of its drafts in flight were rejected.
+    def verified(self, request: Request, accepted: int, proposed: Sequence[int]) -> int:
+        """Record the outcome of a step for a request. Returns how many of its drafts in flight were rejected.
 
-        proposed: by a drafter with weights, tokens that may follow the newest one.
+        accepted: drafts. proposed: by a drafter with weights, tokens that may follow the newest one.
         """
-        drafts = self._start(request)
-        drafted, drafts.in_flight, drafts.proposed = drafts.in_flight, 0, proposed
+        drafts = request.drafts
+        drafted, drafts.in_flight, drafts.proposed = drafts.in_flight, 0, list(proposed)
         if drafted:
-            if request.grammar is None or not request.grammar.forced:
+            if not request.grammar.forced:
                 drafts.record(drafted, accepted, len(request.tokens) + accepted)
-                drafts.verified = accepted, drafted - accepted
+                drafts.verified = (accepted, drafted - accepted) if drafts.prediction else None
             self.totals.observe(drafted, accepted)
         return drafted - accepted
 
     def finish(self, request: Request) -> None:
         """Learn from a request that has ended."""
         drafts = request.drafts
-        if drafts is not None and drafts.num_drafted:
+        if drafts.num_drafted:
             request.note(f"{drafts.num_accepted} of {drafts.num_drafted} drafted tokens were accepted")
         if self._drafter is not None:
-            self._drafter.finish(request.tokens, request.num_prompt, request.cache_salt)
+            self._drafter.finish(request.tokens, request.num_prompt, request.prefix.salt)
 
     def _start(self, request: Request) -> SequenceDrafts:
         """Return the drafts of a request, which may be its first."""
-        if request.drafts is None:
-            drafter: SequenceDrafter | None = None
-            if request.prediction:
-                drafter = PredictedText(request.prediction, request.tokens, request.num_prompt)
+        drafts = request.drafts
+        if not drafts.started:
+            drafts.started = True
+            if drafts.prediction:
+                drafts.drafter = PredictedText(drafts.prediction, request.tokens, request.num_prompt)
             elif self._drafter is not None:
-                drafter = self._drafter.follow(request.tokens, request.cache_salt)
-            request.drafts = SequenceDrafts(drafter)
-        return request.drafts
+                drafts.drafter = self._drafter.follow(request.tokens, request.prefix.salt)
+        return drafts
 
     def _pays(self, drafts: SequenceDrafts, length: int) -> bool:
         """Return whether one drafted token is worth its time in a sequence of this length."""

@@ -1,7 +1,7 @@
 import pytest
 
 from engine.config import HandoffConfig
-from engine.core.remote_prefill_policy import MIN_TOKENS, LocalLoad, PendingPrompt, RemotePrefillPolicy
+from engine.core.features.remote_prefill_policy import MIN_TOKENS, LocalLoad, PendingPrompt, RemotePrefillPolicy
 from engine.core.step_cost import StepCost
 from engine.wire.messages import PrefillReplica
 

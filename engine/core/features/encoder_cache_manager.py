@@ -4,23 +4,64 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
 
-from engine.core.image_handoffs import ImageHandoffs, Note
+from engine.core.features.image_handoffs import ImageHandoffs, Note
+from engine.core.features.token_limit import TokenLimit
+from engine.core.request import Request
 from engine.errors import InvalidParameter
 from engine.wire.multimodal import MultiModalFeatureSpec, TensorData
 from engine.wire.plan import ReceivedImage
 
-TEXT_ONLY = "left out: this model reads text only"
+
+class ImageChanges(NamedTuple):
+    """What one step does with images before it computes tokens."""
+
+    encoded: list[MultiModalFeatureSpec]
+    forgotten: list[bytes]
+    """Hashes of those whose embeddings are dropped first."""
+    received: list[ReceivedImage]
+    """Those that have come from encode engines."""
+
+
+class TextOnly:
+    """A model without images. Its methods are those of EncoderCacheManager that a scheduler calls."""
+
+    token_limits: tuple[TokenLimit, ...] = ()
+    handoffs: ImageHandoffs | None = None
+    num_encoded = num_hits = 0
+
+    def check_images(self, images: Sequence[MultiModalFeatureSpec], prompt: list[int]) -> None:
+        if images:
+            raise InvalidParameter("mm_features", len(images), "left out: this model reads text only")
+
+    def share_pixels(self, images: list[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
+        return images
+
+    def whole_prefix(self, request: Request, matched: list[int], block_size: int) -> list[int]:
+        return matched
+
+    def take_changes(self) -> ImageChanges:
+        return ImageChanges([], [], [])
+
+    def release(self, received: list[ReceivedImage]) -> None:
+        pass
+
+    def queued_embeds(self, requests: Iterable[Request]) -> int:
+        return 0
+
+    def check(self) -> None:
+        pass
 
 
 class EncoderCacheManager:
     """Decides which images a step encodes, and which embeddings are dropped for theirs: the least recently used.
 
     Embeddings are kept by the hash of their image, so an image is encoded once however many requests bring it, as long
-    as there is room. A step never drops what it needs itself. After vLLM's class of this name.
+    as they fit. A step never drops what it needs itself. After vLLM's class of this name.
     """
 
     def __init__(self, size: int, budget: int, image_token_id: int, mm_tokens_per_image: int = 0):
@@ -41,9 +82,41 @@ class EncoderCacheManager:
         self.num_hits = 0  #: times that an image was there already
 
     @property
+    def token_limits(self) -> tuple[TokenLimit, ...]:
+        return (self,)
+
+    @property
     def whole_images(self) -> bool:
         """Whether one step has to compute all tokens of an image, since they see each other."""
         return self._mm_tokens_per_image > 0
+
+    def start_step(self, sequences: int) -> None:
+        pass
+
+    def up_to(self, request: Request, count: int) -> int:
+        """Return how many of the next `count` tokens of a request come before the first image that has to wait for
+        another step: to be encoded, or to be computed whole."""
+        if not request.images:
+            return count
+        start = request.computed
+        images = [image for image in request.images if start < image.mm_position.end]
+        for image in images:
+            span = image.mm_position
+            if span.offset < start + count:
+                is_cut = self.whole_images and span.end > start + count
+                if is_cut or not self.take(image, request.note):
+                    count = max(0, span.offset - start)
+        self.ask_ahead(images, request.note)
+        return count
+
+    def whole_prefix(self, request: Request, matched: list[int], block_size: int) -> list[int]:
+        """Return as many of the matched blocks of a request as end in no image that is computed whole."""
+        if self.whole_images:
+            for image in reversed(request.images):
+                span = image.mm_position
+                if span.offset < len(matched) * block_size < span.end:
+                    matched = matched[: span.offset // block_size]
+        return matched
 
     def take(self, image: MultiModalFeatureSpec, note: Note) -> bool:
         """Make sure that the step that is being planned finds the embeddings of an image. False if it has to wait.
@@ -84,7 +157,7 @@ class EncoderCacheManager:
                 if image.mm_hash not in self._cached:
                     self.handoffs.awaits(image, note, ahead=True)
 
-    def share_pixels(self, images: Sequence[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
+    def share_pixels(self, images: list[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
         """Return the images with the pixels that another live request has brought, so that they are kept once."""
         found = []
         for image in images:
@@ -94,16 +167,21 @@ class EncoderCacheManager:
             found.append(msgspec.structs.replace(image, data=data))
         return found
 
-    def queued_embeds(self, images: Iterable[MultiModalFeatureSpec]) -> int:
-        """Return how many embeddings this engine still has to make of images; one that comes twice is encoded once."""
-        missing = {image.mm_hash: image.num_embeds for image in images if image.mm_hash not in self._cached}
+    def queued_embeds(self, requests: Iterable[Request]) -> int:
+        """Return how many embeddings this engine still has to make of images that these requests have not computed yet;
+        one that comes twice is encoded once."""
+        missing = {
+            image.mm_hash: image.num_embeds
+            for request in requests
+            for image in request.images
+            if request.computed < image.mm_position.end and image.mm_hash not in self._cached
+        }
         elsewhere = [] if self.handoffs is None else filter(self.handoffs.has, missing)
         return sum(missing.values()) - sum(missing[mm_hash] for mm_hash in elsewhere)
 
-    def take_changes(self) -> tuple[list[MultiModalFeatureSpec], list[bytes], list[ReceivedImage]]:
-        """End a step: return the images that it encodes, the hashes of those that it drops before, and the images that
-        have come from encode engines."""
-        changes = self._encoded, self._forgotten, self._received
+    def take_changes(self) -> ImageChanges:
+        """Return what the step does with images that is being planned, and begin the next one."""
+        changes = ImageChanges(self._encoded, self._forgotten, self._received)
         self._encoded, self._forgotten, self._received = [], [], []
         self._in_step.clear()
         return changes
@@ -117,14 +195,14 @@ class EncoderCacheManager:
         """Raise InvalidParameter if an image could never be encoded, or does not fit its placeholders in `prompt`."""
         end = 0
         for i, image in enumerate(images):
-            name, place = f"mm_features[{i}]", image.mm_position
-            if not end <= place.offset < place.end <= len(prompt):
+            name, span = f"mm_features[{i}]", image.mm_position
+            if not end <= span.offset < span.end <= len(prompt):
                 limit = f"behind the image before, in a prompt of {len(prompt)} tokens"
-                raise InvalidParameter(f"{name}.mm_position", [place.offset, place.end], limit)
-            end = place.end
-            if self.whole_images and place.length != self._mm_tokens_per_image:
-                raise InvalidParameter(f"{name}.mm_position.length", place.length, f"{self._mm_tokens_per_image}")
-            found = prompt[place.offset : place.end].count(self._image_token_id)
+                raise InvalidParameter(f"{name}.mm_position", [span.offset, span.end], limit)
+            end = span.end
+            if self.whole_images and span.length != self._mm_tokens_per_image:
+                raise InvalidParameter(f"{name}.mm_position.length", span.length, f"{self._mm_tokens_per_image}")
+            found = prompt[span.offset : span.end].count(self._image_token_id)
             if not found == image.num_embeds <= self._size:
                 limit = f"the number of its placeholders ({found}), and at most encoder_cache_size ({self._size})"
                 raise InvalidParameter(f"{name}.num_embeds", image.num_embeds, limit)

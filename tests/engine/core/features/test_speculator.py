@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.config import SpeculativeConfig
+from engine.core.engine_stats import stats_of
+from engine.core.features.speculator import Speculator
 from engine.core.request import Request
-from engine.core.speculator import Speculator
 from engine.spec_decode.suffix import SuffixDrafter
 from engine.wire.messages import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
@@ -36,7 +37,7 @@ def test_right_drafts_are_accepted_and_counted(depth):
     h.add("a", PROMPT, max_tokens=31)
     h.run()
     assert len(h.plans) == 1 + 1 + 5, "the prompt; one draft as a trial; then five drafts and one more token a step"
-    stats = h.scheduler.stats().spec_decode
+    stats = stats_of(h.scheduler).spec_decode
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (6, 24, 24)
     assert stats.num_accepted_tokens_per_pos == [6, 5, 5, 4, 4]
     assert "24 of 24 drafted tokens were accepted" in [event.what for event in h.timelines["a"]]
@@ -82,7 +83,7 @@ def test_a_token_that_a_grammar_forces_is_a_draft_of_its_own(depth):
     for seed in range(20):
         h.add(str(seed), [seed + 1], seed=seed, max_tokens=None, structured_outputs=FORM)
     h.run()
-    stats = h.scheduler.stats().spec_decode
+    stats = stats_of(h.scheduler).spec_decode
     assert 0 < stats.num_drafts == stats.num_draft_tokens == stats.num_accepted_tokens
 
 
@@ -90,7 +91,7 @@ def test_drafts_that_break_the_grammar_are_not_computed(depth):
     h = make("wrong", depth=depth)
     h.add("a", PROMPT, max_tokens=None, structured_outputs=FORM)
     h.run()
-    stats = h.scheduler.stats().spec_decode
+    stats = stats_of(h.scheduler).spec_decode
     assert stats.num_draft_tokens == stats.num_accepted_tokens, "those that remain were forced"
 
 
@@ -100,7 +101,7 @@ def test_nobody_is_preempted_for_a_draft(depth):
     for name in ("a", "b"):
         h.add(name, PROMPT, max_tokens=5)
     h.run()
-    assert h.scheduler.totals.preemptions == 0 < h.scheduler.stats().spec_decode.num_drafts
+    assert h.scheduler.totals.preemptions == 0 < stats_of(h.scheduler).spec_decode.num_drafts
 
 
 def test_drafts_leave_the_budget_of_a_step_to_those_behind():
@@ -117,7 +118,7 @@ def test_where_a_token_costs_as_much_as_its_share_of_a_step_nothing_is_drafted()
     h = make("right", step_cost=(0.0, 1.0))
     h.add("a", PROMPT, max_tokens=31)
     h.run()
-    assert h.scheduler.stats().spec_decode.num_drafts == 0
+    assert stats_of(h.scheduler).spec_decode.num_drafts == 0
 
 
 def test_a_request_whose_drafts_fail_is_tried_again_ever_more_rarely():
@@ -175,7 +176,7 @@ def test_a_prediction_is_what_the_drafts_of_a_request_are_taken_from_and_its_tok
     h.add("a", PROMPT, max_tokens=31, prediction=[*OUTPUT[:10], VOCAB - 1, *OUTPUT[14:]])
     h.run()
     accepted, rejected = (sum(column) for column in zip(*tokens, strict=True))
-    stats = h.scheduler.stats().spec_decode
+    stats = stats_of(h.scheduler).spec_decode
     assert (accepted, accepted + rejected) == (stats.num_accepted_tokens, stats.num_draft_tokens)
     assert accepted > 10 and 0 < rejected <= 5
     assert len(h.plans) < 20
@@ -198,12 +199,14 @@ def test_a_drafter_with_weights_that_costs_more_than_it_gains_is_asked_ever_more
         asked[name] = []
         for step in range(600):
             speculator.start_step(1)
-            drafts = speculator.draft(request, 10) or []
+            drafts = speculator.guess(request, 10)
             assert not drafts or asked[name][-1] == step - 1, "only what the step before has proposed is verified"
             speculator.planned(request, len(drafts))
             num_drafts = speculator.num_drafts([request])
             speculator.start_step(1)
-            assert not speculator.waits(request) or num_drafts, "nobody waits for drafts that will not come"
+            request.computed, request.in_flight = len(request.tokens), 1
+            assert speculator.up_to(request, 1) or num_drafts, "it waits for drafts that will not come"
+            request.in_flight = 0
             asked[name] += [step] * (num_drafts > 0)
             accepted = min(len(drafts), step % 2)  # every other draft is right
             request.tokens += [1] * (1 + accepted)
@@ -217,8 +220,8 @@ def test_proposals_of_a_drafter_with_weights_are_for_one_token_only():
     request = Request.create(GenerateRequest(request_id="a", prompt=PROMPT), (0, 1), 64, now=0.0)
     speculator.start_step(1)
     speculator.verified(request, 0, [7, VOCAB, 8])
-    assert speculator.draft(request, 10) == [7]
-    assert speculator.draft(request, 10) is None
+    assert speculator.guess(request, 10) == [7]
+    assert speculator.guess(request, 10) == []
 
 
 class NothingFound:
@@ -247,6 +250,6 @@ def test_among_many_sequences_one_that_finds_no_draft_looks_for_it_more_rarely(s
     )
     for _ in range(160):
         speculator.start_step(sequences)
-        assert not speculator.draft(request, 10)
+        assert not speculator.guess(request, 10)
         request.tokens.append(1)
     assert drafter.asked == times

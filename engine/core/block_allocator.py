@@ -1,0 +1,62 @@
+"""Who gets blocks when they run out."""
+
+from __future__ import annotations
+
+import logging
+
+from engine.core.features.handoffs import HandoffManager
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.request import Request, State
+from engine.core.request_queue import RequestQueue
+from engine.core.stats import SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+
+class BlockAllocator:
+    """Gives requests their blocks, and preempts others for them: only such as are behind them in the order."""
+
+    def __init__(self, kv_cache: KVCacheManager, queue: RequestQueue, handoffs: HandoffManager, totals: SchedulerStats):
+        self._kv_cache, self._queue, self._handoffs, self._totals = kv_cache, queue, handoffs, totals
+
+    def reserve(self, request: Request, matched: list[int], tokens: int) -> bool:
+        """Give a waiting request blocks for `tokens` tokens, the `matched` ones among them. Requests behind it that
+        only wait for a slot lose theirs. False, and nothing is reserved, if there are too few."""
+        while True:
+            with_kv = self._queue.waiting_with_kv
+            # one block for each request that will grow: to start one only to preempt another would be work done twice
+            growing = sum(not r.asked_by for r in self._queue.running)
+            watermark = growing + len(with_kv) + len(self._handoffs.receiving)
+            if self._kv_cache.reserve(request, matched, tokens, watermark):
+                return True
+            if not with_kv or with_kv[-1].order < request.order:
+                return False
+            self._preempt(with_kv[-1])
+
+    def grow(self, request: Request, tokens: int) -> bool:
+        """Give a running request blocks for `tokens` tokens in all. False if it was preempted itself."""
+        while not self._kv_cache.grow(request, tokens):
+            victim = self._victim(request)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _victim(self, request: Request) -> Request:
+        """Choose among the requests behind `request` one that only waits for a slot, then the cheapest to compute
+        again, then the newest. Not one that is computed for another engine, which reads its blocks."""
+        num_unshared, waiting = self._kv_cache.num_unshared, State.WAITING
+        behind = [r for r in [*self._queue.running, *self._queue.waiting_with_kv] if r.order > request.order]
+        victims = [r for r in behind if not r.asked_by and num_unshared(r)]
+        return max(victims, key=lambda r: (r.state is waiting, -num_unshared(r), r.order), default=request)
+
+    def _preempt(self, request: Request) -> None:
+        unshared = self._kv_cache.num_unshared(request)
+        logger.info("preempted request_id=%s computed_tokens=%d unshared_blocks=%d times=%d",
+                    request.request_id, request.computed, unshared, request.num_preemptions + 1)  # fmt: skip
+        request.note(f"preempted, since blocks ran out; {request.computed} computed tokens are given up")
+        self._queue.remove(request)
+        self._kv_cache.release(request)
+        self._queue.wait(request)
+        request.num_preemptions += 1
+        self._totals.preemptions += 1

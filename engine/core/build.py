@@ -1,0 +1,229 @@
+"""Builds an engine, a function a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig, HandoffConfig
+from engine.core.block_pool import BlockPool
+from engine.core.engine import EngineCore
+from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
+from engine.core.features.handoffs import HandoffManager
+from engine.core.features.image_handoffs import ImageHandoffs
+from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
+from engine.core.features.speculator import NoSpeculation, Speculator
+from engine.core.request_checks import ModelLimits
+from engine.core.scheduler import Scheduler
+from engine.core.step_cost import StepTimes
+from engine.distributed.cluster_key import ClusterKey
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
+from engine.kv_transfer.fingerprint import fingerprint
+from engine.model.checkpoint.overlay import engine_folder
+from engine.model.config import ModelConfig
+from engine.model.models.embedding_store import encoder_config
+from engine.runner.model_runner import ModelRunner
+from engine.spec_decode.drafter import HostDrafter
+from engine.spec_decode.ngram import NgramDrafter
+from engine.spec_decode.suffix import SuffixDrafter
+from engine.text.grammar import GrammarCompiler
+
+if TYPE_CHECKING:  # they need pyzmq, which an engine of one rank without handoffs does without
+    from engine.distributed.plan_broadcast import PlanBroadcaster
+    from engine.kv_transfer.channel import HandoffChannel
+    from engine.kv_transfer.transport.ranks import KVWorkerInfo
+
+OpenChannel = Callable[[HandoffConfig, "list[KVWorkerInfo]"], "HandoffChannel"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model on all ranks of an engine, which later parts are fitted to."""
+
+    config: EngineConfig
+    model: ModelConfig
+    folder: Path
+    runner: ModelRunner
+
+
+def build_engine(
+    config: EngineConfig,
+    group: TPGroup | None = None,
+    *,
+    engine_id: str = "engine",
+    host: str = "127.0.0.1",
+    wake: Callable[[], None] = lambda: None,
+) -> EngineCore:
+    """Load the model, size the KV cache, and connect to the other ranks. Raises StartupError.
+
+    group: of `config.tensor_parallel` ranks, joined; this is its rank 0. Its key guards handoffs too.
+    engine_id, host, wake: for handoffs: this engine's name and address for others; `wake` is called, from another
+    thread, when a step has something to do again after `idle`.
+    """
+    group = group or TPGroup.single()
+    if group.size != config.tensor_parallel:
+        raise ConfigError("tensor_parallel", config.tensor_parallel, f"the size of the group ({group.size})")
+    with ExitStack() as opened, group.starting():
+        loaded = load(config, group)
+        kv_ranks, image_ranks = start_kv_ranks(loaded, host, opened)
+        broadcaster = make_broadcaster(group)
+        kv_workers = opened.pop_all()
+    open_channel = partial(
+        make_channel, engine_id=engine_id, host=host, block_size=loaded.runner.block_size, wake=wake, key=group.key
+    )
+    step_times = StepTimes()
+    channel = None if config.handoff is None else open_channel(config.handoff, kv_ranks)
+    scheduler = Scheduler(
+        loaded.config,
+        make_block_pool(loaded),
+        limits=make_limits(loaded),
+        handoffs=make_handoffs(loaded, channel, step_times),
+        speculation=make_speculation(loaded, step_times),
+        images=make_images(loaded, open_channel, image_ranks),
+    )
+    return EngineCore(
+        loaded.config,
+        loaded.model,
+        group=group,
+        runner=loaded.runner,
+        scheduler=scheduler,
+        grammars=GrammarCompiler(loaded.folder, loaded.model.vocab_size, scheduler.limits.eos_token_ids),
+        step_times=step_times,
+        kv_workers=kv_workers,
+        broadcaster=broadcaster,
+        channel=channel,
+    )
+
+
+def load(config: EngineConfig, group: TPGroup) -> Loaded:
+    """Load this rank's part of the model. Raises ConfigError if the model does not go with the options."""
+    folder = engine_folder(config)
+    model = ModelConfig.from_folder(folder, config.quantization, config.max_model_len, config.language_model_only)
+    if model.bidirectional:
+        config = whole_prompts(config, model)
+    check_whole_images(config, model)
+    if config.handoff is not None and config.handoff.role == "encode":
+        model, config = encoder_config(model), images_only(config)
+    return Loaded(config, model, folder, ModelRunner(config, model, folder, group))
+
+
+def start_kv_ranks(loaded: Loaded, host: str, opened: ExitStack) -> tuple[list[KVWorkerInfo], list[KVWorkerInfo]]:
+    """Start this rank's KV workers; return those of all ranks for KV, and those for embeddings of images."""
+    if loaded.config.handoff is None and loaded.config.encode is None:
+        return [], []
+    from engine.runner.worker import start_kv_workers
+
+    return start_kv_workers(loaded.runner, host, opened)
+
+
+def make_broadcaster(group: TPGroup) -> PlanBroadcaster | None:
+    """Return what sends plans to the other ranks; None without any."""
+    if group.size == 1:
+        return None
+    from engine.distributed.plan_broadcast import PlanBroadcaster
+
+    return PlanBroadcaster(group)
+
+
+def make_channel(
+    config: HandoffConfig,
+    ranks: list[KVWorkerInfo],
+    *,
+    engine_id: str,
+    host: str,
+    block_size: int,
+    wake: Callable[[], None],
+    key: ClusterKey | None,
+) -> HandoffChannel:
+    from engine.kv_transfer.channel import HandoffChannel
+
+    return HandoffChannel(
+        config, engine_id=engine_id, host=host, workers=ranks, block_size=block_size, wake=wake, key=key
+    )
+
+
+def make_block_pool(loaded: Loaded) -> BlockPool:
+    runner, prefix_caching = loaded.runner, loaded.config.enable_prefix_caching
+    return BlockPool(runner.num_blocks, runner.block_size, prefix_caching and not loaded.model.bidirectional)
+
+
+def make_limits(loaded: Loaded) -> ModelLimits:
+    model = loaded.model
+    return ModelLimits(
+        max_model_len=loaded.runner.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=frozenset(model.eos_token_ids),
+        chunked_prefill=not model.bidirectional,
+        pools_all_tokens=model.pooling.type != "last",
+    )
+
+
+def make_handoffs(loaded: Loaded, channel: HandoffChannel | None, step_times: StepTimes) -> HandoffManager:
+    config, runner = loaded.config, loaded.runner
+    if config.handoff is None or channel is None:
+        return HandoffManager()
+    policy = None
+    if config.handoff.role == "decode":
+        policy = RemotePrefillPolicy(config.handoff, step_times.by_tokens, channel.quarantined)
+    own = fingerprint(loaded.model, loaded.folder, runner.dtype, runner.kv_dtype, runner.block_size, config.determinism)
+    return HandoffManager(policy, channel.peer, own)
+
+
+def make_speculation(loaded: Loaded, step_times: StepTimes) -> Speculator | NoSpeculation:
+    config = loaded.config.speculative
+    if config is None or loaded.model.head != "lm":
+        return NoSpeculation()
+    drafter: HostDrafter | None = None
+    if config.method == "ngram":
+        drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+    elif config.method == "suffix":
+        drafter = SuffixDrafter(config)
+    return Speculator(config, drafter, step_times.drafting.of, loaded.model.vocab_size)
+
+
+def make_images(loaded: Loaded, open_channel: OpenChannel, ranks: list[KVWorkerInfo]) -> EncoderCacheManager | TextOnly:
+    config, runner, vision = loaded.config, loaded.runner, loaded.model.vision
+    if vision is None:
+        return TextOnly()
+    images = EncoderCacheManager(
+        config.encoder_cache_size, config.max_num_batched_tokens, vision.image_token_id, vision.mm_tokens_per_image
+    )
+    if config.encode is not None and runner.image_inbox is not None:
+        encoder, dtype, block_size = encoder_config(loaded.model), runner.dtype, runner.block_size
+        images.handoffs = ImageHandoffs(
+            open_channel(config.encode, ranks),
+            fingerprint=fingerprint(encoder, loaded.folder, dtype, dtype, block_size, config.determinism),
+            image_token_id=vision.image_token_id,
+            num_blocks=len(runner.image_inbox),
+            block_size=block_size,
+        )
+    return images
+
+
+def check_whole_images(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if images that need a step for all their tokens could wait for ever."""
+    size = 0 if model.vision is None else model.vision.mm_tokens_per_image
+    needed = size + config.max_num_seqs - 1
+    if size and config.max_num_batched_tokens < needed:
+        limit = f"at least {needed}: a step computes all {size} tokens of an image, and one of each other sequence"
+        raise ConfigError("max_num_batched_tokens", config.max_num_batched_tokens, limit)
+
+
+def images_only(config: EngineConfig) -> EngineConfig:
+    """Return the options of an engine that encodes images, without those of language models."""
+    return replace(config, enforce_eager=True, speculative=None, torch_compile=False, kv_cache_dtype="auto")
+
+
+def whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Return the options of an engine whose model needs a whole prompt in one step. Raises ConfigError."""
+    if config.handoff is not None:
+        raise ConfigError("handoff", config.handoff.role, "left out: this model keeps no KV that could be handed over")
+    if config.torch_compile:
+        raise ConfigError("torch_compile", True, "left out: it compiles models that generate")
+    longest = model.longest_sequence(config.max_model_len)
+    return replace(config, max_num_batched_tokens=max(config.max_num_batched_tokens, longest))

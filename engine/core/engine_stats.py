@@ -1,0 +1,51 @@
+"""What one engine tells others about its load and its work."""
+
+from __future__ import annotations
+
+from engine.core.scheduler import Scheduler
+from engine.wire.messages import EngineLoad, EngineStats
+
+
+def load_of(scheduler: Scheduler) -> EngineLoad:
+    """Return what routers choose engines by."""
+    queue, pool = scheduler.queue, scheduler.pool
+    return EngineLoad(
+        sequences=len(queue.running) + queue.num_waiting + len(scheduler.handoffs.receiving),
+        queued_tokens=queue.queued_tokens,
+        blocks_used=pool.num_used,
+        slots=scheduler.config.max_num_seqs,
+        blocks_total=pool.num_blocks,
+        queued_embeds=scheduler.images.queued_embeds([*queue.waiting, *queue.running]),
+    )
+
+
+def stats_of(scheduler: Scheduler) -> EngineStats:
+    """Return the statistics of a scheduler, without those of its step times."""
+    queue, pool, totals = scheduler.queue, scheduler.pool, scheduler.totals
+    receiving, leased = scheduler.handoffs.receiving.values(), scheduler.handoffs.leased.values()
+    return EngineStats(
+        running=len(queue.running),
+        waiting=queue.num_waiting,
+        blocks_total=pool.num_blocks,
+        blocks_free=pool.num_free,
+        blocks_cached=pool.num_cached,
+        blocks_used=pool.num_used,
+        block_size=pool.block_size,
+        steps=totals.steps,
+        prompt_tokens=totals.prompt_tokens,
+        generation_tokens=totals.generation_tokens,
+        preemptions=totals.preemptions,
+        prefix_queried_tokens=totals.prefix_queried_tokens,
+        prefix_hit_tokens=totals.prefix_hit_tokens,
+        finished=dict(totals.finished),
+        histograms=scheduler.metrics.histograms,
+        blocks_reserved=pool.num_unshared(*[r.blocks for r in [*receiving, *queue.waiting_with_kv]]),
+        blocks_leased=pool.num_unshared(*[r.blocks for r in leased]),
+        receiving=len(receiving),
+        leased=len(leased),
+        queued_tokens=queue.queued_tokens,
+        prefill_decisions=scheduler.handoffs.decisions(),
+        images_encoded=scheduler.images.num_encoded,
+        encoder_cache_hits=scheduler.images.num_hits,
+        spec_decode=scheduler.speculation.stats,
+    )

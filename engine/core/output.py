@@ -1,0 +1,90 @@
+"""What a step brings for the client of a request, and what ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from engine.core.request import Request
+from engine.errors import ServingError
+from engine.wire.messages import ErrorInfo, FinishReason, TokenDelta, TokenLogprob
+
+
+class Event(msgspec.Struct, frozen=True, gc=False):
+    """Output of a step for one request."""
+
+    request: Request
+    delta: TokenDelta
+
+
+def tokens_delta(
+    request: Request, position: int, logprobs: list[TokenLogprob] | None, now: float, *, first: bool
+) -> TokenDelta:
+    """Return the output of a request from `position` on.
+
+    logprobs: of its tokens, maybe of more. first: it begins with the first token that this engine has sampled.
+    """
+    tokens = request.tokens[request.num_prompt + position :]
+    if not (first or logprobs or request.timeline or request.drafts.prediction):
+        return TokenDelta(request_id=request.request_id, position=position, token_ids=tokens)
+    return TokenDelta(
+        request_id=request.request_id,
+        position=position,
+        token_ids=tokens,
+        logprobs=None if logprobs is None else logprobs[: len(tokens)],
+        num_cached_tokens=request.prefix.num_cached if first else 0,
+        prompt_logprobs=request.prompt_logprobs if first else None,
+        prediction_tokens=request.drafts.take_verified(),
+        times=request.times(now) if first else None,
+        timeline=request.take_timeline(),
+    )
+
+
+def last_delta(
+    request: Request, delta: TokenDelta | None, reason: FinishReason, now: float, error: ServingError | None
+) -> TokenDelta:
+    """Return the delta that ends a request. delta: of its last tokens, if it ends with tokens."""
+    delta = delta or TokenDelta(request_id=request.request_id, position=request.num_output)
+    return msgspec.structs.replace(
+        delta,
+        finish_reason=reason,
+        error=ErrorInfo.of(error) if error else None,
+        times=request.times(now),
+        num_preemptions=request.num_preemptions,
+        timeline=[*delta.timeline, *request.take_timeline()],
+    )
+
+
+def take_timelines(requests: Iterable[Request], before: float) -> list[Event]:
+    """Return deltas without a token for requests with events from before `before` (seconds since 1970)."""
+    return [
+        Event(r, TokenDelta(request_id=r.request_id, position=r.num_output, timeline=r.take_timeline()))
+        for r in requests
+        if r.timeline and r.timeline[0].at < before and not r.asked_by
+    ]
+
+
+class StopConditions:
+    """When the outputs of one model end."""
+
+    def __init__(self, eos_token_ids: frozenset[int]):
+        self._eos_token_ids = eos_token_ids
+
+    def reason(self, request: Request, token: int, num_output: int) -> FinishReason | None:
+        """Return why a request ends with this token, its newest; None if it goes on. num_output: tokens with it."""
+        params = request.params
+        if token in self._eos_token_ids and not params.ignore_eos:
+            return "stop"
+        if token in params.stop_token_ids or request.grammar.is_done:
+            return "stop"
+        return "length" if num_output >= request.max_tokens else None
+
+    def named(self, request: Request, delta: TokenDelta) -> TokenDelta:
+        """Return the last tokens of a request with what has stopped them, unless that is the end of sequence."""
+        token = delta.token_ids[-1]
+        if token in self._eos_token_ids and not request.params.ignore_eos:
+            return delta
+        if token in request.params.stop_token_ids:
+            return msgspec.structs.replace(delta, stop_reason=token)
+        return msgspec.structs.replace(delta, text_complete=True)

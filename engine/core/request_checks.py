@@ -1,0 +1,60 @@
+"""What every request has to satisfy, whatever the load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core.features.encoder_cache_manager import EncoderCacheManager, TextOnly
+from engine.core.features.handoffs import HandoffManager
+from engine.errors import InvalidParameter, PromptTooLong
+from engine.wire.messages import GenerateRequest
+from engine.wire.remote_prefill import RemotePrefillRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a scheduler has to know of its model."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    chunked_prefill: bool = True
+    """A prompt may take several steps."""
+    pools_all_tokens: bool = False
+    """Pooling needs every token of a prompt."""
+
+
+class RequestChecks:
+    """Refuses requests that one engine could never serve. Its methods raise RequestError."""
+
+    def __init__(self, limits: ModelLimits, images: EncoderCacheManager | TextOnly, handoffs: HandoffManager):
+        self._limits, self._images, self._handoffs = limits, images, handoffs
+
+    def check(self, message: GenerateRequest) -> None:
+        params, pooling = message.params, message.pooling
+        self._check_tokens(message.prompt, message.num_prompt, answer=pooling is None)
+        params.check_vocabulary(self._limits.vocab_size)
+        given = 0 if message.num_prompt is None else len(message.prompt) - message.num_prompt
+        if params.max_tokens is not None and given >= params.max_tokens:
+            raise InvalidParameter("max_tokens", params.max_tokens, f"above the {given} that are given already")
+        self._images.check_images(message.mm_features, message.prompt[: message.num_prompt])
+        whole = params.prompt_logprobs is not None or pooling is not None
+        if message.prefill == "remote" and (whole or not self._handoffs.decides):
+            raise InvalidParameter("prefill", message.prefill, "auto or local where no other engine computes prompts")
+
+    def check_remote(self, asked_by: RemotePrefillRequest) -> None:
+        self._check_tokens(asked_by.token_ids, asked_by.num_prompt)
+        self._images.check_images(asked_by.mm_features, asked_by.token_ids[: asked_by.num_prompt])
+        asked_by.params.check_vocabulary(self._limits.vocab_size)
+
+    def _check_tokens(self, tokens: list[int], num_prompt: int | None, answer: bool = True) -> None:
+        limits = self._limits
+        if not tokens:
+            raise InvalidParameter("prompt", tokens, "at least one token")
+        if len(tokens) + answer > limits.max_model_len:
+            raise PromptTooLong(len(tokens), limits.max_model_len, answer=answer)
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < limits.vocab_size:
+                raise InvalidParameter("prompt", token, f"token ids from 0 to {limits.vocab_size - 1}")
+        if num_prompt is not None and not 1 <= num_prompt <= len(tokens):
+            raise InvalidParameter("num_prompt", num_prompt, f"between 1 and the length of the prompt ({len(tokens)})")

@@ -1,0 +1,64 @@
+"""Whether one rank runs its steps as graphs, and which."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.model.models.llama import Model
+from engine.model.ops import attention, dispatch
+from engine.runner.cuda_graphs import StepShape, decode_sizes, mixed_sizes
+from engine.runner.rank_setup import RankSetup
+
+if TYPE_CHECKING:
+    from engine.model.ops.cpu.step_graph import StepGraph
+
+logger = logging.getLogger(__name__)
+
+
+def can_capture(setup: RankSetup) -> bool:
+    """Return whether no kernel needs numbers on the host, which a graph cannot hold."""
+    config, model, asynchronous, why = setup.config, setup.model, setup.device.asynchronous, None
+    if config.enforce_eager:
+        why = "enforce_eager"
+    elif not asynchronous and (config.torch_compile or model.transformers):
+        why = "its kernels are not ours"
+    elif not asynchronous and model.moe is not None:
+        why = "tokens are sorted by their experts on the host"
+    elif model.bidirectional:
+        why = "this model does not decode"
+    elif setup.torch_device.type == "cuda" and not dispatch.triton_found():
+        why = "plain torch takes the place of Triton's kernels"
+    if why:
+        logger.info("steps run without graphs: %s", why)
+    return why is None
+
+
+def graph_shapes(setup: RankSetup) -> list[StepShape]:
+    """Return the shapes of steps that a GPU runs as graphs."""
+    model, config = setup.model, setup.config
+    heads = model.num_heads, model.num_kv_heads, model.head_dim
+    # each draft is a sequence of its own
+    seqs = config.max_num_seqs * (1 + (config.speculative.num_speculative_tokens if config.speculative else 0))
+    shapes = [StepShape(size, size) for size in decode_sizes(seqs)]
+    for size in mixed_sizes(config.max_num_batched_tokens):
+        rows = attention.tile_rows(size, *heads, setup.dtype, setup.torch_device)
+        shapes.append(StepShape(size, min(size, seqs), rows))
+    return shapes
+
+
+def record_cpu_steps(
+    setup: RankSetup, model: Model, kv_cache: Tensor, kv_scales: Tensor | None, max_model_len: int
+) -> StepGraph | None:
+    """Return the model's layers as one graph of CPU kernels; None where some of its code is not ours."""
+    if setup.tp.size > 1 or not can_capture(setup) or not dispatch.cpu_kernels(setup.dtype, setup.torch_device):
+        return None
+    from engine.model.ops.cpu.step_graph import RECORDED, record
+
+    max_blocks = -(-max_model_len // setup.block_size)
+    max_tokens = max(setup.config.max_num_batched_tokens, sum(RECORDED))
+    x = torch.empty(max_tokens, setup.model.hidden_size, dtype=setup.dtype)
+    return record(model.run_layers, x, max_blocks, kv_cache, kv_scales)

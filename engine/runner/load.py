@@ -1,0 +1,97 @@
+"""Loads one rank's model, and what belongs to it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.distributed.tp_group import TPGroup
+from engine.model import fixed_order
+from engine.model.loader import count_parameters, fill_with_noise, load_weights, pack_weights
+from engine.model.models.embedding_store import encoder_config
+from engine.model.models.llama import Model
+from engine.model.models.registry import build, build_model
+from engine.runner import kv_cache
+from engine.runner.rank_setup import RankSetup
+from engine.spec_decode.drafter import ModelDrafter
+from engine.spec_decode.open_drafter import open_drafter
+from engine.spec_decode.target import Target
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(setup: RankSetup) -> Model:
+    """Return this rank's part of the model, with its weights. Raises StartupError."""
+    started = time.perf_counter()
+    config, device, group = setup.config, setup.torch_device, setup.tp
+    if config.determinism == "strict":
+        fixed_order.check(config, setup.model, device)
+        group = fixed_order.FixedOrder(setup.tp)
+    model = build_model(setup.model, group, setup.dtype, device)
+    if isinstance(group, fixed_order.FixedOrder):
+        fixed_order.pad_layers(model)
+    if (vision := setup.model.vision) is not None:
+        from engine.model.transformers_backend.vision import VisionEncoder
+
+        model.vision = build(lambda: VisionEncoder(vision), setup.dtype, device)
+    if config.load_format == "dummy":
+        fill_with_noise(model)
+    else:
+        load_weights(model, setup.folder, setup.tp)
+    parameters = count_parameters(model)
+    pack_weights(model)
+    logger.info(
+        "model loaded architecture=%s parameters=%.1fM dtype=%s device=%s threads=%d seconds=%.1f",
+        setup.model.architecture, parameters / 1e6, str(setup.dtype).removeprefix("torch."),
+        device, torch.get_num_threads(), time.perf_counter() - started,
+    )  # fmt: skip
+    return model
+
+
+def compile_model(setup: RankSetup, model: Model, run_step: Callable[[int, int], None]) -> None:
+    """Compile the layers by torch. run_step: computes a step of (tokens, sequences)."""
+    if setup.config.enforce_eager:
+        logger.info("torch_compile is set aside by enforce_eager")
+        return
+    from engine.model.torch_compile import compile_layers  # importing torch's compiler takes seconds
+
+    compile_layers(model, setup.model, setup.tp, lambda tokens: run_step(tokens, 1))
+
+
+def load_drafter(setup: RankSetup, model: Model) -> ModelDrafter | None:
+    """Return the drafter with weights that was asked for: on rank 0, since the other ranks get its drafts with the
+    plan."""
+    if setup.tp.rank != 0:
+        return None
+    target = Target(
+        model=model,
+        config=setup.model,
+        folder=setup.folder,
+        tp=setup.tp,
+        dtype=setup.dtype,
+        device=setup.torch_device,
+        block_size=setup.block_size,
+        dummy=setup.config.load_format == "dummy",
+    )
+    drafter = open_drafter(setup.config, target)
+    if drafter is not None and drafter.aux_layers:
+        model.aux_layers = drafter.aux_layers
+    return drafter
+
+
+def allocate_inbox(setup: RankSetup) -> Tensor | None:
+    """Return memory for embeddings of encode engines: as many as the encoder cache holds, all on every rank. None if
+    this engine asks no encode engines.
+
+    Raises ConfigError for a model that reads text only.
+    """
+    if setup.config.encode is None:
+        return None
+    encoder, num_blocks = encoder_config(setup.model), -(-setup.config.encoder_cache_size // setup.block_size)
+    return kv_cache.allocate(
+        num_blocks, encoder, setup.block_size, dtype=setup.dtype, device=setup.torch_device, tp=TPGroup.single()
+    )

@@ -1,0 +1,63 @@
+"""What one rank computes with."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.config import BLOCK_SIZES, EngineConfig
+from engine.device import Device, open_device
+from engine.distributed.tp_group import TPGroup
+from engine.errors import ConfigError
+from engine.model.config import ModelConfig
+from engine.runner import kv_cache
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """The options of one rank, with what follows from them before anything is loaded."""
+
+    config: EngineConfig
+    model: ModelConfig
+    folder: Path
+    tp: TPGroup
+    device: Device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    block_size: int
+    overlap: bool
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelConfig, folder: Path, tp: TPGroup) -> RankSetup:
+        """Open the device. Raises ConfigError for options that do not go together."""
+        if config.torch_compile and model.transformers:
+            limit = f"false for {model.architecture}, which transformers' own code computes"
+            raise ConfigError("torch_compile", True, limit)
+        device = open_device(config.device)
+        dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
+        return cls(
+            config=config,
+            model=model,
+            folder=folder,
+            tp=tp,
+            device=device,
+            dtype=dtype,
+            kv_dtype=kv_cache.cache_dtype(config, dtype, device.torch_device),
+            block_size=config.block_size or BLOCK_SIZES[device.torch_device.type],
+            overlap=device.asynchronous if config.overlap is None else config.overlap,
+        )
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self.device.torch_device
+
+
+def set_threads(config: EngineConfig, tp: TPGroup) -> None:
+    """Give torch the configured number of threads, or this rank's part of the machine's cores."""
+    if config.num_threads or tp.local_size > 1:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = max(1, cores // tp.local_size)
+        torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), threads))

@@ -1,0 +1,29 @@
+"""The grammar of an output without one."""
+
+from __future__ import annotations
+
+
+class FreeText:
+    """Allows any text; its methods are those of Grammar."""
+
+    constrains = False
+    is_done = False
+    error: str | None = None
+
+    drafts: list[int] = []  # noqa: RUF012 - nobody adds to it
+    forced = False
+
+    def waits(self, in_flight: int) -> bool:
+        return False
+
+    def accept(self, token: int) -> None:
+        pass
+
+    def start_masks(self, guess: list[int] | None = None) -> None:
+        pass
+
+    def masks(self, num_drafts: int = 0) -> bytes:
+        return b""
+
+
+FREE_TEXT = FreeText()
