@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, Slo
 from deployments.console.config import ConsoleConfig
 from deployments.http.middleware import AuthConfig
-from deployments.http.validation import UnknownFields
+from deployments.http.validation import UnknownFields, expected
 from deployments.multimodal.config import ImageConfig
 from deployments.observability.tracing import TracingConfig
 from deployments.openai.batches.config import BatchConfig
-from deployments.openai.parsers import ReasoningParserName, ToolCallParserName
+from deployments.openai.formats.families import ReasoningParserName, ToolCallParserName
 from deployments.routing.config import Role, RoutingConfig
 from deployments.storage.config import StoreConfig
 from engine.config import BLOCK_SIZES, GPU_DEFAULTS, EngineConfig, HandoffConfig
@@ -128,7 +128,7 @@ class IngressSection(Section):
     max_upload_bytes: int = Field(default=200 * 2**20, ge=1024)  #: of a file, which has accordingly more time to come
     body_timeout_s: float = Field(default=60.0, gt=0)  #: for a request's body to come; else 408
     cors_origins: list[str] = Field(default=[])  #: web pages that may send requests from browsers; `*` for all
-    unknown_fields: UnknownFields = "ignore"  #: of requests, that no API here has; both are told to the client
+    unknown_fields: UnknownFields = "ignore"  #: of requests, that no API here has; both are reported to the client
     store: str | None = Field(default=None, min_length=1)
     """`redis://host:6379/0`, or on one machine `sqlite:///path`, for responses and answers that all ingresses find, and
     find again after a restart; None keeps them in the memory of each."""
@@ -202,12 +202,12 @@ class ModelSection(Section):
     handoff: HandoffSection | None = None  # type: ignore[valid-type]  #: how KV gets across (docs/handoff.md)
     slo: SloSection = SloSection()
     sdc_check_every: int | None = Field(default=None, ge=1)
-    """One of so many answers is computed again by another replica while all are idle, to find silent data corruption:
+    """One in this many answers is computed again by another replica while all are idle, to find silent data corruption:
     1000 (docs/sdc_check.md)."""
 
     @property
     def autoscales(self) -> bool:
-        """Whether any of its pools scales with its load."""
+        """True if any of its pools scales with its load."""
         return any(pool.max_replicas is not None for pool in self.pools.values())
 
     @property
@@ -303,7 +303,7 @@ class ModelSection(Section):
         return shown
 
     def on_gpu(self, role: Role) -> bool:
-        """Whether the engines of a pool compute on GPUs."""
+        """Return whether the engines of a pool compute on GPUs."""
         device = self._options(role).get("device", "auto")
         return device == "cuda" or (device == "auto" and self.pools[role].num_gpus > 0)
 
@@ -363,7 +363,7 @@ class AppConfig(Section):
 
     @property
     def autoscales(self) -> bool:
-        """Whether any pool scales with its load."""
+        """True if any pool scales with its load."""
         return any(model.autoscales for model in self.models)
 
     @classmethod
@@ -397,7 +397,7 @@ def _first_problem(error: pydantic.ValidationError) -> ConfigError:
         case "missing":
             return ConfigError(path, None, "given")
         case _:
-            return ConfigError(path, problem["input"], problem["msg"].replace("Input should be ", ""))
+            return ConfigError(path, problem["input"], expected(problem["msg"]))
 
 
 def _path(location: tuple[int | str, ...]) -> str:

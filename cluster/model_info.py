@@ -10,7 +10,7 @@ from cluster.config import IngressSection, ModelSection
 from cluster.fingerprint import fingerprint
 from deployments.frontend.admission import AdmissionLimits
 from deployments.openai.served_model import ModelInfo
-from engine.errors import ConfigError, InvalidParameter
+from engine.errors import ConfigError, Described, InvalidParameter
 from engine.model.checkpoint import folder as model_folder
 from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
@@ -28,9 +28,10 @@ def model_info(model: ModelSection, ingress: IngressSection) -> ModelInfo:
     if model.prefill is not None and not generates:
         tasks = " or ".join(config.supported_tasks.names)
         limit = f"left out: {model.model} can only {tasks}, so there is nothing to do after the prompt"
-        raise ConfigError(f"prefill of model {model.name!r}", "a pool", limit)
+        raise ConfigError(f"prefill of model {model.name!r}", Described("a pool"), limit)
     if model.encode is not None and config.vision is None:
-        raise ConfigError(f"encode of model {model.name!r}", "a pool", f"left out: {model.model} reads text only")
+        limit = f"left out: {model.model} reads text only"
+        raise ConfigError(f"encode of model {model.name!r}", Described("a pool"), limit)
     for role in model.pools:
         engine = model.engine_config(role)
         config.kv_heads_per_rank(engine.tensor_parallel)
@@ -107,8 +108,8 @@ def _default_sampling(model: ModelSection, folder: Path) -> dict[str, float]:
             model_folder.read_json(Path(other), "generation_config.json")
             own = model_folder.default_sampling(Path(other))
     for name in model.override_generation_config:
-        if name not in model_folder.SAMPLING_FIELDS:
-            limit = f"one of {', '.join(model_folder.SAMPLING_FIELDS)}"
+        if name not in model_folder.RECOMMENDED_FIELDS:
+            limit = f"one of {', '.join(model_folder.RECOMMENDED_FIELDS)}"
             raise ConfigError("override_generation_config", name, limit)
     sampling = own | model.override_generation_config
     try:

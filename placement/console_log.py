@@ -27,14 +27,20 @@ class LogConfig:
 
 def log_to_console(who: str, config: LogConfig = LogConfig()) -> None:
     """Show our packages' log lines, each with `who`, this process' name. Other libraries keep their settings."""
-    handler = logging.StreamHandler(sys.__stderr__)  # Serve may have turned sys.stderr into a log file of its own
-    text = logging.Formatter(TEXT.format(who=who), datefmt="%H:%M:%S")
-    handler.setFormatter(JsonFormatter(who) if config.format == "json" else text)
+    handler = console_handler(who, config)
     for package in PACKAGES:
         logger = logging.getLogger(package)
         logger.setLevel(config.level.upper())
         logger.handlers = [handler]
         logger.propagate = False
+
+
+def console_handler(who: str, config: LogConfig = LogConfig()) -> logging.Handler:
+    """Return what writes lines to the console as we do."""
+    handler = logging.StreamHandler(sys.__stderr__)  # Serve may have turned sys.stderr into a log file of its own
+    text = logging.Formatter(TEXT.format(who=who), datefmt="%H:%M:%S")
+    handler.setFormatter(JsonFormatter(who) if config.format == "json" else text)
+    return handler
 
 
 class JsonFormatter(logging.Formatter):

@@ -19,6 +19,7 @@ from deployments.replicas.scaling_report import ScalingChange, waiting_of, waiti
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
+from placement.console_log import console_handler
 
 logger = logging.getLogger("ray.serve.manta.autoscaling")  # below Serve's own, whose handlers it shares
 
@@ -36,6 +37,8 @@ class Policy:
     """
 
     def __init__(self) -> None:
+        if not ray_compat.serve_logs_to_console():  # behind HAProxy Serve's own lines go to its files only
+            logger.handlers = [console_handler("controller")]
         self._metrics = ScalingMetrics()
         self._scalers: dict[str, ModelScaler] = {}
         self._settings: dict[str, list[PoolSettings]] = {}

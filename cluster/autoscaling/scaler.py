@@ -26,7 +26,7 @@ class EngineCosts:
 
     decode_step_s: float = 0.0  #: a decode step of n sequences takes this, and ...
     decode_sequence_s: float = 0.0  #: ... n times this
-    token_s: float = 0.0  #: engine-seconds of one prompt token, all told
+    token_s: float = 0.0  #: engine-seconds of one prompt token, in total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class ScalingDecision:
 
     replicas: int
     desired: int  #: replicas that the load asks for now, before delays and bounds
-    reason: str  #: the limit that fewer replicas would break (ttft, queue, itl, slots, kv), or `idle`, `wake`, `least`
+    reason: str  #: the limit that fewer replicas would break (ttft, queue, itl, slots, kv), or `idle`, `wake`, `min`
     inputs: dict[str, float] = field(default_factory=dict)  #: the figures that decided
 
 

@@ -31,7 +31,7 @@ class Size:
     """A number of replicas, and why it is not smaller."""
 
     replicas: int
-    reason: str = "least"  #: the limit that one replica less would break; `least` for one replica
+    reason: str = "min"  #: the limit that one replica less would break; `min` for one replica
 
 
 class Sizing:
@@ -62,7 +62,7 @@ class Sizing:
         return min(max(slack / (1 + slack), MIN_PREFILL_FRACTION), MAX_PREFILL_FRACTION)
 
     def _fewest(self, demand: Demand, max_replicas: int, sequences: float | None, margin: float) -> Size:
-        reason = "least"
+        reason = "min"
         for replicas in range(1, max_replicas + 1):
             broken = self._broken(demand, replicas, sequences, margin)
             if not broken:

@@ -107,7 +107,7 @@ def complete_lines(output_file: Path) -> int:
 
 
 def answers_line(line: bytes, index: int) -> bool:
-    """Whether this line of output answers line `index` of the input."""
+    """Return whether this line of output answers line `index` of the input."""
     try:
         return msgspec.json.decode(line, type=Index).index == index
     except msgspec.MsgspecError:

@@ -190,7 +190,8 @@ def verify(
 ) -> None:
     """Compute the answer to a chat or completion again, without the server, and compare the two bit by bit.
 
-    With `return_token_ids` and `logprobs` in the request each token and its log-probability is compared, else the text.
+    With `return_token_ids` and `logprobs` in the request each token and its log-probability is compared, else the text;
+    in any case all other fields but ids, times and what was cached.
     The request must be greedy or have a seed. Exit code 0 if they are equal, 1 if not; 2 if that cannot be said, as
     when the server had other weights, options or code (docs/determinism.md).
 
@@ -290,17 +291,16 @@ def lint_manifests(
 ) -> None:
     """Say what is wrong with manifests that Kubernetes would accept; exit code 1 if anything is.
 
-    Compares the Serve configuration in a RayService with its pods, network policies, monitors, budgets and volumes:
-    whether replicas fit, ports and deadlines agree, and pods reach what they need and no others reach them. All rules,
-    and what finds the rest: k8s/README.md.
+    Compares the Serve configuration in a RayService with its pods: whether replicas fit, and ports and deadlines agree.
+    All rules, and what finds the rest: k8s/README.md.
 
     Example: manta k8s lint k8s/overlays/single-gpu
     """
     from cluster.cli.lint.rules import lint  # ray takes seconds
 
     found = lint(path)
-    for finding in found:
-        print(finding)
+    for violation in found:
+        print(violation)
     if found:
         raise typer.Exit(1)
     print(f"{path} is fine", file=sys.stderr)

@@ -14,18 +14,18 @@ from typing import Annotated, Any, ClassVar, Literal
 import typer
 import yaml
 
-from cluster import haproxy
+from cluster import ray_environment
 from cluster.autoscaling.slo import POLICY
 from cluster.config import BUILDER, HOST, PORT
 from cluster.flags import EngineFlags, flag, with_flags
+from cluster.server_ports import KNOWN_PORTS, agent_ports, given_ports
 from deployments.frontend.api_keys import key_line
+from deployments.http.server_header import SERVER_VARIABLE
 from engine.errors import ConfigError, InvalidParameter, StartupError
 
 ABOVE_MODELS = ("ingress", "log_format", "log_level", "tracing")  # keys of `args` that do not belong to a model
 YAML = (".yaml", ".yml")
 API_KEY_VARIABLES = ["MANTA_API_KEY", "VLLM_API_KEY"]
-# Ray then gives its node the address 127.0.0.1, as it does on macOS, and so it and all of ours listen there only.
-ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,11 +235,18 @@ def _joins_a_cluster() -> bool:
     return bool(os.environ.get("RAY_ADDRESS")) or ray_address_file().exists()
 
 
+def starts_ray(address: str | None) -> bool:
+    """Return whether Ray will be started, and not joined."""
+    return address == "local" or (address is None and not _joins_a_cluster())
+
+
 def set_environment(serve_config: Mapping[str, Any], address: str | None) -> None:
     """Set what Ray reads as it is imported, where the user has not, and forget the keys of the API."""
-    environment = haproxy.environment() | haproxy.tls_environment(serve_config.get("http_options") or {})
-    if address == "local" or (address is None and not _joins_a_cluster()):
-        environment |= ON_LOOPBACK | haproxy.ingress_ports()
+    http_options = serve_config.get("http_options") or {}
+    environment = ray_environment.environment() | ray_environment.tls_environment(http_options)
+    if starts_ray(address):
+        environment |= ray_environment.own_environment()
+        os.environ.pop(SERVER_VARIABLE, None)  # of a server that this one was started from
     for name, value in environment.items():
         os.environ.setdefault(name, value)
     for name in API_KEY_VARIABLES:
@@ -249,14 +256,18 @@ def set_environment(serve_config: Mapping[str, Any], address: str | None) -> Non
 def run(serve_config: dict[str, Any], address: str | None, *, log_requests: bool = False) -> None:
     """Serve until Ctrl-C. A terminal shows the start, totals and problems. Every log line is printed elsewhere, with
     `log_format: json`, and with a `log_level` that leaves out the lines that a terminal needs."""
+    for name, port in given_ports().items():
+        if port != KNOWN_PORTS[name].number:
+            print(f"{KNOWN_PORTS[name].use} are at port {port}", file=sys.stderr, flush=True)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup
         print(f"Ctrl-C is ignored here; to stop: kill {os.getpid()}", file=sys.stderr, flush=True)
     from deployments.ray_driver import serve_until_interrupted  # Ray takes a while to import
 
+    ports = agent_ports() if sys.platform == "linux" and starts_ray(address) else {}
     args = [application.get("args") or {} for application in serve_config.get("applications", ())]
     plain = any(given.get("log_format") == "json" or given.get("log_level") in ("warning", "error") for given in args)
     if plain or not sys.stderr.isatty():
-        serve_until_interrupted(serve_config, address)
+        serve_until_interrupted(serve_config, address, agent_ports=ports)
         return
     from rich.console import Console
 
@@ -265,7 +276,7 @@ def run(serve_config: dict[str, Any], address: str | None, *, log_requests: bool
     for given in args:
         given["log_format"] = "json"  # which the terminal reads
     with ServeTerminal(Console(stderr=True), log_requests=log_requests) as terminal:
-        serve_until_interrupted(serve_config, address, terminal)
+        serve_until_interrupted(serve_config, address, terminal, agent_ports=ports)
 
 
 def _json(api: ApiFlags, name: str, kind: type) -> Any:

@@ -142,18 +142,18 @@ def _pools(report: Report) -> Table:
 
 
 def _replicas(use: PoolUse) -> str:
-    if (scaled := use.scaled) is None or scaled.least == scaled.most:
-        return str(scaled.most if scaled else use.replicas)
-    return f"{scaled.least} to {scaled.most}, mean {scaled.mean:.1f}"
+    if (scaled := use.scaled) is None or scaled.min == scaled.max:
+        return str(scaled.max if scaled else use.replicas)
+    return f"{scaled.min} to {scaled.max}, mean {scaled.mean:.1f}"
 
 
 def _never_up(report: Report) -> list[str]:
     """Return a note for each pool that was to have more replicas than it ever had."""
     return [
-        f"{role}: the autoscaler wanted up to {use.scaled.wanted} replicas, and at most {use.scaled.most} were up in "
+        f"{role}: the autoscaler wanted up to {use.scaled.wanted} replicas, and at most {use.scaled.max} were up in "
         "time; more --requests are longer traffic"
         for role, use in report.pools.items()
-        if use.scaled is not None and use.scaled.wanted > use.scaled.most
+        if use.scaled is not None and use.scaled.wanted > use.scaled.max
     ]
 
 

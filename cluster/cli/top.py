@@ -24,7 +24,7 @@ CLOCK = "%H:%M:%S"
 
 
 def top(url: str, api_key: str | None, *, once: bool) -> None:
-    """Show the cluster until Ctrl-C. once: print it a single time, after two looks, between which rates are taken."""
+    """Show the cluster until Ctrl-C. once: print it once, after two polls whose difference gives the rates."""
     console = Console(highlight=False)
     try:
         asyncio.run(_show(OpenAIClient(url, api_key, timeout_s=30.0), console, once=once))

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,14 +22,16 @@ from cluster.cli.serve import YAML, configuration
 from cluster.config import AppConfig, IngressSection, ModelSection
 from cluster.fingerprint import differing_parts
 from cluster.model_info import model_info
-from deployments.frontend.sequence import Frontend
+from deployments.frontend.sequence import SequenceContext
 from deployments.http.body import parse
 from deployments.http.context import RequestContext
-from deployments.idempotency.answers import AnswerReader
-from deployments.idempotency.tape import Tape, TapedGeneration
+from deployments.jobs.delta_log import DeltaLog, LoggedGeneration
+from deployments.jobs.event_ids import NoEventIds
+from deployments.jobs.source import LiveSource
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.chat import ChatResponse
-from deployments.openai.request_bodies import ChatBody, CompletionBody
+from deployments.openai.chat_body import ChatBody
+from deployments.openai.completion_body import CompletionBody
 from deployments.openai.served_model import ServedModel
 from engine.config import EngineConfig
 from engine.errors import InvalidParameter, RequestError
@@ -43,6 +45,9 @@ Step = tuple[int | None, str | None, float | None]
 """Id, name and log-probability of a token; None for what an answer does not have."""
 
 ROUTES = {"chat.completion": "chat", "text_completion": "completion"}  # by the `object` of their answers
+NOT_COMPARED = ("id", "created", "prompt_tokens_details", "accepted_prediction_tokens", "rejected_prediction_tokens")
+"""Fields that differ whenever a request is computed: ids, times, and what was in a cache or drafted."""
+ADDED = ("logprobs", "token_ids", "prompt_token_ids")  # fields that are asked for here, whatever the request asked for
 SHOWN, SHOWN_BEFORE = 60, 20  # characters of a text that differs, and how many of them do not
 
 
@@ -51,47 +56,62 @@ class Verdict:
     fingerprint: list[str]
     """Parts of `system_fingerprint` that are not those of this server; then nothing was computed."""
     differences: list[str]
-    """The first of each choice that differs, in words."""
+    """The first of each choice that differs, and of each other field, in words."""
     compared: str = ""
-    """What of the answer there was to compare."""
+    """What of the answer there was to compare, and what was left out."""
 
 
-class Recomputation(AnswerReader):
+class Answer(msgspec.Struct):
+    """An answer, as far as its comparison depends on its shape."""
+
+    class Usage(msgspec.Struct):
+        prompt_tokens: int
+
+    object: Literal["chat.completion", "text_completion"]
+    system_fingerprint: str
+    model: str
+    choices: list[Json]
+    usage: Usage
+
+
+class Recomputation(LiveSource):
     """The answer to a request that an engine in this process computes."""
 
     started = True  # no work is refused
 
     def __init__(self, llm: LLM):
-        self.created, self.ids, self._llm = 0, None, llm
+        self.created, self._llm = 0, llm
 
     def hex_id(self, name: str) -> str:
         return ""  # of a tool call, which no two computations have in common
 
-    async def read(
-        self, frontend: Frontend, prompts: list[list[GenerateRequest]], client: str, fingerprint: str | None
-    ) -> TapedGeneration:
+    async def start(
+        self, frontend: SequenceContext, prompts: list[list[GenerateRequest]], client: str, fingerprint: str | None
+    ) -> LoggedGeneration:
         """Raises RequestError for one whose tokens were drawn by chance."""
-        tape = Tape()
+        log = DeltaLog()
         for choice, request in enumerate(request for requests in prompts for request in requests):
             if request.params.seed is None and not request.params.greedy:
                 raise InvalidParameter("seed", None, "given, or temperature 0: tokens were drawn by chance")
             text = TextStream(request.params, frontend.tokenizer)
             with closing(self._llm.deltas(msgspec.structs.replace(request, timeout_s=None))) as deltas:
                 for delta in deltas:
-                    tape.add(choice, delta)
+                    log.add((choice, delta))
                     if text.add(delta).finish_reason is not None:  # maybe at a stop string
                         break
-        tape.end()
-        return TapedGeneration(frontend, prompts, tape)
+        log.end()
+        return LoggedGeneration(frontend, prompts, log, NoEventIds())
 
 
 def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
     """model: as for `manta serve`. Raises ServingError if the answer cannot be computed again, OSError."""
     answer, request = _read(answer_file), _read(request_file)
-    route = ROUTES.get(answer.get("object", ""))
-    if route is None or not isinstance(answer.get("system_fingerprint"), str):
-        raise RequestError(f"{answer_file} is no whole answer of {' or '.join(ROUTES)} with a system_fingerprint")
-    section, ingress = _find(model, answer.get("model"))
+    incomplete = RequestError(f"{answer_file} is no whole answer of {' or '.join(ROUTES)} with a system_fingerprint")
+    try:
+        msgspec.convert(answer, Answer)
+    except msgspec.ValidationError:
+        raise incomplete from None
+    section, ingress = _find(model, answer["model"])
     info = model_info(section, ingress)
     assert info.fingerprint is not None
     if parts := differing_parts(answer["system_fingerprint"], info.fingerprint):
@@ -100,15 +120,30 @@ def verify(answer_file: Path, request_file: Path, model: str) -> Verdict:
     nobody: Any = SimpleNamespace(address="")  # no engine is asked
     served = ServedModel(info, tokenizer, nobody, nobody, Telemetry("verify"))
     with LLM(**_engine_options(section)) as llm:
-        again = asyncio.run(_compute(route, request, served, RequestContext("", 0, "", answer=Recomputation(llm))))
+        route = ROUTES[answer["object"]]
+        again = asyncio.run(_compute(route, request, served, RequestContext("", 0, "", source=Recomputation(llm))))
     prompts = zip(_prompts(answer), _prompts(again), strict=False)
     if len(answer["choices"]) != len(again["choices"]) or any(one not in (None, other) for one, other in prompts):
         raise RequestError(f"{request_file} is not what was answered: it has another prompt, or `n`")
-    pairs = zip(answer["choices"], again["choices"], strict=True)
-    differences = [found for pair in pairs if (found := _difference(*pair, tokenizer)) is not None]
-    first = answer["choices"][0]
-    compared = "tokens and log-probabilities" if first.get("logprobs") else "tokens" if "token_ids" in first else "text"
-    return Verdict([], differences, compared)
+    try:
+        return Verdict([], differences(answer, again, tokenizer), _compared(answer))
+    except (AttributeError, KeyError, TypeError):  # a part of a choice is not what it is in any answer
+        raise incomplete from None
+
+
+def differences(answer: Json, again: Json, tokenizer: Tokenizer) -> list[str]:
+    """Return the first difference of each choice, and those of other fields. again: with as many choices."""
+    pairs = enumerate(zip(answer["choices"], again["choices"], strict=True))
+    found = [_difference(i, *pair, tokenizer) for i, pair in pairs]
+    names = sorted((answer.keys() | again.keys()) - {"choices", *NOT_COMPARED})
+    found += [_other(name, answer, again) for name in names]
+    return [difference for difference in found if difference is not None]
+
+
+def _compared(answer: Json) -> str:
+    first = answer["choices"][0] if answer["choices"] else {}
+    found = "tokens and log-probabilities" if first.get("logprobs") else "tokens" if "token_ids" in first else "text"
+    return f"{found}, and all other fields; not compared: {', '.join(NOT_COMPARED)}"
 
 
 async def _compute(route: str, request: Json, model: ServedModel, context: RequestContext) -> Json:
@@ -117,30 +152,44 @@ async def _compute(route: str, request: Json, model: ServedModel, context: Reque
     if route == "chat":
         body = parse(ChatBody, msgspec.json.encode(request | more | {"logprobs": True}), "ignore")
         response = ChatResponse(body, context, await model.chat(body, context))
-        return msgspec.to_builtins(await response.full())
+        return _as_sent(await response.full())
     more["logprobs"] = request.get("logprobs") or 0
     text_body = parse(CompletionBody, msgspec.json.encode(request | more), "ignore")
-    return msgspec.to_builtins(await (await model.completion(text_body, context)).full())
+    return _as_sent(await (await model.completion(text_body, context)).full())
 
 
-def _difference(choice: Json, again: Json, tokenizer: Tokenizer) -> str | None:
-    """Say where two choices first differ, by the tokens and log-probabilities that the answer has, and by its text."""
+def _as_sent(response: msgspec.Struct) -> Json:
+    """Return what a client reads."""
+    sent: Json = msgspec.json.decode(msgspec.json.encode(response))
+    return sent
+
+
+def _difference(index: int, choice: Json, again: Json, tokenizer: Tokenizer) -> str | None:
+    """Say where two choices first differ, by the tokens and log-probabilities that the answer has, then by the rest."""
     given, found = _steps(choice), _steps(again)
     if choice.get("logprobs") is None:  # those of an echoed prompt are not in the answer either
         found = found[len(found) - len(again["token_ids"]) :]
     for position, (one, other) in enumerate(itertools.zip_longest(given, found) if given else ()):
         if one is None or other is None or any(a is not None and a != b for a, b in zip(one, other, strict=True)):
             shown = " computed again ".join(_shown(step, tokenizer) for step in (one, other))
-            return f"choice {choice['index']}, position {position}: {shown}"
-    for key in ("text", "message", "finish_reason", "stop_reason"):
-        one, other = (
-            json.dumps(_without_ids(each.get(key)), ensure_ascii=False, sort_keys=True) for each in (choice, again)
-        )
-        if one != other:
-            same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
-            cut = slice(max(0, same - SHOWN_BEFORE), same + SHOWN)
-            return f"choice {choice['index']}: another {key}: ...{one[cut]}, computed again ...{other[cut]}"
-    return None
+            return f"choice {index}, position {position}: {shown}"
+    names = ["text", "message", *sorted(choice.keys() | again.keys())]
+    return next((f"choice {index}: {other}" for name in names if (other := _other(name, choice, again))), None)
+
+
+def _other(name: str, answer: Json, again: Json) -> str | None:
+    """Say where a field first differs."""
+    if name in ADDED and answer.get(name) is None:
+        return None
+    one, other = (
+        json.dumps(_comparable(each.get(name)), ensure_ascii=False, sort_keys=True) for each in (answer, again)
+    )
+    if one == other:
+        return None
+    same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+    start, dots = (same - SHOWN_BEFORE, "...") if same > SHOWN_BEFORE else (0, "")
+    cut = slice(start, same + SHOWN)
+    return f"another {name}: {dots}{one[cut]}, computed again {dots}{other[cut]}"
 
 
 def _steps(choice: Json) -> list[Step]:
@@ -171,12 +220,13 @@ def _prompts(answer: Json) -> list[Any]:
     return [answer["usage"]["prompt_tokens"], *(each.get("prompt_token_ids") for each in (answer, *answer["choices"]))]
 
 
-def _without_ids(value: Any) -> Any:
-    """Return JSON without ids, which are random for tool calls, and without fields that some clients leave out."""
+def _comparable(value: Any) -> Any:
+    """Return JSON without NOT_COMPARED, and without empty fields, which some clients leave out."""
     if isinstance(value, list):
-        return [_without_ids(each) for each in value]
+        return [_comparable(each) for each in value]
     if isinstance(value, dict):
-        return {key: _without_ids(each) for key, each in value.items() if key != "id" and each is not None}
+        kept = {key: _comparable(each) for key, each in value.items() if key not in NOT_COMPARED}
+        return {key: each for key, each in kept.items() if each is not None and each != {}}
     return value
 
 

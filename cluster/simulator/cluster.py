@@ -15,14 +15,14 @@ from cluster.simulator.results import LatencyHistogram, Report, Results
 from cluster.simulator.scaling import Scaling
 from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import Trace
-from deployments.frontend.fair_queue import FairQueue, QueuedRequest
 from deployments.routing.config import Role
 from engine.config import HandoffConfig
-from engine.core.handoffs import HandoffManager
+from engine.core.features.handoffs import HandoffManager
+from engine.core.features.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.kv_events import UPDATE_PERIOD_S
-from engine.core.remote_prefill_policy import RemotePrefillPolicy
 from engine.core.step_cost import StepTimes
 from engine.errors import PromptTooLong
+from engine.fairness.fair_queue import FairQueue, QueuedRequest
 from engine.wire.messages import GenerateRequest
 from engine.wire.remote_prefill import Peer
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.simulator.trace import OUTPUT_ID
+from engine.core.output import Event
 from engine.core.request import Request
-from engine.core.scheduler import Event, Scheduler
+from engine.core.scheduler import Scheduler
 
 
 def token_of(request: Request) -> int:
@@ -35,7 +36,7 @@ class FastForward:
         if not running:
             return 0
         for request in running:
-            if request.last_token_at != now or len(request.tokens) - request.computed != 1:
+            if request.clock.last_token_at != now or len(request.tokens) - request.computed != 1:
                 return 0  # it has some of its prompt left, or had when the last step began
             left = request.num_prompt + request.max_tokens - len(request.tokens)
             if left < steps:
@@ -64,7 +65,7 @@ class FastForward:
                 ended.append(request)  # its last token comes below
             else:
                 tokens.append(tokens[-1])
-                request.last_token_at = ends[-1]
+                request.clock.last_token_at = ends[-1]
         self._scheduler.totals.steps += steps
         self._scheduler.totals.generation_tokens += steps * len(self._queue.running) - len(ended)
         return [self._end(request, ends) for request in ended]
@@ -75,7 +76,7 @@ class FastForward:
 
     def _end(self, request: Request, ends: Sequence[float]) -> Event:
         if len(ends) > 1:
-            request.last_token_at = ends[-2]
+            request.clock.last_token_at = ends[-2]
         request.in_flight = 1
         event = self._scheduler.append_tokens(request, [token_of(request)], None, ends[-1])
         self._scheduler.metrics.observe_tokens([request], ends[-1])

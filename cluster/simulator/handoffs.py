@@ -1,7 +1,7 @@
 """KV on its way from prefill to decode replicas. The schedulers say what is to be done; here it takes time.
 
-Nothing is lost and nobody dies here, so leases and heartbeats (engine/kv_transfer/protocol/) are left out, but for the
-time that their messages take. Reading begins with the first chunk, while prefill computes the next, as it really does.
+Nothing is lost and no engine dies here, so leases and heartbeats (engine/kv_transfer/protocol/) are left out, except
+for the time of their messages. Reading begins with the first chunk, while prefill computes the next, as it really does.
 """
 
 from __future__ import annotations

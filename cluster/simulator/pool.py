@@ -103,9 +103,7 @@ class Pool:
         counts = [replicas for _, replicas in self._sizes]
         times = [min(when, duration_s) for when, _ in self._sizes] + [duration_s]
         mean = sum(n * (end - begin) for n, (begin, end) in zip(counts, pairwise(times), strict=True)) / duration_s
-        return ReplicaCounts(
-            least=min(counts), most=max(counts), mean=mean, wanted=max(self.desired), sizes=self._sizes
-        )
+        return ReplicaCounts(min=min(counts), max=max(counts), mean=mean, wanted=max(self.desired), sizes=self._sizes)
 
     def _set_up(self, up: dict[str, Replica], now: float) -> None:
         self.up, self._names = up, list(up)

@@ -11,10 +11,13 @@ from cluster.simulator.spec import ClusterSpec
 from cluster.simulator.trace import VOCABULARY
 from deployments.routing.config import Role
 from engine.core.block_pool import BlockPool
-from engine.core.handoffs import HandoffManager
+from engine.core.engine_stats import load_of
+from engine.core.features.handoffs import HandoffManager
 from engine.core.kv_events import KVEventPublisher
+from engine.core.output import Event
 from engine.core.request import Request
-from engine.core.scheduler import Event, Scheduler
+from engine.core.request_checks import ModelLimits
+from engine.core.scheduler import Scheduler
 from engine.core.step_cost import StepTimes, StepWork
 from engine.kv_transfer.protocol.events import HandoffEvent
 from engine.wire.messages import EngineUpdate, GenerateRequest, PrefillReplica, Subscribe
@@ -42,8 +45,7 @@ class Replica:
         self.scheduler = Scheduler(
             config,
             BlockPool(spec.num_blocks, config.known_block_size, config.enable_prefix_caching),
-            max_model_len=spec.max_model_len,
-            vocab_size=VOCABULARY,
+            limits=ModelLimits(spec.max_model_len, VOCABULARY),
             handoffs=handoffs,
         )
         self._kv_events = KVEventPublisher(name, self.scheduler)
@@ -62,7 +64,7 @@ class Replica:
 
     def add_remote_prefill(self, prefill_request: RemotePrefillRequest, now: float) -> None:
         """Raises ServingError."""
-        self.scheduler.add_remote_prefill(prefill_request, now)
+        self.scheduler.add_remote(prefill_request, now)
         self._kv_events.admitted(prefill_request.handoff_id)
         self._came(now)
 
@@ -98,7 +100,7 @@ class Replica:
         assert self.times is not None
         self.catch_up(now)
         per_step, per_token = self.times.by_tokens.coefficients
-        queued = self.scheduler.load().queued_tokens
+        queued = load_of(self.scheduler).queued_tokens
         return PrefillReplica(
             engine_id=self.name, queued_tokens=queued, seconds_per_step=per_step, seconds_per_token=per_token
         )
@@ -159,13 +161,17 @@ class Replica:
         tokens: list[list[int]] = []
         for request, asked in zip(requests, plan.samples, strict=True):
             tokens.append([token_of(request)] if asked else [])
-            if asked and request.last_token_at is not None:
-                self.itl.add(now - request.last_token_at)
+            if asked and request.clock.last_token_at is not None:
+                self.itl.add(now - request.clock.last_token_at)
         if self.times is not None:
             self.times.observe_step(StepWork.of(plan), now - self._began)
         self.busy_s += now - self._began
         ended, nothing = len(self.ended), [None] * len(tokens)
-        self._tell(self.scheduler.commit(StepResult(plan.step, tokens, [*nothing], [*nothing]), now))
+        self._tell(
+            self.scheduler.commit(
+                StepResult(step=plan.step, tokens=tokens, logprobs=[*nothing], prompt_logprobs=[*nothing]), now
+            )
+        )
         self._settled = self._settled and len(self.ended) == ended
 
     def _tell(self, events: list[Event]) -> None:
@@ -173,5 +179,5 @@ class Replica:
             self._kv_events.prefilled(event)
             if event.delta.finish_reason is not None:
                 self._kv_events.finished(event.request.request_id)
-                if event.request.prefill_request is None:
+                if event.request.asked_by is None:
                     self.ended.append(event.request)

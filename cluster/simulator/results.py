@@ -74,10 +74,10 @@ class Latencies:
 class ReplicaCounts:
     """Replicas of an autoscaled pool that took requests."""
 
-    least: int
-    most: int
+    min: int
+    max: int
     mean: float  #: over the simulated time
-    wanted: int  #: the maximum that the autoscaler wanted; above `most` where they were not up before the end
+    wanted: int  #: the maximum that the autoscaler wanted; above `max` where they were not up before the end
     sizes: list[tuple[float, int]]  #: (second, replicas that were up from then on)
 
 
@@ -158,10 +158,10 @@ class Results:
     def ended(self, request: Request, late_s: float) -> None:
         """late_s: a token's time on its way to the client."""
         index = int(request.request_id)
-        assert request.first_token_at is not None and request.last_token_at is not None
-        self.first_at[index] = request.first_token_at + late_s
-        self.last_at[index] = request.last_token_at + late_s
-        self.cached[index] = request.num_cached
+        assert request.clock.first_token_at is not None and request.clock.last_token_at is not None
+        self.first_at[index] = request.clock.first_token_at + late_s
+        self.last_at[index] = request.clock.last_token_at + late_s
+        self.cached[index] = request.prefix.num_cached
 
     @property
     def duration_s(self) -> float:

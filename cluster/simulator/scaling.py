@@ -10,8 +10,9 @@ from cluster.simulator.events import EventLoop
 from cluster.simulator.pool import Pool
 from cluster.simulator.replica import Replica
 from cluster.simulator.spec import ClusterSpec
-from deployments.frontend.fair_queue import FairQueue
 from deployments.routing.config import Role
+from engine.core.engine_stats import load_of
+from engine.fairness.fair_queue import FairQueue
 
 
 class Scaling:
@@ -64,7 +65,7 @@ class Scaling:
         seconds = max(now - first_at, 1e-9)
         prefilled, cached, prefills, output = ((b - a) / seconds for a, b in zip(first, last, strict=True))
         step_s, sequence_s = times.by_sequences.coefficients
-        load, running = scheduler.load(), len(scheduler.queue.running)
+        load, running = load_of(scheduler), len(scheduler.queue.running)
         return ReplicaLoad(
             running=running,
             waiting=load.sequences - running,

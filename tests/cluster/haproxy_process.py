@@ -16,11 +16,32 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig
 from ray.serve.config import HTTPOptions, gRPCOptions
 
 from cluster import haproxy
+from cluster.ray_environment import environment as ray_environment
 from tests.serve.serve_run import free_port, wait_until
 
 STARTER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
 
 needs_haproxy = pytest.mark.skipif(sys.platform != "linux", reason="Ray brings HAProxy for Linux only")
+
+
+def rendered(
+    applications: dict[str, BackendConfig], folder: Path, host: str = "127.0.0.1", port: int = 1, metrics_port: int = 1
+) -> Path:
+    """Write the configuration that Ray has for applications, by name, into a folder. Return the file."""
+    config = HAProxyConfig(
+        http_options=HTTPOptions(host=host, port=port),
+        grpc_options=gRPCOptions(),
+        is_head=True,
+        metrics_port=metrics_port,
+        stats_port=free_port(),
+        socket_path=f"{folder}/admin.sock",
+        metrics_socket_path=f"{folder}/metrics.sock",
+        server_state_base=str(folder),
+        server_state_file=f"{folder}/server-state",
+    )
+    api = HAProxyApi(config, applications, f"{folder}/haproxy.cfg")
+    api._generate_config_file_internal()
+    return Path(api.config_file_path)
 
 
 @contextmanager
@@ -33,22 +54,10 @@ def running(
     """
     port, metrics_port = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="manta", dir="/tmp") as folder:  # socket paths must be short
-        config = HAProxyConfig(
-            http_options=HTTPOptions(host=host, port=port),
-            grpc_options=gRPCOptions(),
-            is_head=True,
-            metrics_port=metrics_port,
-            stats_port=free_port(),
-            socket_path=f"{folder}/admin.sock",
-            metrics_socket_path=f"{folder}/metrics.sock",
-            server_state_base=folder,
-            server_state_file=f"{folder}/server-state",
-        )
-        api = HAProxyApi(config, applications, f"{folder}/haproxy.cfg")
-        api._generate_config_file_internal()
-        program = haproxy.environment()[haproxy.BINARY_PATH]
+        config = rendered(applications, Path(folder), host, port, metrics_port)
+        program = ray_environment()[haproxy.BINARY_PATH]
         env = os.environ | (environment or {})
-        command = [sys.executable, "-c", STARTER, program, "-db", "-f", api.config_file_path]
+        command = [sys.executable, "-c", STARTER, program, "-db", "-f", str(config)]
         starter, proxies = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=env), list[psutil.Process]()
         try:
             wait_until(lambda: (Path(folder) / "admin.sock").exists())

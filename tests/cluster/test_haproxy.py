@@ -16,7 +16,9 @@ import pytest
 from ray.serve._private.haproxy import BackendConfig, ServerConfig
 
 from cluster import haproxy
-from tests.cluster.haproxy_process import needs_haproxy, running
+from cluster.ray_environment import tls_environment
+from deployments.http.server_header import SERVER_HEADER, SERVER_VARIABLE
+from tests.cluster.haproxy_process import needs_haproxy, rendered, running
 from tests.deployments.openai.bad_requests import Bad
 from tests.serve.serve_run import free_port, wait_until
 
@@ -54,27 +56,81 @@ def test_request_that_ingresses_do_not_answer_gets_the_right_status_in_openai_s_
             assert headers.items() <= dict(answer.headers).items()
 
 
+def test_serves_own_proxy_is_never_asked_in_place_of_ingresses():
+    """Another cluster's may listen where it did."""
+    asked: list[bytes] = []
+    with ingress_that(lambda connection: asked.append(b"")) as other, ingress_that(None) as gone:
+        backends = {name: application(name, gone) for name in ("none", "gone")}
+        backends["none"].servers = []
+        for backend in backends.values():
+            backend.fallback_server = ServerConfig(name="proxy", host="127.0.0.1", port=other)
+        with running(backends) as (url, _, _):
+            wait_until(lambda: httpx.get(f"{url}/gone/v1/models", timeout=20).status_code == 503)
+            for name in backends:
+                answer = httpx.get(f"{url}/{name}/v1/models", timeout=20)
+                Bad(name, b"", status=503).check(answer)
+                assert answer.headers["retry-after"] == "1"
+    assert not asked
+
+
+def test_ingresses_stay_while_serve_names_none(tmp_path):
+    """As it does for some seconds while it builds an application again."""
+    memory, line = tmp_path / "ingresses", "server server-a 127.0.0.1:1 check"
+    one, none = application("a", 1), application("a", 1)
+    none.servers = []
+    none.fallback_server = ServerConfig(name="proxy", host="127.0.0.1", port=2)
+    for applications, kept in (({"a": none}, False), ({"a": one}, True), ({"a": none}, True), ({"a": none}, True)):
+        assert (line in haproxy.configured(rendered(applications, tmp_path).read_text(), memory)) is kept
+    for applications in ({}, {"a": none}):  # it was deleted
+        assert line not in haproxy.configured(rendered(applications, tmp_path).read_text(), memory)
+
+
+def test_requests_tell_ingresses_which_server_they_were_sent_to():
+    heads: list[bytes] = []
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+    with (
+        ingress_that(lambda connection: connection.sendall(answer), heads=heads) as port,
+        running({"a": application("a", port)}, environment={SERVER_VARIABLE: "ours"}) as (url, _, _),
+    ):
+        forged = {SERVER_HEADER: "forged"}
+        wait_until(lambda: httpx.get(f"{url}/a/b", headers=forged).text == "ok")
+    assert heads and all(b"x-manta-server: ours" in head and b"forged" not in head for head in heads)
+
+
 def application(name: str, port: int) -> BackendConfig:
     server = ServerConfig(name=f"server-{name}", host="127.0.0.1", port=port)
     return BackendConfig(name=name, path_prefix=f"/{name}", app_name=name, servers=[server], timeout_server_s=1)
 
 
 @contextmanager
-def ingress_that(answer: Callable[[socket.socket], object] | None, tls: ssl.SSLContext | None = None) -> Iterator[int]:
-    """Its port. It is healthy. answer: to a request; None for one that is gone."""
+def ingress_that(
+    answer: Callable[[socket.socket], object] | None,
+    tls: ssl.SSLContext | None = None,
+    heads: list[bytes] | None = None,
+) -> Iterator[int]:
+    """Its port. It is healthy. answer: to a request; None for one that is gone. heads: of requests, to be filled."""
     if answer is None:
         yield free_port()
         return
+
+    def serve_one(connection: socket.socket) -> None:
+        with (
+            suppress(OSError),  # at the end
+            connection if tls is None else tls.wrap_socket(connection, server_side=True) as connection,
+        ):
+            head = connection.recv(1000)
+            if b"healthz" in head:
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+                return
+            if heads is not None:
+                heads.append(head)
+            answer(connection)
 
     def serve() -> None:
         with suppress(OSError):  # at the end
             while True:
                 connection, _ = listener.accept()
-                with connection if tls is None else tls.wrap_socket(connection, server_side=True) as connection:
-                    if b"healthz" in connection.recv(1000):
-                        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-                    else:
-                        answer(connection)
+                threading.Thread(target=serve_one, args=(connection,), daemon=True).start()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve)
@@ -88,9 +144,7 @@ def test_with_a_certificate_clients_and_ingresses_are_spoken_to_over_tls(certifi
     https = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     https.load_cert_chain(certificate.certfile, certificate.keyfile)
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
-    environment = haproxy.tls_environment(
-        {"ssl_certfile": str(certificate.certfile), "ssl_keyfile": str(certificate.keyfile)}
-    )
+    environment = tls_environment({"ssl_certfile": str(certificate.certfile), "ssl_keyfile": str(certificate.keyfile)})
     with (
         ingress_that(lambda connection: connection.sendall(answer), https) as port,
         running({"a": application("a", port)}, environment=environment) as (url, _, _),

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from cluster.cli.lint.manifests import Manifest
-from cluster.cli.lint.rules import findings
 from cluster.config import AppConfig
 from tests.k8s.overlays import OVERLAYS, ROOT, needs_kustomize, of_kind, ray_groups, ray_service, rendered
+from tests.k8s.rules.every_rule import violations
 
 pytestmark = needs_kustomize
 
@@ -26,8 +26,8 @@ def demo_with(component: str, folder: Path, **more: list[Manifest]) -> list[Mani
 
 
 @pytest.mark.parametrize("component", ["monitoring", "tracing", "gateway", "gcs-redis"])
-def test_lint_finds_nothing_in_the_demo_with_a_component_more(component, tmp_path):
-    assert [str(finding) for finding in findings(demo_with(component, tmp_path))] == []
+def test_no_rule_finds_anything_in_the_demo_with_a_component_more(component, tmp_path):
+    assert [str(violation) for violation in violations(demo_with(component, tmp_path))] == []
 
 
 def test_component_for_traces_lets_pods_of_ray_reach_a_collector(tmp_path):
@@ -68,7 +68,7 @@ def test_overlay_can_be_installed_a_second_time_in_another_namespace(overlay, tm
     text = {"namespace": "other", "resources": [os.path.relpath(overlay, tmp_path)]}
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(text))
     manifests = rendered(tmp_path)
-    assert [str(finding) for finding in findings(manifests)] == []
+    assert [str(violation) for violation in violations(manifests)] == []
     (namespace,) = of_kind("Namespace", manifests)
     assert namespace["metadata"]["name"] == "other"
     assert {m["metadata"].get("namespace") for m in manifests if m["kind"] not in ("Namespace", "PriorityClass")} == {

@@ -23,10 +23,10 @@ from ray.serve.schema import ApplicationStatus
 from ray.util.metrics import Counter, Metric
 
 from cluster.autoscaling.policy import ScalingMetrics
-from cluster.cli.lint.manifests import selects
 from tests.cluster.haproxy_process import needs_haproxy, running
 from tests.deployments.real_api import real_api_with_prefill
 from tests.k8s.overlays import ROOT, needs_kustomize, of_kind, ray_groups, rendered
+from tests.k8s.rules.selectors import selects
 from tests.models import make_model
 from tests.scrape import Scrape, Series
 

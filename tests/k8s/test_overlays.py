@@ -1,4 +1,4 @@
-"""Each overlay, as kustomize renders it, follows the schemas, `manta k8s lint`, and rules for its pods."""
+"""Each overlay, as kustomize renders it, follows the schemas, the rules for manifests, and more about its pods."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from cluster import haproxy
+from cluster import ray_environment
 from cluster.app import build
 from cluster.cli.lint.manifests import Manifest, Service, quantity
-from cluster.cli.lint.rules import findings
 from cluster.config import BUILDER, AppConfig
 from tests.k8s.overlays import (
     OVERLAYS,
@@ -30,6 +29,7 @@ from tests.k8s.overlays import (
     ray_service,
     rendered,
 )
+from tests.k8s.rules.every_rule import violations
 
 CRDS = ROOT.parent / "shared" / "crds"
 KUBERNETES = "1.37"
@@ -96,8 +96,8 @@ def test_pods_of_an_overlay_follow_the_schema_of_pods(overlay):
 
 @needs_kustomize
 @every_overlay
-def test_lint_finds_nothing_in_an_overlay(overlay):
-    assert [str(finding) for finding in findings(rendered(overlay))] == []
+def test_no_rule_finds_anything_in_an_overlay(overlay):
+    assert [str(violation) for violation in violations(rendered(overlay))] == []
 
 
 def broken_controls(pod: Manifest) -> set[str]:
@@ -216,7 +216,7 @@ def test_ray_pods_of_an_overlay_share_an_image_the_front_and_the_mounts_of_the_c
     assert len({group.main["image"] for group in service.groups}) == 1
     ((_, config),) = service.apps
     for group in service.groups:
-        assert haproxy.FRONT.items() <= group.env.items()
+        assert ray_environment.FRONT.items() <= group.env.items()
         mounts = {Path(mount["mountPath"]) for mount in group.main["volumeMounts"]}
         folders = [m.model for m in config.models if m.model.startswith("/")]
         for path in [*folders, config.ingress.api_keys_file or "", config.ingress.batch_dir or ""]:

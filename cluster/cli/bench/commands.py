@@ -11,7 +11,6 @@ import typer
 
 from cluster.cli.bench.load import OfflineLoad, ServeLoad
 from cluster.flags import ApiKeyOption, EngineFlags, HtmlOption, JsonOption, ModelOption, with_flags
-from engine.errors import InvalidParameter
 
 bench = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine alone.")
 
@@ -85,49 +84,3 @@ def serve(
     else:
         show_serve(report)
     raise typer.Exit(1 if report.failed else 0)
-
-
-@bench.command()
-def determinism(
-    model: ModelOption = "pocket",
-    dtypes: Annotated[str, typer.Option(help="One or more of float32, bfloat16 and float16.")] = "bfloat16,float32",
-    modes: Annotated[str, typer.Option(help="`off`, `strict`, or both.")] = "off,strict",
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks to compare with one.")] = "2",
-    requests: Annotated[int, typer.Option(min=16, help="Number of requests.")] = 32,
-    output_len: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
-    load_format: Annotated[str, typer.Option(help="`dummy` makes random weights of the model's shapes.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: one per core.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = 0,
-    as_json: JsonOption = False,
-) -> None:
-    """Count requests whose tokens, or log-probabilities, differ when they are not computed alone.
-
-    In batches, in chunks, from a prefix cache, preempted, with drafted tokens, moved to another engine and on several
-    ranks, without `determinism` and with `strict` (docs/determinism.md).
-
-    Example: manta bench determinism --model DIR --dtypes bfloat16 --ranks "2 4"
-    """
-    from cluster.cli.bench.determinism import measure, show_report
-
-    dtype_names, mode_names, sizes = (text.replace(",", " ").split() for text in (dtypes, modes, ranks))
-    if unknown := [*{*mode_names} - {"off", "strict"}]:
-        raise InvalidParameter("--modes", unknown[0], "off, strict, or both")
-    if not all(size.isdecimal() and int(size) > 1 for size in sizes):
-        raise InvalidParameter("--ranks", ranks, 'numbers above 1, as "2 4"')
-    report = measure(
-        model=model,
-        dtypes=dtype_names,
-        modes=mode_names,
-        ranks=[int(size) for size in sizes],
-        requests=requests,
-        output_len=output_len,
-        seed=seed,
-        load_format=load_format,
-        device=device,
-        num_threads=threads,
-    )
-    if as_json:
-        print(json.dumps(asdict(report), allow_nan=False))
-    else:
-        show_report(report)

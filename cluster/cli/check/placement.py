@@ -35,7 +35,7 @@ def deployments_of(config: AppConfig, overrides: Sequence[Mapping[str, Any]] = (
 
 
 def _bounds(override: Mapping[str, Any], bounds: tuple[int, int]) -> tuple[int, int]:
-    """Return the least and the largest number of replicas, of which an override may say more than `args`."""
+    """Return the minimum and the maximum number of replicas, which an override may raise above those of `args`."""
     if isinstance(count := override.get("num_replicas"), int):
         return count, count
     scaling = override.get("autoscaling_config") or {}

@@ -6,17 +6,17 @@ import socket
 import sys
 from collections.abc import Iterator
 
-from cluster import haproxy
 from cluster.cli.check.finding import Finding
+from cluster.server_ports import KNOWN_PORTS, given_ports
 
 
 def check_ports(host: str, port: int) -> Iterator[Finding]:
     """host, port: address of the API. Raises ConfigError."""
     yield check_port(host, port, "the API", "Stop what listens there, or choose another with --port")
     if sys.platform == "linux":
-        for name, number in haproxy.own_ports().items():
-            advice = f"Stop what listens there, often another Manta, or set {name}"
-            yield check_port("127.0.0.1", number, "HAProxy itself", advice)
+        for name, number in given_ports().items():
+            advice = f"Stop what listens there, or set {name} to another port"
+            yield check_port("127.0.0.1", number, KNOWN_PORTS[name].use, advice)
 
 
 def check_port(host: str, port: int, use: str, advice: str) -> Finding:

@@ -12,7 +12,7 @@ import yaml
 
 from cluster.config import BUILDER, HOST, PORT, AppConfig
 from cluster.model_info import model_info
-from engine.errors import ConfigError
+from engine.errors import ConfigError, Described
 from engine.model.checkpoint.folder import resolve
 
 KV_CACHE_GIB = 2.0  # at most, where nothing is set
@@ -93,7 +93,7 @@ def _check_certificate(http: Mapping[str, Any]) -> None:
         raise ConfigError("http_options.ssl_keyfile", files["ssl_keyfile"], limit) from None
     for key in ("ssl_keyfile_password", "ssl_ca_certs"):
         if http.get(key):
-            raise ConfigError(f"http_options.{key}", "it", "left out, since HAProxy does without")
+            raise ConfigError(f"http_options.{key}", Described("a value"), "left out, since HAProxy does without")
 
 
 def load(path: Path) -> dict[str, Any]:

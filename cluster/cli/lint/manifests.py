@@ -21,7 +21,6 @@ from placement.capacity import Node
 Manifest = dict[str, Any]
 
 RENDER_S = 60.0
-REDIS_PORT = 6379
 UNITS = (
     {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3}
     | {unit: 1000.0**power for power, unit in enumerate("MGTPE", start=2)}
@@ -66,17 +65,6 @@ def quantity(value: Any, name: str) -> float:
     return float(found[1] + (found[2] or "")) * UNITS[found[3]]
 
 
-def selects(selector: Manifest | None, labels: Mapping[str, str]) -> bool:
-    """Evaluate a label selector; an empty one selects everything."""
-    wanted = (selector or {}).get("matchLabels") or {}
-    for expression in (selector or {}).get("matchExpressions") or []:
-        value, values, operator = labels.get(expression["key"]), expression.get("values") or [], expression["operator"]
-        holds = value is not None if operator in ("Exists", "DoesNotExist") else value in values
-        if holds == (operator in ("NotIn", "DoesNotExist")):
-            return False
-    return wanted.items() <= labels.items()
-
-
 @dataclass(frozen=True)
 class Group:
     """The head or a worker group of a RayCluster."""
@@ -107,13 +95,6 @@ class Group:
         """Container ports that have a name."""
         entries = [entry for container in self.pod["containers"] for entry in container.get("ports") or []]
         return {entry["name"]: entry["containerPort"] for entry in entries if "name" in entry}
-
-    @cached_property
-    def labels(self) -> Mapping[str, str]:
-        """Labels of its pods, with those that the operator adds."""
-        own = (self.spec["template"].get("metadata") or {}).get("labels") or {}
-        kind = "head" if self.is_head else "worker"
-        return {"ray.io/is-ray-node": "yes", "ray.io/node-type": kind, **own}
 
     @cached_property
     def env(self) -> Mapping[str, str]:
@@ -159,15 +140,6 @@ class Service:
     @property
     def autoscales(self) -> bool:
         return bool(self.cluster.get("enableInTreeAutoscaling"))
-
-    @property
-    def redis_address(self) -> tuple[str, int] | None:
-        """Host and port of Ray's control store, if that is a Redis."""
-        address = (self.cluster.get("gcsFaultToleranceOptions") or {}).get("redisAddress")
-        if address is None:
-            return None
-        host, _, port = address.split("://")[-1].partition(":")
-        return host, int(port or REDIS_PORT)
 
     @cached_property
     def nodes(self) -> list[Node]:

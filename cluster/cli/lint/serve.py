@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from cluster.cli.check.placement import deployments_of, place
-from cluster.cli.lint.finding import Finding
 from cluster.cli.lint.manifests import Service
+from cluster.cli.lint.violation import Violation
 from placement.capacity import missing
 
 GRACE, RAY_DRAIN = "terminationGracePeriodSeconds", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
@@ -16,21 +16,21 @@ DEFAULTS_S = {GRACE: 30.0, RAY_DRAIN: 30.0, HARD_STOP: 120.0, DELETION_DELAY: 60
 EVERY_NODE = "EveryNode"
 
 
-def serve_port(service: Service) -> Iterator[Finding]:
+def serve_port(service: Service) -> Iterator[Violation]:
     for group in service.groups:
         if (opened := group.ports.get("serve")) != service.port:
             message = f"container port `serve` must be http_options.port ({service.port}), got {opened}"
-            yield Finding("serve-port", group.where, message)
+            yield Violation("serve-port", group.where, message)
 
 
-def proxies(service: Service) -> Iterator[Finding]:
+def proxies(service: Service) -> Iterator[Violation]:
     """KubeRay's probe asks each worker for its proxy, and only workers that have one are Ready."""
     if (location := service.serve.get("proxy_location", EVERY_NODE)) != EVERY_NODE:
         message = f"proxy_location must be {EVERY_NODE}, got {location}: no worker would ever be Ready"
-        yield Finding("proxy-location", service.name, message)
+        yield Violation("proxy-location", service.name, message)
 
 
-def deadlines(service: Service) -> Iterator[Finding]:
+def deadlines(service: Service) -> Iterator[Violation]:
     """Everything that stops must outlive the requests that it has accepted."""
     drains_s = {f"{m.name}.{role}": p.drain_s for _, c in service.apps for m in c.models for role, p in m.pools.items()}
     drains_s |= {"ingress": max(config.ingress.drain_s for _, config in service.apps)}
@@ -39,36 +39,36 @@ def deadlines(service: Service) -> Iterator[Finding]:
     for name, own_s in drains_s.items():
         if own_s < request_s:
             message = f"{name} drain_s must be at least ingress.{request}, got {own_s:g}"
-            yield Finding("drain-requests", service.name, message)
+            yield Violation("drain-requests", service.name, message)
     if (delay_s := _seconds(service.spec, DELETION_DELAY)) < request_s:
         message = f"{DELETION_DELAY} must be at least {request}, got {delay_s:g}"
-        yield Finding("upgrade-cuts-requests", service.name, message)
+        yield Violation("upgrade-cuts-requests", service.name, message)
     for group in service.groups_with_streams:
         grace_s, ray_s, stop_s = (
             _seconds(group.pod, GRACE), _seconds(group.env, RAY_DRAIN), _seconds(group.env, HARD_STOP)
         )  # fmt: skip
         if grace_s < drain_s:
             message = f"{GRACE} must be at least the longest drain_s ({drain_s:g}), got {grace_s:g}"
-            yield Finding("drain-grace", group.where, message)
+            yield Violation("drain-grace", group.where, message)
         if not drain_s <= ray_s <= grace_s:
             message = f"{RAY_DRAIN} must be between the longest drain_s ({drain_s:g}) and {GRACE} ({grace_s:g})"
-            yield Finding("drain-grace", group.where, f"{message}, got {ray_s:g}")
+            yield Violation("drain-grace", group.where, f"{message}, got {ray_s:g}")
         if stop_s < request_s:
-            yield Finding("haproxy-env", group.where, f"{HARD_STOP} must be at least {request}, got {stop_s:g}")
+            yield Violation("haproxy-env", group.where, f"{HARD_STOP} must be at least {request}, got {stop_s:g}")
 
 
-def placement(service: Service) -> Iterator[Finding]:
+def placement(service: Service) -> Iterator[Violation]:
     """Replicas must fit the pods: Serve would wait for ever for one that does not come."""
     deployments = [d for app, config in service.apps for d in deployments_of(config, app.get("deployments") or [])]
     wanted = {deployment.name: deployment.max_replicas for deployment in deployments}
     for deployment in deployments:
         if (problem := missing(deployment.spec, service.nodes)) is not None:
             del wanted[deployment.name]
-            yield Finding("bundles-fit", service.name, f"{deployment.name}: {problem}")
+            yield Violation("bundles-fit", service.name, f"{deployment.name}: {problem}")
     for name, placed in place(wanted, deployments, service.nodes).items():
         if placed < wanted[name]:
             message = f"{name} may grow to {wanted[name]} replicas, but the pods hold {placed} of them"
-            yield Finding("capacity", service.name, message)
+            yield Violation("capacity", service.name, message)
 
 
 def _seconds(section: Any, name: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import count
@@ -16,6 +17,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from cluster.autoscaling import policy as policy_module
 from cluster.autoscaling.policy import DECISION_INTERVAL_S, Policy
 from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, Slo, autoscaling_config
+from deployments import ray_compat
 from deployments.replicas.scaling_report import ReplicaReport, queue_report
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
@@ -89,6 +91,17 @@ def test_serve_makes_the_policy_from_the_name_that_users_write():
     decided, state = made(contexts())
     assert decided == {DECODE: 1, INGRESS: 1}
     assert state is None
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_lines_are_on_the_console_also_where_serve_shows_none_of_its_own(monkeypatch, shown):
+    monkeypatch.setattr(ray_compat, "serve_logs_to_console", lambda: shown)
+    logger = logging.getLogger("ray.serve.manta.autoscaling")
+    monkeypatch.setattr(logger, "handlers", [])
+    Policy()
+    streams = [getattr(handler, "stream", None) for handler in logger.handlers]
+    assert streams == ([] if shown else [sys.__stderr__])
+    assert logger.propagate, "Serve's files have the lines too"
 
 
 def test_settings_come_back_from_what_serve_carries():

@@ -18,7 +18,7 @@ def prefill() -> Sizing:
 
 
 def test_nothing_to_do_needs_one_replica():
-    assert decode().now(Demand(), 9) == decode().if_fewer(Demand(), 9) == Size(1, "least")
+    assert decode().now(Demand(), 9) == decode().if_fewer(Demand(), 9) == Size(1, "min")
 
 
 @pytest.mark.parametrize(("sequences", "replicas"), [(40, 1), (41, 2), (80, 2), (81, 3), (4000, 9)])
@@ -28,7 +28,7 @@ def test_sequences_share_replicas_so_that_their_steps_meet_the_itl_target(sequen
 
 def test_time_that_prompts_take_makes_steps_longer():
     demand = Demand(sequences=30, prefill_share=0.5, **FAST)
-    assert decode().now(Demand(sequences=30, **FAST), 9) == Size(1, "least")
+    assert decode().now(Demand(sequences=30, **FAST), 9) == Size(1, "min")
     assert decode().now(demand, 9) == Size(2, "itl")  # 35 ms in half of the time
 
 
@@ -48,9 +48,9 @@ def test_a_target_that_even_one_sequence_misses_is_left_alone():
 def test_fewer_replicas_are_judged_by_the_steps_that_they_would_have():
     # at 900 tokens per second one replica would be busy with sequences 90 % of its time: steps of 50 ms
     demand = Demand(sequences=6, output_tokens_per_s=900, **FAST)
-    assert decode().now(demand, 9) == Size(1, "least")
+    assert decode().now(demand, 9) == Size(1, "min")
     assert decode().if_fewer(demand, 9) == Size(2, "itl")
-    assert decode().if_fewer(Demand(sequences=6, output_tokens_per_s=700, **FAST), 9) == Size(1, "least")
+    assert decode().if_fewer(Demand(sequences=6, output_tokens_per_s=700, **FAST), 9) == Size(1, "min")
 
 
 @given(
@@ -72,7 +72,7 @@ def test_some_number_within_the_bounds_is_always_named(demand, prompts, decodes)
     sizing = Sizing(SLO, 64, prompts=prompts, decodes=decodes)
     for size in (sizing.now(demand, 12), sizing.if_fewer(demand, 12)):
         assert 1 <= size.replicas <= 12
-        assert (size.reason == "least") == (size.replicas == 1)
+        assert (size.reason == "min") == (size.replicas == 1)
 
 
 # -- prompts -----------------------------------------------------------------------------------------------
@@ -94,9 +94,9 @@ def test_a_queue_is_to_be_done_within_the_ttft_target():
 
 
 def test_a_pool_without_decoding_has_no_itl_target():
-    assert prefill().now(Demand(sequences=5000, **FAST), 9) == Size(1, "least")
+    assert prefill().now(Demand(sequences=5000, **FAST), 9) == Size(1, "min")
     assert prefill().now(Demand(sequences=5000, kv_replicas=1.5), 9) == Size(2, "kv")
 
 
 def test_a_pool_that_has_its_prompts_computed_elsewhere_has_no_ttft_target():
-    assert decode().now(Demand(prefill_share=0.5, backlog_s=50.0, prompt_s=0.9), 9) == Size(1, "least")
+    assert decode().now(Demand(prefill_share=0.5, backlog_s=50.0, prompt_s=0.9), 9) == Size(1, "min")

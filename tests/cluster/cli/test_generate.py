@@ -25,7 +25,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(model):
-    with LLM(str(model), max_num_seqs=4, kv_cache_memory_gib=0.01) as llm:
+    with LLM(str(model), max_num_seqs=4, kv_cache_memory_gib=0.01, num_threads=1) as llm:
         yield llm
 
 

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import ray._common.utils as ray_utils
 import yaml
 from typer.testing import CliRunner
 
-from cluster import haproxy
 from cluster.cli import serve as serve_command
 from cluster.cli.check.finding import Finding
 from cluster.cli.check.serve_config import memory_may_be_short
@@ -50,7 +48,7 @@ class Served:
 def served(monkeypatch) -> list[Served]:
     """What Ray would have been started with."""
     found: list[Served] = []
-    take = lambda config, address: found.append(Served(config, address, dict(os.environ)))  # noqa: E731
+    take = lambda config, address, **_: found.append(Served(config, address, dict(os.environ)))  # noqa: E731
     monkeypatch.setattr("deployments.ray_driver.serve_until_interrupted", take)
     return found
 
@@ -315,22 +313,6 @@ def test_a_ray_of_its_own_listens_on_loopback_and_one_that_runs_keeps_its_addres
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     serve_command.set_environment({}, address)
     assert os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == value
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="HAProxy is for Linux only")
-def test_two_servers_of_one_machine_have_no_port_for_their_ingresses_in_common(monkeypatch):
-    for name in haproxy.INGRESS_PORTS:
-        monkeypatch.delenv(name, raising=False)
-    ports = []
-    hold = haproxy.held_port.__wrapped__
-    with closing(hold()) as one, closing(hold()) as other:
-        for held in (one, other):
-            monkeypatch.setattr(haproxy, "held_port", lambda: held)  # noqa: B023
-            first, last = map(int, haproxy.ingress_ports().values())
-            ports += [*range(first, last + 1)]
-    assert len({*ports}) == len(ports) == 2 * (haproxy.CLUSTER_PORTS - 1)
-    monkeypatch.setenv(haproxy.INGRESS_PORTS[0], "5000")
-    assert haproxy.ingress_ports() == {}
 
 
 @pytest.mark.parametrize("ignored", [True, False])

@@ -1,9 +1,12 @@
-"""Answers as a server gives them, here made by an engine that computes several at once, and computed again alone."""
+"""Answers of a server that computes several at once, computed again alone."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
+from cluster.cli.verify import differences
 from cluster.config import IngressSection, ModelSection
 from cluster.model_info import model_info
-from engine import LLM, SamplingParams
+from engine.text.tokenizer import Tokenizer
+from tests.deployments.real_api import real_api
 from tests.models import make_model
 
 REQUEST = {"prompt": [5, 7, 9, 11], "max_tokens": 6, "seed": 3, "n": 2, "logprobs": 0, "return_token_ids": True,
@@ -28,34 +33,17 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(model) -> tuple[dict[str, Any], dict[str, Any]]:
-    """To REQUEST and to CHAT."""
-    params = SamplingParams(max_tokens=6, seed=3, n=2, logprobs=0, ignore_eos=True)
-    greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    with LLM(str(model), device="cpu", kv_cache_memory_gib=0.01, block_size=16) as llm:
-        prompt = llm.tokenizer.apply_chat_template(CHAT["messages"])
-        drawn, said = llm.generate([REQUEST["prompt"], prompt], [params, greedy], progress=False)
-        choices = [
-            {
-                "index": output.index,
-                "text": output.text,
-                "logprobs": {
-                    "tokens": [llm.tokenizer.token_text(token) for token in output.token_ids],
-                    "token_logprobs": [entry.logprob for entry in output.logprobs or []],
-                },
-                "finish_reason": "length",
-                "stop_reason": None,
-                "token_ids": output.token_ids,
-            }
-            for output in drawn.outputs
-        ]
-    message = {"role": "assistant", "content": said.outputs[0].text, "refusal": None}
-    chat = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length", "stop_reason": None}
-    fingerprint = model_info(ModelSection(name=model.name, model=str(model)), IngressSection()).fingerprint
-    common = {"model": model.name, "system_fingerprint": fingerprint}
-    return (
-        {"object": "text_completion", "choices": choices, "usage": {"prompt_tokens": 4}, **common},
-        {"object": "chat.completion", "choices": [chat], "usage": {"prompt_tokens": len(prompt)}, **common},
-    )
+    """To REQUEST and to CHAT, from a server that had other requests, too."""
+    info = model_info(ModelSection(name=model.name, model=str(model)), IngressSection())
+
+    async def ask() -> tuple[dict[str, Any], dict[str, Any]]:
+        async with real_api(model, info=info) as api:
+            sent = [("completions", REQUEST), ("completions", {**REQUEST, "seed": 5}), ("chat/completions", CHAT)]
+            got = await asyncio.gather(*(api.client.post(f"/v1/{route}", json=body) for route, body in sent))
+            assert {answer.status_code for answer in got} == {200}
+            return got[0].json(), got[2].json()
+
+    return asyncio.run(asyncio.wait_for(ask(), 120))
 
 
 def verify(model: Path, folder: Path, answer: object, request: object) -> tuple[int, str]:
@@ -68,11 +56,13 @@ def verify(model: Path, folder: Path, answer: object, request: object) -> tuple[
 
 
 def test_tokens_and_log_probabilities_that_were_computed_in_a_batch_are_found_equal(model, answers, tmp_path):
-    assert verify(model, tmp_path, answers[0], REQUEST) == (0, "equal: tokens and log-probabilities\n")
+    code, output = verify(model, tmp_path, answers[0], REQUEST)
+    assert code == 0 and output.startswith("equal: tokens and log-probabilities, and all other fields; not compared: ")
 
 
 def test_a_chat_of_which_only_the_text_is_known_is_found_equal(model, answers, tmp_path):
-    assert verify(model, tmp_path, answers[1], CHAT) == (0, "equal: text\n")
+    code, output = verify(model, tmp_path, answers[1], CHAT)
+    assert code == 0 and output.startswith("equal: text, and all other fields; not compared: id, created, ")
 
 
 def test_the_first_position_that_differs_is_told_with_both_log_probabilities(model, answers, tmp_path):
@@ -100,6 +90,43 @@ def test_another_text_is_shown_from_where_it_differs(model, answers, tmp_path):
     answer["choices"][0]["message"]["content"] += " and more"
     code, output = verify(model, tmp_path, answer, CHAT)
     assert code == 1 and output.startswith("choice 0: another message: ") and " and more" in output
+
+
+def fields_of(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The paths of all values in some JSON that are neither objects nor lists."""
+    if isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from fields_of(each, (*path, key))
+    else:
+        yield path
+
+
+def test_a_change_of_any_field_is_found_save_of_those_that_are_named_as_not_compared(model, answers):
+    tokenizer, answer = Tokenizer.from_folder(model), answers[0]
+    assert differences(answer, answer, tokenizer) == []
+    kept = set()
+    for path in fields_of(answer):
+        changed = copy.deepcopy(answer)
+        *above, name = path
+        inner = reduce(lambda value, key: value[key], above, changed)
+        inner[name] = inner[name] + 1 if isinstance(inner[name], int | float) else f"{inner[name]} changed"
+        if not differences(changed, answer, tokenizer):
+            kept.add(path)
+    assert kept == {("id",), ("created",), ("usage", "prompt_tokens_details", "cached_tokens")}
+
+
+@pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        ({"model": "larger"}, 'another model: "larger", computed again "'),
+        ({"usage": {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}}, "another usage: "),
+        ({"choices": []}, "is not what was answered"),
+        ({"usage": None}, "is no whole answer"),
+    ],
+)
+def test_another_model_or_usage_is_no_equal_answer(model, answers, tmp_path, changed, difference):
+    code, output = verify(model, tmp_path, {**answers[0], **changed}, REQUEST)
+    assert code and difference in output
 
 
 def test_a_server_with_another_model_is_told_and_nothing_is_computed(model, answers, tmp_path):

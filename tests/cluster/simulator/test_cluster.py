@@ -140,7 +140,7 @@ def test_the_autoscaler_brings_replicas_for_a_rush_and_takes_them_back():
     assert len(cluster.pools["decode"].up) == wanted[-1]
     scaled = report.pools["decode"].scaled
     assert scaled is not None
-    assert (scaled.least, scaled.most, scaled.wanted) == (1, max(wanted), max(wanted))
+    assert (scaled.min, scaled.max, scaled.wanted) == (1, max(wanted), max(wanted))
     assert 1 < scaled.mean <= 3600 * report.pools["decode"].gpu_hours / report.duration_s  # that drain are paid for too
     most_hours = max(wanted) * report.duration_s / 3600
     assert report.duration_s / 3600 < report.pools["decode"].gpu_hours < most_hours
@@ -152,6 +152,6 @@ def test_replicas_that_were_wanted_but_never_up_are_told():
     report = simulate(replace(scaling_cluster(6), startup_s=1000.0), trace)
     scaled = report.pools["decode"].scaled
     assert scaled is not None
-    assert (scaled.least, scaled.most, scaled.mean) == (1, 1, pytest.approx(1.0))
+    assert (scaled.min, scaled.max, scaled.mean) == (1, 1, pytest.approx(1.0))
     assert scaled.wanted > 1
     assert simulate(small_cluster(), trace).pools["decode"].scaled is None

@@ -28,7 +28,6 @@ applications:
 def no_cluster(monkeypatch):
     """Other tests may run Ray at the same time."""
     monkeypatch.setattr(doctor, "find_nodes", lambda _: None)
-    monkeypatch.setattr("cluster.haproxy.OWN_PORTS", {})
 
 
 def findings(*flags: str) -> tuple[int, list[dict[str, str]]]:
@@ -58,7 +57,7 @@ def test_mistake_in_a_configuration_is_one_of_the_problems(tmp_path):
     code, found = findings("--config", str(config))
     assert code == 1
     assert [f["told"] for f in found if f["topic"] == "configuration"] == [
-        "configuration: models must be List should have at least 1 item after validation, not 0, got []"
+        "configuration: models must be a list of at least 1 item, got []"
     ]
 
 

@@ -1,4 +1,4 @@
-"""One mistake in a shipped overlay, which schemas, Pod Security and the API server let pass, is found by the lint."""
+"""One mistake in a shipped overlay, which schemas, Pod Security and the API server let pass, is found by a rule."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from cluster.cli.lint.manifests import Manifest
-from cluster.cli.lint.rules import RULES, findings
 from tests.k8s.overlays import ROOT, needs_kustomize, rendered
+from tests.k8s.rules.every_rule import violations
 
 GONE = object()
 HEAD = "rayClusterConfig.headGroupSpec"
@@ -109,9 +109,9 @@ VARIANTS = [
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_one_mistake_in_an_overlay_is_found_by_its_rule(variant):
-    found = findings(variant.manifests())
-    assert variant.rule in {finding.rule for finding in found}
-    assert variant.says in " ".join(str(finding) for finding in found if finding.rule == variant.rule)
+    found = violations(variant.manifests())
+    assert variant.rule in {violation.rule for violation in found}
+    assert variant.says in " ".join(str(violation) for violation in found if violation.rule == variant.rule)
 
 
 SERVE_VARIANTS: dict[str, tuple[Callable[[Manifest], Any], str, str]] = {
@@ -151,29 +151,26 @@ def test_one_mistake_in_the_serve_configuration_of_an_overlay_is_found_by_its_ru
     serve = yaml.safe_load(service["spec"]["serveConfigV2"])
     change(serve)
     service["spec"]["serveConfigV2"] = yaml.safe_dump(serve)
-    found = findings(manifests)
-    assert {finding.rule for finding in found} == {rule}
+    found = violations(manifests)
+    assert {violation.rule for violation in found} == {rule}
     assert says in " ".join(map(str, found))
 
 
-def test_a_ray_service_of_others_has_one_finding():
+def test_a_ray_service_of_others_has_one_violation():
     manifests = copy.deepcopy(rendered(ROOT / "k8s" / "overlays" / "cpu-demo"))
     (service,) = [manifest for manifest in manifests if manifest["kind"] == "RayService"]
     service["spec"]["serveConfigV2"] = "applications:\n  - {name: fruit, import_path: fruit.deployment_graph}\n"
     service["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]["dashboard-host"] = "127.0.0.1"
-    (finding,) = findings(manifests)
-    assert finding.rule == "not-manta"
+    (violation,) = violations(manifests)
+    assert violation.rule == "not-manta"
 
 
-def test_the_readme_names_every_rule_and_no_other():
+def test_the_readme_names_every_rule_of_the_lint_and_no_other():
     """In its table of mistakes and what finds them."""
     text = (ROOT / "k8s" / "README.md").read_text()
     table = text[text.index("| mistake |") : text.index("## Overlays")]
-    sources = "".join((ROOT / "cluster" / "cli" / "lint" / f"{module}.py").read_text() for module in MODULES)
+    sources = "".join((ROOT / "cluster" / "cli" / "lint" / f"{module}.py").read_text() for module in ("rules", "serve"))
     named = {part for row in table.strip().splitlines() for part in row.rsplit("|", 2)[1].split("`")[1::2]}
-    rules = {part.split('"')[1] for part in sources.split("Finding(")[1:] if part.startswith('"')}
+    rules = {part.split('"')[1] for part in sources.split("Violation(")[1:] if part.startswith('"')}
     assert rules <= named
     assert {name for name in named if " " not in name} == rules
-
-
-MODULES = {rule.__module__.rpartition(".")[2] for rule in RULES} | {"rules"}

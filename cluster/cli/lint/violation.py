@@ -1,4 +1,4 @@
-"""A finding of `manta k8s lint`."""
+"""A violation of `manta k8s lint`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Violation:
     rule: str
     where: str
     problem: str

@@ -1,0 +1,123 @@
+"""What becomes of the configurations that Ray writes for HAProxy: text in, text out."""
+
+from __future__ import annotations
+
+import json
+import re
+
+# What HAProxy answers by itself: type, code and message of OpenAI's error, by status. HAProxy quotes them with '.
+ERRORS = {
+    400: ("invalid_request_error", "bad_request", "this is not a valid HTTP request"),
+    408: ("timeout_error", "request_timeout", "the request did not arrive in time"),
+    500: ("internal_error", "internal_error", "the proxy failed; its log says why"),
+    502: ("service_unavailable_error", "bad_gateway", "the server ended before it answered; send the request again"),
+    503: (
+        "service_unavailable_error",
+        "service_unavailable",
+        "no server is up yet or any more; send the request again",
+    ),
+    504: ("timeout_error", "gateway_timeout", "the server did not answer in time"),
+}
+HEADERS = {503: " hdr Retry-After 1", 408: " hdr X-Should-Retry false", 504: " hdr X-Should-Retry false"}
+NO_ROUTE = ("not_found_error", "route_not_found", "there is no such route")
+HEADER_S = 10  # a client has for the header of a request
+BACKEND = re.compile(r"(?m)^backend (\S+)\n((?:[ \t].*\n|\n)*)")
+SERVER = re.compile(r"(?m)^ *server .*\n")
+
+
+def rewritten(config: str) -> str:
+    """Return Ray's configuration with OpenAI's error body for whatever HAProxy answers by itself, under its own status.
+
+    What HAProxy cannot parse at all never gets so far, and is refused with a body that no configuration changes. Ray's
+    shows 502, 503 and 504 as a 500 of plain text. Where no application is named yet, 404 becomes 503: every
+    HAProxy starts with such a configuration, also one that replaces another after failed health checks. It would answer
+    404 until it is told where the replicas are, and no client asks again after that.
+    """
+    errors = "".join(f"    http-error {_answer(status, *error)}\n" for status, error in ERRORS.items())
+    config = re.sub(r"(^ *errorfile .*\n)+", lambda _: errors, config, flags=re.MULTILINE)
+    named = re.search(r"^\s*use_backend ", config, re.MULTILINE)
+    unknown = _answer(404, *NO_ROUTE) if named else _answer(503, *ERRORS[503])
+    return re.sub(r"http-request return status 404 .*", lambda _: f"http-request return {unknown}", config)
+
+
+def _answer(status: int, kind: str, code: str, message: str) -> str:
+    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+    return f"status {status} content-type application/json string '{body}'{HEADERS.get(status, '')}"
+
+
+def closed_to_others(config: str) -> str:
+    """Return Ray's configuration with statistics on loopback, metrics where the API listens, and an admin socket for
+    one user.
+
+    With Ray's own every machine sees the replicas' addresses, and every local user can stop servers.
+    """
+    api = re.search(r"(?m)^frontend http_frontend\n\s*bind (.*):\d+$", config)
+    assert api is not None, "Ray's configuration has no frontend"
+    for section, host in (("listen stats", "127.0.0.1"), ("frontend prometheus", api[1])):
+        config = _changed(config, rf"(?m)^({section}\n\s*bind )\S*:(\d+)$", rf"\g<1>{host}:\2")
+    return re.sub(r"(?m)^(\s*stats socket \S+ mode )666 ", r"\g<1>600 ", config)
+
+
+def over_tls(config: str, certificate: str) -> str:
+    """Return Ray's configuration with HTTPS for clients, and on the way to the ingresses, which Serve starts with the
+    same certificate; it is not checked there, since its name is that of the API.
+
+    certificate: path of a PEM file with the private key.
+    """
+    config = _changed(config, r"(?m)^(frontend http_frontend\n\s*bind .*)$", rf"\1 ssl crt {certificate} alpn http/1.1")
+    return re.sub(r"(?m)^(\s*server \S+ \S+)", r"\1 ssl verify none", config)
+
+
+def limited(config: str, connections: int) -> str:
+    """Return Ray's configuration with limits that keep those who send nothing, or send it slowly, from shutting others
+    out: a time for headers, room for many connections, and of these a quarter that no single source can take. HTTP/2,
+    which has ways of its own to be expensive, is not spoken.
+
+    connections: of clients, at a time.
+    """
+    room = f"maxconn {connections}\n    no strict-limits"  # else it would want two for each
+    config = _changed(config, r"(?m)^(global\n(?:[ \t].*\n)*?\s*)maxconn \d+$", rf"\g<1>{room}")
+    waits = f"    timeout http-request {HEADER_S}s\n    option disable-h2-upgrade\n"
+    config = _changed(config, r"(?m)^(defaults\n)", rf"\g<1>{waits}")
+    by_source = (
+        "    stick-table type ipv6 size 100k expire 1m store conn_cur\n"
+        "    tcp-request connection track-sc0 src\n"
+        f"    tcp-request connection reject if {{ sc0_conn_cur gt {connections * 3 // 4} }}\n"
+    )
+    return _changed(config, r"(?m)^(frontend http_frontend\n\s*bind .*\n)", rf"\g<1>{by_source}")
+
+
+def of_server(config: str, header: str, server: str) -> str:
+    """Return Ray's configuration with a header in every request that tells ingresses whose HAProxy it came through."""
+    line = f"    http-request set-header {header} {server}\n"
+    return _changed(config, r"(?m)^(frontend http_frontend\n\s*bind .*\n)", rf"\g<1>{line}")
+
+
+def without_fallback(config: str, ingresses: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Return Ray's configuration without Serve's own proxy as the last resort, and the ingresses that it names.
+
+    ingresses: those that the configuration before this one named: lines, by backend. They stay where this one names
+    none, because while Serve builds an application again it names none for some seconds, though they answer. Those that
+    do not answer are found out by health checks, and clients then get 503 at once.
+
+    The proxy stays in the configuration, since Ray counts the servers that HAProxy shows, but is never asked.
+    """
+    named: dict[str, str] = {}
+
+    def backend(found: re.Match[str]) -> str:
+        name, section = found[1], re.sub(r"(?m)^( *server .* backup)$", r"\1 disabled", found[2])
+        servers = [line for line in SERVER.findall(section) if " backup" not in line]
+        if servers:
+            named[name] = "".join(servers)
+        elif name in ingresses:
+            named[name] = ingresses[name]
+            section += named[name]
+        return f"backend {name}\n{section}"
+
+    return BACKEND.sub(backend, config), named
+
+
+def _changed(config: str, pattern: str, to: str) -> str:
+    config, found = re.subn(pattern, to, config, count=1)
+    assert found, f"Ray's configuration has nothing like {pattern}"
+    return config

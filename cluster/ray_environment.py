@@ -1,0 +1,64 @@
+"""The environment that Ray is started with.
+
+On Linux Serve's own HAProxy stands in front, and each ingress replica answers HTTP itself: a streamed token costs a
+fraction of what it costs through Serve's Python proxy (docs/measurements/performance.md). Elsewhere that proxy is used.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.haproxy import BINARY_PATH, CERTFILE, KEYFILE
+from cluster.server_folder import server_folder
+from cluster.server_ports import server_ports
+from deployments.http.server_header import SERVER_VARIABLE
+
+FRONT = {  # on every node
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    # An ingress that dies or stops may close a connection on which a request has just been sent. Before the first byte
+    # of the answer it can be asked for elsewhere: whatever was begun ends with the connection.
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    # For a client that sends nothing more of a body, or reads nothing more of an answer; Ray has an hour.
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
+    # Serve decodes headers before it calls an ingress, and answers 500 to bytes that are no text.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.http.middleware:around_serve",
+}
+ENVIRONMENT = {
+    **FRONT,
+    # An ingress that is to stop takes connections as long as HAProxy may need to notice. Ray's 30 s are for load
+    # balancers that are slower; one machine ends when its user wants it to.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
+    # After Ray's 5 s a proxy that still starts is replaced, which makes a busy machine only busier.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
+    # Ray's 15 would leave an engine a thirtieth of a core that any other program of the machine also wants.
+    "RAY_worker_niceness": "0",
+    # When the ingress changes, a new HAProxy process takes over; the old one may go on as long as a request may take.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "660",
+}
+# Ray then gives its node the address 127.0.0.1, as it does on macOS, and so it and all of ours listen there only.
+ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
+def environment() -> dict[str, str]:
+    """Return Ray's environment variables for this machine."""
+    if sys.platform != "linux":
+        return {}
+    ours = Path(sys.executable).with_name("manta-haproxy")  # `main`, as pip installs it
+    return {**ENVIRONMENT, BINARY_PATH: str(ours)} if ours.exists() else dict(ENVIRONMENT)
+
+
+def tls_environment(http_options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables by which HAProxy knows the certificate; Ray tells only the ingresses behind it."""
+    names = {CERTFILE: "ssl_certfile", KEYFILE: "ssl_keyfile"}
+    return {variable: http_options[key] for variable, key in names.items() if http_options.get(key)}
+
+
+def own_environment() -> dict[str, str]:
+    """Return the further variables of a Ray of one's own: what two of one machine would share, each has for itself
+    (docs/operations.md). Raises StartupError."""
+    return ON_LOOPBACK | server_ports() | server_folder() | {SERVER_VARIABLE: secrets.token_hex(8)}

@@ -1,0 +1,50 @@
+"""The folder of a server's HAProxy: its configurations, sockets and logs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+
+PARENT = "/tmp"  # as Ray has it: paths of sockets have to be short
+# Ray's variables, and what each names below the folder. Ray adds a folder for each node to all of them.
+FILES = {
+    "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "/haproxy.cfg",
+    "RAY_SERVE_HAPROXY_SOCKET_PATH": "/admin.sock",
+    "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": "/metrics.sock",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "/server-state",
+}
+# A shell without a parent, since it has to outlive a SIGKILL of this process, with which `read` ends. What runs in its
+# background has no standard input.
+REMOVE = """
+exec 3<&0
+(trap "" INT TERM HUP; read -r _ <&3; until rm -rf -- "$FOLDER"; do sleep 1; done) &
+"""
+
+
+@cache
+def server_folder() -> dict[str, str]:
+    """Make a folder that only this user can look into, and that is removed however this process ends.
+
+    Return the variables that name it to Ray. Ray's own folder is the same for all clusters and all users of a machine,
+    and stays behind.
+    """
+    if sys.platform != "linux":
+        return {}
+    folder = tempfile.mkdtemp(prefix="haproxy-", dir=PARENT)
+    ends_with_us, _ = os.pipe()  # no other process has the other end, which is open as long as this process lives
+    environment, nothing = {"FOLDER": folder, "PATH": os.defpath}, subprocess.DEVNULL
+    subprocess.run(
+        ["/bin/sh", "-c", REMOVE],
+        stdin=ends_with_us,
+        stdout=nothing,
+        stderr=nothing,
+        env=environment,
+        start_new_session=True,
+        check=True,
+    )
+    os.close(ends_with_us)
+    return {name: folder + file for name, file in FILES.items()}

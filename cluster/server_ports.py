@@ -1,0 +1,110 @@
+"""The ports of a machine that one server has to itself.
+
+Ray's numbers for them are the same in every cluster, and two of one machine would answer each other's requests: Serve's
+own proxies share a port without a word, and HAProxy sends requests to whoever listens where an ingress was.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from functools import cache
+from typing import NamedTuple
+
+from engine.errors import ConfigError, StartupError
+
+FIRST_PORT, LAST_PORT = 30_000, 31_000  # below what systems give to whoever asks for any port
+SERVER_PORTS = 100  # of these for one server
+# Variables of Ray's, by the place of their port in a server's hundred, of which the first is held.
+PORTS = {
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 1,
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 2,
+    "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": 10,
+    "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": 69,
+    "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": 70,
+    "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": 99,
+}
+AGENT_PORTS = {  # of Ray's agents, by the names that Ray's parameters have
+    "metrics_agent_port": 5,
+    "metrics_export_port": 6,
+    "dashboard_agent_listen_port": 7,
+    "runtime_env_agent_port": 8,
+}
+
+
+class KnownPort(NamedTuple):
+    """A port that people look for under its number."""
+
+    number: int
+    place: int  #: where it is if another server has that
+    use: str
+
+
+KNOWN_PORTS = {
+    "RAY_SERVE_HAPROXY_STATS_PORT": KnownPort(8404, 3, "HAProxy's statistics"),
+    "RAY_SERVE_HAPROXY_METRICS_PORT": KnownPort(9101, 4, "HAProxy's metrics"),
+}
+
+
+def server_ports() -> dict[str, str]:
+    """Return the variables that give ports to the server of this process, which no other of this machine is given
+    while this process lives. Those that are set already stay as they are.
+
+    HAProxy's statistics and metrics have Ray's ports if no other server has them. Raises StartupError.
+    """
+    if sys.platform != "linux":
+        return {}
+    first: int = held_port().getsockname()[1]
+    ports = {name: first + place for name, place in PORTS.items()}
+    for name, known in KNOWN_PORTS.items():
+        ports[name] = known.number if first == FIRST_PORT and _is_free(known.number) else first + known.place
+    return {name: str(port) for name, port in ports.items() if name not in os.environ}
+
+
+@cache
+def held_port() -> socket.socket:
+    """Take the first port of some that no server has, and hold it until this process ends. Raises StartupError."""
+    for first in range(FIRST_PORT, LAST_PORT, SERVER_PORTS):
+        held = socket.socket()
+        try:
+            held.bind(("", first))
+        except OSError:
+            held.close()
+            continue
+        if all(_is_free(first + place) for place in range(1, 9)):
+            return held
+        held.close()
+    raise StartupError(
+        f"a server needs {SERVER_PORTS} ports for itself, and of every hundred from {FIRST_PORT} to {LAST_PORT} others "
+        "have taken some. Stop a server of this machine"
+    )
+
+
+def agent_ports() -> dict[str, int]:
+    """Return the ports of the agents of this server's Ray. Raises StartupError."""
+    first: int = held_port().getsockname()[1]
+    return {name: first + place for name, place in AGENT_PORTS.items()}
+
+
+def given_ports() -> dict[str, int]:
+    """Return HAProxy's own ports that this environment sets, by their variables. Raises ConfigError."""
+    ports = {}
+    for name in KNOWN_PORTS:
+        given = os.environ.get(name)
+        if given is None:
+            continue
+        if not given.isdecimal() or not 0 < int(given) < 65536:
+            raise ConfigError(name, given, "a port between 1 and 65535")
+        ports[name] = int(given)
+    return ports
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
